@@ -44,7 +44,7 @@ test-slow: $(READY)  ## run only the slow tests
 test-all: test test-slow  ## run every test that needs no GPU
 
 ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
-	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper_fwd.py
+	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py
 
 lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .

@@ -9,9 +9,9 @@ other:
     head                  0 1 2 3 0 1 2 3 0 1 2 3      2 together     0 1 0 1 0 1 2 3 2 3 2 3
 
 A program does the task of its own number. So no multiprocessor is idle while tasks are left, even
-if other kernels hold some, and copies can start whenever a task ends (`test_launches.py`). The
-forward in Gluon loads ahead from task to task: its grid is persistent, and its programs draw their
-next tasks from a counter. Neither order changes the bits of a task.
+if other kernels hold some, and copies can start whenever a task ends. The forward in Gluon loads
+ahead from task to task: its grid is persistent, and its programs draw their next tasks from a
+counter. Neither order changes the bits of a task.
 """
 
 from __future__ import annotations

@@ -1,37 +1,35 @@
-"""Shared by the kernel tests: attention by chosen launches, and the blocks that it loads.
-
-`attend` is forward and backward by the kernels alone, each step in a launch of its own, over memory
-that starts as NaN. `record` counts in the interpreter the blocks that a kernel loads and masks;
-`blocks_of` counts from the dense mask the blocks that it must load and mask.
-"""
+"""Shared by the kernel tests: configs, inputs, cut steps, and calls of the backend."""
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.tiles import Tile, make_tile
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Tile, Traveller, make_tile
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.flash_bwd import delta_launch, dkdv_launch, dq_launch
-from ring_attn.kernels.flash_fwd import Carried, forward_launch
-from ring_attn.kernels.step_table import Rectangle, StepTable, make_step_table, transposed
-from ring_attn.strategies.ring import ring_steps
-from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
-from tests.bounds import MASKS, whole
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call
+from ring_attn.testing import (
+    RESULTS,
+    Expected,
+    Inputs,
+    Layouts,
+    random_qkv,
+    run_calls,
+    whole_of,
+)
+from tests.bounds import run, whole
 
-# tests/kernels/conftest.py has set it.
+# tests/conftest.py has set it.
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 # In the interpreter bfloat16 arithmetic is silently wrong. On a GPU every case compiles its own
@@ -41,6 +39,10 @@ DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.bfloat16,
 in_interpreter = pytest.mark.skipif(DEVICE != "cpu", reason="looks into the interpreter")
 
 Step = Sequence[Tile]
+
+PORTABLE = tuple(
+    f"{kernel}{steps}" for kernel in ("fwd", "dq", "dkdv") for steps in ("", "_whole", "_softcap")
+)
 
 
 def blocks(rows: int, cols: int) -> Config:
@@ -52,16 +54,10 @@ SMALL = blocks(32, 16)
 LARGE = blocks(64, 64)
 
 
-# -- inputs
-
-
 def inputs_for(mask: Mask, **sizes: object) -> Inputs:
     """Random inputs for a mask: one head of 16, unless said otherwise."""
     usual = {"nheads": 1, "headdim": 16, "device": DEVICE}
     return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **(usual | sizes))
-
-
-# -- steps
 
 
 def cut_rows(mask: Mask, *cuts: int) -> list[tuple[Tile, ...]]:
@@ -89,230 +85,47 @@ def _common(a: slice, b: slice) -> slice:
     return slice(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def rectangles(tiles: Step) -> list[Rectangle]:
-    return [(t.q.start, t.q.stop, t.kv.start, t.kv.stop, *t.band) for t in tiles]
+def portable(config: Config) -> TritonBackend:
+    """A backend whose kernels all use one config, which rules out kernels in Gluon."""
+    return TritonBackend(dict.fromkeys(PORTABLE, config))
 
 
-def q_table(tiles: Step, config: Config, num_rows: int = 0, device: str = DEVICE) -> StepTable:
-    """The table of the forward and of dq."""
-    return make_step_table(
-        rectangles(tiles), config.BLOCK_M, config.BLOCK_N, torch.device(device),
-        descending=True, num_rows=num_rows,
-    )  # fmt: skip
-
-
-def kv_table(tiles: Step, config: Config) -> StepTable:
-    return make_step_table(
-        transposed(rectangles(tiles)), config.BLOCK_N, config.BLOCK_M, torch.device(DEVICE),
-        descending=False,
-    )  # fmt: skip
-
-
-def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
-    """(tiles, visible pairs) of steps of every kind."""
-    found = {
-        name: (whole(MASKS[name]), MASKS[name].dense())
-        for name in ("full", "causal", "wide window", "window causal", "documents", "longer kv")
-    }
-    found["whole blocks"] = whole(Mask(64, 96)), Mask(64, 96).dense()
-    mask = Mask(193, 193, causal=True)
-    for kind, rank, index in (
-        ("contiguous", 2, 1),
-        ("zigzag", 1, 0),
-        ("zigzag", 0, 1),
-        ("zigzag", 1, 1),
-        ("striped", 0, 1),
-        ("striped", 1, 1),
-    ):
-        layout = SequenceLayout.from_name(kind, 193, 3 if kind == "contiguous" else 2)
-        step = ring_steps(layout, layout, mask, rank)[index]
-        keys = layout.position_ids(step.source)[step.rows]
-        dense = mask.dense(layout.position_ids(rank), keys)
-        found[f"{kind}, rank {rank}, step {index}"] = step.tiles, dense
-    return found
-
-
-STEPS = steps_by_name()
-
-
-# -- attention
-
-
-def forward(
-    inputs: Inputs,
-    steps: Sequence[Step],
-    config: Config,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse, each step in a launch of its own."""
-    q, k, v, _ = inputs
-    state = empty_state(inputs, sinks, carried=len(steps) > 1)
-    for index, tiles in enumerate(steps):
-        first, last = index == 0, index == len(steps) - 1
-        table = q_table(tiles, config, num_rows=q.size(1) if first or last else 0)
-        forward_launch(
-            q, k, v, state, table, config, softmax_scale=scale_of(q, scale), softcap=softcap,
-            first=first, last=last,
-        ).run()  # fmt: skip
-    assert state.out is not None and state.lse is not None
-    return state.out, state.lse
-
-
-def empty_state(inputs: Inputs, sinks: Tensor | None = None, *, carried: bool = True) -> Carried:
-    """A state and results filled with NaN; without acc, m, l unless `carried`."""
-    batch, rows, nheads, _ = inputs.q.shape
-    device = inputs.q.device
-    with poisoned_empty():
-        out = inputs.q.new_empty(batch, rows, nheads, inputs.v.size(3))
-        m, l, lse = torch.empty(3, batch, nheads, rows, device=device)
-        acc = torch.empty(out.shape, device=device)
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    if not carried:
-        return Carried(out=out, lse=lse, sinks=sinks, counter=counter)
-    return Carried(acc, m, l, out, lse, sinks, counter)
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """The softmax_scale; for None, the default."""
-    return q.size(3) ** -0.5 if scale is None else scale
-
-
-def statistics_of(
-    out: Tensor, dout: Tensor, lse: Tensor, config: Config = LARGE
-) -> tuple[Tensor, Tensor]:
-    """-lse in base 2, and delta."""
-    with poisoned_empty():
-        minus_lse, delta = torch.empty(2, *lse.shape, device=DEVICE)
-    delta_launch(out, dout, lse, minus_lse, delta, config).run()
-    return minus_lse, delta
-
-
-def grad_q(
-    inputs: Inputs,
-    lse: Tensor,
-    delta: Tensor,
-    steps: Sequence[Step],
-    config: Config,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """dq in float32, without softmax_scale."""
-    q, k, v, dout = inputs
-    dq = torch.zeros(q.shape, device=DEVICE)
-    options = {"softmax_scale": scale_of(q, scale), "softcap": softcap}
-    for tiles in steps:
-        table = q_table(tiles, config)
-        dq_launch(q, k, v, dout, lse, delta, dq, table, config, **options).run()
-    return dq
-
-
-def grad_kv(
-    inputs: Inputs,
-    lse: Tensor,
-    delta: Tensor,
-    steps: Sequence[Step],
-    config: Config,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """dk without softmax_scale and dv, in float32."""
-    q, k, v, dout = inputs
-    dk, dv = (torch.zeros(x.shape, device=DEVICE) for x in (k, v))
-    options = {"softmax_scale": scale_of(q, scale), "softcap": softcap}
-    for tiles in steps:
-        table = kv_table(tiles, config)
-        dkdv_launch(q, k, v, dout, lse, delta, dk, dv, table, config, **options).run()
-    return dk, dv
-
-
-def attend(
-    inputs: Inputs,
-    steps: Sequence[Step],
-    config: Config,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Expected:
-    """Runs forward and backward, without the gradient of the sinks: no kernel computes it."""
-    scores = {"scale": scale, "softcap": softcap}
-    out, lse = forward(inputs, steps, config, sinks=sinks, **scores)
-    statistics = statistics_of(out, inputs.dout, lse)
-    dq = grad_q(inputs, *statistics, steps, config, **scores)
-    dk, dv = grad_kv(inputs, *statistics, steps, config, **scores)
-    factor = scale_of(inputs.q, scale)
-    grads = (x.to(inputs.q.dtype) for x in (dq * factor, dk * factor, dv))
-    return Expected(out, lse, *grads)
-
-
-def without_sinks(expected: Expected) -> Expected:
-    """Drops the gradient of the sinks, which the ring computes and no kernel does."""
-    return replace(expected, dsinks=None)
-
-
-# -- blocks
-
-
-@dataclass
-class Seen:
-    """Counts, by (program, first column) of a block, how often it is loaded and masked."""
-
-    loaded: Counter[tuple[int, int]]
-    masked: Counter[tuple[int, int]]
-
-
-def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Seen:
-    """Records from here on the blocks that a module's kernels load and mask (interpreter only)."""
-    seen = Seen(Counter(), Counter())
-    load_block, visible_pairs = module.load_block, module.visible_pairs
-    latest = (-1, -1)
-
-    def load(ptr: Any, start: Any, *args: Any) -> Any:
-        nonlocal latest
-        latest = operator.index(tl.program_id(0)), operator.index(start)
-        seen.loaded[latest] += 1
-        return load_block(ptr, start, *args)
-
-    def mask(*args: Any) -> Any:
-        seen.masked[latest] += 1
-        return visible_pairs(*args)
-
-    monkeypatch.setattr(module, "load_block", load)
-    monkeypatch.setattr(module, "visible_pairs", mask)
-    return seen
-
-
-def blocks_of(table: StepTable, dense: Tensor, block_cols: int, heads: int) -> Seen:
-    """The blocks to load (with a visible pair) and to mask (with a masked pair, too), by the mask.
-
-    Args:
-        table: only its blocks of rows are read.
-        dense: (rows, cols) booleans of the step.
-        block_cols: columns of a block; those beyond the last are masked.
-        heads: programs for each block of rows.
-    """
-    seen = Seen(Counter(), Counter())
-    for block, (start, stop, _, _) in enumerate(table.blocks[: table.num_blocks].tolist()):
-        for col in range(0, dense.size(1), block_cols):
-            pairs = dense[start:stop, col : col + block_cols]
-            for head in range(heads if bool(pairs.any()) else 0):
-                program = block * heads + head
-                seen.loaded[program, col] += 1
-                if int(pairs.sum()) < (stop - start) * block_cols:
-                    seen.masked[program, col] += 1
-    return seen
-
-
-def times(counts: Counter[tuple[int, int]], factor: int) -> Counter[tuple[int, int]]:
-    return Counter({key: factor * count for key, count in counts.items()})
+def attend(inputs: Inputs, steps: Sequence[Step], config: Config, **scores: object) -> Expected:
+    """Forward and backward of one rank by the portable kernels; all memory starts as NaN."""
+    return run(portable(config), inputs, steps, **scores)
 
 
 def patched_select(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """Makes every kernel use this config."""
     select: Callable[..., Config] = lambda *args, **kwargs: config  # noqa: E731
     monkeypatch.setattr("ring_attn.kernels.configs.select", select)
+
+
+def ring(
+    inputs: Inputs,
+    mask: Mask,
+    layouts: Layouts,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    travels: Traveller | None = None,
+    strided: bool = False,
+) -> Expected:
+    """A ring of the backend in this process, over any tensors.
+
+    `travels` overrides `make_call`'s choice of the side that travels in the backward.
+    """
+    spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
+
+    def make(rank: int) -> Call:
+        how = {"softmax_scale": scale, "backend": "triton"}
+        call = make_call(Strategy(), spec, layouts, mask, rank, **how)
+        return call if travels is None else replace(call, gradients=(travels, False))
+
+    calls = [make(rank) for rank in range(layouts[0].world_size)]
+    return whole_of(run_calls(calls, inputs, layouts, sinks, noncontiguous=strided), layouts)
+
+
+def same(a: Expected, b: Expected) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in RESULTS)

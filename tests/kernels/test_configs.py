@@ -34,7 +34,7 @@ def test_whole_steps_have_the_columns_of_any_other(arch: str, kernel: str) -> No
 
 
 def test_both_forwards_of_sm_90_have_the_same_columns() -> None:
-    """Equal columns give equal bits (test_hopper_fwd.py)."""
+    """Equal columns give equal bits (test_hopper.py)."""
     for headdim, (config, *_) in configs.GLUON.items():
         assert config.BLOCK_N == configs.frozen("fwd", "sm_90", headdim, torch.float16).BLOCK_N
 

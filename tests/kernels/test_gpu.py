@@ -36,8 +36,7 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_close, assert_holds, expect, run, whole
-from tests.kernels.calls import DEVICE, cut_keys
-from tests.kernels.rings import ring
+from tests.kernels.calls import DEVICE, cut_keys, ring
 
 CUDA = torch.cuda.is_available()
 pytestmark = [

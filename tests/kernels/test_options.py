@@ -15,8 +15,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Layouts, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect
-from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select
-from tests.kernels.rings import ring
+from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select, ring
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),

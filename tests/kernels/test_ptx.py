@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -22,12 +21,11 @@ from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, decode
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
-from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
+from ring_attn.testing import Inputs, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, run, whole
 from tests.kernels.calls import cut_keys, in_interpreter
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
-from tests.kernels.test_decode import tiles_of
 
 pytestmark = [
     in_interpreter,
@@ -46,39 +44,11 @@ KERNELS = ("sm_80", "sm_90", "sm_90 portable")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-Execute = Callable[[str], list[Launch]]
-
-
-@pytest.fixture
-def execute(monkeypatch: pytest.MonkeyPatch) -> Execute:
-    """`execute(arch)` gives later launches the architecture's configs and executes their PTX."""
-
-    def start(arch: str) -> list[Launch]:
-        executed = list[Launch]()
-
-        def run_ptx(launch: Launch) -> None:
-            if all(launch.grid):
-                executed.append(launch)
-                assert launching.run(launch, arch) == [], "proxy fences are missing"
-
-        monkeypatch.setattr(configs, "architecture", lambda device: arch)
-        monkeypatch.setattr(Launch, "run", run_ptx)
-        return executed
-
-    return start
-
-
 def inputs_of(mask: Mask, dtype: torch.dtype, headdim: int, nheads: int = 2) -> Inputs:
     return random_qkv(
         seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads, nheads_kv=1,
         headdim=headdim, dtype=dtype,
     )  # fmt: skip
-
-
-def assert_all_hold(inputs: Inputs, mask: Mask, got: Expected, **scores: object) -> None:
-    oracle, plain = expect(inputs, mask, **scores)
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        assert_holds({name: getattr(got, name)}, oracle, plain)
 
 
 def backend(kernels: str, headdim: int, softcap: float = 0.0) -> TritonBackend:
@@ -116,29 +86,30 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("kernels", "name", "dtype", "headdim", "several"), list(cases()))
 def test_forward_and_backward(
-    kernels: str, name: str, dtype: str, headdim: int, several: bool, execute: Execute
+    kernels: str, name: str, dtype: str, headdim: int, several: bool
 ) -> None:
     mask = MASKS[name]
     inputs = inputs_of(mask, DTYPES[dtype], headdim)
     # One step, or a first, a middle and a last one.
     steps = cut_keys(mask, 64, 128) if several else [whole(mask)]
-    executed = execute(arch_of(kernels))
-    got = run(backend(kernels, headdim), inputs, steps)
+    with launching.executing(arch_of(kernels)) as executed:
+        got = run(backend(kernels, headdim), inputs, steps)
     one_pass = kernels == "sm_90" and headdim in configs.GLUON_BWD
     assert len(executed) == (2 if one_pass else 3) * len(steps) + 1
-    assert_all_hold(inputs, mask, got)
+    assert_holds(got, *expect(inputs, mask))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: Execute) -> None:
+def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int) -> None:
     mask = MASKS["causal"]
     inputs, sinks = inputs_of(mask, torch.bfloat16, headdim), random_sinks(2)
-    execute(arch_of(kernels))
     scores = {"softcap": 5.0, "sinks": sinks}
-    got = run(backend(kernels, headdim, 5.0), inputs, cut_keys(mask, 64, 128), **scores)
-    assert_all_hold(inputs, mask, got, **scores)
+    with launching.executing(arch_of(kernels)):
+        got = run(backend(kernels, headdim, 5.0), inputs, cut_keys(mask, 64, 128), **scores)
+    expected = (replace(x, dsinks=None) for x in expect(inputs, mask, **scores))
+    assert_holds(got, *expected)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +123,14 @@ def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: E
     ],
 )
 def test_decode_and_merge(
-    arch: str,
-    dtype: str,
-    headdim: int,
-    softcap: float,
-    execute: Execute,
-    monkeypatch: pytest.MonkeyPatch,
+    arch: str, dtype: str, headdim: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "LEAST_PART", 128)
     mask = Mask(2, 300, causal=True)
     inputs = inputs_of(mask, DTYPES[dtype], headdim, nheads=4)
-    executed = execute(arch)
-    out, lse = TritonBackend().decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3, softcap))
+    scores = Scores(0.3, softcap)
+    with launching.executing(arch) as executed:
+        out, lse = TritonBackend().decode(*inputs[:3], whole(mask), scores=scores)
     _, merge = executed
     assert merge.args["num_parts"] == 3
     results = {"out": out.to(inputs.q.dtype), "lse": lse}
@@ -172,68 +139,87 @@ def test_decode_and_merge(
 
 # -- planted faults
 
+# Short blocks, of which programs have several tasks.
+SHORT = Config(128, 32, 4, 2, programs_per_sm=1)
+RAGGED = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
+SQUARE = Mask(260, 260, causal=True)
+# Kernels of one step, with so many blocks that every buffer is used again: which kernels, the
+# kernel, mask, head dim, heads, and the seeds for orders of warpgroups.
+TARGETS: dict[str, tuple[str, str, Mask, int, int, Sequence[int | None]]] = {
+    **{name: ("sm_80", f"flash_{name}", RAGGED, 64, 1, [None]) for name in ("fwd", "dq", "dkdv")},
+    **{
+        f"sm_90 {name}": ("sm_90 portable", f"flash_{name}", RAGGED, 64, 1, [None])
+        for name in ("fwd", "dq", "dkdv")
+    },
+    "hopper fwd": ("sm_90", "hopper_fwd", Mask(128, 160), 64, 4, range(3)),
+    "hopper fwd, ragged": ("sm_90", "hopper_fwd", RAGGED, 64, 4, [None]),
+    "hopper bwd": ("sm_90", "hopper_bwd", SQUARE, 64, 1, [0]),
+    "hopper bwd, 128 dims": ("sm_90", "hopper_bwd", SQUARE, 128, 1, [0]),
+    "hopper bwd, turns": ("sm_90", "hopper_bwd", Mask(128, 512), 64, 1, range(4)),
+}
+RESULTS = ("out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+
+
+class OtherBits(Exception):
+    """The results of a launch differ from the results of a clean one."""
+
 
 @dataclass(frozen=True)
 class Target:
-    """A compiled launch to plant faults into, and the result of a clean run."""
+    """A compiled launch to plant faults into, and the results of a clean run."""
 
     launch: Launch
     code: launching.Compiled
-    result: Tensor
-    clean: Tensor
+    seeds: Sequence[int | None]
+    clean: dict[str, Tensor]
 
-    def plant(
-        self, pattern: str, new: str, index: int = 0, seed: int | None = None
-    ) -> list[NotFenced]:
-        """Replaces the index-th match of a pattern and executes the launch: the missing fences."""
-        found = list(re.finditer(pattern, self.code.ptx))[index]
-        self.result.zero_()
-        return launching.execute(
-            self.launch,
-            self.code,
-            lambda ptx: ptx[: found.start()] + found.expand(new) + ptx[found.end() :],
-            seed,
-        )
+    def plant(self, edit: Callable[[str], str], seed: int | None) -> Exception | None:
+        """The fault that an edit of the PTX leads to."""
+        names = (*RESULTS, "turns_ptr", "counter_ptr")
+        for name in names & self.launch.args.keys():
+            self.launch.args[name].zero_()
+        try:
+            missing = launching.execute(self.launch, self.code, edit, seed)
+        except Fault as fault:
+            return fault
+        results = {name: self.launch.args[name] for name in self.clean}
+        differ = not all(torch.equal(x, self.clean[name]) for name, x in results.items())
+        return missing[0] if missing else OtherBits() if differ else None
 
-    def faults(self, pattern: str, new: str, *seeds: int) -> list[Fault | None]:
-        """Findings with each match replaced in turn, each run with the next of the seeds."""
-        found = list[Fault | None]()
-        for index in range(len(re.findall(pattern, self.code.ptx))):
-            try:
-                seed = seeds[index % len(seeds)] if seeds else None
-                missing = self.plant(pattern, new, index, seed)
-                found.append(missing[0] if missing else None)
-            except Fault as fault:
-                found.append(fault)
-        assert found, f"nothing to plant {new!r} into"
-        return found
+    def faults(self, pattern: str, new: str) -> list[Exception | None]:
+        """The fault of each match, replaced alone, each run with the next of the seeds."""
+        matches = list(re.finditer(pattern, self.code.ptx))
+        assert matches, f"nothing to plant {new!r} into"
+
+        def planted(number: int) -> Exception | None:
+            match = matches[number]
+            text = self.code.ptx[: match.start()] + match.expand(new) + self.code.ptx[match.end() :]
+            return self.plant(lambda _: text, self.seeds[number % len(self.seeds)])
+
+        return list(map(planted, range(len(matches))))
 
 
 @cache
 def target(name: str) -> Target:
-    """A kernel of one step, with so many blocks that every buffer is used again."""
-    arch = "sm_80" if name in ("fwd", "dq", "dkdv") else "sm_90"
-    kernels = "sm_90 portable" if name.startswith("sm_90 ") else arch
-    mask = Mask(128, 160) if name == "hopper" else TARGET_MASK
-    with pytest.MonkeyPatch.context() as patch:
-        launches = list[Launch]()
-        patch.setattr(configs, "architecture", lambda device: arch)
-        patch.setattr(Launch, "run", lambda launch: launches.append(launch))
-        inputs = inputs_of(mask, torch.bfloat16, 64, nheads=4 if "hopper" in name else 1)
-        tried = TritonBackend({"gluon": SMALL}) if "hopper" in name else backend(kernels, 64)
-        run(tried, inputs, [whole(mask)])
-    kernel = "hopper_fwd" if "hopper" in name else f"flash_{name.split()[-1]}"
-    launch = next(x for x in launches if x.kernel.fn.__name__ == f"{kernel}_kernel")
-    result = launch.args[{"flash_dq": "dq_ptr", "flash_dkdv": "dk_ptr"}.get(kernel, "out_ptr")]
-    code = launching.compiled(launch, arch)
-    result.zero_()
-    assert launching.execute(launch, code) == []
-    return Target(launch, code, result, result.clone())
+    kernels, kernel, mask, headdim, nheads, seeds = TARGETS[name]
+    q, k, v, dout = inputs = inputs_of(mask, torch.bfloat16, headdim, nheads)
+    gluon = {"gluon": SHORT, "gluon_bwd": configs.GLUON_BWD[headdim]}
+    tried = TritonBackend(gluon) if "hopper" in name else backend(kernels, headdim)
+    with launching.executing(arch_of(kernels)) as executed:
+        if kernel.endswith("fwd"):
+            state = tried.new_state(q, headdim)
+            tried.forward(q, k, v, whole(mask), state, scores=Scores(0.125), last=True)
+        else:
+            run(tried, inputs, [whole(mask)])
+    launch = next(x for x in executed if x.kernel.fn.__name__ == f"{kernel}_kernel")
+    results = {x: launch.args[x] for x in RESULTS if launch.args.get(x) is not None}
+    found = Target(launch, launching.compiled(launch, arch_of(kernels)), seeds, {})
+    assert found.plant(str, None) is None
+    found.clean.update({x: result.clone() for x, result in results.items()})
+    assert all(bool(x.any()) and bool(x.isfinite().all()) for x in found.clean.values())
+    return found
 
 
-# Short blocks, of which programs have several tasks.
-SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
-TARGET_MASK = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
 BARRIER = r"bar\.sync\s+\d+(, 128)?;"
 WAIT = r"mbarrier\.try_wait(.*) complete, (.*), (%r\d+|\d);"
 EXPECTED = r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);"
@@ -242,17 +228,23 @@ OTHER_PARITY = ".reg .b32 other; xor.b32 other, \\3, 1; mbarrier.try_wait\\1 com
 FENCE = r"fence\.proxy\.async[\w.:]*;"
 COPY = r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+) 0"
 PRODUCTS = r"wgmma\.{}\.sync\.aligned( \d)?;"
+DESCRIPTOR = r"(or\.b64\s+%rd\d+, %rd\d+), (\d+);"
+ROWS_APART = rf"\1, {(1 << 62) + (32 << 32)};"  # the stride between groups of 8 rows
+TURN = r"(acquire\.b32(?:.*\n)+?\s*setp\.ne\.b32\s+%p\d+, (%r\d+)), %r\d+;"
+NEXT_TURN = r"@%p\d+ atom\.global\.gpu\.release\.exch\.b32[^;]*;"
 
+Plant = tuple[str, str, type[Exception] | tuple[type[Exception], ...], float]
 # Pattern, replacement, the fault to find, and the least share of replacements that cause it.
-FAULTS: dict[str, tuple[str, str, type[Fault], float]] = {
+FAULTS: dict[str, Plant] = {
     # Some of the compiler's barriers are redundant: another barrier follows.
     "barriers": (BARRIER, "", Race, 0.8),
     "copies": (r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 9;", NotWaited, 0.0),
     # Offsets of 16-bit elements scaled for 32-bit elements; and of copies into shared memory.
     "strides": (r"(m(?:ad|ul)\.wide\.s32\s+%rd\d+, %r\d+), 2([,;])", r"\1, 4\2", OutOfBounds, 0.0),
     "shared": (COPY, r"\1 262144", OutOfBounds, 1.0),
+    "addresses": (f"{COPY}(.*%rd\\d+ \\+) 0", r"\1 0\2 16", OtherBits, 0.0),
 }
-FAULTS_IN_GLUON: dict[str, tuple[str, str, type[Fault], float]] = {
+FAULTS_IN_GLUON: dict[str, Plant] = {
     "parity": (WAIT, OTHER_PARITY, Fault, 1.0),
     # Some waits are for turns, which serve speed only.
     "waits": (WAIT, "mov.pred complete, -1;", NotWaited, 0.5),
@@ -270,19 +262,31 @@ FAULTS_IN_GLUON: dict[str, tuple[str, str, type[Fault], float]] = {
     "products' group": (PRODUCTS.format("commit_group"), "", Fault, 1.0),
     # One fence is enough for two successive products whose registers nothing else changes.
     "products' fence": (PRODUCTS.format("fence"), "", Fault, 0.75),
+    "descriptors": (DESCRIPTOR, ROWS_APART, (OtherBits, Fault), 0.5),
 }
-# Fences before the first copy, whose mbarrier is new, and after the zeros around a document.
-FAULTS_BY_KERNEL = {
+FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
     **dict.fromkeys(("fwd", "dq", "dkdv"), FAULTS),
-    "hopper": FAULTS_IN_GLUON,
-    "hopper ragged": {"fences": (FENCE, "", NotFenced, 1.0)},
+    # Products for sm_90 read data that `cp.async` wrote, so the kernels themselves fence it.
+    **dict.fromkeys(
+        ("sm_90 fwd", "sm_90 dq", "sm_90 dkdv"), {"fences": (FENCE, "", NotFenced, 0.0)}
+    ),
+    "hopper fwd": FAULTS_IN_GLUON,
+    # Fences before the first copy, whose mbarrier is new, and after the zeros around a document.
+    "hopper fwd, ragged": {"fences": (FENCE, "", NotFenced, 1.0)},
+    "hopper bwd": {"waits": (WAIT, "mov.pred complete, -1;", (Race, OtherBits), 0.7)},
+    "hopper bwd, 128 dims": {"fences": (FENCE, "", Fault, 0.0)},
+    "hopper bwd, turns": {
+        "not waited for": (TURN, r"\1, \2;", OtherBits, 0.0),
+        "not given on": (NEXT_TURN, "", Deadlock, 1.0),
+    },
 }
+QUICK = ("fwd", "sm_90 fwd", "hopper fwd, ragged", "hopper bwd, turns")
 PLANTED = [
     pytest.param(
         kernel,
         *fault,
         id=f"{kernel} {name}",
-        marks=[] if kernel in ("fwd", "hopper ragged") or name == "parity" else pytest.mark.slow,
+        marks=[] if kernel in QUICK or name == "parity" else pytest.mark.slow,
     )
     for kernel, faults in FAULTS_BY_KERNEL.items()
     for name, fault in faults.items()
@@ -291,36 +295,8 @@ PLANTED = [
 
 @pytest.mark.parametrize(("kernel", "pattern", "new", "fault", "share"), PLANTED)
 def test_planted_faults_are_found(
-    kernel: str, pattern: str, new: str, fault: type[Fault], share: float
+    kernel: str, pattern: str, new: str, fault: type[Exception], share: float
 ) -> None:
     """Faults are found in any order of warpgroups."""
-    found = target(kernel).faults(pattern, new, *(range(3) if kernel == "hopper" else ()))
+    found = target(kernel).faults(pattern, new)
     assert sum(isinstance(one, fault) for one in found) >= max(1, share * len(found)), found
-
-
-DESCRIPTOR = r"(or\.b64\s+%rd\d+, %rd\d+), (\d+);"
-ROWS_APART = rf"\1, {(1 << 62) + (32 << 32)};"  # the stride between groups of 8 rows
-
-
-@pytest.mark.parametrize(
-    ("kernel", "pattern", "new"),
-    [
-        ("fwd", f"{COPY}(.*%rd\\d+ \\+) 0", r"\1 0\2 16"),
-        slow("dq", f"{COPY}(.*%rd\\d+ \\+) 0", r"\1 0\2 16"),
-        slow("dkdv", f"{COPY}(.*%rd\\d+ \\+) 0", r"\1 0\2 16"),
-        slow("hopper", DESCRIPTOR, ROWS_APART),
-    ],
-)
-def test_a_wrong_address_is_seen_in_the_result(kernel: str, pattern: str, new: str) -> None:
-    clean = target(kernel)
-    clean.plant(pattern, new)
-    assert not torch.equal(clean.result, clean.clean)
-
-
-@pytest.mark.parametrize("kernel", ["fwd", slow("dq"), slow("dkdv")])
-def test_proxy_fences_deleted_are_missed(kernel: str) -> None:
-    """Products for sm_90 read data that `cp.async` wrote, so the kernels themselves fence it."""
-    clean = target(f"sm_90 {kernel}")
-    edit = functools.partial(re.sub, FENCE, "")
-    found = launching.execute(clean.launch, clean.code, edit)
-    assert any("cp.async" in str(fault) for fault in found)

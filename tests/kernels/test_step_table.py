@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_attn.backends.triton import _rectangles as rectangles_of
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Band, Tile
@@ -25,7 +27,7 @@ from ring_attn.kernels.step_table import (
 from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import masks
 from tests.bounds import painted
-from tests.kernels.calls import DEVICE, rectangles
+from tests.kernels.calls import DEVICE
 
 BLOCKS = ((16, 16), (32, 16), (16, 64), (64, 32))
 # Besides the shared masks: rows in whole blocks, and a window on the left only.
@@ -43,8 +45,9 @@ class Case:
     rectangles: list[Rectangle]
     dense: Tensor
 
-    def __str__(self) -> str:
-        return self.name
+    def table(self, rows: int, cols: int, **options: Any) -> StepTable:
+        options = {"descending": True} | options
+        return make_step_table(self.rectangles, rows, cols, torch.device("cpu"), **options)
 
 
 def cases() -> Iterator[Case]:
@@ -59,7 +62,7 @@ def cases() -> Iterator[Case]:
                 keys = layouts[1].position_ids(step.source)[step.rows]
                 yield Case(
                     f"{name}, {kind} {world_size}, rank {rank}, step {index}",
-                    rectangles(step.tiles),
+                    rectangles_of(step.tiles),
                     mask.dense(layouts[0].position_ids(rank), keys),
                 )
 
@@ -67,108 +70,72 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
-def table_of(
-    case: Case, blocks: tuple[int, int], *, descending: bool = True, num_rows: int = 0
-) -> StepTable:
-    device = torch.device("cpu")
-    return make_step_table(
-        case.rectangles, *blocks, device, descending=descending, num_rows=num_rows
-    )
-
-
-def tile_of(
-    row_start: int, row_stop: int, col_start: int, col_stop: int, lo: int | None, hi: int | None
-) -> Tile:
-    return Tile(slice(row_start, row_stop), slice(col_start, col_stop), Band(lo, hi))
-
-
 def rows_of(table: StepTable) -> list[tuple[int, int, int, int]]:
     """(row_start, row_stop, first_run, last_run) of each block."""
     return [tuple(row) for row in table.blocks.tolist()[: table.num_blocks]]
 
 
-def test_there_are_steps_of_every_kind() -> None:
-    assert len(CASES) > 150
-    tables = [table_of(case, (32, 16)) for case in CASES]
-    assert any(table.has_lo and table.has_hi for table in tables)
-    assert any(not (table.has_lo or table.has_hi or table.ragged) for table in tables)
-    assert any(not case.rectangles for case in CASES)
-    assert any(last - first == 2 for table in tables for _, _, first, last in rows_of(table))
-
-
-def visited(table: StepTable, cols: Tensor, block_cols: int) -> int:
-    """Number of visits to blocks of columns; a block where two runs meet is visited by both."""
-    found = 0
-    for start, stop, first, last in rows_of(table):
-        rows = torch.arange(start, stop)[:, None]
-        for col_start, col_stop, lo, hi in table.runs[first:last].tolist():
-            seen = (cols >= col_start) & (cols < col_stop)
-            seen = seen & (cols - rows >= lo) & (cols - rows <= hi)
-            found += sum(bool(c.any()) for c in seen.any(0).split(block_cols))
-    return found
+def rows_in(blocks: list[tuple[int, int, int, int]]) -> list[int]:
+    return [
+        row for start, stop in sorted(block[:2] for block in blocks) for row in range(start, stop)
+    ]
 
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_tables_hold_the_visible_pairs_once(blocks: tuple[int, int]) -> None:
-    """Cuts blocks of rows where rectangles begin and end; they visit all visible pairs.
+    """Cuts blocks of rows where rectangles begin and end; their runs hold all visible pairs.
 
     Where every row is written, the blocks also hold the rows that see nothing.
     """
     block_rows, block_cols = blocks
+    seen = set[tuple[bool, bool, bool]]()
     for case in CASES:
-        table = table_of(case, blocks)
+        table = case.table(*blocks)
         assert table.blocks.dtype == table.runs.dtype == torch.int32
-        spans = sorted(row[:2] for row in rows_of(table))
         seeing = case.dense.any(1).nonzero().flatten().tolist()
-        assert [row for start, stop in spans for row in range(start, stop)] == seeing, case
+        assert rows_in(rows_of(table)) == seeing, case.name
         cuts = {cut for r in case.rectangles for cut in r[:2]}
-        for start, stop in spans:
-            assert 0 < stop - start <= block_rows, case
-            assert stop - start == block_rows or stop in cuts, case
-        assert table.has_lo == any(r[4] is not None for r in case.rectangles)
-        assert table.has_hi == any(r[5] is not None for r in case.rectangles)
+        for start, stop, *_ in rows_of(table):
+            assert 0 < stop - start <= block_rows, case.name
+            assert stop - start == block_rows or stop in cuts, case.name
         ends = {end for r in case.rectangles for end in r[2:4]}
-        assert table.ragged == any(end % block_cols for end in ends), case
-        assert table.visits == visited(table, torch.arange(case.dense.size(1)), block_cols), case
-        everywhere = table_of(case, blocks, num_rows=case.dense.size(0))
-        assert everywhere.visits == table.visits
-        spans = sorted(row[:2] for row in rows_of(everywhere))
-        every = [row for start, stop in spans for row in range(start, stop)]
-        assert every == list(range(case.dense.size(0))), case
-        idle = [range(*row[:2]) for row in rows_of(everywhere) if row[2] == row[3]]
-        assert {row for rows in idle for row in rows} == set(every) - set(seeing), case
+        found = table.has_lo, table.has_hi, table.ragged
+        assert found == (
+            any(r[4] is not None for r in case.rectangles),
+            any(r[5] is not None for r in case.rectangles),
+            any(end % block_cols for end in ends),
+        ), case.name
+        seen.add(found)
+        every = case.table(*blocks, num_rows=case.dense.size(0))
+        assert rows_in(rows_of(every)) == list(range(case.dense.size(0))), case.name
+        idle = rows_in([block for block in rows_of(every) if block[2] == block[3]])
+        assert set(idle) == set(range(case.dense.size(0))) - set(seeing), case.name
         for descending in (False, True):
-            table = table_of(case, blocks, descending=descending)
+            table = case.table(*blocks, descending=descending)
             count = torch.zeros(case.dense.shape, dtype=torch.int64)
             for start, stop, first, last in rows_of(table):
                 runs = table.runs[first:last].tolist()
                 starts = [max(col_start, start + lo) for col_start, _, lo, _ in runs]
-                assert starts == sorted(starts, reverse=descending), case
-                count += painted([tile_of(start, stop, *run) for run in runs], *case.dense.shape)
-            assert torch.equal(count, case.dense.long()), case
+                assert starts == sorted(starts, reverse=descending), case.name
+                tiles = [Tile(slice(start, stop), slice(*run[:2]), Band(*run[2:])) for run in runs]
+                count += painted(tiles, *case.dense.shape)
+            assert torch.equal(count, case.dense.long()), case.name
+    assert len(seen) > 4, "steps of every kind"
 
 
 def test_the_longest_blocks_come_first() -> None:
     unordered = 0
     for case in CASES:
-        table = table_of(case, (16, 16))
+        table = case.table(16, 16)
         work = [
             sum(bool(c.any()) for c in case.dense[start:stop].any(0).split(16))
             for start, stop, first, last in rows_of(table)
             if last - first == 1
         ]
-        assert work == sorted(work, reverse=True), case
+        assert work == sorted(work, reverse=True), case.name
         starts = [row[0] for row in rows_of(table)]
         unordered += starts != sorted(starts)
     assert unordered, "in some case the rows alone would give another order"
-
-
-def test_nothing_to_do_is_no_blocks() -> None:
-    device = torch.device("cpu")
-    for num_rows, num_blocks in ((0, 0), (40, 2)):
-        table = make_step_table([], 32, 16, device, descending=True, num_rows=num_rows)
-        assert (table.num_blocks, table.visits) == (num_blocks, 0)
-        assert not (table.has_lo or table.has_hi or table.ragged)
 
 
 @triton.jit
@@ -186,7 +153,7 @@ def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int) ->
     """Outer bounds: blocks with a visible pair; inner bounds: blocks with visible pairs only."""
     found: set[tuple[int, ...]] = set()
     for case in CASES:
-        table = table_of(case, (block_rows, block_cols))
+        table = case.table(block_rows, block_cols)
         for start, stop, first, last in rows_of(table):
             found.update((*run, start, stop) for run in table.runs[first:last].tolist())
     keys = sorted(found)[::8]

@@ -8,31 +8,26 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.kernels import tasks
-from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule
-from ring_attn.testing import Inputs
 from tests.bounds import whole
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
     Step,
+    attend,
     blocks,
     cut_keys,
     cut_rows,
-    forward,
-    grad_kv,
-    grad_q,
     in_interpreter,
     inputs_for,
-    q_table,
-    statistics_of,
+    same,
 )
 
-# -- the order
+pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+MASK = Mask(40, 97)
 
 
 @triton.jit
@@ -50,17 +45,18 @@ def test_every_task_is_done_once_in_order(together: int) -> None:
     out = torch.full((num_blocks * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
     log_kernel[(num_blocks * num_heads,)](out, num_blocks, together)
     block, head = out.cpu().T
-    group = head // together
-    wanted = torch.stack((group, block, head)).T.tolist()
+    wanted = torch.stack((head // together, block, head)).T.tolist()
     assert wanted == sorted(wanted), "group by group, in it block by block, in it head by head"
     assert len({(b, h) for _, b, h in wanted}) == num_blocks * num_heads
     assert int(block.max()) == num_blocks - 1 and int(head.max()) == num_heads - 1
 
 
-def schedule(config: Config, tiles: Step, *, num_heads: int, heads_per_kv: int) -> Schedule:
+def schedule(tiles: Step, num_heads: int, heads_per_kv: int, **changes: int) -> Schedule:
+    config, device = replace(blocks(32, 32), **changes), torch.device(DEVICE)
+    table = TritonBackend()._table(tiles, config, device)
     return make_schedule(
-        q_table(tiles, config), config, torch.device(DEVICE), num_heads=num_heads,
-        heads_per_kv=heads_per_kv, bytes_per_column=100,
+        table, config, device,
+        num_heads=num_heads, heads_per_kv=heads_per_kv, bytes_per_column=100,
     )  # fmt: skip
 
 
@@ -74,7 +70,6 @@ def schedule(config: Config, tiles: Step, *, num_heads: int, heads_per_kv: int) 
         (30, 32, 4, 8),  # 3 of 8 kv heads would leave groups of 3, 3 and 2
         (39, 32, 4, 16),
         (1000, 32, 4, 32),
-        (9.6, 7, 1, 1),
         (67, 7, 1, 1),
         (68, 7, 1, 7),
     ],
@@ -82,40 +77,22 @@ def schedule(config: Config, tiles: Step, *, num_heads: int, heads_per_kv: int) 
 def test_a_group_is_what_fits(
     kilobytes: float, num_heads: int, heads_per_kv: int, together: int
 ) -> None:
-    config = replace(blocks(32, 32), l2_bytes=int(kilobytes * 1000))
-    got = schedule(config, whole(Mask(40, 97)), num_heads=num_heads, heads_per_kv=heads_per_kv)
+    got = schedule(whole(MASK), num_heads, heads_per_kv, l2_bytes=int(kilobytes * 1000))
     assert got == (2 * num_heads, 2, num_heads, together)
 
 
 @in_interpreter
 def test_what_a_schedule_depends_on() -> None:
-    def programs(l2_bytes: int, per_sm: int, tiles: Step, num_heads: int, group: int) -> Schedule:
-        config = replace(blocks(32, 32), l2_bytes=l2_bytes, programs_per_sm=per_sm)
-        return schedule(config, tiles, num_heads=num_heads, heads_per_kv=group)
-
     # Only the columns of the step count: a zigzag ring sees half of each shard.
-    mask = Mask(40, 97)
-    for columns, together in ((50, [1, 1, 1]), (98, [1, 2, 2])):
-        steps = (whole(mask), *cut_keys(mask, 48))
-        found = [programs(columns * 100, 0, tiles, 4, 1) for tiles in steps]
-        assert [one.heads_together for one in found] == together
+    steps = (whole(MASK), *cut_keys(MASK, 48))
+    found = [schedule(tiles, 4, 1, l2_bytes=9800).heads_together for tiles in steps]
+    assert found == [1, 2, 2]
     # Without columns or heads the schedule avoids a division by zero.
-    assert programs(1000, 1, (), 4, 2) == (0, 0, 4, 4)
-    assert programs(1000, 1, whole(mask), 0, 2)[:1] == (0,)
+    assert schedule((), 4, 2, l2_bytes=1000, programs_per_sm=1) == (0, 0, 4, 4)
+    assert schedule(whole(MASK), 0, 2, l2_bytes=1000).num_programs == 0
     # A persistent grid has no more programs than tasks.
-    found = [programs(0, per_sm, whole(mask), 4, 1).num_programs for per_sm in range(4)]
+    found = [schedule(whole(MASK), 4, 1, programs_per_sm=n).num_programs for n in range(4)]
     assert found == [8, 3, 6, 8]
-    assert tasks.num_sms(torch.device("meta")) == tasks.INTERPRETER_SMS
-
-
-# -- the bits
-
-
-def results(inputs: Inputs, mask: Mask, config: Config, *stats: Tensor) -> list[Tensor]:
-    """Results of all kernels, each in two launches, of which the second continues the first."""
-    args, keys = (inputs, *stats), cut_keys(mask, 32)
-    got = [*forward(inputs, keys, config), grad_q(*args, keys, config)]
-    return [*got, *grad_kv(*args, cut_rows(mask, 32), config)]
 
 
 @pytest.mark.parametrize(
@@ -130,11 +107,8 @@ def results(inputs: Inputs, mask: Mask, config: Config, *stats: Tensor) -> list[
 def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int]) -> None:
     sizes = {"batch": batch, "nheads": heads[0], "nheads_kv": heads[1], "dtype": DTYPES[0]}
     inputs, config = inputs_for(mask, **sizes), blocks(32, 32)
-    out, lse = forward(inputs, [whole(mask)], config)
-    stats = statistics_of(out, inputs.dout, lse)
-    expected = results(inputs, mask, config, *stats)
-    assert torch.equal(expected[0], out)
+    alone = attend(inputs, [whole(mask)], config)
     # One head together, or two: K and V of a head (63 columns, 16 dims, float32) are 8 KB.
     for l2_bytes in (1, 17_000):
-        got = results(inputs, mask, replace(config, l2_bytes=l2_bytes), *stats)
-        assert all(map(torch.equal, got, expected)), l2_bytes
+        for steps in (cut_keys(mask, 32), cut_rows(mask, 32)):
+            assert same(attend(inputs, steps, replace(config, l2_bytes=l2_bytes)), alone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels.flash_fwd import Carried
-from ring_attn.testing import RESULTS, Expected, Inputs, layouts_of
+from ring_attn.testing import Inputs
 from tests.bounds import MASKS, assert_holds, expect, run, whole
 from tests.kernels.calls import (
     DEVICE,
@@ -30,8 +30,8 @@ from tests.kernels.calls import (
     in_interpreter,
     inputs_for,
     patched_select,
+    same,
 )
-from tests.kernels.rings import ring
 from tests.kernels.test_aot import run_compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
@@ -39,56 +39,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarn
 SPEC = AttentionSpec(DEVICE, torch.float16, 1, 4, 2, 64, 64)
 
 
-def same(a: Expected, b: Expected) -> bool:
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in RESULTS)
-
-
 # -- accepted calls
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"dtype": dtype} for dtype in DTYPES),
-        {"headdim": 256},
-        {"headdim_v": 256},
-        {"headdim": 1, "headdim_v": 3},
-        {"softcap": 30.0, "sinks": True},
-    ],
-)
-def test_it_runs_by_name(changes: dict[str, Any]) -> None:
-    backend, spec = get_backend("triton"), replace(SPEC, **changes)
-    assert isinstance(backend, TritonBackend) and choose_backend(spec, "triton").name == "triton"
-    assert backend.workspace_bytes(spec, whole(MASKS["causal"]), backward=True) == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"dtype": torch.float64}, "not torch.float64"),
-        ({"headdim": 257}, "up to 256, got 257 and 64"),
-        ({"headdim_v": 300}, "up to 256, got 64 and 300"),
-        pytest.param({"dtype": torch.bfloat16}, "bfloat16", marks=in_interpreter),
-    ],
-)
-def test_what_it_does_not_take(changes: dict[str, object], reason: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"backend='triton'.*{reason}"):
-        choose_backend(replace(SPEC, **changes), "triton")
-
-
 @in_interpreter
-def test_on_a_cpu_it_runs_only_by_name() -> None:
+def test_on_a_cpu_it_runs_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose_backend(SPEC)
     assert choice.name == "aten"
     assert "only when asked for by name" in str(choice.reasons["triton"])
     assert choose_backend(replace(SPEC, softcap=3.0)).name == "reference"
-
-
-@in_interpreter
-def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "triton" else object())
+    with pytest.raises(NotImplementedError, match=r"backend='triton'.*not torch\.float64"):
+        choose_backend(replace(SPEC, dtype=torch.float64), "triton")
     # No other test has this spec: choices are cached.
     spec = replace(SPEC, headdim=77)
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "triton" else object())
     with pytest.raises(ImportError, match=r"triton is not installed \(pip install triton\)"):
         choose_backend(spec, "triton")
     assert choose_backend(spec).name == "aten"
@@ -96,7 +60,7 @@ def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine on which a call would run."""
+    """The machine on which a call would run, and what differs from SPEC in the call."""
 
     device: str = "cuda"
     capability: tuple[int, int] = (9, 0)
@@ -105,6 +69,7 @@ class Machine:
     interpret: bool = False
     compiled_before: bool = False
     explicit: bool = False
+    spec: dict[str, Any] = field(default_factory=dict)
 
 
 INTERPRETED = Machine("cpu", interpret=True, explicit=True)
@@ -122,9 +87,15 @@ MACHINES = [
     # A variable set for tests must not silently slow down a program.
     (Machine(interpret=True), "TRITON_INTERPRET=1 is set"),
     (Machine(interpret=True, explicit=True), None),
+    (INTERPRETED, None),
     (replace(INTERPRETED, numpy=None), "needs numpy, which is not installed"),
     (replace(INTERPRETED, numpy="2.4.6"), "numpy below 2.4"),
     (replace(INTERPRETED, compiled_before=True), "set TRITON_INTERPRET=1 before the program"),
+    (replace(INTERPRETED, spec={"dtype": torch.bfloat16}), "bfloat16 arithmetic is wrong"),
+    (Machine(spec={"dtype": torch.float64}), "not torch.float64"),
+    (Machine(spec={"headdim": 257}), "up to 256, got 257 and 64"),
+    (Machine(spec={"headdim_v": 300}), "up to 256, got 64 and 300"),
+    (Machine(spec={"headdim": 1, "headdim_v": 256, "softcap": 30.0, "sinks": True}), None),
 ]
 
 
@@ -136,10 +107,10 @@ def test_machines(machine: Machine, reason: str | None, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: machine.capability > (0, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: machine.capability)
     monkeypatch.setenv("TRITON_INTERPRET", str(int(machine.interpret)))
-    if machine.compiled_before:
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    if machine.compiled_before or machine.device == "cpu":
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", not machine.compiled_before)
     dtype = torch.float16 if machine.device == "cpu" else torch.bfloat16
-    spec = replace(SPEC, device_type=machine.device, dtype=dtype)
+    spec = replace(SPEC, **{"device_type": machine.device, "dtype": dtype} | machine.spec)
     found = TritonBackend().supports(spec, explicit=machine.explicit)
     assert found is None if reason is None else reason in str(found)
 
@@ -178,7 +149,7 @@ def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
 # -- one rank
 
 
-@pytest.mark.parametrize("name", ["causal", "empty rows", "documents", "no keys"])
+@pytest.mark.parametrize("name", ["causal", "empty rows", "no keys"])
 def test_steps_of_which_none_is_told_to_be_the_last(name: str) -> None:
     mask = MASKS[name]
     inputs = inputs_for(mask)
@@ -201,29 +172,25 @@ def test_the_last_launch_lets_go_of_the_state() -> None:
 def test_strides_that_mean_nothing() -> None:
     """Takes a column of a parameter as sinks, and rows of one element with gaps between them."""
     mask = MASKS["causal"]
-    inputs, layouts = inputs_for(mask, nheads=3, headdim=1), layouts_of("contiguous", mask, 1)
+    inputs = inputs_for(mask, nheads=3, headdim=1)
     column = torch.tensor([[1.0, 9.0], [2.0, 9.0], [-1.0, 9.0]], device=DEVICE)[:, 0]
     strided = Inputs(*(torch.cat((x, x), -1)[..., :1] for x in inputs))
     assert not any(x.is_contiguous() for x in (column, *strided))
-    got = ring(strided, mask, layouts, sinks=column)
-    wanted = ring(inputs, mask, layouts, sinks=column.contiguous())
-    assert same(got, wanted) and torch.equal(got.dsinks, wanted.dsinks)
+    got = run(TritonBackend(), strided, [whole(mask)], sinks=column)
+    assert same(got, run(TritonBackend(), inputs, [whole(mask)], sinks=column.contiguous()))
 
 
 SIZES = [(1, 97, 97), (1, 0, 40), (1, 40, 0), (1, 0, 0), (0, 9, 9)]
 
 
-@pytest.mark.parametrize("say_last", [True, False])
 @pytest.mark.parametrize("sinks", [None, (-3.0, 5.0)])
 @pytest.mark.parametrize(("batch", "rows", "keys"), SIZES)
-def test_nothing_to_do(
-    batch: int, rows: int, keys: int, sinks: tuple[float, float] | None, say_last: bool
-) -> None:
+def test_nothing_to_do(batch: int, rows: int, keys: int, sinks: tuple[float, ...] | None) -> None:
     """Calls without batch, rows, keys or tiles give zeros."""
     inputs = inputs_for(Mask(rows, keys), batch=batch, nheads=2, headdim_v=24)
     given = None if sinks is None else torch.tensor(sinks, device=DEVICE)
     lse = torch.tensor(sinks or (-torch.inf, -torch.inf), device=DEVICE)
-    for steps in ([], [()], [(), ()]):
+    for steps, say_last in (([], True), ([()], False), ([(), ()], True)):
         got = run(get_backend("triton"), inputs, steps, say_last=say_last, sinks=given)
         assert torch.equal(got.lse, lse[None, :, None].expand(batch, 2, rows))
         assert got.out.shape == (batch, rows, 2, 24)
@@ -235,11 +202,7 @@ def test_backward_is_its_two_halves_in_place() -> None:
     mask = MASKS["causal"]
     q, k, v, dout = inputs_for(mask)
     backend, scores = get_backend("triton"), Scores(0.25)
-    state = backend.new_state(q, 16)
-    tiles = whole(mask)
-    state = backend.forward(q, k, v, tiles, state, scores=scores, last=True)
-    out, lse = backend.finalize(state, q.dtype)
-    args = (BackwardInputs(q, k, v, dout, *backend.row_statistics(out, dout, lse)), tiles)
+    args = BackwardInputs(q, k, v, dout, *torch.zeros(2, 1, 1, 97, device=DEVICE)), whole(mask)
 
     def threes() -> tuple[Tensor, ...]:
         return tuple(torch.full(x.shape, 3.0, device=DEVICE) for x in (q, k, v))
@@ -259,19 +222,18 @@ def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.Monk
     mask, long, short = MASKS[name], blocks(64, 64), blocks(64, 32)
     inputs = inputs_for(mask, nheads=4, nheads_kv=2, dtype=DTYPES[-1])
     monkeypatch.setattr("ring_attn.kernels.configs.few_programs", lambda *_: short)
-    tables: dict[int, set[Any]] = {}
+    patched_select(monkeypatch, long)
+    named = TritonBackend({"dkdv": long, "dkdv_whole": long})
     found = []
-    for sms in (1, 1000):
+    for sms, backend, sizes in (
+        (1, TritonBackend(), {(64, 64)}),
+        (1000, TritonBackend(), {(64, 64), (32, 64)}),
+        (1000, named, {(64, 64)}),
+    ):
         monkeypatch.setattr("ring_attn.kernels.tasks.num_sms", lambda _, sms=sms: sms)
-        backend = TritonBackend()
-        patched_select(monkeypatch, long)
         found.append(run(backend, inputs, [whole(mask)]))
-        tables[sms] = {key[1] for key in backend._launches.tables if key[3]}
-    assert tables == {1: {(64, 64)}, 1000: {(64, 64), (32, 64)}}
-    assert same(*found)
-    backend = TritonBackend({"dkdv": long, "dkdv_whole": long})
-    run(backend, inputs, [whole(mask)])
-    assert {key[1] for key in backend._launches.tables if key[3]} == {(64, 64)}
+        assert {key[1] for key in backend._launches.tables if key[3]} == sizes
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 def test_a_launch_is_made_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,32 +245,26 @@ def test_a_launch_is_made_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- tables
 
 
-def test_tables_are_made_once_for_a_plan() -> None:
+def test_tables_are_made_once_for_a_plan_and_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, backend = MASKS["documents"], TritonBackend()
     inputs, steps = inputs_for(mask), cut_keys(mask, 32, 64)
     first = run(backend, inputs, steps)
-    kept = len(backend._launches.tables)
-    # Three steps, each for the forward (first and last: all rows), for dq, and for dk and dv.
-    assert kept <= 9
+    kept = dict(backend._launches.tables)
     assert same(run(backend, inputs, steps), first)
-    assert same(run(backend, inputs_for(mask), steps), first)
-    assert len(backend._launches.tables) == kept
-
-
-def test_the_tables_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dict(backend._launches.tables) == kept
     monkeypatch.setattr(kept_launches, "MOST_KEPT", 4)
     backend, config, device = TritonBackend(), blocks(32, 16), torch.device(DEVICE)
     latest = whole(Mask(33, 33))
     kept = backend._table(latest, config, device)
     for seqlen in range(1, 40):
         # Nothing else holds these tiles, so another tuple may reuse their address.
-        table = backend._table(whole_again(seqlen), config, device)
+        table = backend._table(square(seqlen), config, device)
         assert int(table.blocks[:, 1].max()) == seqlen
         assert backend._table(latest, config, device) is kept, "used again and again, it stays"
         assert len(backend._launches.tables) <= 4
 
 
-def whole_again(seqlen: int) -> tuple[Tile, ...]:
+def square(seqlen: int) -> tuple[Tile, ...]:
     return (Tile(slice(0, seqlen), slice(0, seqlen), whole(Mask(1, 1))[0].band),)
 
 

@@ -9,8 +9,9 @@ import importlib
 import multiprocessing
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
 from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
 from tests.kernels.ptx.bulk import TensorMap
@@ -48,6 +50,23 @@ class Compiled:
 
 
 Edit = Callable[[str], str]
+
+
+@contextmanager
+def executing(arch: str, seed: int | None = None) -> Iterator[list[Launch]]:
+    """Gives launches the configs of `arch` and executes their PTX; yields the list of launches."""
+    executed = list[Launch]()
+
+    def execute(launch: Launch) -> None:
+        if all(launch.grid):
+            executed.append(launch)
+            assert run(launch, arch, seed) == [], "proxy fences are missing"
+
+    with (
+        mock.patch.object(configs, "architecture", lambda device: arch),
+        mock.patch.object(Launch, "run", execute),
+    ):
+        yield executed
 
 
 def run(launch: Launch, arch: str, seed: int | None = None) -> list[NotFenced]:

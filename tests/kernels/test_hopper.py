@@ -1,0 +1,364 @@
+"""The kernels in Gluon of sm_90: their turns, compiled code, and their PTX, executed.
+
+The PTX runs in random orders of warpgroups and CTAs (`ptx/`), over blocks so short that every
+buffer is used again and again, and is compared with float64. test_ptx.py has the configs in use,
+and planted faults; test_gpu.py runs the kernels on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn.backends.base import BackwardInputs
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.backends.triton import _rectangles as rectangles
+from ring_attn.core import masks
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.kernels import configs, gluon_guard, hopper_fwd
+from ring_attn.kernels.configs import Config
+from ring_attn.kernels.hopper_bwd import num_turns
+from ring_attn.kernels.launch import Launch
+from ring_attn.kernels.step_table import transposed
+from ring_attn.kernels.turn_table import TurnTable, make_turn_table
+from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
+from tests.bounds import MASKS as SMALL_MASKS
+from tests.bounds import assert_holds, expect, run, visible_pairs, whole
+from tests.kernels.calls import Step, cut_keys, cut_rows, in_interpreter, same
+from tests.kernels.ptx import launching
+from tests.kernels.test_aot import run_compiling
+
+pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+
+CPU = torch.device("cpu")
+SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
+DOCUMENTS = (0, 40, 160, 257)
+
+# Cuts on or off the grid of 32 columns, one block or several, fewer rows than a consumer has.
+MASKS = {
+    "full": Mask(257, 257),
+    "whole blocks": Mask(128, 96),
+    "causal": Mask(257, 257, causal=True),
+    "causal, whole blocks": Mask(256, 256, causal=True),
+    "one row": Mask(1, 1, causal=True),
+    "one row, many keys": Mask(1, 113),
+    "half a block": Mask(63, 63, causal=True),
+    "less than a block": Mask(97, 97, causal=True),
+    "a bit more than half": Mask(113, 113),
+    "longer kv": Mask(63, 113, causal=True),
+    "rows that see nothing": Mask(257, 63, causal=True),
+    "window": Mask(257, 257, window_size=(40, 30)),
+    "causal window": Mask(257, 257, causal=True, window_size=(70, -1)),
+    "two documents": Mask(256, 256, True, (-1, -1), (0, 128, 256), (0, 128, 256)),
+    "documents": Mask(257, 257, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "spans": masks.spans(257, [(30, 140), (200, 211)], left=150),
+    "sink window": masks.sink_window(257, 5, 70),
+    "bands": masks.from_slices(
+        257, 257, [(0, 257, 0, 257, lo, hi) for lo, hi in ((-200, -40), (-9, -5), (0, 130))]
+    ),
+    "documents of other lengths": Mask(
+        257, 150, True, (30, -1), (0, 20, 130, 257), (0, 33, 33, 150)
+    ),
+}
+ALL_MASKS = SMALL_MASKS | MASKS
+
+
+def inputs_for(mask: Mask, headdim: int = 64, **sizes: Any) -> Inputs:
+    """Random float16 inputs: two heads over one of keys, unless said otherwise."""
+    usual = {"nheads": 2, "nheads_kv": 1, "headdim": headdim, "dtype": torch.float16}
+    return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **(usual | sizes))
+
+
+def attend(
+    inputs: Inputs,
+    steps: Sequence[Step],
+    config: Config = SMALL,
+    *,
+    seed: int | None = 0,
+    **how: Any,
+) -> Expected:
+    """Forward and backward, each step in launches of its own, by their PTX."""
+    dims = {inputs.q.size(3), inputs.v.size(3)}
+    named = {"gluon": config}
+    if len(dims) == 1 and dims <= configs.GLUON_BWD.keys():
+        named["gluon_bwd"] = configs.GLUON_BWD[dims.pop()]
+    with launching.executing("sm_90", seed):
+        return run(TritonBackend(named), inputs, steps, **how)
+
+
+# -- turns
+
+
+def table_of(tiles: Step, block_cols: int = 64, block_rows: int = 128) -> TurnTable:
+    return make_turn_table(transposed(rectangles(tiles)), block_rows, block_cols, CPU)
+
+
+def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, list[int], int]]:
+    """Visits in the order of tasks: the run's number from 1, block of columns, run, the number of
+    the run whose turn is before."""
+    runs, pieces = table.runs.tolist(), table.pieces.tolist()
+    for _, _, first, last in table.blocks.tolist()[: table.num_blocks]:
+        for index in range(first, last):
+            c0, c1, lo, hi, r0, r1, piece, _ = run = runs[index]
+            stop = -(-min(c1, r1 + hi) // block_cols)
+            for col in range(max(c0, r0 + lo) // block_cols, stop):
+                if col == pieces[piece][0]:
+                    piece += 1
+                yield index + 1, col, run, pieces[piece][1]
+
+
+@pytest.mark.parametrize("block_rows", [16, 128])
+@pytest.mark.parametrize("block_cols", [8, 64])
+def test_a_visit_waits_for_the_one_before(block_rows: int, block_cols: int) -> None:
+    """Each visit waits for a visit of an earlier task, or of the same task: no deadlock.
+
+    The visits hold every visible pair once.
+    """
+    for name, mask in ALL_MASKS.items():
+        tiles = whole(mask)
+        table = table_of(tiles, block_cols, block_rows)
+        rows = [row for row, *_ in table.blocks.tolist()[: table.num_blocks]]
+        assert rows == sorted(rows, reverse=True) and not any(row % block_rows for row in rows)
+        last = defaultdict[int, int](int)
+        seen = torch.zeros(mask.seqlen_k, mask.seqlen_q, dtype=torch.int32)
+        for run_number, col, (c0, c1, lo, hi, r0, r1, *_), before in visits_of(table, block_cols):
+            assert last[col] == before, (name, run_number, col)
+            last[col] = run_number
+            i = torch.arange(r0, r1)[:, None]
+            j = torch.arange(max(c0, col * block_cols), min(c1, (col + 1) * block_cols))
+            seen[r0:r1, j] += ((j - i >= lo) & (j - i <= hi)).int()
+        visible = torch.zeros_like(seen)
+        for tile in tiles:
+            visible[tile.kv, tile.q] += visible_pairs(tile).T.int()
+        assert torch.equal(seen, visible), name
+
+
+def sums_of_rows(*steps: Step) -> dict[int, list[tuple[int, ...]]]:
+    """For each row of dq, the kv rows of each sum added to it, in the order of turns."""
+    found = defaultdict[int, list[tuple[int, ...]]](list)
+    size = 16
+    for tiles in steps:
+        for _, col, (c0, c1, lo, hi, r0, r1, *_), _ in visits_of(table_of(tiles, size, 32), size):
+            for q in range(max(c0, col * size), min(c1, (col + 1) * size)):
+                kv = tuple(range(max(r0, q - hi), min(r1, q - lo + 1)))
+                if kv:
+                    found[q].append(kv)
+    return found
+
+
+@pytest.mark.parametrize("name", ALL_MASKS)
+def test_a_row_has_the_same_sums_wherever_the_sequence_is_cut(name: str) -> None:
+    """Cuts the queries, as all-gather does, and the keys, in the folding order."""
+    mask = ALL_MASKS[name]
+    alone = sums_of_rows(whole(mask))
+    for step in cut_rows(mask, *range(64, mask.seqlen_q, 64)):
+        assert all(sums == alone[q] for q, sums in sums_of_rows(step).items())
+    assert sums_of_rows(*cut_keys(mask, *range(64, mask.seqlen_k, 64))) == alone
+
+
+@pytest.mark.parametrize(("headdim", "batch"), [(64, 1), (128, 2)])
+def test_turns_are_in_the_workspace(
+    headdim: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workspace holds turns only in the backward, of calls that use this kernel."""
+    mask = MASKS["causal"]
+    q, k, v, _ = inputs_for(mask, headdim, nheads=4, batch=batch)
+    backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
+    assert backend.workspace_bytes(spec, whole(mask), backward=True) == 0
+    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda *_: True)
+    turns = 4 * num_turns(q, configs.GLUON_BWD[headdim])
+    assert backend.workspace_bytes(spec, whole(mask), backward=True) == turns > 0
+    assert backend.workspace_bytes(spec, whole(mask)) == 0
+    assert backend.workspace_bytes(spec, (), backward=True) == 0
+
+
+# -- executed
+
+QUICK = ("one row", "window", "documents of other lengths")
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
+)
+def test_masks(name: str) -> None:
+    mask, number = MASKS[name], list(MASKS).index(name)
+    inputs = inputs_for(mask, (64, 128)[number % 2])
+    assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
+
+
+# nheads, nheads_kv, batch; head dims; config
+SIZES = [
+    *((heads, (64, 64), SMALL) for heads in ((4, 2, 1), (3, 1, 1), (2, 2, 2), (1, 1, 1))),
+    *(((1, 1, 1), (64, 64), Config(*config)) for config in ((192, 32, 4, 2), (128, 16, 4, 3))),
+    *(((2, 1, 1), dims, Config(128, 64, 4, 2)) for dims in ((128, 64), (64, 128))),
+    *(((2, 1, 1), (dim, dim), one) for dim, some in configs.GLUON.items() for one in some[1:]),
+]
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "dims", "config"), SIZES, ids=str)
+def test_heads_consumers_and_stages(
+    heads: tuple[int, int, int], dims: tuple[int, int], config: Config
+) -> None:
+    mask = Mask(150, 450, causal=True)
+    sizes = dict(zip(("nheads", "nheads_kv", "batch"), heads, strict=True))
+    inputs = inputs_for(mask, dims[0], headdim_v=dims[1], **sizes)
+    assert_holds(attend(inputs, [whole(mask)], config), *expect(inputs, mask))
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("headdim", "rows", "seeds"),
+    [(64, 129, 1), *(pytest.param(x, 300, 4, marks=pytest.mark.slow) for x in (64, 128))],
+)
+def test_bits_do_not_depend_on_time_steps_grids_or_halves(
+    headdim: int, rows: int, seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tries several orders of CTAs and warpgroups, cut keys, and dq or dk and dv alone."""
+    mask = Mask(rows, rows + 85, causal=True)
+    inputs = inputs_for(mask, headdim, nheads=1)
+    alone = attend(inputs, [whole(mask)], seed=None)
+    for seed in range(seeds):
+        changes = ({}, {"programs_per_sm": 0}, {"l2_bytes": 1}, {"num_stages": 3})[seed]
+        assert same(attend(inputs, [whole(mask)], replace(SMALL, **changes), seed=seed), alone)
+    assert same(attend(inputs, cut_keys(mask, *range(128, rows, 128))), alone)
+    without_turns = partial(hopper_fwd.hopper_launch, ping_pong=False)
+    monkeypatch.setattr(hopper_fwd, "hopper_launch", without_turns)
+    assert same(attend(inputs, [whole(mask)], seed=5), alone)
+    stats = TritonBackend().row_statistics(alone.out, inputs.dout, alone.lse)
+    dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
+    backend = TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})
+    scores = Scores(headdim**-0.5)
+    with launching.executing("sm_90", 5):
+        for grads in ((dq, None, None), (None, dk, dv)):
+            backend.backward(BackwardInputs(*inputs, *stats), whole(mask), grads, scores=scores)
+    for x, y in ((dq * headdim**-0.5, alone.dq), (dk * headdim**-0.5, alone.dk), (dv, alone.dv)):
+        assert torch.equal(x.to(y.dtype), y)
+
+
+@in_interpreter
+@pytest.mark.slow
+def test_the_portable_forward_has_the_same_bits() -> None:
+    """The two agree over equal blocks, also where the portable one ends a call without keys."""
+    mask, config = MASKS["causal"], configs.GLUON[128][0]
+    inputs, sinks = inputs_for(mask, headdim=128), random_sinks(2)
+    q, k, v, _ = inputs
+    for steps in ([whole(mask)], cut_keys(mask, 128)):
+        found = []
+        for kind, say_last in (("gluon", True), ("gluon", False), ("fwd", True)):
+            backend = TritonBackend({kind: config, f"{kind}_whole": config})
+            state = backend.new_state(q, 128, sinks)
+            with launching.executing("sm_90"):
+                for tiles in steps:
+                    last = say_last and tiles is steps[-1]
+                    backend.forward(q, k, v, tiles, state, scores=Scores(0.1), last=last)
+                found.append(backend.finalize(state, q.dtype))
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other))
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(("headdim", "bad"), [(64, float("nan")), (128, float("inf"))])
+def test_what_a_document_holds_does_not_reach_its_neighbours(headdim: int, bad: float) -> None:
+    bounds = (0, 40, 113, 150)
+    mask = Mask(150, 150, True, (-1, -1), bounds, bounds)
+    inputs = inputs_for(mask, headdim)
+    alone = attend(inputs, [whole(mask)])
+    for x in inputs:
+        x[:, 40:113] = bad
+    got = attend(inputs, [whole(mask)], seed=1)
+    others = [*range(40), *range(113, 150)]
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(getattr(got, name)[:, others], getattr(alone, name)[:, others]), name
+    assert torch.equal(got.lse[..., others], alone.lse[..., others])
+    assert not got.lse[..., 40:113].isfinite().any()
+
+
+@in_interpreter
+def test_all_steps_of_a_call_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides do not change the kernel; only a last step without keys takes the portable one."""
+    launches = list[Launch]()
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch))
+    mask, backend = Mask(40, 40), TritonBackend()
+    q, k, v, _ = inputs_for(mask, nheads=1)
+    state, scores = backend.new_state(q, 64), Scores(0.1, softcap=5.0)
+    odd = torch.empty(1, 40, 1, 65, dtype=k.dtype)[..., 1:]
+    for one in (k, odd, k[:, :1].expand(1, 40, 1, 64)):
+        backend.forward(q, one, v, whole(mask), state, scores=scores)
+    backend.forward(q, k[:, :0], v[:, :0], (), state, scores=scores, last=True)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == [*["hopper_fwd_kernel"] * 3, "flash_fwd_kernel"]
+
+
+def test_what_bulk_copies_cannot_take_is_copied() -> None:
+    copyable = hopper_fwd.copyable
+    x = torch.randn(1, 97, 2, 72, dtype=torch.float16)
+    heads_first = torch.randn(1, 2, 97, 64, dtype=torch.float16).transpose(1, 2)
+    for taken in (x, x[..., 8:], x[:, 3:], x[:, :, 1:], heads_first):
+        assert copyable(taken) is taken
+    alone = x[:, :1].as_strided((1, 1, 2, 72), (0, 0, 72, 1))
+    others = (x[..., 1:65], x[..., 4:68], x[:, :, :1].expand(1, 97, 3, 72), alone)
+    for other in others:
+        copy = copyable(other)
+        assert copy is not other and torch.equal(copy, other) and copyable(copy) is copy
+
+
+# -- compiled
+
+
+@in_interpreter
+def test_a_turn_is_given_on_after_what_all_lanes_have_added() -> None:
+    """The executor keeps lanes in order; a GPU needs a warp barrier before the turn is passed."""
+    mask, backend = Mask(128, 128), TritonBackend({"gluon_bwd": configs.GLUON_BWD[64]})
+    with launching.executing("sm_90") as executed:
+        run(backend, inputs_for(mask, nheads=1), [whole(mask)])
+    ptx = launching.compiled(executed[-1], "sm_90").ptx
+    [after] = re.findall(r"relaxed\.add(?!.*relaxed\.add)(.*)release\.exch", ptx, re.DOTALL)
+    [before] = re.findall(r"gpu\.acquire(.*?)relaxed\.add", ptx, re.DOTALL)
+    assert "bar.warp.sync" in after and "bar.warp.sync" in before
+
+
+COMPILE = """
+import dataclasses, json, sys
+from ring_attn.tools import aot
+for cell in aot.cells("sm_90", "64", "bfloat16"):
+    if cell.variant == aot.Variant("hopper_fwd", "causal"):
+        row = aot.compile_cell(cell)
+        print(json.dumps(dataclasses.asdict(row)))
+        break
+"""
+
+
+def test_it_compiles_as_it_is_meant_to() -> None:
+    """Compiles on any machine: no spills, specialised, every exponential beside a product."""
+    row = json.loads(run_compiling("-c", COMPILE))
+    assert row["failures"] == []
+    opcodes = row["report"]["opcodes"]
+    assert opcodes["USETMAXREG"] and opcodes["UTMALDG"] and opcodes["HGMMA"]
+    # Two loops, for masked blocks and whole blocks, in each of two consumers: 64 rows x 128
+    # columns over 128 threads.
+    assert len(row["report"]["hidden"]) == 4 and min(row["report"]["hidden"]) >= 64
+
+
+@pytest.mark.parametrize("needed", ["no.such.module", "math"])
+def test_what_triton_lacks_is_told(needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gluon_guard.gluon_missing() is None
+    monkeypatch.setattr(gluon_guard, "NEEDED", {needed: ("sin", "sine|sinus")})
+    told = gluon_guard.gluon_missing.__wrapped__()
+    if needed == "math":
+        assert told == "triton's math has no sine or sinus"
+    else:
+        assert told is not None and told.startswith("triton has no no.such.module (")
