@@ -1,4 +1,4 @@
-"""Tests that need a GPU: every tile config, a hundred repeats, and the bits of a ring.
+"""Tests that need a GPU: every config, a hundred repeats, and the bits of a ring.
 
 The configs are the frozen configs of this GPU's architecture. Where there is no GPU the tests
 are listed for sm_90 and skipped.
@@ -27,7 +27,6 @@ from ring_attn.testing import (
     RESULTS,
     STRATEGIES,
     Case,
-    Expected,
     Heads,
     Inputs,
     layouts_of,
@@ -36,7 +35,9 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_close, assert_holds, expect, run, whole
-from tests.kernels.calls import DEVICE, cut_keys, ring
+from tests.kernels.calls import DEVICE, PORTABLE, cut_keys, ring, same
+
+Configs = dict[str, Config]
 
 CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -47,19 +48,39 @@ pytestmark = [
 ARCHITECTURE = configs.architecture(torch.device("cuda")) if CUDA else "sm_90"
 
 HEADDIMS = (64, 128, 256)
-KINDS = ("fwd", "fwd_whole", "dq", "dq_whole", "dkdv", "dkdv_whole")
 REPEATS = 100
 
-# Ragged lengths, whole blocks, and a window within them.
+# Ragged lengths, whole blocks, and windows and documents within them.
 CASES = {
     "causal": Mask(1000, 1000, causal=True),
     "full": Mask(1024, 1024),
     "window": Mask(900, 1024, window_size=(100, 50)),
+    "documents": Mask(1000, 1000, True, (-1, -1), (0, 100, 600, 1000), (0, 100, 600, 1000)),
 }
 
 
+def portable(headdim: int) -> Configs:
+    """The frozen configs of the portable kernels; their names rule out kernels in Gluon."""
+    return {kind: configs.frozen(kind, ARCHITECTURE, headdim, torch.bfloat16) for kind in PORTABLE}
+
+
+def gluon(headdim: int, config: Config) -> Configs:
+    backward = configs.GLUON_BWD.get(headdim)
+    return {"gluon": config} | ({} if backward is None else {"gluon_bwd": backward})
+
+
+# By name: the head dim and the configs.
+KERNELS = {f"portable {headdim}": (headdim, portable(headdim)) for headdim in HEADDIMS}
+if ARCHITECTURE == "sm_90":
+    KERNELS |= {
+        f"gluon {headdim}, {number}": (headdim, gluon(headdim, config))
+        for headdim, some in configs.GLUON.items()
+        for number, config in enumerate(some)
+    }
+
+
 def random_inputs(
-    mask: Mask, nheads: int, nheads_kv: int, headdim: int, dtype: torch.dtype
+    mask: Mask, nheads: int, nheads_kv: int, headdim: int, dtype: torch.dtype = torch.bfloat16
 ) -> Inputs:
     return random_qkv(
         seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads, nheads_kv=nheads_kv,
@@ -67,45 +88,56 @@ def random_inputs(
     )  # fmt: skip
 
 
-def portable(headdim: int, **changes: int) -> TritonBackend:
-    """A backend whose configs are named, which rules out kernels in Gluon."""
-    dtype = torch.bfloat16
-    frozen = {kind: configs.frozen(kind, ARCHITECTURE, headdim, dtype) for kind in KINDS}
-    return TritonBackend({kind: replace(config, **changes) for kind, config in frozen.items()})
-
-
-def same(a: Expected, b: Expected) -> bool:
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in RESULTS)
+def changed(given: Configs, **changes: int) -> TritonBackend:
+    return TritonBackend({kind: replace(config, **changes) for kind, config in given.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("headdim", HEADDIMS)
-def test_every_config_against_float64(headdim: int, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("headdim", "given"), KERNELS.values(), ids=KERNELS)
+def test_every_config_against_float64(
+    headdim: int, given: Configs, name: str, dtype: torch.dtype
+) -> None:
     """One launch of each kernel is right, and two that continue each other have the same bits."""
     mask = CASES[name]
     inputs = random_inputs(mask, 8, 2, headdim, dtype)
-    once = run(portable(headdim), inputs, [whole(mask)])
+    once = run(TritonBackend(given), inputs, [whole(mask)])
     assert_holds(once, *expect(inputs, mask))
     half = mask.seqlen_k // 2 // 128 * 128
-    assert same(run(portable(headdim), inputs, cut_keys(mask, half)), once), "cut, other bits"
+    assert same(run(TritonBackend(given), inputs, cut_keys(mask, half)), once), "cut, other bits"
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("headdim", HEADDIMS)
-def test_repeats_are_bit_equal(headdim: int, causal: bool) -> None:
+@pytest.mark.parametrize(("headdim", "given"), KERNELS.values(), ids=KERNELS)
+def test_repeats_are_bit_equal(headdim: int, given: Configs, causal: bool) -> None:
     """Launches more programs than an H100 runs at once, so that their timing varies.
 
-    One run has another order of tasks: the order for an L2 cache of 1 MiB.
+    Two runs have other orders of tasks: the order for an L2 cache of 1 MiB, and no persistent grid.
     """
     mask = Mask(2048, 2048, causal=causal)
-    inputs = random_inputs(mask, 32, 8, headdim, torch.bfloat16)
-    expected = run(portable(headdim), inputs, [whole(mask)])
-    assert same(run(portable(headdim, l2_bytes=1 << 20), inputs, [whole(mask)]), expected)
-    backend, differing = portable(headdim), 0
+    inputs = random_inputs(mask, 32, 8, headdim)
+    backend, differing = TritonBackend(given), 0
+    expected = run(backend, inputs, [whole(mask)])
+    for changes in ({"l2_bytes": 1 << 20}, {"programs_per_sm": 0}):
+        assert same(run(changed(given, **changes), inputs, [whole(mask)]), expected), changes
     for _ in range(REPEATS):
         differing += not same(run(backend, inputs, [whole(mask)]), expected)
     assert differing == 0, f"{differing} of {REPEATS} repeats differ"
+
+
+@pytest.mark.parametrize(("headdim", "given"), KERNELS.values(), ids=KERNELS)
+def test_a_document_does_not_reach_its_neighbours(headdim: int, given: Configs) -> None:
+    """Gluon clears its rows in shared memory, whose true layout only the device has."""
+    bounds = (0, 300, 777, 1000)
+    mask = Mask(1000, 1000, True, (-1, -1), bounds, bounds)
+    inputs = random_inputs(mask, 8, 2, headdim)
+    alone = run(TritonBackend(given), inputs, [whole(mask)])
+    for x in inputs:
+        x[:, 300:777] = float("nan")
+    got = run(TritonBackend(given), inputs, [whole(mask)])
+    for name in ("out", "dq", "dk", "dv"):
+        x, y = (getattr(results, name) for results in (got, alone))
+        assert torch.equal(x[:, :300], y[:, :300]) and torch.equal(x[:, 777:], y[:, 777:]), name
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -153,7 +185,7 @@ def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(configs, "SEARCHED", few)
     monkeypatch.setattr(configs, "REORDERED", 0)
     mask = Mask(1024, 1024, causal=True)
-    inputs = random_inputs(mask, 8, 2, 128, torch.bfloat16)
+    inputs = random_inputs(mask, 8, 2, 128)
     got = ring(inputs, mask, layouts_of("contiguous", mask, 1))
     assert_holds(got, *expect(inputs, mask))
     assert {"fwd", "dq", "dkdv"} <= set(searched)
@@ -210,7 +242,7 @@ def test_decode(seqlen_q: int) -> None:
         layout = layout.appended(next_rank(layout, block=64), 64)
     seqlen = layout.seqlen
     mask = Mask(seqlen_q, seqlen, causal=True)
-    inputs = random_inputs(mask, 8, 2, 128, torch.bfloat16)
+    inputs = random_inputs(mask, 8, 2, 128)
     q, k, v, _ = inputs
     call = make_decode(AttentionSpec.of(q, k, v), backend="triton")
 

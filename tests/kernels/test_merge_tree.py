@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.state import merge_tree
-from ring_attn.testing import check, poisoned_empty, random_sinks
+from ring_attn.testing import poisoned_empty, random_sinks
+from tests.bounds import assert_close, same_bits
 from tests.kernels.calls import DEVICE, DTYPES
 
 SETS = (*range(1, 10), 17, 64)
@@ -48,34 +49,13 @@ def merge(
     return root
 
 
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.view(torch.int32), y.view(torch.int32))
-
-
-def weighed(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """One softmax over all sets and the sink: out, lse, and the weights of the sets."""
-    scores = lse
-    if sinks is not None:  # the sink counts as one more set
-        scores = torch.cat((lse, sinks.to(lse.dtype).view(1, 1, -1, 1).expand_as(lse[:1])))
-    root = scores.logsumexp(0)
-    weights = (lse - root.masked_fill(root == -torch.inf, 0.0)).exp()
-    return (weights.transpose(2, 3).unsqueeze(-1) * out).sum(0), root, weights
-
-
 def assert_holds(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
+    """Compares with `merge_tree` in float64; plain PyTorch's is that of the sets in reverse."""
     got = merge(out, lse, sinks, dtype)
-    wide_out, wide_lse = out.double(), lse.double()
-    exact_out, exact_lse, p = weighed(wide_out, wide_lse, sinks)
-    # Another order, so that even a sum of two has another error than the kernel's.
-    plain_out, plain_lse, _ = weighed(out.flip(0), lse.flip(0), sinks)
-    out_terms = (p.transpose(2, 3).unsqueeze(-1) * wide_out.abs()).sum(0)
-    sizes = [x.abs().masked_fill(x == -torch.inf, 0.0) for x in (wide_lse, exact_lse)]
-    lse_terms = (p * sizes[0]).sum(0) + sizes[1]
-    for verdict in (
-        check("out", got[0], exact_out, plain_out.to(dtype), out_terms),
-        check("lse", got[1], exact_lse, plain_lse, lse_terms),
-    ):
-        assert verdict.ok, str(verdict)
+    exact = merge_tree(out.double(), lse.double(), sinks, torch.float64)
+    plain = merge_tree(out.flip(0), lse.flip(0), sinks, dtype)
+    for name, *three in zip(("out", "lse"), got, exact, plain, strict=True):
+        assert_close(name, *three)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,11 +102,11 @@ def test_types_of_sinks(dtype: torch.dtype) -> None:
     assert torch.equal(got[0], wide[0]) and torch.equal(got[1], wide[1])
 
 
-# -- the order
-
-
-def exact_weights(sets: int) -> tuple[Tensor, Tensor]:
-    """Sets whose weights are 1 or 0 in float32: only the sums round, so their order shows."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sets", SETS)
+@pytest.mark.sweep(3)
+def test_the_order_is_that_of_merge_tree(sets: int, dtype: torch.dtype) -> None:
+    """Weights of the sets are 1 or 0 in float32: only the sums round, so their order shows."""
     out, lse = results(sets, rows=5, headdim_v=64)
     lse[:] = 3.0
     generator = torch.Generator().manual_seed(sets)
@@ -135,14 +115,6 @@ def exact_weights(sets: int) -> tuple[Tensor, Tensor]:
     hidden[:, 3] = True
     hidden[: sets // 2, 4] = True
     hide(out, lse, hidden)
-    return out, lse
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sets", SETS)
-@pytest.mark.sweep(3)
-def test_the_order_is_that_of_merge_tree(sets: int, dtype: torch.dtype) -> None:
-    out, lse = exact_weights(sets)
     for sinks in (None, torch.full((2,), 3.0, device=DEVICE)):
         got, _ = merge(out, lse, sinks, dtype)
         assert torch.equal(got, merge_tree(out.clone(), lse.clone(), sinks, dtype)[0])

@@ -7,6 +7,7 @@ ulysses      any layout and mask, no KV head on two ranks; a hybrid where its ri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +18,8 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import make_call, why_not_same_bits
-from ring_attn.testing import (
-    MASKS,
-    RESULTS,
-    AllRanks,
-    Case,
-    Heads,
-    Layouts,
-    run_all_ranks,
-)
-from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select
+from ring_attn.testing import MASKS, RESULTS, AllRanks, Case, Heads, Layouts, run_all_ranks
+from tests.kernels.calls import DEVICE, blocks, patched_select
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 
@@ -34,13 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarn
 SHARD = 128
 ONE_HEAD = Heads(1, 1, 16, 16)
 SHARED = Heads(2, 1, 16, 16)
-
-
-@pytest.fixture(autouse=True)
-def long_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes blocks of 128 x 128: in the interpreter they cost little more than 64 x 64."""
-    if DEVICE == "cpu":
-        patched_select(monkeypatch, blocks(SHARD, SHARD))
 
 
 def sequence(mask: Mask, world_size: int) -> Layouts:
@@ -51,6 +37,10 @@ def sequence(mask: Mask, world_size: int) -> Layouts:
         return SequenceLayout.boundaries([min(r * longest, seqlen) for r in range(world_size + 1)])
 
     return layout_of(mask.seqlen_q), layout_of(mask.seqlen_k)
+
+
+def boundaries(*cuts: int) -> Layouts:
+    return (SequenceLayout.boundaries(cuts), SequenceLayout.boundaries(cuts))
 
 
 def causal(seqlen: int) -> Mask:
@@ -66,172 +56,139 @@ def run(mask: Mask, world_size: int, layout: Any = None, **options: Any) -> AllR
     return ran
 
 
-# -- rings and gatherings
-
-# Rows of the last shard, and other options.
-OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
-    "float16, softcap, sinks": (SHARD, {"dtype": "float16", "softcap": 2.0, "sinks": True}),
-    "float32 gqa": (104, {"heads": SHARED}),
-    "float16 gqa": (104, {"dtype": "float16", "heads": Heads(4, 2, 16, 16)}),
-    "float16 sinks": (4, {"dtype": "float16", "sinks": True}),
-    "float32 mqa": (1, {"heads": Heads(3, 1, 16, 16), "softcap": 0.5, "sinks": True}),
-    "float32 of a head": (SHARD, {}),
-}
-RINGS = [
-    ("float16, softcap, sinks", 2),
-    ("float32 gqa", 4),
-    *(
-        pytest.param(name, world_size, marks=pytest.mark.slow)
-        for world_size in (4, 8)
-        for name in list(OPTIONS)[2:]
-    ),
+# Of rings and gatherings: number of ranks, rows of the last shard, and other options.
+OPTIONS: list[tuple[int, int, dict[str, Any]]] = [
+    (2, SHARD, {"dtype": "float16", "softcap": 2.0, "sinks": True}),
+    (4, 104, {"heads": SHARED}),
+    (4, 104, {"dtype": "float16", "heads": Heads(4, 2, 16, 16)}),
+    (8, 4, {"dtype": "float16", "sinks": True}),
+    (8, 1, {"heads": Heads(3, 1, 16, 16), "softcap": 0.5, "sinks": True}),
 ]
-
-
-@pytest.mark.parametrize(("name", "world_size"), RINGS)
-def test_causal_rings_and_gatherings(name: str, world_size: int) -> None:
-    rows, options = OPTIONS[name]
-    mask = causal((world_size - 1) * SHARD + rows)
-    alone = run(mask, 1, **options)
-    for strategy in ("ring", "all_gather"):
-        got = run(mask, world_size, strategy=strategy, **options)
-        assert got.differing(alone) == [], strategy
-        if "sinks" in options:
-            # The caller sums this gradient over the ranks.
-            assert torch.allclose(got.whole.dsinks, alone.whole.dsinks)
-
-
-def test_a_ring_of_uneven_shards() -> None:
-    layout = SequenceLayout.boundaries([0, 128, 128, 384, 401])
-    got = run(causal(401), 4, (layout, layout), heads=SHARED)
-    assert got.differing(run(causal(401), 1, heads=SHARED)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)], ids=str)
-@pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DTYPES])
-def test_any_blocks(dtype: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    patched_select(monkeypatch, blocks(*shape))
-    one, four = (run(causal(500), p, heads=SHARED, dtype=dtype) for p in (1, 4))
-    assert four.differing(one) == []
-
-
-# -- gatherings under other masks
-
-QUICK = {("documents window", (SHARD, SHARD)), ("longer kv", (SHARD, SHARD))}
-GATHERINGS = [
-    *((name, (SHARD, SHARD)) for name in MASKS),
-    *(("documents", (64, 64)), ("documents", (32, 128)), ("longer kv", (128, 32))),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in GATHERINGS],
-    ids=str,
-)
-def test_gatherings_of_any_mask(
-    name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patched_select(monkeypatch, blocks(*shape))
-    mask = MASKS[name](290)
-    one, three = (run(mask, p, strategy="all_gather") for p in (1, 3))
-    assert three.differing(one) == []
-    # Queries and keys may be cut apart, and shards be empty.
-    q, k = mask.seqlen_q, mask.seqlen_k
-    apart = (SequenceLayout.boundaries([0, 128, q]), SequenceLayout.boundaries([0, 0, k]))
-    assert run(mask, 2, apart, strategy="all_gather").differing(one) == []
-
-
-# -- ulysses: no multiple of a block, of the ranks, or of their chunks
-
+# Of Ulysses, with no multiple of a block, of the ranks, or of their chunks.
 BY_HEADS = {
     "causal": causal(67),
     "window, documents": Mask(67, 67, True, (40, -1), (0, 9, 67), (0, 9, 67)),
 }
-# By number of ranks.
 MANY = {2: Heads(4, 2, 16, 16), 3: Heads(6, 6, 16, 16), 4: Heads(8, 4, 16, 16)}
 
 
-ULYSSES = {
-    ("causal", 2, "contiguous"): [],
-    ("causal", 3, "boundaries"): pytest.mark.slow,
-    ("causal", 4, "striped"): pytest.mark.slow,
-    ("window, documents", 2, "striped"): pytest.mark.slow,
-    ("window, documents", 3, "zigzag"): pytest.mark.slow,
-    ("window, documents", 4, "zigzag"): [],
-    ("window, documents", 4, "boundaries"): pytest.mark.slow,
-}
+def cases() -> Iterator[object]:
+    """Mask, number of ranks, layouts, blocks, options."""
+
+    def case(name: str, *values: object, quick: bool = False) -> object:
+        return pytest.param(*values, id=name, marks=[] if quick else pytest.mark.slow)
+
+    square = (SHARD, SHARD)
+    for index, (world_size, rows, options) in enumerate(OPTIONS):
+        mask = causal((world_size - 1) * SHARD + rows)
+        for strategy in ("ring", "all_gather"):
+            name, given = f"{strategy} {index}", options | {"strategy": strategy}
+            yield case(name, mask, world_size, None, square, given, quick=index < 2)
+    uneven = boundaries(0, 128, 128, 384, 401)
+    yield case("uneven", causal(401), 4, uneven, square, {"heads": SHARED}, quick=True)
+    for shape, dtype in (((64, 64), "float32"), ((32, 128), "float16"), ((128, 32), "float16")):
+        yield case(
+            f"blocks {shape}", causal(500), 4, None, shape, {"heads": SHARED, "dtype": dtype}
+        )
+    gathered = {"strategy": "all_gather"}
+    for index, (name, make) in enumerate(MASKS.items()):
+        shape = (square, (64, 64), (32, 128), (128, 32))[index % 4]
+        quick = name in ("documents window", "longer kv")
+        yield case(f"gathered {name}", make(290), 3, None, shape, gathered, quick=quick)
+        # Queries and keys may be cut apart, and shards be empty.
+        q, k = make(290).seqlen_q, make(290).seqlen_k
+        apart = boundaries(0, 128, q)[0], boundaries(0, 0, k)[0]
+        yield case(f"gathered {name}, cut apart", make(290), 2, apart, shape, gathered, quick=quick)
+    for name, world_size, layout in (
+        ("causal", 2, "contiguous"),
+        ("window, documents", 4, "zigzag"),
+        ("causal", 3, "boundaries"),
+        ("causal", 4, "striped"),
+        ("window, documents", 3, "zigzag"),
+    ):
+        options = {"strategy": "ulysses", "heads": MANY[world_size], "sinks": True}
+        quick = (world_size, layout) in ((2, "contiguous"), (4, "zigzag"))
+        full_name = f"ulysses, {name}, {layout}, {world_size} ranks"
+        yield case(full_name, BY_HEADS[name], world_size, layout, (64, 64), options, quick=quick)
+    # Two groups of two ranks: bits depend on where a group's rows start, not where a rank's do.
+    hybrid = {"strategy": Strategy(ulysses_degree=2), "heads": Heads(2, 2, 16, 16)}
+    layout = boundaries(0, 50, 128, 130, 140)
+    yield case("hybrid", causal(140), 4, layout, square, hybrid, quick=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "layout"),
-    [pytest.param(*case, marks=marks) for case, marks in ULYSSES.items()],
-)
-def test_ulysses(name: str, world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mask", "world_size", "layout", "shape", "options"), list(cases()))
+def test_the_bits_of_one_process(
+    mask: Mask,
+    world_size: int,
+    layout: Any,
+    shape: tuple[int, int],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if DEVICE == "cpu":
-        patched_select(monkeypatch, blocks(64, 64))
-    heads = MANY[world_size]
-    alone = run(BY_HEADS[name], 1, heads=heads, sinks=True, same_bits=None)
-    got = run(BY_HEADS[name], world_size, layout, strategy="ulysses", heads=heads, sinks=True)
+        patched_select(monkeypatch, blocks(*shape))
+    alone = run(mask, 1, **(options | {"strategy": "ring", "same_bits": None}))
+    got = run(mask, world_size, layout, **options)
     assert got.differing(alone) == []
-
-
-def test_a_hybrid_has_them_where_its_ring_has() -> None:
-    """Two groups of two ranks: bits depend on where a group's rows start, not where a rank's do."""
-    layout = SequenceLayout.boundaries([0, 50, 128, 130, 140])
-    heads = Heads(2, 2, 16, 16)
-    got = run(causal(140), 4, (layout, layout), strategy=Strategy(ulysses_degree=2), heads=heads)
-    assert got.differing(run(causal(140), 1, heads=heads)) == []
+    if "sinks" in options:
+        # The caller sums this gradient over the ranks.
+        assert torch.allclose(got.whole.dsinks, alone.whole.dsinks)
 
 
 # -- that the above can fail
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.parametrize("layout", ["zigzag", SequenceLayout.boundaries([0, 200, 512])], ids=str)
-def test_other_orders_and_blocks_have_other_sums(strategy: str, layout: Any) -> None:
-    layouts = layout if isinstance(layout, str) else (layout, layout)
-    got = run(causal(512), 2, layouts, strategy=strategy, same_bits=None)
-    assert set(got.differing(run(causal(512), 1))) >= {"out", "dq", "dk", "dv"}
+@pytest.mark.parametrize(
+    ("world_size", "layout", "options", "names"),
+    [
+        # Other orders, and other blocks.
+        (2, "zigzag", {"strategy": "ring"}, {"out", "dq", "dk", "dv"}),
+        (2, "zigzag", {"strategy": "all_gather"}, {"out", "dq", "dk", "dv"}),
+        (2, boundaries(0, 200, 512), {"strategy": "ring"}, {"out", "dq", "dk", "dv"}),
+        # Gradients that are added up. In a ring the Q side travels if each query head has a KV
+        # head, and KV if there are fewer.
+        (2, None, {"strategy": "all_gather", "same_bits": False}, {"dk", "dv"}),
+        (4, None, {"same_bits": False}, {"dq"}),
+        (4, None, {"same_bits": False, "heads": SHARED}, {"dk", "dv"}),
+    ],
+)
+def test_others_have_other_sums(
+    world_size: int,
+    layout: Any,
+    options: dict[str, Any],
+    names: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patched_select(monkeypatch, blocks(SHARD, SHARD))
+    alone = run(causal(512), 1, heads=options.get("heads", ONE_HEAD))
+    got = run(causal(512), world_size, layout, **({"same_bits": None} | options))
+    assert set(got.differing(alone)) >= names
 
 
-def test_gradients_that_are_added_up_have_other_sums() -> None:
-    alone = run(causal(512), 1)
-    assert run(causal(512), 2, strategy="all_gather", same_bits=False).differing(alone) == [
-        "dk", "dv",
-    ]  # fmt: skip
-    # In a ring the Q side travels if each query head has a KV head, and KV if there are fewer.
-    assert "dq" in run(causal(512), 4, same_bits=False).differing(alone)
-    few = (run(causal(512), p, heads=SHARED, same_bits=False) for p in (4, 1))
-    assert next(few).differing(next(few)) == ["dk", "dv"]
+LOCAL = Mask(1024, 1024, True, (40, -1))
 
 
-def test_the_call_says_what_it_has() -> None:
-    def says(heads: tuple[int, int], layout: str, degree: int, mask: Mask) -> bool:
-        spec = AttentionSpec(DEVICE, torch.float32, 1, *heads, 16, 16)
-        layouts = Case(mask, layout).build_layouts(4)
-        strategy = Strategy(ulysses_degree=degree)
-        answers = {
-            why_not_same_bits(make_call(strategy, spec, layouts, mask, rank, backend="triton"))
-            is None
-            for rank in range(4)
-        }
-        assert len(answers) == 1, "the same on every rank"
-        return answers.pop()
-
-    window = Mask(1024, 1024, True, (40, -1))
-    assert says((8, 4), "contiguous", 4, causal(1024)) and says((8, 4), "zigzag", 4, window)
-    assert not says((8, 2), "contiguous", 4, causal(1024))
-    assert says((8, 2), "contiguous", 2, causal(1024))
-    assert not says((8, 4), "contiguous", 2, window)
-    assert not says((8, 4), "zigzag", 2, causal(1024))
-    # The two ranks without heads give the same answer.
-    assert says((2, 2), "striped", 4, window)
-    assert says((8, 4), "contiguous", 1, causal(512)) and not says((8, 4), "zigzag", 1, causal(512))
-
-
-# -- two runs
+@pytest.mark.parametrize(
+    ("heads", "layout", "degree", "mask", "same"),
+    [
+        ((8, 4), "contiguous", 4, causal(1024), True),
+        ((8, 4), "zigzag", 4, LOCAL, True),
+        ((8, 2), "contiguous", 4, causal(1024), False),
+        ((8, 2), "contiguous", 2, causal(1024), True),
+        ((8, 4), "contiguous", 2, LOCAL, False),
+        ((8, 4), "zigzag", 2, causal(1024), False),
+        ((2, 2), "striped", 4, LOCAL, True),  # two ranks have no heads
+        ((8, 4), "zigzag", 1, causal(512), False),
+    ],
+)
+def test_every_rank_says_what_the_call_has(
+    heads: tuple[int, int], layout: str, degree: int, mask: Mask, same: bool
+) -> None:
+    spec = AttentionSpec(DEVICE, torch.float32, 1, *heads, 16, 16)
+    layouts, strategy = Case(mask, layout).build_layouts(4), Strategy(ulysses_degree=degree)
+    for rank in range(4):
+        call = make_call(strategy, spec, layouts, mask, rank, backend="triton")
+        assert (why_not_same_bits(call) is None) == same
 
 
 @pytest.mark.parametrize(
