@@ -1,10 +1,12 @@
-"""The work of all pairs of ranks against the dense mask: random layouts, masks and documents."""
+"""Work of all pairs of ranks, and turns of an exchange, against the dense mask."""
 
 from __future__ import annotations
 
 import random
 import time
-from itertools import product
+from collections.abc import Iterator
+from itertools import accumulate, product
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,16 @@ from torch import Tensor
 from ring_attn.core import work as module
 from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.tiles import ring_grid
-from ring_attn.core.work import PairWork, pair_work
-from ring_attn.testing import masks
-
-# Most rows of a sequence: few, since every pair of ranks is compared with its part of the mask.
-MOST_ROWS = 60
+from ring_attn.core.masks import documents
+from ring_attn.core.ranks import OneRank
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import needed_displacements
+from ring_attn.core.turns import turns_of
+from ring_attn.core.work import PairWork, needed_rows, pair_work
+from ring_attn.machines.count import bytes_sent, peak_bytes
+from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.testing import Layouts, layouts_of, masks
 
 
 def random_layout(rng: random.Random, seqlen: int, ranks: int, strided: bool) -> SequenceLayout:
@@ -43,9 +49,8 @@ def run_of(seen: Tensor) -> tuple[int, int]:
     return (rows[0], rows[-1] + 1) if rows else (0, 0)
 
 
-def assert_as_dense(work: PairWork, layouts: tuple[SequenceLayout, ...], mask: Mask) -> None:
-    world_size = layouts[0].world_size
-    for pair in product(range(world_size), repeat=2):
+def assert_as_dense(work: PairWork, layouts: Layouts, mask: Mask) -> None:
+    for pair in product(range(layouts[0].world_size), repeat=2):
         positions = [x.position_ids(rank) for x, rank in zip(layouts, pair, strict=True)]
         visible, where = mask.dense(*positions), (layouts, mask, pair)
         assert int(work.area[pair]) == int(visible.sum()), where
@@ -67,77 +72,128 @@ def test_random_layouts_and_masks(
     rng = random.Random(f"{strided} {long} {chunk}")
     compared = 0
     while compared < 60:
-        ranks, mask = rng.randint(1, 6), rng.choice([*masks(rng.randint(1, MOST_ROWS)).values()])
-        layouts = tuple(
-            random_layout(rng, n, ranks, strided) for n in (mask.seqlen_q, mask.seqlen_k)
-        )
-        if layouts[0].stride == layouts[1].stride:
-            assert_as_dense(pair_work.__wrapped__(*layouts, mask), layouts, mask)
+        ranks, mask = rng.randint(1, 6), rng.choice([*masks(rng.randint(1, 60)).values()])
+        q, kv = (random_layout(rng, n, ranks, strided) for n in (mask.seqlen_q, mask.seqlen_k))
+        if q.stride == kv.stride:
+            assert_as_dense(pair_work.__wrapped__(q, kv, mask), (q, kv), mask)
             compared += 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_tables_of_many_ranks_are_those_of_single_pairs(
+def test_edges_of_many_ranks_are_those_of_single_pairs(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also compares edges, which no dense mask shows; a large LONG computes each pair alone."""
+    """No dense mask shows edges; a large LONG computes each pair alone."""
     layout = SequenceLayout.from_name(name, 1000, 150)
     masks = [Mask(1000, 1000, causal) for causal in (False, True)]
     masks += [Mask(1000, 1000, True, (700, 0)), Mask(1000, 1000, False, (20, 300))]
-    filled = [pair_work.__wrapped__(layout, layout, mask) for mask in masks]
+    filled = [pair_work.__wrapped__(layout, layout, mask).edge for mask in masks]
     monkeypatch.setattr(module, "LONG", 10_000)
     monkeypatch.setattr(module, "_add_interleaved", module._add_runs)
-    for mask, work in zip(masks, filled, strict=True):
-        alone = pair_work.__wrapped__(layout, layout, mask)
-        tables = [
-            (work.area, alone.area), (work.edge, alone.edge),
-            (work.q.start, alone.q.start), (work.q.stop, alone.q.stop),
-            (work.kv.start, alone.kv.start), (work.kv.stop, alone.kv.stop),
-        ]  # fmt: skip
-        assert all(torch.equal(*pair) for pair in tables), mask
+    for mask, edge in zip(masks, filled, strict=True):
+        assert torch.equal(edge, pair_work.__wrapped__(layout, layout, mask).edge), mask
 
 
 def test_edges() -> None:
     layout = SequenceLayout.contiguous(10, 2)
     work = pair_work(layout, layout, Mask(10, 10, causal=True))
     assert work.area.tolist() == [[15, 0], [25, 15]] and work.edge.tolist() == [[4, 0], [0, 4]]
-    # With a window narrower than the stride, other ranks' keys are unseen and have no edges.
-    striped = SequenceLayout.striped(12, 3)
-    work = pair_work(striped, striped, Mask(12, 12, window_size=(0, 0)))
-    assert work.area.tolist() == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
-    assert (work.edge > 0).tolist() == (work.area > 0).tolist()
 
 
-@pytest.mark.parametrize("degree", [1, 2, 3])
-def test_by_displacement(degree: int) -> None:
-    """Compares `by_displacement` with entries of the tables."""
-    layout = SequenceLayout.zigzag(53, 6)
-    work, grid = pair_work(layout, layout, Mask(53, 53, True, (17, 0))), ring_grid(6, degree)
-    for travels, table in (("kv", work.area), ("q", work.area.t())):
-        steps = work.by_displacement(grid, travels)  # type: ignore[arg-type]
-        for index, rank in product(range(6), repeat=2):
-            source = grid.moved(rank, divmod(index, grid.inner), -1)
-            assert int(steps[index].area[rank]) == int(table[rank, source])
-
-
-def test_a_thousand_ranks_take_no_time() -> None:
-    """Measures this thread's CPU time, without other work."""
-    layout, mask = SequenceLayout.zigzag(1 << 18, 1024), Mask(1 << 18, 1 << 18, causal=True)
-    start = time.thread_time()
-    work = pair_work(layout, layout, mask)
-    assert time.thread_time() - start < 2
-    assert int(work.area.sum()) == sum(layout.mask_area(mask))
-
-
-def test_many_documents_that_are_all_cut_take_no_time() -> None:
-    """Dense tables would take ten times as long."""
+def test_many_ranks_or_documents_take_no_time() -> None:
+    """Dense tables of documents that are all cut would take ten times as long."""
     size, parts = 8192, [[] for _ in range(64)]
     for start in range(0, 200 * size, size):
         for rank, part in enumerate(parts):
             for one in SequenceLayout.zigzag(size, 64).segments(rank):
                 part.append(Segment(start + one.start, one.length))
-    layout, cuts = SequenceLayout.from_segments(parts), tuple(range(0, 201 * size, size))
-    mask = Mask(200 * size, 200 * size, True, (-1, -1), cuts, cuts)
-    start = time.thread_time()
-    assert int(pair_work(layout, layout, mask).area.sum()) == 200 * size * (size + 1) // 2
-    assert time.thread_time() - start < 4.0
+    for layout, mask in (
+        (SequenceLayout.zigzag(1 << 18, 1024), Mask(1 << 18, 1 << 18, causal=True)),
+        (SequenceLayout.from_segments(parts), documents(range(0, 201 * size, size), causal=True)),
+    ):
+        start = time.thread_time()
+        work = pair_work(layout, layout, mask)
+        assert time.thread_time() - start < 4
+        assert int(work.area.sum()) == mask.area
+
+
+# -- turns of an exchange: each pair that needs rows has one; exactly the needed rows travel
+
+
+SPEC = AttentionSpec("cpu", torch.float32, 1, 1, 1, 16, 16)
+LENGTHS = (40, 3, 90, 11, 64, 64, 7, 33, 128, 5, 21, 46)
+
+
+def placed(world_size: int) -> tuple[Mask, SequenceLayout]:
+    """Puts the halves of each document on distant ranks, among pieces of other documents."""
+    parts: list[list[Segment]] = [[] for _ in range(world_size)]
+    start = 0
+    for number, length in enumerate(LENGTHS):
+        half = length // 2
+        for piece, (first, rows) in enumerate(((start, half), (start + half, length - half))):
+            rank = (5 * number + (3 + number) * piece) % world_size
+            parts[rank].append(Segment(first, rows))
+        start += length
+    return documents([0, *accumulate(LENGTHS)], causal=True), SequenceLayout.from_segments(parts)
+
+
+def sides(world_size: int) -> Iterator[tuple[Mask, Layouts]]:
+    """Every mask, with layouts in turn."""
+    mask, layout = placed(world_size)
+    yield mask, (layout, layout)
+    layouts = (*LAYOUTS, "boundaries")
+    for turn, mask in enumerate(masks(61).values(), world_size):
+        for one in layouts[turn % 2 :: 2]:
+            yield mask, layouts_of(one, mask, world_size)
+
+
+@pytest.mark.parametrize("travels", ["kv", "q"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_rows_are_those_that_see(world_size: int, travels: Any) -> None:
+    """Compares numbers of rows, and the rows sent from rank to rank, with the dense mask."""
+    for mask, layouts in sides(world_size):
+        rows = needed_rows(*layouts, mask, travels)
+        sent: dict[tuple[int, int], list[int]] = {}
+        for rank in range(world_size):
+            held = torch.arange(layouts[travels == "kv"].shard_len(rank))
+            for turn in OneRank(layouts, mask, rank).turns(travels):
+                if turn.sent:
+                    assert (rank, turn.hop.send_to) not in sent, "one turn for each pair"
+                    found = [i for run in turn.runs for i in held[run].tolist()]
+                    sent[rank, turn.hop.send_to] = found
+        for a, b in product(range(world_size), repeat=2):
+            seen = mask.dense(layouts[0].position_ids(a), layouts[1].position_ids(b))
+            some = seen.any(0 if travels == "kv" else 1).nonzero().flatten().tolist()
+            assert int(rows[a, b]) == len(some)
+            if a != b:
+                assert sent.get((b, a) if travels == "kv" else (a, b), []) == some
+
+
+def test_few_turns() -> None:
+    """All pairs need a turn per distance; few pairs need about a turn per partner of a rank."""
+    layout = SequenceLayout.zigzag(64, 16)
+    assert len(turns_of(layout, layout, Mask(64, 64), "kv")) == 15
+    mask, layout = placed(12)
+    rows = needed_rows(layout, layout, mask, "kv").clone().fill_diagonal_(0)
+    partners = max(int((rows > 0).sum(dim).max()) for dim in (0, 1))
+    distances = len(needed_displacements(layout, layout, mask)) - 1
+    assert partners <= len(turns_of(layout, layout, mask, "kv")) <= partners + 1 < distances
+
+
+def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
+    """Peaks do not grow with the ranks; a document's first half goes to its second half."""
+    peaks = set()
+    for world_size in (6, 12, 24):
+        layout = SequenceLayout.contiguous(64 * world_size, world_size)
+        args = (SPEC, (layout, layout), Mask(layout.seqlen, layout.seqlen), 1)
+        call = make_call(Strategy("exchange"), *args, backend="reference")
+        peaks.add(peak_bytes(call, backward=True))
+    assert len(peaks) == 1
+    mask, layout = placed(8)
+    nbytes = 0
+    for rank in range(8):
+        call = make_call(Strategy("exchange"), SPEC, (layout, layout), mask, rank, backend="aten")
+        nbytes += bytes_sent(program_of(call, backward=False))
+    apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
+    padding = nbytes - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
+    assert 0 <= padding < 128 * len(apart)
