@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import SequenceShare, choose_traveller, flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.strategies.base import Call
+from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.strategies.registry import program_of
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
@@ -27,16 +29,16 @@ def spec_of(
 
 def sent(
     spec: AttentionSpec, layouts: Layouts, mask: Mask, rank: int, gradients: Any = None,
-    *, backward: bool, inner_degree: int = 1,
+    *, backward: bool, strategy: Strategy | None = None,
 ) -> Sent:  # fmt: skip
-    """Bytes and messages that a ring's rank sends in one direction."""
-    strategy = Strategy(inner_degree=inner_degree)
+    """Bytes and messages that a rank sends in one direction."""
+    strategy = strategy or Strategy()
     call = Call(spec, layouts, mask, rank, strategy, 0.5, "reference", gradients=gradients)
     program = program_of(call, backward=backward)
     return Sent(bytes_sent(program), num_messages(program))
 
 
-def test_bytes_are_counted_step_by_step() -> None:
+def test_bytes_of_a_ring_step_by_step() -> None:
     mask = Mask(96, 96, causal=True)
     args = (spec_of(nheads_kv=2), layouts_of("zigzag", mask, 3), mask, 1)
     kv, grad = 2 * 64 * 2 * 2, 2 * 64 * 2 * 4
@@ -53,7 +55,17 @@ def test_bytes_are_counted_step_by_step() -> None:
     assert backward.nbytes == (32 + 16) * q + (16 + 32) * dq
 
 
-# -- which side travels in the backward
+def test_bytes_of_ulysses() -> None:
+    mask = Mask(64, 64)
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        args = (spec_of(dtype, 8, 4, 32), layouts_of("contiguous", mask, 4), mask, 1)
+        rows = 3 * 16  # three other ranks each get a quarter of the heads
+        there, back = rows * (2 + 1 + 1) * 32 * size, rows * 2 * (32 * size + 4)
+        ulysses = Strategy(ulysses_degree=4)
+        assert sent(*args, backward=False, strategy=ulysses).nbytes == there + back
+        # dout there; dq, dk and dv back, rounded.
+        backward = sent(*args, backward=True, strategy=ulysses)
+        assert backward == Sent(rows * (2 + 2 + 1 + 1) * 32 * size, 2)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -65,29 +77,33 @@ def test_the_side_with_fewer_bytes_travels(dtype: torch.dtype, kind: str) -> Non
     for mask, world_size in product(MASKS.values(), (1, 2, 6)):
         layouts = layouts_of(kind, mask, world_size)
         degree, headdim, nheads_kv = next(sizes)
-        spec, inner_degree = spec_of(dtype, 8, nheads_kv, headdim), math.gcd(degree, world_size)
-        q, kv = (
-            sum(
-                sent(
-                    spec,
-                    layouts,
-                    mask,
-                    rank,
-                    (side, False),
-                    backward=True,
-                    inner_degree=inner_degree,
-                ).nbytes
+        spec = spec_of(dtype, 8, nheads_kv, headdim)
+        strategy = Strategy(inner_degree=math.gcd(degree, world_size))
+        nbytes = {
+            side: sum(
+                sent(spec, layouts, mask, rank, (side, False), backward=True, strategy=strategy)[0]
                 for rank in range(world_size)
             )
             for side in ("q", "kv")
-        )
+        }
         travels = choose_traveller(spec, *layouts, mask)
-        assert travels == ("q" if q < kv else "kv"), (spec, layouts, mask)
+        assert travels == ("q" if nbytes["q"] < nbytes["kv"] else "kv"), (spec, layouts, mask)
         chosen.add(travels)
     assert chosen == {"q", "kv"}
 
 
-# -- floating point operations and memory
+@pytest.mark.parametrize("world_size", [2, 3, 64])
+@pytest.mark.parametrize("seqlen", [1024, 10_007])
+def test_exchanged_queries_balance_causal_work(seqlen: int, world_size: int) -> None:
+    mask = Mask(seqlen, seqlen, causal=True)
+    given = SequenceLayout.contiguous(seqlen, world_size)
+    mean = mask.area / world_size
+    before, after = (
+        max(layout.mask_area(mask)) / mean for layout in (given, exchanged_layout(given))
+    )
+    # A shard, and so a half, may be a row longer than another's.
+    row = 4 * seqlen / mean
+    assert 1 <= after <= 1 + row and before == pytest.approx(2 - 1 / world_size, abs=row)
 
 
 def test_flops_count_each_headdim() -> None:
@@ -123,7 +139,6 @@ def test_vectors(
     [
         ((3, 3, 1000, 64, 4), "got 3"),
         ((0, 1, 1000, 100, 16), "hidden_size must divide by nheads, got 100 and 16"),
-        ((0, 1, 1000, 100, 0), "got 100 and 0"),
     ],
 )
 def test_what_cannot_be_is_refused(given: tuple[int, ...], text: str) -> None:

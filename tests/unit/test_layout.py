@@ -1,7 +1,6 @@
 """Layouts: the positions of each rank, shards, and batches cut for training."""
 
 from collections.abc import Callable
-from itertools import product
 from math import prod
 
 import numpy
@@ -52,6 +51,8 @@ def test_every_position_is_on_one_rank_in_order(layout: SequenceLayout) -> None:
         # Rows of a shard are in order of position, so local causality equals global causality.
         assert one == sorted(one)
         assert torch.equal(layout.position_ids(rank), layout.shard(everything, rank, dim=0))
+    again = SequenceLayout.from_segments([layout.segments(r) for r in range(layout.world_size)])
+    assert positions(again) == held and again.stride in (1, layout.stride)
 
 
 @reproducible
@@ -67,15 +68,11 @@ def test_named_layouts_hold_equal_numbers_of_rows(seqlen: int, world_size: int) 
 
 
 @reproducible
-@given(layouts(), st.integers(0, 2), st.booleans(), st.booleans())
-def test_shard_and_unshard_are_inverse(
-    layout: SequenceLayout, dim: int, negative: bool, noncontiguous: bool
-) -> None:
+@given(layouts(), st.integers(0, 2), st.booleans())
+def test_shard_and_unshard_are_inverse(layout: SequenceLayout, dim: int, negative: bool) -> None:
     shape = [2, 3, 2]
-    shape[dim] = layout.seqlen
-    x = torch.arange(prod(shape)).view(shape)
-    if noncontiguous:
-        x = x.flip(0).transpose(0, 2).contiguous().transpose(0, 2)
+    shape[2 - dim] = layout.seqlen
+    x = torch.arange(prod(shape)).view(shape).transpose(0, 2)  # not contiguous
     along = dim - 3 if negative else dim
     shards = [layout.shard(x, rank, along) for rank in range(layout.world_size)]
     for rank, shard in enumerate(shards):
@@ -93,17 +90,6 @@ def test_the_figure_of_the_module() -> None:
         layout = getattr(SequenceLayout, name)(8, 2)
         assert positions(layout) == expected and layout == SequenceLayout.from_name(name, 8, 2)
     assert positions(SequenceLayout.boundaries((0, 5, 8))) == [[0, 1, 2, 3, 4], [5, 6, 7]]
-
-
-def test_rows_between() -> None:
-    for start, length, stride in product((0, 3, 5), (1, 2, 4), (1, 2, 3)):
-        segment = Segment(start, length, stride)
-        held = segment.positions().tolist()
-        for first, stop in product(range(0, 20), range(0, 20)):
-            a, b = segment.rows_between(first, stop)
-            assert 0 <= a <= b, (segment, first, stop)
-            expected = [row for row, position in enumerate(held) if first <= position < stop]
-            assert list(range(a, b)) == expected, (segment, first, stop)
 
 
 @reproducible
@@ -144,15 +130,6 @@ def test_shard_batch_keeps_what_is_already_there() -> None:
     assert part["shift_labels"].tolist() == [[2, 4, -100]]
 
 
-def test_shard_batch_of_nothing() -> None:
-    part = shard_batch({}, SequenceLayout.contiguous(4, 2), 1)
-    assert part["position_ids"].tolist() == [[2, 3]]
-    empty = torch.zeros(2, 0, dtype=torch.int64)
-    part = shard_batch({"labels": empty}, SequenceLayout.contiguous(0, 2), 0)
-    assert part["shift_labels"].shape == (2, 0)
-    assert part["position_ids"].shape == (1, 0)
-
-
 ZIGZAG = SequenceLayout.zigzag(8, 2)
 X = torch.zeros(1, 8)
 
@@ -161,33 +138,21 @@ X = torch.zeros(1, 8)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SequenceLayout("ring", 8, 2), "kind must be one of"),
         (lambda: SequenceLayout.from_name("ring", 8, 2), "got 'ring'"),
-        *((lambda name=name: SequenceLayout.from_name(name, 8, 0), "got 0") for name in LAYOUTS),
-        *((lambda name=name: SequenceLayout.from_name(name, -1, 2), "got -1") for name in LAYOUTS),
-        (lambda: SequenceLayout.boundaries([0]), r"got \[0\]"),
+        (lambda: SequenceLayout.zigzag(8, 0), "got 0"),
+        (lambda: SequenceLayout.striped(-1, 2), "got -1"),
         (lambda: SequenceLayout.boundaries([1, 8]), r"start at 0, got \[1, 8\]"),
         (lambda: SequenceLayout.boundaries([0, 5, 4]), r"5 then 4 for rank 1 in \[0, 5, 4\]"),
-        (lambda: SequenceLayout("zigzag", 8, 2, cuts=(0, 4, 8)), "cuts must be a tuple"),
-        (lambda: SequenceLayout("boundaries", 8, 2), "cuts must be a tuple"),
         (lambda: SequenceLayout("boundaries", 8, 2, [0, 4, 8]), "cuts must be a tuple"),
         (lambda: SequenceLayout("boundaries", 9, 2, (0, 4, 8)), "8 and 2, got 9 and 2"),
-        (lambda: SequenceLayout("boundaries", 8, 3, (0, 4, 8)), "8 and 2, got 8 and 3"),
-        (lambda: SequenceLayout("boundaries", 8, 2, (0, 9, 8)), "got 9 then 8"),
         (lambda: SequenceLayout("segments", 8, 2), "parts must be a tuple"),
         (lambda: from_parts(4, Segment(0, 2), Segment(2, 2)), "joined segments of one stride"),
-        (lambda: from_parts(4, Segment(1, 4)), "hold each position"),
-        (lambda: from_parts(5, Segment(0, 4)), "4 and 1, got 5 and 1"),
         (lambda: ZIGZAG.unshard([X[:, :4], torch.zeros(2, 4)]), r"rank 1 .*\(1, 4\).*\(2, 4\)"),
         (lambda: ZIGZAG.unshard([X]), "2 shards, got 1"),
-        (lambda: ZIGZAG.unshard([X[:, :5]] * 2), "rank 0 must have 4 rows in dim 1"),
+        (lambda: ZIGZAG.unshard([X[:, :4], X[:, :4].double()]), "rank 1 must be torch.float32"),
         (lambda: SequenceLayout.contiguous(9, 2).shard(X, 0), r"9 rows in dim 1 .*got \(1, 8\)"),
         (lambda: ZIGZAG.segments(-1), r"\[0, 2\) .*got -1"),
-        (lambda: ZIGZAG.shard_len(2), r"\[0, 2\) .*got 2"),
-        (lambda: ZIGZAG.position_ids(2), r"\[0, 2\) .*got 2"),
         (lambda: ZIGZAG.merged([[0], [0, 1]]), "each rank"),
-        (lambda: ZIGZAG.merged([[0]]), "each rank"),
-        (lambda: ZIGZAG.merged([[0, 1, 2]]), "each rank"),
         (lambda: shard_batch({"labels": X.byte()}, ZIGZAG, 0), "torch.uint8, got -100"),
         (lambda: shard_batch({"labels": X, "shift_labels": X}, ZIGZAG, 0), "both labels and"),
         (lambda: shard_batch({"labels": X[:, :7]}, ZIGZAG, 0), r"8 rows .*got \(1, 7\)"),
@@ -195,17 +160,12 @@ X = torch.zeros(1, 8)
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         make()
 
 
 def from_parts(seqlen: int, *segments: Segment) -> SequenceLayout:
     return SequenceLayout("segments", seqlen, 1, parts=(segments,))
-
-
-def test_shards_of_one_dtype() -> None:
-    with pytest.raises(TypeError, match=r"rank 1 must be torch.float32 .* got torch.float64"):
-        ZIGZAG.unshard([X[:, :4], X[:, :4].double()])
 
 
 def test_integers_of_numpy_are_ints() -> None:
@@ -221,19 +181,6 @@ def test_integers_of_numpy_are_ints() -> None:
 # -- any segments, and ranks that pool their rows
 
 
-def segments_of(layout: SequenceLayout) -> list[tuple[Segment, ...]]:
-    return [layout.segments(rank) for rank in range(layout.world_size)]
-
-
-@reproducible
-@given(layouts())
-def test_segments_make_the_layout_again(layout: SequenceLayout) -> None:
-    again = SequenceLayout.from_segments(segments_of(layout))
-    assert positions(again) == positions(layout)
-    assert again.shard_lens == layout.shard_lens
-    assert again.stride in (1, layout.stride)
-
-
 def test_equal_layouts_are_equal_however_made() -> None:
     cuts = SequenceLayout.boundaries([0, 5, 5, 9])
     pieces = [[Segment(0, 2), Segment(2, 3)], [Segment(7, 0)], [Segment(5, 4)]]
@@ -241,7 +188,7 @@ def test_equal_layouts_are_equal_however_made() -> None:
     assert len({cuts, again, SequenceLayout.boundaries((0, 5, 5, 9))}) == 1
     assert SequenceLayout.zigzag(8, 2) != SequenceLayout.contiguous(8, 2)
     halves = SequenceLayout.from_segments([[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]])
-    assert halves == SequenceLayout.from_segments(segments_of(SequenceLayout.zigzag(8, 2)))
+    assert halves == SequenceLayout.from_segments([ZIGZAG.segments(0), ZIGZAG.segments(1)])
     assert halves.kind == "segments" and halves.stride == 1
 
 
@@ -250,12 +197,9 @@ def test_equal_layouts_are_equal_however_made() -> None:
     [
         ([], "at least one rank"),
         ([[Segment(0, 3)], [Segment(2, 2)]], "2 is held 2 times"),
-        ([[Segment(3, 1), Segment(0, 2)], [Segment(0, 1)]], "0 is held 2 times"),
         ([[Segment(1, 3)], [Segment(2, 1)]], "0 is held 0 times"),
-        ([[Segment(0, 3, 2)], [Segment(1, 1, 2), Segment(1, 1, 2)]], "1 is held 2 times"),
         ([[Segment(2, 2, 2), Segment(0, 1)], [Segment(1, 1, 2), Segment(4, 1)]], "4 is held 2"),
         ([[Segment(0, 3, 0)]], "there are 3 rows in all; rank 0 has"),
-        ([[Segment(0, 2)], [Segment(4, 2)]], "there are 4 rows in all; rank 1 has"),
         ([[Segment(-1, 2)]], "there are 2 rows in all; rank 0 has"),
         ([[Segment(0, 2, 2)], [Segment(1, 1), Segment(3, 2)]], r"one stride, got \[1, 2\]"),
     ],
@@ -296,26 +240,28 @@ def test_segments_are_checked_without_a_list_of_positions() -> None:
         SequenceLayout.from_segments([[Segment(0, size + 1)], [Segment(size, size - 1)]])
 
 
-COMPILED = {
-    "contiguous": lambda: SequenceLayout.contiguous(35, 3),
-    "zigzag": lambda: SequenceLayout.zigzag(35, 3),
-    "striped": lambda: SequenceLayout.striped(35, 3),
-    "boundaries": lambda: SequenceLayout.boundaries([0, 7, 7, 35]),
-    "segments": lambda: SequenceLayout.zigzag(35, 3).followed_by(SequenceLayout.contiguous(4, 3)),
-}
+COMPILED = [
+    SequenceLayout.contiguous,
+    SequenceLayout.zigzag,
+    SequenceLayout.striped,
+    lambda n, _: SequenceLayout.boundaries([0, 7, 7, n]),
+    lambda n, ranks: SequenceLayout.zigzag(n - 4, ranks).followed_by(
+        SequenceLayout.contiguous(4, ranks)
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", COMPILED)
-def test_a_new_layout_compiles_and_an_eager_look_changes_nothing(kind: str) -> None:
+@pytest.mark.parametrize("make", COMPILED)
+def test_a_new_layout_compiles_and_an_eager_look_changes_nothing(
+    make: Callable[[int, int], SequenceLayout],
+) -> None:
     def read(x: Tensor, layout: SequenceLayout) -> Tensor:
         rows = x[: layout.shard_len(1)] + sum(layout.numbers) + layout.stride
         return torch.cat((rows, layout.unshard(x.split(layout.shard_lens), dim=0)))
 
-    layout = COMPILED[kind]()
-    assert layout.kind == kind
+    make(35, 3)
     compiled, num_graphs = compile_cold(read, fullgraph=True)
-    x = torch.randn(layout.seqlen, 2)
-    layout = COMPILED[kind]()  # a new layout without cached values
+    x, layout = torch.randn(35, 2), make(35, 3)  # a new layout without cached values
     got = compiled(x, layout)
     assert got.equal(read(x, layout)) and got.equal(compiled(x, layout))
     assert num_graphs() == 1

@@ -1,4 +1,4 @@
-"""The running state: gaps, unseen rows, 16-bit parts, sinks; the memory that a fold adopts.
+"""The running state: gaps between parts, sinks far off, and a state that is used up.
 
 test_backends.py and test_strategies.py check that merging in any order gives one softmax.
 """
@@ -40,15 +40,11 @@ def chunks(s: Tensor, v: Tensor, *sizes: int) -> list[Part]:
     return [partial(part_s, part_v) for part_s, part_v in pairs]
 
 
-def folded(
-    parts: Sequence[Sequence[Tensor]],
-    dtype: torch.dtype = torch.float32,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def folded(parts: Sequence[Sequence[Tensor]], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     state = new_state(sinks)
     for part in parts:
         state.fold(ALL, *(x.clone() for x in part))
-    return state.finalize(dtype)
+    return state.finalize(torch.float32)
 
 
 @pytest.mark.parametrize("gap", [1e3, 1e4, 3e38])
@@ -65,25 +61,6 @@ def test_a_gap_leaves_the_larger_side_alone(gap: float, larger_first: bool) -> N
         assert all(map(torch.equal, got, alone))
 
 
-def test_parts_that_have_seen_nothing_change_nothing() -> None:
-    out, lse = folded(chunks(*scores_and_values(), 24))
-    nothing, one = (torch.zeros_like(out), torch.full_like(lse, -torch.inf)), (out, lse)
-    for pairs in ([one], [nothing, nothing, one], [one, nothing], [nothing, one, nothing]):
-        assert all(map(torch.equal, folded(pairs), (out, lse)))
-
-
-def test_16_bit_parts_are_folded_in_float32_and_rounded_once() -> None:
-    parts = [folded([part]) for part in chunks(*scores_and_values(), 12, 12)]
-    rounded = [(out.bfloat16(), lse) for out, lse in parts]
-    wide = [(out.float(), lse) for out, lse in rounded]
-    got, expected = folded(rounded, torch.bfloat16), folded(wide)
-    assert got[0].dtype == torch.bfloat16 and torch.equal(got[0], expected[0].bfloat16())
-    assert torch.equal(got[1], expected[1])
-
-
-# -- sinks
-
-
 @pytest.mark.parametrize("gap", [1e3, 1e4, 1e30])
 def test_a_sink_far_off_takes_all_or_nothing(gap: float) -> None:
     s, v = scores_and_values()
@@ -93,25 +70,6 @@ def test_a_sink_far_off_takes_all_or_nothing(gap: float) -> None:
     assert torch.equal(got[0][:, :, 1], alone[0][:, :, 1])
     assert torch.equal(got[1][:, 1], alone[1][:, 1])
     assert bool(got[0].isfinite().all()) and bool(got[1].isfinite().all())
-
-
-# -- tensors that a fold adopts
-
-
-def test_later_and_partial_folds_leave_the_callers_tensors_alone() -> None:
-    s, v = scores_and_values()
-    first, second, third = chunks(s, v, 8, 8, 8)
-    state = new_state()
-    some = slice(1, 4)
-    little = [x[:, some] if x.ndim == 4 else x[:, :, some] for x in first]
-    for rows, part in ((some, little), (ALL, second), (ALL, third)):
-        before = [x.clone() for x in part]
-        state.fold(rows, *part)
-        state.fold(rows, *part[:2])
-        assert all(torch.equal(x, y) for x, y in zip(part, before, strict=True))
-    held = [x.clone() for x in (*little, *second, *third)]
-    state.finalize(torch.float32)
-    assert all(torch.equal(x, y) for x, y in zip((*little, *second, *third), held, strict=True))
 
 
 def test_finalize_uses_the_state_up() -> None:
