@@ -1,8 +1,7 @@
 """Ranks that are not in the same call: all of them raise, none computes.
 
 With RING_ATTN_DEBUG=1 every rank learns which rank differs in which argument before anything is
-sent; otherwise the messages show it. Each trial has its own process group in the same four
-processes; a group does not survive a message that is longer than its buffer.
+sent; otherwise the messages show it. Each trial has its own process group.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -26,6 +25,7 @@ from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.refusals import refused as refused_by_name
+from tests.refusals import says
 
 pytestmark = pytest.mark.gloo
 
@@ -37,125 +37,108 @@ Arguments = dict[str, Any]
 Group = dist.ProcessGroup | None
 
 STRATEGIES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange", "auto")
-
-
-def tensors(
-    batch: int = 1,
-    rows: int = ROWS,
-    nheads: int = 4,
-    nheads_kv: int = 4,
-    headdim: int = 8,
-    headdim_v: int = 8,
-    dtype: torch.dtype = torch.float32,
-) -> list[Tensor]:
-    shapes = [(nheads, headdim), (nheads_kv, headdim), (nheads_kv, headdim_v)]
-    return [torch.ones(batch, rows, *one, dtype=dtype, requires_grad=True) for one in shapes]
+SIZES: Arguments = {
+    "batch": 1, "rows": ROWS, "nheads": 4, "nheads_kv": 4, "headdim": 8, "headdim_v": 8,
+    "dtype": torch.float32,
+}  # fmt: skip
+USUAL: Arguments = {"causal": True, "softmax_scale": 0.25, "layout": "contiguous"}
+SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
+WITH_GRADIENT = torch.zeros(4, requires_grad=True)
 
 
 def documents(*boundaries: int) -> Tensor:
     return torch.tensor([0, *boundaries, SEQLEN], dtype=torch.int32)
 
 
-# -- two ways to call: the odd rank uses the second, with as many bytes where possible
-
-USUAL: Arguments = {"causal": True, "softmax_scale": 0.25, "layout": "contiguous"}
-SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
-WITH_GRADIENT = torch.zeros(4, requires_grad=True)
-BOUNDARIES = SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])
-
-# name -> arguments added to `USUAL` by most ranks, arguments added by the odd rank, and the error
-# in debug mode if the odd rank is rank 1.
+# Name -> arguments of most ranks, arguments of the odd rank, and words of the error in debug mode
+# if the odd rank is rank 1.
 DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
-    "dtype of one size": (
-        {"dtype": torch.float16},
-        {"dtype": torch.bfloat16},
-        "dtype: rank 1 has torch.bfloat16, the other 3 have torch.float16",
-    ),
-    "dtype": ({}, {"dtype": torch.float64}, "dtype: rank 1 has torch.float64"),
+    **{
+        name: ({name: usual}, {name: odd}, f"{name}: rank 1 has {odd!r}, the other 3 have {usual}")
+        for name, usual, odd in (
+            ("dtype", torch.float16, torch.bfloat16),  # of one size
+            ("batch", 1, 2),
+            ("nheads", 4, 8),
+            ("nheads_kv", 4, 2),
+            ("headdim", 8, 16),
+            ("headdim_v", 8, 16),
+            ("softmax_scale", 0.25, 0.5),
+            ("softcap", 5.0, 6.0),
+            ("causal", True, False),
+            ("window_size", (9, 0), (7, 0)),
+            ("requires_grad", True, False),
+        )
+    },
+    "another itemsize": ({}, {"dtype": torch.float64}, "dtype: rank 1 has torch.float64"),
     "rows": (
         {},
         {"rows": ROWS + 2},
-        "seqlen_q: rank 1 has 32, the other 3 have 24; seqlen_k: rank 1 has 32",
+        "seqlen_q: rank 1 has 32, the other 3 have 24|seqlen_k: rank 1 has 32",
     ),
-    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q: rank 1 has 120; seqlen_k: rank 1 has 120"),
-    "heads and headdim": (
+    # A message longer than its buffer.
+    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q: rank 1 has 120|seqlen_k: rank 1 has 120"),
+    "heads of one size": (
         {},
         {"nheads": 8, "nheads_kv": 8, "headdim": 4},
-        "nheads: rank 1 has 8; nheads_kv: rank 1 has 8; headdim: rank 1 has 4, the other 3 have 8",
+        "nheads: rank 1 has 8|nheads_kv: rank 1 has 8|headdim: rank 1 has 4, the other 3 have 8",
     ),
-    "kv heads": ({}, {"nheads_kv": 2}, "nheads_kv: rank 1 has 2, the other 3 have 4"),
-    "scale": ({}, {"softmax_scale": 0.5}, "softmax_scale: rank 1 has 0.5, the other 3 have 0.25"),
-    "softcap": ({"softcap": 5.0}, {"softcap": 6.0}, "softcap: rank 1 has 6.0, the other 3 have 5"),
-    "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}, "values of sinks: rank 1 has"),
     "sinks": ({}, {"sinks": SINKS}, "sinks: rank 1 has True, the other 3 have False"),
-    "causal": ({}, {"causal": False}, "causal: rank 1 has False, the other 3 have True"),
-    "window": (
-        {"window_size": (9, 0)},
-        {"window_size": (7, 0)},
-        "window_size: rank 1 has (7, 0), the other 3 have (9, 0)",
+    "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}, "values of sinks: rank 1 has"),
+    "gradient of the sinks": (
+        {"requires_grad": False},
+        {"requires_grad": False, "sinks": WITH_GRADIENT},
+        "requires_grad: rank 1 has True, the other 3 have False",
     ),
     "documents": (
         {"cu_seqlens": documents(9)},
         {"cu_seqlens": documents(10)},
         "cu_seqlens: rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)",
     ),
+    "documents of keys": (
+        {},
+        {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
+        "cu_seqlens: rank 1 has (0, 24)|cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
+    ),
     "mask": (
         {"causal": False, "mask": masks.spans(SEQLEN, [(3, 9)])},
         {"causal": False, "mask": masks.spans(SEQLEN, [(3, 10)])},
         "mask: rank 1 has",
     ),
-    "layout": ({}, {"layout": BOUNDARIES}, "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'"),
-    "gradient": ({}, {"requires_grad": False}, "requires_grad: rank 1 has False"),
-    "strategy": ({}, {"strategy": "all_gather"}, "strategy: rank 1 has"),
-}
-
-# More differences for debug mode: without it they behave like the differences above.
-COMPARED: dict[str, tuple[Arguments, Arguments, str]] = {
-    "batch": ({}, {"batch": 2}, "batch: rank 1 has 2, the other 3 have 1"),
-    "nheads": ({}, {"nheads": 8}, "nheads: rank 1 has 8, the other 3 have 4"),
-    "headdim": ({}, {"headdim": 16}, "headdim: rank 1 has 16, the other 3 have 8"),
-    "headdim_v": ({}, {"headdim_v": 16}, "headdim_v: rank 1 has 16, the other 3 have 8"),
-    "gradient of the sinks": (
-        {"requires_grad": False},
-        {"requires_grad": False, "sinks": WITH_GRADIENT},
-        "requires_grad: rank 1 has True, the other 3 have False",
+    "layout": (
+        {},
+        {"layout": SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])},
+        "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'",
     ),
     "named layout": ({}, {"layout": "zigzag"}, "layout: rank 1 has ('zigzag(seqlen=24"),
-    "documents of keys": (
-        {},
-        {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
-        "cu_seqlens: rank 1 has (0, 24); cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
-    ),
+    "strategy": ({}, {"strategy": "exchange"}, "strategy: rank 1 has"),
     "backend": ({}, {"backend": "reference"}, "backend: rank 1 has 'reference', the other"),
     "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: rank 1 has"),
-    "two things": (
-        {},
-        {"causal": False, "softmax_scale": 0.5},
-        "causal: rank 1 has False; softmax_scale: rank 1 has 0.5",
-    ),
 }
-# Differences for which the error names more arguments than those listed.
+# Differences that change more arguments than those named here.
 MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softcap", "sinks",
-        "gradient of the sinks", "strategy", "heads and headdim")  # fmt: skip
+        "gradient of the sinks", "strategy", "heads of one size")  # fmt: skip
 
 
 def call(group: Group, **arguments: Any) -> Tensor:
     """A forward and its backward."""
-    given = {**USUAL, "transport": TransportOptions(timeout=TIMEOUT), "group": group, **arguments}
-    sizes = {
-        name: given.pop(name)
-        for name in ("batch", "rows", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
-        if name in given
-    }
-    layout = given["layout"]
+    options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group} | arguments
+    sizes = {name: options.pop(name, usual) for name, usual in SIZES.items()}
+    layout = options["layout"]
     if isinstance(layout, SequenceLayout):
         sizes["rows"] = layout.shard_len(dist.get_rank(group))
-    q, k, v = tensors(**sizes)
-    if not given.pop("requires_grad", True):
-        q, k, v = (x.detach() for x in (q, k, v))
-    if "cu_seqlens" in given:
+    requires_grad = options.pop("requires_grad", True)
+    q, k, v = (
+        torch.ones(
+            sizes["batch"], sizes["rows"], sizes[heads], sizes[dim],
+            dtype=sizes["dtype"], requires_grad=requires_grad,
+        )
+        for heads, dim in (
+            ("nheads", "headdim"), ("nheads_kv", "headdim"), ("nheads_kv", "headdim_v")
+        )
+    )  # fmt: skip
+    if "cu_seqlens" in options:
         q, k, v = (x[0] for x in (q, k, v))
-    out = ring_attention(q, k, v, **given)
+    out = ring_attention(q, k, v, **options)
     if out.requires_grad:
         out.sum().backward()
     return out
@@ -196,20 +179,22 @@ def late(group: Group, odd: bool, **arguments: Any) -> None:
     call(group, **{"transport": TransportOptions(timeout=1.0), **arguments})
 
 
+def forward(group: Group, **arguments: Any) -> Tensor:
+    q = torch.ones(1, ROWS, 4, 8, requires_grad=True)
+    transport = TransportOptions(timeout=TIMEOUT)
+    return ring_attention(q, q, q, **USUAL, transport=transport, group=group, **arguments)
+
+
 def backwards_swapped(group: Group, odd: bool, **arguments: Any) -> None:
     """The odd rank runs the backwards of two equal layers in another order."""
-    transport = TransportOptions(timeout=TIMEOUT)
-    given = {**USUAL, "transport": transport, "group": group, **arguments}
-    outs = [ring_attention(*tensors(), **given) for _ in range(2)]
+    outs = [forward(group, **arguments) for _ in range(2)]
     for out in outs if odd else reversed(outs):
         out.sum().backward()
 
 
 def backward_left_out(group: Group, odd: bool, **arguments: Any) -> None:
     """The odd rank skips its backward and makes the next forward."""
-    transport = TransportOptions(timeout=TIMEOUT)
-    given = {**USUAL, "transport": transport, "group": group, **arguments}
-    out = ring_attention(*tensors(), **given)
+    out = forward(group, **arguments)
     if not odd:
         out.sum().backward()
     call(group, **arguments)
@@ -219,8 +204,6 @@ HAPPENED: dict[str, Callable[..., None]] = {
     fn.__name__.replace("_", " "): fn
     for fn in (skipped, skipped_forward, refused, late, backwards_swapped, backward_left_out)
 }
-
-# -- decoding
 
 DECODES: dict[str, tuple[Arguments, Arguments]] = {
     "scale": ({}, {"softmax_scale": 0.5}),
@@ -233,45 +216,35 @@ DECODES: dict[str, tuple[Arguments, Arguments]] = {
 }
 
 
-def decode(group: Group, queries: int = 2, **arguments: Any) -> Tensor:
-    dtype = arguments.pop("dtype", torch.float32)
-    rows = torch.ones(1, queries, 4, 8, dtype=dtype)
-    cache = torch.ones(1, ROWS, 4, 8, dtype=dtype)
+def decode(
+    group: Group, queries: int = 2, dtype: torch.dtype = torch.float32, **arguments: Any
+) -> Tensor:
+    rows, cache = (torch.ones(1, n, 4, 8, dtype=dtype) for n in (queries, ROWS))
     transport = TransportOptions(timeout=TIMEOUT)
     return tree_decode(rows, cache, cache, group=group, transport=transport, **arguments)
 
 
-def trial(run: Callable[[Group], object]) -> Ended:
-    """Runs one rank's part in a group of its own."""
-    group = dist.new_group()
-    try:
-        return ended(lambda: run(group))
-    finally:
-        dist.destroy_process_group(group)
-
-
-def all_trials(strategy: str, odd_rank: int, names: list[str]) -> dict[str, Ended]:
-    """Every way to differ in one strategy."""
-    torch.manual_seed(0)
-    odd = dist.get_rank() == odd_rank
-    results = {}
+def all_trials(strategy: str, odd_rank: int, names: list[str]) -> list[Ended]:
+    """Every way to differ in one strategy, each in a group of its own."""
+    odd, results = dist.get_rank() == odd_rank, []
     for name in names:
+        group = dist.new_group()
         if strategy == "decode":
-            arguments = DECODES[name][odd]
-            results[name] = trial(lambda group, a=arguments: decode(group, **a))
-        elif name in DIFFERENT:
-            arguments = {"strategy": strategy_of(strategy, 4), **DIFFERENT[name][odd]}
-            results[name] = trial(lambda group, a=arguments: call(group, **a))
+            run = partial(decode, group, **DECODES[name][odd])
         else:
-            happened, arguments = HAPPENED[name], {"strategy": strategy_of(strategy, 4)}
-            results[name] = trial(lambda group, fn=happened, a=arguments: fn(group, odd, **a))
+            how = {"strategy": strategy_of(strategy, WORLD_SIZE)}
+            if name in DIFFERENT:
+                run = partial(call, group, **how | DIFFERENT[name][odd])
+            else:
+                run = partial(HAPPENED[name], group, odd, **how)
+        results.append(ended(run))
+        dist.destroy_process_group(group)
     return results
 
 
 def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
     results = ranks(WORLD_SIZE).run(all_trials, strategy, odd_rank, names, timeout=200)
-    for name in names:
-        told = [one[name] for one in results]
+    for name, *told in zip(names, *results, strict=True):
         if strategy == "auto" and all(one.error is ValueError for one in told):
             continue  # the ranks raised while they chose
         assert all(one.error is RuntimeError for one in told), (strategy, name, told)
@@ -284,13 +257,28 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
             assert all("call differs" in one.text for one in told), (strategy, name, told)
 
 
-# -- identities beside the messages, as on NCCL, where messages have no tags
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.sweep(2)
+def test_values_and_moments(ranks: Pools, strategy: str) -> None:
+    """Differences that change no size, and one that makes a message longer than its buffer."""
+    check(ranks, strategy, 2, ["values of sinks", "backwards swapped", "refused", "more rows"])
 
 
-@pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "auto"), "decode"])
+def test_decodes_that_differ(ranks: Pools) -> None:
+    check(ranks, "decode", 2, list(DECODES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(len(STRATEGIES)))
+def test_every_difference(ranks: Pools, turn: int) -> None:
+    """The differences are dealt out among the strategies; the first or the last rank is odd."""
+    check(ranks, STRATEGIES[turn], 3 * (turn % 2), [*DIFFERENT, *HAPPENED][turn :: len(STRATEGIES)])
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES[:-1], "decode"])
 @on_ranks(WORLD_SIZE)
 def test_headers_where_there_are_no_tags(strategy: str) -> None:
-    """The device compares headers; at the next call all hosts raise if they differed.
+    """As on NCCL: the device compares headers; at the next call all hosts raise if they differed.
 
     Tries calls that agree, and a call after one in which rank 1 had other sinks.
     """
@@ -306,43 +294,6 @@ def test_headers_where_there_are_no_tags(strategy: str) -> None:
         dist.destroy_process_group(group)
     assert torch.equal(*outs)
     assert after.error is RuntimeError and "messages of another call" in after.text, after
-
-
-def names_of(strategy: str) -> list[str]:
-    if strategy == "decode":
-        return list(DECODES)
-    names = [*DIFFERENT, *HAPPENED]
-    if strategy == "all_gather":
-        names.remove("strategy")
-    return names
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        *("ring", "all_gather", "ulysses", "auto", "decode"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("double_ring", "hybrid", "q_exchange")
-        ),
-    ],
-)
-def test_values_and_moments(ranks: Pools, strategy: str) -> None:
-    """Differences that change no size, and one that makes a message longer than its buffer."""
-    if strategy == "decode":
-        names = ["values of sinks", "queries"]
-    else:
-        names = ["values of sinks", "backwards swapped", "refused", "more rows"]
-    check(ranks, strategy, 2, names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "decode"])
-def test_every_difference(ranks: Pools, strategy: str, half: int) -> None:
-    """Tries half of the differences on the first rank, half on the last; strategies swap them."""
-    turn = len(strategy) + half
-    check(ranks, strategy, 3 * (turn % 2), names_of(strategy)[half::2])
 
 
 # -- debug mode
@@ -366,65 +317,34 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
     """For every difference, before a message is sent."""
     stats = open_p2p(dist.group.WORLD, TransportOptions(timeout=TIMEOUT)).stats  # type: ignore[arg-type]
     before = stats.messages
-    for name, arguments in (DIFFERENT | COMPARED).items():
-        mine = arguments[dist.get_rank() == ODD]
+    for name, arguments in DIFFERENT.items():
         with debug():
-            got = ended(lambda mine=mine: call(None, **mine))
+            got = ended(partial(call, None, **arguments[dist.get_rank() == ODD]))
         assert (got.error, stats.messages) == (ValueError, before), (name, got)
-        told = arguments[2].split("; ")
-        assert all(part in got.text for part in told), (name, got.text)
-        # Only differing arguments are named; documents and rows change other arguments too.
+        assert says(got.text, arguments[2]), (name, got.text)
+        # Only differing arguments are named.
         named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
-        expected = {part.partition(":")[0] for part in told}
+        expected = {part.partition(":")[0] for part in arguments[2].split("|")}
         assert named >= expected and (named == expected or name in MORE), (name, named)
-        for innocent in {0, 1, 2, 3} - {ODD}:
-            assert f"rank {innocent} has" not in got.text, (name, got.text)
-
-
-@on_ranks(WORLD_SIZE)
-def test_all_ranks_differ() -> None:
-    """Every rank's error lists all values."""
+        assert not any(f"rank {innocent} has" in got.text for innocent in (0, 2, 3)), (name, got)
     with debug(), refused_by_name(ValueError, "1.0|2.0|3.0|4.0"):
         call(None, softmax_scale=1.0 + dist.get_rank())
 
 
 @on_ranks(WORLD_SIZE)
 def test_ranks_that_agree_run() -> None:
-    """With the check the ranks compare once a call; by default they never do."""
+    """With the check the ranks compare once a call, and the result is the same; else never."""
     layout, other = SequenceLayout.boundaries([0, 3, 3, 20, SEQLEN]), TransportOptions(timeout=20)
     calls = ({}, {"layout": layout}, {"cu_seqlens": documents(5, 11)}, {"transport": other})
+    outs = []
     for value in ("1", "yes", None, "0", ""):
         with (
             debug(value),
             mock.patch.object(ops, "check_agreement", side_effect=ops.check_agreement) as compare,
         ):
-            assert all(bool(call(None, **one).isfinite().all()) for one in calls)
+            outs.append([call(None, **one) for one in calls])
         assert compare.call_count == (4 if value in ("1", "yes") else 0), value
-
-
-@on_ranks(WORLD_SIZE)
-def test_off_by_default_and_without_effect() -> None:
-    """The check changes no result; without it a forward sends no more, and by no collective."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = [torch.randn(x.shape, generator=generator).requires_grad_() for x in tensors()]
-
-    def results() -> tuple[Tensor, ...]:
-        out = ring_attention(*x, causal=True)
-        return (out, *torch.autograd.grad(out.sum(), x))
-
-    with debug(None):
-        usual = results()
-    with debug():
-        assert all(map(torch.equal, usual, results()))
-    stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
-    before = stats.messages
-    unasked = AssertionError("a collective that nobody asked for")
-    names = ("all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier", "new_group")
-    with debug(None), ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(dist, name, side_effect=unasked))
-        ring_attention(*x, causal=True)
-    assert stats.messages - before == WORLD_SIZE - 1
+    assert all(all(map(torch.equal, outs[0], one)) for one in outs)
 
 
 @pytest.mark.parametrize("kind", ["call", "decode", "refused"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import time
 from collections.abc import Callable
@@ -45,19 +44,15 @@ def inputs_of(ring: int) -> Inputs:
 
 
 def run_ring(
-    ring: int, group: Group, strategy: str | Strategy = "ring", layout: str = "zigzag"
+    ring: int, group: Group, strategy: str | Strategy = "ring", kind: str = "zigzag"
 ) -> Expected:
     """Runs this rank's part in a ring; returns results gathered within the ring."""
-    process_group = group.get_group() if isinstance(group, DeviceMesh) else group
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    split = SequenceLayout.from_name(layout, SEQLEN, world_size)
-    return run_split(ring, group, split, rank, strategy)
-
-
-def run_split(
-    ring: int, group: Group, layout: SequenceLayout, rank: int, strategy: str | Strategy
-) -> Expected:
-    q, k, v, dout = (layout.shard(x, rank) for x in inputs_of(ring))
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        one = group.get_group()
+    else:
+        one = None if isinstance(group, DeviceMesh) else group
+    layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size(one))
+    q, k, v, dout = (layout.shard(x, dist.get_rank(one)) for x in inputs_of(ring))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = ring_attention(
         *leaves, causal=True, layout=layout, group=group, strategy=strategy, return_lse=True
@@ -72,10 +67,9 @@ def expected(ring: int) -> tuple[Expected, Expected]:
     return expect(inputs_of(ring), MASK)
 
 
-def assert_exact(results: list[tuple[int, Expected]]) -> None:
-    """Checks gathered results, each against the oracle of its ring's sequence."""
-    for i, (ring, whole) in enumerate(results):
-        assert_holds(whole, *expected(ring), (i, ring))
+def assert_exact(ring: int, *given: Any) -> None:
+    """Runs a ring; checks its results against the oracle of its sequence."""
+    assert_holds(run_ring(ring, *given), *expected(ring), (ring, *given))
 
 
 @on_ranks(4)
@@ -84,50 +78,33 @@ def test_groups_that_only_their_members_make() -> None:
     ring = dist.get_rank() // 2
     members = [2 * ring, 2 * ring + 1]
     group = dist.new_group(members, use_local_synchronization=True)
-    assert_exact([(ring, run_ring(ring, group))])
+    assert_exact(ring, group)
 
 
-@pytest.mark.parametrize("axis", ["cp", "dp"])
 @on_ranks(4)
-def test_an_axis_of_a_mesh(axis: str) -> None:
+def test_an_axis_of_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     row, column = divmod(dist.get_rank(), 2)
-    ring = row if axis == "cp" else column
-    assert_exact([(ring, run_ring(ring, mesh[axis]))])
+    assert_exact(row, mesh["cp"])
+    assert_exact(column, mesh["dp"])
 
 
 @on_ranks(3)
 def test_a_mesh_with_one_axis_is_the_ring() -> None:
     """The ring has the order of the mesh's ranks."""
-    assert_exact([(0, run_ring(0, DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("cp",))))])
+    assert_exact(0, DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("cp",)))
 
 
-UNSORTED = [2, 0, 3, 1]
-
-
-NEEDS_ORDER = pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
-    reason="this torch sorts the ranks of every group",
-)
-
-
-@NEEDS_ORDER
 @on_ranks(4)
 def test_group_of_unsorted_ranks() -> None:
-    """The group's order decides which shard a rank holds, in every strategy."""
-    group = dist.new_group(UNSORTED, sort_ranks=False)
-    assert dist.get_rank(group) == UNSORTED.index(dist.get_rank())
-    for ring, strategy in enumerate(STRATEGIES):
-        layout = "contiguous" if strategy == "q_exchange" else "zigzag"
-        assert_exact([(ring, run_ring(ring, group, strategy_of(strategy, 4), layout))])
-
-
-@NEEDS_ORDER
-@on_ranks(4)
-def test_decoding_and_sums_in_a_group_of_unsorted_ranks() -> None:
-    """Decoding and sums of gradients in a group whose ranks are not sorted."""
-    group = dist.new_group(UNSORTED, sort_ranks=False)
+    """The group's order decides which shard a rank holds: strategies, decoding, gradients."""
+    unsorted = [2, 0, 3, 1]
+    group = dist.new_group(unsorted, sort_ranks=False)
     rank = dist.get_rank(group)
+    assert rank == unsorted.index(dist.get_rank())
+    for ring, strategy in enumerate(STRATEGIES):
+        kind = "contiguous" if strategy == "q_exchange" else "zigzag"
+        assert_exact(ring, group, strategy_of(strategy, 4), kind)
     q, k, v, _ = inputs_of(0)
     layout = SequenceLayout.contiguous(SEQLEN, 4)
     query = q[:, -3:]
@@ -148,7 +125,7 @@ def test_other_ranks_take_no_part() -> None:
     for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
         group = dist.new_group(members)  # new_group sorts the ranks
         if dist.get_rank() in members:
-            assert_exact([(ring, run_ring(ring, group))])
+            assert_exact(ring, group)
 
 
 @on_ranks(3)
@@ -159,12 +136,9 @@ def test_ranks_that_have_made_other_groups_before() -> None:
     differs here.
     """
     pair = dist.new_group([0, 1])
-    assert_exact([(0, run_ring(0, None))])
+    assert_exact(0, None)
     if dist.get_rank() != 2:
-        assert_exact([(1, run_ring(1, pair))])
-    pair = dist.new_group([1, 2])
-    if dist.get_rank() != 0:
-        assert_exact([(2, run_ring(2, pair))])
+        assert_exact(1, pair)
 
 
 def held_by_the_process() -> tuple[int, int]:
@@ -174,18 +148,25 @@ def held_by_the_process() -> tuple[int, int]:
 
 @on_ranks(4)
 def test_everything_goes_with_the_group() -> None:
-    """Destroying a group frees its connections, threads and transports, after any calls."""
+    """Destroying a group frees its connections, threads and transports, after any calls.
+
+    No call makes a group of torch's: with init_process_group(device_id=...) that needs all ranks.
+    """
     run_ring(0, None)  # opens what the process keeps for all groups
     before, transports = held_by_the_process(), len(p2p._transports)
+    x = torch.ones(1, 2, 2, 8)
     for _ in range(2):
         group = dist.new_group()
-        run_ring(0, group)
-        held = held_by_the_process()
-        for strategy in (Strategy(ulysses_degree=2), Strategy(inner_degree=2)):
-            run_ring(0, group, strategy)
-        for timeout in (7.0, 8.0):
-            x = torch.ones(1, 2, 2, 8)
-            ring_attention(x, x, x, group=group, transport=TransportOptions(timeout=timeout))
+        with mock.patch.object(
+            distributed_c10d, "_new_process_group_helper", side_effect=AssertionError
+        ):
+            run_ring(0, group)
+            held = held_by_the_process()
+            for strategy in (Strategy(ulysses_degree=2), Strategy(inner_degree=2), "auto"):
+                run_ring(0, group, strategy)
+            for timeout in (7.0, 8.0):
+                ring_attention(x, x, x, group=group, transport=TransportOptions(timeout=timeout))
+            tree_decode(x[:, :1], x, x, group=group)
         if not streams.are_used(torch.device("cpu")):
             # Over NCCL each part of the group has its own communicators.
             now = held_by_the_process()
@@ -215,30 +196,11 @@ def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
 
 
 @on_ranks(4)
-def test_torch_makes_no_groups_for_a_ring() -> None:
-    """With init_process_group(device_id=...) torch splits groups off, which needs all ranks."""
-    for strategy in ("ring", "double_ring", "hybrid", "auto"):
-        group = dist.new_group()
-        with mock.patch.object(
-            distributed_c10d,
-            "_new_process_group_helper",
-            side_effect=distributed_c10d._new_process_group_helper,
-        ) as helper:
-            run_ring(0, group, strategy_of(strategy, 4))
-            x = torch.ones(1, 2, 2, 8)
-            tree_decode(x[:, :1], x, x, group=group)
-        assert helper.call_count == 0, strategy
-
-
-DEVICE = torch.device("cuda", 0)
-
-
-@on_ranks(4)
 def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
     """The world's bound device is hidden while torch flattens a mesh smaller than the world."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "outer", "inner"))
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    seen: list[object] = []
+    device, seen = torch.device("cuda", 0), list[object]()
     flatten = DeviceMesh._flatten
     world = dist.group.WORLD
     assert world is not None
@@ -247,17 +209,16 @@ def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
         seen.append(world.bound_device_id)
         return flatten(self, *args)
 
-    world.bound_device_id = DEVICE
+    world.bound_device_id = device
     try:
         with mock.patch.object(DeviceMesh, "_flatten", watched):
             for two_axes in (mesh["outer", "inner"], whole):
-                layout = SequenceLayout.zigzag(SEQLEN, 4)
-                run_split(0, two_axes, layout, dist.get_rank(), "hybrid")
+                run_ring(0, two_axes, "hybrid")
         seen.append(world.bound_device_id)
     finally:
         world.bound_device_id = None
     # A mesh of the whole world needs no group at all.
-    assert seen in ([None, DEVICE], [DEVICE]), seen
+    assert seen in ([None, device], [device]), seen
 
 
 # -- threads and forks
@@ -272,7 +233,8 @@ def test_threads_on_two_groups() -> None:
         users = [dist.new_group() for _ in range(3)]
     assert len({group.group_name for group in users}) == 3
     assert not any("ring" in group.group_name for group in users)
-    assert_exact([(i, ring.result()) for i, ring in enumerate(rings)])
+    for i, ring in enumerate(rings):
+        assert_holds(ring.result(), *expected(i))
 
 
 @pytest.mark.gloo
