@@ -1,11 +1,7 @@
-"""The transport's collectives, and transports among some ranks: values and bytes.
-
-Errors in time: test_failures.py.
-"""
+"""The transport's collectives, and transports among some ranks: values and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from torch import Tensor
 from ring_attn import TransportOptions
 from ring_attn.core.program import Hop
 from ring_attn.transport.base import Agreement, Transport
-from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.transport.local import run_local
 from ring_attn.transport.p2p import open_p2p
 from tests.distributed.pool import Pools
 
@@ -26,13 +22,10 @@ def payload(rank: int, n: int) -> Tensor:
     return ((torch.arange(n) * 7 + 31 * rank + 1) % 251).to(torch.uint8)
 
 
-def counted(transport: Transport, bytes_sent: int) -> None:
+def assert_sent(transport: Transport, bytes_sent: int) -> None:
     assert transport.stats.bytes_sent == bytes_sent
     assert transport.stats.messages == 1 or transport.world_size == 1
     transport.stats.reset()
-
-
-# -- values and bytes; the same on both transports
 
 
 def gather(transport: Transport, n: int) -> None:
@@ -41,7 +34,7 @@ def gather(transport: Transport, n: int) -> None:
     transport.all_gather("shards", 0, payload(rank, n), got)
     transport.wait("shards")
     assert torch.equal(got, torch.cat([payload(r, n) for r in range(world_size)]))
-    counted(transport, (world_size - 1) * n)
+    assert_sent(transport, (world_size - 1) * n)
 
 
 def scatter(transport: Transport, n: int, dtype: torch.dtype) -> None:
@@ -52,7 +45,7 @@ def scatter(transport: Transport, n: int, dtype: torch.dtype) -> None:
     transport.reduce_scatter("gradients", 0, torch.cat(parts[rank]), got)
     transport.wait("gradients")
     assert torch.equal(got, torch.stack([parts[r][rank] for r in range(world_size)]).sum(0))
-    counted(transport, (world_size - 1) * n * dtype.itemsize)
+    assert_sent(transport, (world_size - 1) * n * dtype.itemsize)
 
 
 def count(sender: int, receiver: int) -> int:
@@ -72,7 +65,7 @@ def exchange(transport: Transport) -> None:
     transport.wait("shards")
     expected = [payload(10 * r + rank, recv_counts[r]) for r in ranks]
     assert torch.equal(got, torch.cat(expected))
-    counted(transport, sum(send_counts) - send_counts[rank])
+    assert_sent(transport, sum(send_counts) - send_counts[rank])
 
 
 def all_of_them(transport: Transport) -> None:
@@ -121,14 +114,16 @@ def among_some(transport: Transport) -> None:
     all_of_them(transport.sub((rank,)))
 
 
-CHECKS: list[Callable[[Any], None]] = [all_of_them, two_at_a_time, among_some]
+def check_all(transport: Any) -> None:
+    all_of_them(transport)
+    two_at_a_time(transport)
+    among_some(transport)
 
 
 def between_processes() -> None:
     transport = open_p2p(dist.group.WORLD, TransportOptions())  # type: ignore[arg-type]
-    for check in CHECKS:
-        with transport.call("test", Agreement({}), torch.device("cpu")):
-            check(transport)
+    with transport.call("test", Agreement({}), torch.device("cpu")):
+        check_all(transport)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -138,10 +133,5 @@ def test_between_processes(ranks: Pools, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_in_one_process(check: Any, world_size: int) -> None:
-    def work(rank: int, transport: LocalTransport) -> bool:
-        check(transport)
-        return True
-
-    assert run_local(world_size, work) == [True] * world_size
+def test_in_one_process(world_size: int) -> None:
+    run_local(world_size, lambda rank, transport: check_all(transport))

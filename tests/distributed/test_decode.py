@@ -22,7 +22,6 @@ from ring_attn.backends import get_backend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import decode_packet
-from ring_attn.testing import masks as all_masks
 from ring_attn.testing import poisoned_empty, random_qkv, random_sinks
 from ring_attn.tools import generate
 from ring_attn.tools.model import ModelConfig, Transformer
@@ -66,12 +65,7 @@ def grow(dtype: torch.dtype, tokens: int, num_calls: int) -> list[tuple[Results,
 
 @pytest.mark.parametrize(
     ("world_size", "dtype", "tokens"),
-    [
-        (1, torch.float32, 1),
-        (2, torch.bfloat16, 3),
-        (3, torch.float32, 1),
-        (4, torch.bfloat16, 3),
-    ],
+    [(1, torch.bfloat16, 3), (3, torch.float32, 1), (4, torch.bfloat16, 3)],
     ids=str,
 )
 def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, tokens: int) -> None:
@@ -87,38 +81,20 @@ def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, toke
             assert (messages, sent) == (min(1, world_size - 1), (world_size - 1) * nbytes)
 
 
-MLA = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
+def latent(sizes: dict[str, int]) -> Results:
+    """Two queries against a zigzag cache."""
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(33, dist.get_world_size())
+    q, k, v, _ = random_qkv(seqlen_q=2, seqlen_k=33, **sizes)
+    k, v = (layout.shard(x, rank) for x in (k, v))
+    return tree_decode(q, k, v, layout=layout, mask=Mask(2, 33, causal=True), return_lse=True)
 
 
-def decoded(mask: Mask, sizes: dict[str, int], backend: str) -> Results:
-    """The last queries of a mask, against a zigzag cache."""
-    rank, layout = dist.get_rank(), SequenceLayout.zigzag(mask.seqlen_k, dist.get_world_size())
-    q, k, v, _ = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
-    return tree_decode(
-        q, layout.shard(k, rank), layout.shard(v, rank), layout=layout, backend=backend,
-        mask=mask, return_lse=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("world_size", "backend"), [(2, "aten"), (3, "reference")])
-@pytest.mark.queued
-def test_any_mask(ranks: Pools, world_size: int, backend: str) -> None:
-    """The last rows of every mask of the table that has as many queries as keys."""
-    for mask in all_masks(61).values():
-        if mask.seqlen_q != 61 or mask.seqlen_k != 61:
-            continue
-        last = mask.rows(57, 61)
-        for got in ranks(world_size).run(decoded, last, SIZES, backend):
-            assert_exact(got, random_qkv(seqlen_q=4, seqlen_k=61, **SIZES), last)
-
-
-@pytest.mark.parametrize("backend", ["aten", "reference"])
-def test_sizes_of_mla(ranks: Pools, backend: str) -> None:
-    """headdims 576 and 512 with one kv head; Triton's refusal names the headdims it supports."""
-    mask = Mask(2, 33, causal=True)
-    inputs = random_qkv(seqlen_q=2, seqlen_k=33, **MLA)
-    for got in ranks(2).run(decoded, mask, MLA, backend):
-        assert_exact(got, inputs, mask)
+def test_sizes_of_mla(ranks: Pools) -> None:
+    """Sizes of MLA, and a mask as a value."""
+    sizes = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
+    inputs = random_qkv(seqlen_q=2, seqlen_k=33, **sizes)
+    for got in ranks(2).run(latent, sizes):
+        assert_exact(got, inputs, Mask(2, 33, causal=True))
     assert "up to 256, got 576 and 512" in str(
         get_backend("triton").supports(AttentionSpec.of(*inputs[:3]), explicit=True)
     )
@@ -201,7 +177,6 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"layout": "contiguous"}, TypeError, "layout of a cache must be a SequenceLayout"),
     ({"layout": SequenceLayout.contiguous(20, 2)}, ValueError, "k of rank"),
     ({"layout": SequenceLayout.contiguous(9, 3)}, ValueError, "number of ranks than the"),
-    ({"k": X.double()}, TypeError, "q, k, v must have one dtype"),
     ({"k": None}, TypeError, "k must be a torch.Tensor, got None"),
     ({"k": None, "v": None}, ValueError, "None only with a layout"),
     (
@@ -211,10 +186,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ),
     ({"window_size": (3, -2)}, ValueError, "each of window_size (-1 is unbounded)"),
     ({"softcap": 2.0, "backend": "aten"}, NotImplementedError, "no softcap"),
-    ({"softcap": 1e-50}, ValueError, "softcap"),
     ({"softmax_scale": 1e38}, ValueError, "softmax_scale"),
-    ({"backend": []}, TypeError, "backend"),
-    ({"return_lse": None}, TypeError, "return_lse"),
     ({"sinks": torch.zeros(3)}, ValueError, "sinks must"),
     ({"transport": TransportOptions(timeout=1e15)}, ValueError, "timeout"),
 )
@@ -222,7 +194,6 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 
 @on_ranks(2)
 def test_a_bad_call_raises_before_anything_is_sent() -> None:
-    """Refuses every bad call before a message is sent."""
     good = dict(zip("qkv", random_qkv(seqlen_q=1, seqlen_k=5), strict=False))
     ends = open_p2p(dist.group.WORLD, TransportOptions())
     ends.stats.reset()
@@ -234,7 +205,6 @@ def test_a_bad_call_raises_before_anything_is_sent() -> None:
 
 @on_ranks(2)
 def test_ranks_with_different_queries_are_named() -> None:
-    """Debug mode names the rank whose queries differ."""
     torch.manual_seed(dist.get_rank())
     q, kv = torch.randn(1, 1, 4, 32), torch.zeros(1, 5, 4, 32)
     named = "ranks disagree on the call; values of q: rank 1 has"
@@ -242,22 +212,18 @@ def test_ranks_with_different_queries_are_named() -> None:
         tree_decode(q, kv, kv)
 
 
-CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
-NUM_PROMPT, NUM_TOKENS = 50, 40
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 @on_ranks(3)
-def test_three_ranks_generate_what_one_process_does(kind: str) -> None:
+def test_three_ranks_generate_what_one_process_does() -> None:
     """With random weights, from a sharded cache and in one pass."""
     torch.manual_seed(0)
-    model, prompt = Transformer(CONFIG), torch.randint(256, (1, NUM_PROMPT))
-    result = generate.generate_twice(model, prompt, NUM_TOKENS, dist.group.WORLD, kind)
+    config = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
+    model, prompt = Transformer(config), torch.randint(256, (1, 50))
+    result = generate.generate_twice(model, prompt, 40, dist.group.WORLD, "zigzag")
     assert len(set(result.text)) > 5, "a text of one byte would hide a mistake"
     assert result.equal and result.first_difference is None
     assert result.greatest_difference < result.smallest_margin / 2
     # The last token is not fed to the model.
-    assert sum(result.rows) == NUM_PROMPT + NUM_TOKENS - 1
+    assert sum(result.rows) == 50 + 40 - 1
     assert max(result.rows) - min(result.rows) <= generate.BLOCK
     assert everyone(result) == [result] * 3
 
