@@ -28,6 +28,11 @@ class Call(NamedTuple):
     world_size: int
     case: Case
 
+    @property
+    def mask(self) -> Any:
+        """The mask as arguments of flash-attention."""
+        return self.case.build_mask().arguments
+
 
 def documents(cu_k: tuple[int, ...] = CU_K, **options: Any) -> Mask:
     seqlen_k = ROWS if cu_k == CU_Q else cu_k[-1] + 3
@@ -42,22 +47,15 @@ CALLS = [
     Call("kvpacked_", 3, Case(FULL_WINDOW, "striped")),
     Call("qkvpacked_", 2, Case("causal", "zigzag", heads=EQUAL, seqlen=ROWS, softcap=2.0)),
     Call("varlen_", 3, Case(documents(), "zigzag")),
-    Call("varlen_", 1, Case(documents())),
-    Call("varlen_", 2, Case(documents(causal=False), strategy="all_gather")),
+    Call("varlen_", 1, Case(documents(causal=False), strategy="all_gather")),
     Call("varlen_kvpacked_", 2, Case(documents(window_size=(7, 7)))),
-    Call("varlen_qkvpacked_", 3, Case(documents(CU_Q), "striped", heads=EQUAL)),
     Call("varlen_qkvpacked_", 2, Case(documents(CU_Q), "zigzag", "ulysses", heads=EQUAL)),
 ]
 
 
-def said_of(call: Call) -> Any:
-    """The mask as arguments of flash-attention."""
-    return call.case.build_mask().arguments
-
-
 def arguments_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
     """Positional arguments up to `return_attn_probs`."""
-    tensors, said = [q, k, v], said_of(call)
+    tensors, said = [q, k, v], call.mask
     if "kvpacked" in call.function:
         first = 0 if "qkv" in call.function else 1
         tensors = [*tensors[:first], torch.stack(tensors[first:], -3)]
@@ -102,7 +100,7 @@ def run_call(call: Call) -> RankResult:
 def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, call: Call) -> None:
     ran = put_together(call.case, ranks(call.world_size).run(run_call, call))
     assert not ran.failures
-    got, said = ran.whole, said_of(call)
+    got, said = ran.whole, call.mask
     assert got.lse.dtype == torch.float32
     if call.case.packed:
         rows, keys = said.cu_seqlens_q[-1], said.cu_seqlens_k[-1]
@@ -113,7 +111,6 @@ def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, call:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """Unsupported arguments are refused on every rank."""
     x, cu = torch.randn(12, 2, 8), torch.tensor([0, 10, 24])
     good = (x, x, x, cu, cu, 14, 14)
     kv, varlen = torch.stack((x, x), 1), names.flash_attn_varlen_func

@@ -9,13 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import TransportOptions, ring_attention
 from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS
-from ring_attn.torch_private import coalesced
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media, progress
@@ -53,40 +50,16 @@ class Recorder:
         self.ended.append("shutdown")
 
 
-def groups_of(kind: str) -> tuple[dist.ProcessGroup, list[int]]:
-    """A group that this rank is in, and its members."""
-    rank = dist.get_rank()
-    if kind == "world":
-        world = dist.group.WORLD
-        assert world is not None
-        return world, [0, 1, 2, 3]
-    if kind == "subgroup":
-        return dist.new_group([3, 1, 0, 2], sort_ranks=False), [3, 1, 0, 2]
-    if kind == "mesh":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        return mesh["cp"].get_group(), [rank // 2 * 2, rank // 2 * 2 + 1]
-    # Pipeline stages have made different numbers of groups; only members make these groups.
-    members = [0, 1] if rank < 2 else [2, 3]
-    for _ in range(rank // 2):
-        dist.new_group(members, use_local_synchronization=True)
-    return dist.new_group(members, use_local_synchronization=True), members
-
-
-KINDS = (("world", True), ("subgroup", False), ("mesh", True), ("stages", True))
-
-
-def made_for(kind: str, eager: bool) -> list[str]:
+def made_for(group: dist.ProcessGroup, members: list[int]) -> list[str]:
     """Names of the communicators of two channels, one asked for twice, and of one with an option.
 
     No communicator is split off another one, even if the world is bound to a device.
     """
-    group, members = groups_of(kind)
     world = dist.group.WORLD
     assert world is not None
     Recorder.made.clear()
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
-    if eager:
-        world.bound_device_id = GPU
+    world.bound_device_id = GPU
     try:
         with (
             mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
@@ -108,7 +81,13 @@ def made_for(kind: str, eager: bool) -> list[str]:
 
 
 def made_for_all() -> list[list[str]]:
-    return [made_for(*kind) for kind in KINDS]
+    rank = dist.get_rank()
+    unsorted, pair = [3, 1, 0, 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    names = [made_for(dist.new_group(unsorted, sort_ranks=False), unsorted)]
+    # Pipeline stages have made different numbers of groups; only members make these groups.
+    for _ in range(1 + rank // 2):
+        group = dist.new_group(pair, use_local_synchronization=True)
+    return [*names, made_for(group, pair)]
 
 
 def test_communicators_are_made_by_their_members(fresh_ranks: Any) -> None:
@@ -133,28 +112,6 @@ def test_communicators_end_with_their_owner() -> None:
     assert one.ended == ["abort", "shutdown"]
 
 
-def test_several_operations_are_one_group() -> None:
-    """Operations start as one NCCL group: started one by one they could wait for each other."""
-    log: list[str] = []
-    communicator = mock.Mock()
-    communicator._start_coalescing.side_effect = lambda: log.append("start")
-    communicator._end_coalescing.side_effect = lambda: log.append("end") or "work"
-    tensors: list[Tensor] = [torch.zeros(1), torch.zeros(1)]
-    starts = [lambda i=i: log.append(f"op {i}") for i in range(len(tensors))]
-    assert coalesced(communicator, starts) == "work"
-    assert log == ["start", "op 0", "op 1", "end"]
-
-
-# -- exchanges that the host does not wait for
-
-
-class Work:
-    """An exchange queued on the device."""
-
-    def wait(self) -> None:
-        """Does nothing: on CUDA too the host is not blocked."""
-
-
 def test_a_late_exchange_is_named() -> None:
     """The device is in the second exchange, while the host has posted a third."""
     streams = mock.Mock(pinned=lambda x: x)
@@ -162,7 +119,7 @@ def test_a_late_exchange_is_named() -> None:
         lane = Lane((1, 4, 6), "gradients", 0.0, None, None, CPU, progress.Progress(CPU))
         assert lane.late() is None
         for step in range(3):
-            lane.run(step, 2, Work, ())
+            lane.run(step, 2, mock.Mock, ())
         flags = lane.progress._flags
         flags.copy_(torch.tensor([2, 1]))
         late = lane.late()
@@ -172,17 +129,6 @@ def test_a_late_exchange_is_named() -> None:
         assert late is not None and late.step == 2 and not late.begun
         flags.copy_(torch.tensor([3, 3]))
         assert lane.late() is None
-
-
-def test_numbers_of_exchanges_begin_again() -> None:
-    with mock.patch.multiple(progress, streams=mock.Mock(pinned=lambda x: x)):
-        one = progress.Progress(CPU)
-        for step in range(2 * progress.NUMBERS + 3):
-            one.begin(step, 0)
-            if step % 5 < 4:
-                one.end()
-            found = one.first_under_way()
-            assert (found is None) == (step % 5 < 4)
 
 
 @pytest.mark.gloo
