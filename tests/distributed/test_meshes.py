@@ -126,46 +126,27 @@ def assert_holds(results: list[Trained], settings: Settings) -> None:
     assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
 
 
-# Each axis and option occurs in a case that is not slow.
-OTHER_FORMS = ("pp2-cp2-1f1b", "cp2-tp2-mha-ulysses")
+# Every third case, which is not slow, has a pipeline, tensor parallelism or FSDP.
 CASES = {
-    "pp2-cp2-1f1b": settings_for("pp=2,cp=2", microbatches=4, layout="contiguous"),
     "pp2-cp2-interleaved": settings_for("pp=2,cp=2", schedule="interleaved", microbatches=4),
+    "pp2-cp2-1f1b": settings_for("pp=2,cp=2", microbatches=4, layout="contiguous"),
+    "pp2-cp2-gpipe": settings_for("pp=2,cp=2", schedule="gpipe", microbatches=2, layout="striped"),
     "cp2-tp2-mqa": settings_for("cp=2,tp=2", nheads_kv=1, layout="contiguous"),
     "cp2-tp2-mha-ulysses": settings_for("cp=2,tp=2", nheads_kv=8, strategy="ulysses"),
-    "dp2-cp2-fsdp": settings_for("dp=2,cp=2", fsdp=True, microbatches=2),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in OTHER_FORMS else []) for name in CASES],
-)
-@pytest.mark.sweep(3)
-def test_mesh_trains_as_one_process_does(ranks: Any, name: str) -> None:
-    assert_holds(ranks(4).run(train_on_mesh, CASES[name], some_text()), CASES[name])
-
-
-SLOW = {
-    "dp2-cp2": settings_for("dp=2,cp=2"),
-    "pp2-cp2-fsdp": settings_for("pp=2,cp=2", fsdp=True, microbatches=2, layout="striped"),
-    "pp2-cp2-gpipe": settings_for("pp=2,cp=2", schedule="gpipe", microbatches=2),
     "cp4-hybrid": settings_for("cp=4", strategy=Strategy(ulysses_degree=2), seqlen=65),
-    "tp4-kv2": settings_for("tp=4"),
-    "dp2-tp2-fsdp": settings_for("dp=2,tp=2", fsdp=True),
+    "dp2-cp2-fsdp": settings_for("dp=2,cp=2", fsdp=True, microbatches=2),
+    "dp2-cp2": settings_for("dp=2,cp=2"),
     "cp2-tp2-fsdp-mqa": settings_for("cp=2,tp=2", fsdp=True, nheads_kv=1),
     "pp2-dp2-interleaved-fsdp": settings_for(
         "pp=2,dp=2", schedule="interleaved", microbatches=2, fsdp=True
     ),
-    "pp4-1f1b": settings_for("pp=4", microbatches=4),
-    "pp2-cp2-dim64": settings_for("pp=2,cp=2", microbatches=4, dim=64, seqlen=257, batch=8),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_other_meshes_train_as_one_process_does(ranks: Any, name: str) -> None:
-    assert_holds(ranks(4).run(train_on_mesh, SLOW[name], some_text()), SLOW[name])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(3)
+def test_mesh_trains_as_one_process_does(ranks: Any, name: str) -> None:
+    assert_holds(ranks(4).run(train_on_mesh, CASES[name], some_text()), CASES[name])
 
 
 @pytest.mark.slow
@@ -213,9 +194,9 @@ def test_ranks_of_a_ring_work_in_one_order(ranks: Any, schedule: str) -> None:
         assert first.split()[:5] == ["F0", "F0", "F1", "F1", "F0"]
 
 
-def run_demo(settings: Settings, text: Tensor, options: dict[str, Any]) -> Report | None:
-    """Runs the demo in a rank; only the mesh's attention gets `options`."""
-    mistaken = partial(on_mesh.ring_attention, **options)
+def run_demo(settings: Settings, text: Tensor) -> Report | None:
+    """Runs the demo in a rank; three rows of the mesh's attention do not see the first key."""
+    mistaken = partial(on_mesh.ring_attention, window_size=(settings.seqlen - 5, 0))
     with (
         mock.patch.object(on_mesh, "ring_attention", mistaken),
         mock.patch.object(demo, "standard_library_text", return_value=text),
@@ -223,17 +204,7 @@ def run_demo(settings: Settings, text: Tensor, options: dict[str, Any]) -> Repor
         return demo.train(Run(settings, STEPS, quiet=True))
 
 
-@pytest.mark.slow
-def test_demo_in_bfloat16(ranks: Any) -> None:
-    settings = settings_for("cp=2,tp=2", microbatches=2, batch=2, dtype=torch.bfloat16)
-    report, *others = ranks(4).run(run_demo, settings, some_text(), {})
-    assert report is not None and others == [None] * 3
-    assert report.ok, [str(verdict) for verdict in report.verdicts]
-
-
 def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:
-    """Three rows do not see the first key."""
     settings = settings_for("cp=2", batch=1, dtype=torch.float32)
-    options = {"window_size": (settings.seqlen - 5, 0)}
-    wrong, none = ranks(2).run(run_demo, settings, some_text(), options)
+    wrong, none = ranks(2).run(run_demo, settings, some_text())
     assert none is None and not wrong.ok and not any(verdict.ok for verdict in wrong.verdicts)

@@ -67,7 +67,7 @@ def values_and_gradients(seqlen: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(back, runs, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_values_and_gradients(ranks: Any, world_size: int) -> None:
     for seqlen in (1, 33):
         ranks(world_size).run(values_and_gradients, seqlen)
@@ -78,9 +78,9 @@ def test_other_shapes() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.zigzag(24, world_size)
     ids = torch.arange(24) * 3
-    for runs in (halo(layout.shard(ids, rank, 0), layout, 1, 2, dim=0),):
-        for got, want in zip(runs, expected(ids[None], layout, rank, 1, 2), strict=True):
-            assert torch.equal(got, want[0]) and got.dtype == torch.int64
+    runs = halo(layout.shard(ids, rank, 0), layout, 1, 2, dim=0)
+    for got, want in zip(runs, expected(ids[None], layout, rank, 1, 2), strict=True):
+        assert torch.equal(got, want[0]) and got.dtype == torch.int64
     image = torch.randn(2, 4, 24, 5).to(torch.bfloat16)
     dist.broadcast(image, 0)
     runs = halo(layout.shard(image, rank, 2), layout, 2, dim=2)
@@ -147,7 +147,7 @@ def test_other_rows_on_another_rank_are_named() -> None:
         halo(torch.zeros(1, 4), layout, 1 + dist.get_rank(), group=dist.new_group())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_programs_have_no_fault(world_size: int) -> None:
     for layout, (left, right) in product(layouts(33, world_size), SIDES):
         window = Mask(33, 33, window_size=(left, right))

@@ -26,17 +26,14 @@ from tests.distributed.pool import on_ranks
 # Compiled code is the same on every device: no second run as on a device with streams.
 pytestmark = pytest.mark.gloo
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
 
-
-def inputs(rows: int, *, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
+def inputs(rows: int) -> list[Tensor]:
     """q, k, v of this rank; equal sizes give equal values."""
     torch.manual_seed(1000 * rows + dist.get_rank())
-    return [torch.randn(1, rows, n, DIM, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(1, rows, n, 8, requires_grad=True) for n in (4, 2, 2)]
 
 
 def results(fn: Callable[..., Tensor], x: list[Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv."""
     leaves = [y.detach().requires_grad_() for y in x]
     out = fn(*leaves)
     out.backward(torch.cos(out.detach()))
@@ -44,7 +41,6 @@ def results(fn: Callable[..., Tensor], x: list[Tensor]) -> list[Tensor]:
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether all bits are equal."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -69,7 +65,6 @@ def block(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     [
         ("aot_eager", "ring"),  # all strategies: test_opcheck
         # The default compiler of users, which generates code around the operator.
-        pytest.param("inductor", "all_gather", marks=pytest.mark.slow),
         pytest.param("inductor", "q_exchange", marks=pytest.mark.slow),
     ],
 )
@@ -90,13 +85,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]), "backend": "reference"},
     "value": {"strategy": Strategy("all_gather", heads_per_chunk=2)},
 }
-# Each for 9 and 11 rows on two ranks, new at every call.
-LAYOUTS: dict[str, Callable[[], SequenceLayout]] = {
-    "boundaries": lambda: SequenceLayout.boundaries([0, 9, 20]),
-    "segments": lambda: SequenceLayout.from_segments(
-        [[Segment(0, 4), Segment(15, 5)], [Segment(4, 11)]]
-    ),
-}
+
+
+def segments() -> SequenceLayout:
+    """9 and 11 rows on two ranks."""
+    return SequenceLayout.from_segments([[Segment(0, 4), Segment(15, 5)], [Segment(4, 11)]])
 
 
 @pytest.mark.slow
@@ -104,12 +97,11 @@ LAYOUTS: dict[str, Callable[[], SequenceLayout]] = {
 def test_compiles_with_options() -> None:
     """New layouts, documents, sinks, a window and a mesh reach the operator."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    runs, segments = LAYOUTS.values()
     cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-        **{name: (runs, options) for name, options in OPTIONS.items()},
-        **{name: (make, {"causal": True}) for name, make in LAYOUTS.items()},
-        "pair": (lambda: (segments(), segments()), {"group": mesh}),
+        name: (partial(SequenceLayout.boundaries, [0, 9, 20]), options)
+        for name, options in OPTIONS.items()
     }
+    cases["pair"] = (lambda: (segments(), segments()), {"group": mesh})
     x = inputs((9, 11)[dist.get_rank()])
     for name, (make, options) in cases.items():
         compiled, _ = compile_cold(block, fullgraph=True)
@@ -127,18 +119,18 @@ CHANGES: dict[str, list[Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
-def test_options_are_constants_of_a_graph(name: str) -> None:
+def test_options_are_constants_of_a_graph() -> None:
     """Each value of a numeric option gets its own graph, even with dynamic=True."""
-
-    def attend(value: Any, *x: Tensor) -> Tensor:
-        return ring_attention(*x, causal=True, backend="reference", **{name: value})
-
-    compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=True)
     x = inputs(8)
-    assert all(torch.equal(compiled(one, *x), attend(one, *x)) for one in CHANGES[name])
-    assert num_graphs() == len(CHANGES[name])
+    for name, values in CHANGES.items():
+
+        def attend(value: Any, *x: Tensor, name: str = name) -> Tensor:
+            return ring_attention(*x, causal=True, backend="reference", **{name: value})
+
+        compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=True)
+        assert all(torch.equal(compiled(one, *x), attend(one, *x)) for one in values)
+        assert num_graphs() == len(values), name
 
 
 @on_ranks(2)
