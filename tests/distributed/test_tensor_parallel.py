@@ -31,12 +31,6 @@ def model_config(kv_heads: int) -> ModelConfig:
     return ModelConfig(dim=48, num_layers=1, nheads=6, nheads_kv=kv_heads, hidden_dim=51)
 
 
-def tp_config(kv_heads: int, rank: int) -> TensorParallelConfig:
-    model = model_config(kv_heads)
-    sizes = model.dim, model.hidden_dim, model.nheads, model.nheads_kv
-    return TensorParallelConfig(rank, 2, *sizes)
-
-
 def block(kv_heads: int) -> Layer:
     torch.manual_seed(0)
     return Layer(model_config(kv_heads))
@@ -54,7 +48,8 @@ def run_block(folder: str, kv_heads: int) -> tuple[Tensor, dict[str, Tensor]]:
 
     Both parts of the block are in one process, where sums of their outputs replace all-reduces.
     """
-    rank, configs = dist.get_rank(), [tp_config(kv_heads, part) for part in range(2)]
+    rank = dist.get_rank()
+    configs = [TensorParallelConfig(part, 2, 48, 51, 6, kv_heads) for part in range(2)]
     one, other = parts = [block(kv_heads) for _ in configs]
     for part, config in zip(parts, configs, strict=True):
         for name, shard in load_tp_state_dict(folder, config, otherwise="replicated").items():
