@@ -17,10 +17,7 @@ from tests.refusals import refused
 
 SEQLEN = 83
 NUM_PROMPT = 37
-
-
-def make_prompt() -> torch.Tensor:
-    return make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]
+PROMPT = make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]
 
 
 def run_wrong(case: str) -> None:
@@ -34,7 +31,7 @@ def run_wrong(case: str) -> None:
         mask = torch.ones(2, rows, dtype=torch.int64)
 
         def prompt(of: Any = model, **more: Any) -> dict[str, Any]:
-            return {"input_ids": make_prompt(), "past_key_values": ring.cache(of), **more}
+            return {"input_ids": PROMPT, "past_key_values": ring.cache(of), **more}
 
         if case == "mask":
             options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
@@ -44,7 +41,7 @@ def run_wrong(case: str) -> None:
             if case == "types and mask":
                 options["token_type_ids"] = options["attention_mask"] = torch.ones(2, SEQLEN)
             elif case == "cached types":
-                short = {"input_ids": make_prompt()[:, :3], "token_type_ids": types[:, :3]}
+                short = {"input_ids": PROMPT[:, :3], "token_type_ids": types[:, :3]}
                 options = short | {"past_key_values": ring.cache(model)}
             elif case == "pixels":
                 model.set_attn_implementation("ring_attn")
@@ -74,13 +71,13 @@ def run_wrong(case: str) -> None:
         elif case == "cache and layout":
             options["past_key_values"] = ring.cache(model)
         elif case == "padded prompts":
-            prompt, whole = make_prompt(), torch.ones(2, NUM_PROMPT, dtype=torch.int64)
+            whole = torch.ones_like(PROMPT)
             whole[0, :2] = 0
             cache = ring.cache(model)
-            model.generate(prompt, attention_mask=whole, past_key_values=cache, max_new_tokens=2)
+            model.generate(PROMPT, attention_mask=whole, past_key_values=cache, max_new_tokens=2)
         elif case == "assisted":
             cache = ring.cache(model)
-            model.generate(make_prompt()[:1], past_key_values=cache, prompt_lookup_num_tokens=2)
+            model.generate(PROMPT[:1], past_key_values=cache, prompt_lookup_num_tokens=2)
         elif case == "failed before":
             options = prompt()
             with pytest.raises(NotImplementedError):
@@ -88,7 +85,7 @@ def run_wrong(case: str) -> None:
         elif case == "states":
             options = prompt(output_hidden_states=True)
         elif case == "labels":
-            options = prompt(labels=make_prompt())
+            options = prompt(labels=PROMPT)
         elif case == "cached documents":
             options = prompt(cu_seq_lens_q=torch.tensor([0, NUM_PROMPT]))
         elif case == "no layout":
