@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -216,7 +217,7 @@ class P2PTransport(Transport):
             tagged = partial(self._send_tagged, medium, channel, step, sends, receives)
             return self._start(channel, step, peer, nbytes, tagged, finish)
         lane = self._lane(channel, device)
-        nccl = lane.communicator
+        nccl: Any = lane.communicator
         starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
         starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
         return self._start_on_lane(lane, step, peer, nbytes, starts, after, begun)
@@ -252,14 +253,16 @@ class P2PTransport(Transport):
         if not streams.are_used(send.device):
             return super()._collective(kind, channel, step, send, recv, after, counts)
         lane, headers = self._lane(channel, send.device), self._shared.headers
-        nccl = lane.communicator
+        nccl: Any = lane.communicator
         incoming, begun = headers.incoming(self.world_size)
         if counts is not None:
             start = partial(nccl.alltoall_base, recv, send, counts[1], counts[0])
             nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
         else:
-            name = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}[kind]
-            start = partial(getattr(nccl, name), recv, send)
+            gathers = kind == "all_gather"
+            start = partial(
+                nccl._allgather_base if gathers else nccl._reduce_scatter_base, recv, send
+            )
             nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
         starts = [start, partial(nccl._allgather_base, incoming.view(-1), headers.outgoing)]
         peer = int(self.rank == 0)
