@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import Channel, Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
@@ -119,12 +119,10 @@ class Attention:
     """An implementation of attention: a forward, then its backward.
 
     Attributes:
-        name: name of the implementation.
         out: output of the last forward; None before.
         grads: gradients of q, k and v from the last backward.
     """
 
-    name: str
     out: Tensor | None = None
     grads: Sequence[Tensor] = ()
 
@@ -146,28 +144,8 @@ class Attention:
         self.out, self.grads = None, ()
 
 
-class Alone:
-    """The transport of a ring of one rank, which sends nothing."""
-
-    rank = 0
-    world_size = 1
-
-    def __init__(self) -> None:
-        self.stats = TransportStats()
-
-    def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
-        """Never called."""
-        raise RuntimeError("a ring of one rank has no other rank to send to")
-
-    def wait(self, channel: Channel) -> None:
-        """Never called."""
-        raise RuntimeError("a ring of one rank has no other rank to wait for")
-
-
 class Ours(Attention):
     """The ring's driver on one rank: one backend computes the whole attention."""
-
-    name = "ours"
 
     def __init__(self, problem: Problem, data: Data, backend: str) -> None:
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
@@ -175,7 +153,8 @@ class Ours(Attention):
             Strategy(), problem.spec, (layout, layout), problem.mask, 0, backend=backend
         )
         self._inputs = data.rows_first
-        self._alone: Any = Alone()
+        # A ring of one rank sends nothing.
+        self._alone: Any = SimpleNamespace(rank=0, world_size=1, stats=TransportStats())
         self._saved: tuple[Tensor, ...] = ()
 
     def forward(self) -> None:
@@ -187,29 +166,18 @@ class Ours(Attention):
         *self.grads, _ = run.backward(self._call, self._saved, self._inputs.dout, self._alone)
 
 
-class Peer(Attention):
-    """A differentiable function of q, k, v under autograd.
+class Differentiable(Attention):
+    """A function of q, k, v that returns out, under autograd.
 
-    Args:
-        name: name of the implementation.
-        function: takes q, k, v and returns out.
-        data: the inputs.
-        heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
-        backward: whether the forward saves tensors for a backward.
+    `backward`: whether the forward saves tensors for a backward.
     """
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Tensor],
-        data: Data,
-        *,
-        heads_first: bool,
-        backward: bool,
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor], *, backward: bool
     ) -> None:
-        self.name, self._function, self._heads_first = name, function, heads_first
-        q, k, v, self._dout = data.heads_first if heads_first else data.rows_first
-        self._leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+        *qkv, self._dout = inputs
+        self._function = function
+        self._leaves = [x.detach().requires_grad_(backward) for x in qkv]
 
     def forward(self) -> None:
         self.out = self._function(*self._leaves)
@@ -218,9 +186,12 @@ class Peer(Attention):
         assert self.out is not None, "forward comes first"
         self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
 
+
+class HeadsFirst(Differentiable):
+    """A function over (batch, heads, seqlen, dim)."""
+
     def results(self) -> list[Tensor]:
-        results = super().results()
-        return [x.transpose(1, 2) for x in results] if self._heads_first else results
+        return [x.transpose(1, 2) for x in super().results()]
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
@@ -237,18 +208,15 @@ def make(name: str, problem: Problem, data: Data, *, backend: str, backward: boo
     """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
     if name == "ours":
         return Ours(problem, data, backend)
-    heads_first = name not in FLASH_PACKAGES
-    function = _function(name, problem)
-    return Peer(name, function, data, heads_first=heads_first, backward=backward)
-
-
-def _function(name: str, problem: Problem) -> Callable[..., Tensor]:
     if name in FLASH_PACKAGES:
-        return _flash(FLASH_PACKAGES[name], problem.causal)
+        function = _flash(FLASH_PACKAGES[name], problem.causal)
+        return Differentiable(function, data.rows_first, backward=backward)
     if name == "flex":
-        return _flex(problem)
-    grouped = problem.heads != problem.kv_heads
-    return sdpa_by(SDPA_BACKENDS[name], causal=problem.causal, grouped=grouped)
+        function = _flex(problem)
+    else:
+        grouped = problem.heads != problem.kv_heads
+        function = sdpa_by(SDPA_BACKENDS[name], causal=problem.causal, grouped=grouped)
+    return HeadsFirst(function, data.heads_first, backward=backward)
 
 
 def sdpa_by(backend: str, *, causal: bool, grouped: bool) -> Callable[..., Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from ring_attn.bench.timing import gpu_state
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
     command_line,
+    is_first_rank,
     table_console,
     write_if_interrupted,
     write_json,
@@ -112,8 +112,7 @@ class Report(Generic[S, R]):
             A function to call at the start of a part, with its name and its share of `total`.
         """
         console = table_console()
-        not_first = os.environ.get("RANK", "0") != "0"  # torchrun runs this on every rank
-        hidden = self._outputs.quiet or not_first or not console.is_terminal
+        hidden = self._outputs.quiet or not console.is_terminal
         columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
         with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
             task, done = shown.add_task("begins", total=total), 0.0
@@ -138,6 +137,8 @@ class Report(Generic[S, R]):
         Returns:
             The exit status: 1 if a result is wrong, or slower than in the earlier run.
         """
+        if not is_first_rank():
+            return 1 if self.failures else 0
         console = table_console()
         console.print(*tables, *self._write_outputs())
         for failure in self.failures:

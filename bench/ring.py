@@ -10,6 +10,10 @@ host's time in waits for transfers, `peak_bytes` the most bytes that a call hold
     torch-template           torch's private ring and its backward on the same ranks
     ring-attention-pytorch   lucidrains' package on the same ranks, if installed
     ring-flash-attn, yunchang, transformer-engine, magi-attention   the same, on GPUs
+
+Several lengths or numbers of ranks (--seqlen 1k,2k,4k --world-size 1,2) are measured one after
+another, and exponents are fitted to the medians. In theory dense attention takes time ~ seqlen^2,
+and ranks that share it evenly take ~ ranks^-1, if each has its own core or GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,10 +33,10 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.bench.gpu_peers import GPU_PEERS, GpuPeer
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.ring_implementations import (
+    GPU_PACKAGES,
     MODES,
     Dense,
     Impl,
@@ -54,22 +59,13 @@ from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Verdict, check
-from ring_attn.tools.arguments import (
-    parse_dtype,
-    parse_size,
-    setting_from,
-)
+from ring_attn.tools.arguments import parse_dtype, parse_size, parse_sizes, setting_from
 from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3)
 
-PEERS: tuple[type[Dense | TorchTemplate | RingAttentionPytorch | GpuPeer], ...] = (
-    Dense,
-    TorchTemplate,
-    RingAttentionPytorch,
-    *GPU_PEERS,
-)
+PEERS: tuple[type[Impl], ...] = (Dense, TorchTemplate, RingAttentionPytorch, *GPU_PACKAGES)
 BASELINES = {peer.name: peer for peer in PEERS}
 
 
@@ -79,6 +75,8 @@ class Row:
 
     impl: str
     mode: str
+    world_size: int
+    seqlen: int
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
@@ -92,12 +90,19 @@ class Row:
     note: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
-    """Adds the options; a sweep has its own options for lengths and numbers of ranks."""
+@dataclass(frozen=True)
+class Sweep:
+    """Lengths, numbers of ranks, and the setting that all measurements share."""
+
+    seqlens: tuple[int, ...]
+    world_sizes: tuple[int, ...]
+    each: Setting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    if not swept:
-        add("--world-size", type=parse_size, default=2, help="ranks (default 2)")
-        add("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
+    add("--world-size", type=parse_sizes, default=(2,), help="numbers of ranks (2)")
+    add("--seqlen", type=parse_sizes, help=f"whole lengths ({SEQLEN})")
     add("--heads", type=parse_size, default=8)
     add("--kv-heads", type=parse_size, help="default: as many as --heads")
     add("--head-dim", type=parse_size, default=64)
@@ -108,18 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, swept: bool = False) -> No
     add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
     add("--iters", type=parse_size, help=f"timed repetitions ({ITERS})")
-    add(
-        "--baseline",
-        default=",".join(BASELINES),
-        help=f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none",
-    )
+    names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
+    add("--baseline", default=",".join(BASELINES), help=names)
     add_outputs(parser)
 
 
-class Ring(Report[Setting, Row]):
+class Ring(Report[Sweep, Row]):
     """The rows of rank 0, and the samples that it sends during the run."""
 
-    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+    def __init__(self, setting: Sweep, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
         self.samples: list[dict[str, Any]] = []
 
@@ -127,48 +129,63 @@ class Ring(Report[Setting, Row]):
         """The times of every repetition."""
         return {"samples": self.samples}
 
+    def run(self, device: str | None) -> None:
+        """Measures every length on every number of ranks, short ones first."""
+        sweep, each = self.setting, self.setting.each
+        repetitions = each.warmup + each.iters
+        total = sum(n * n for n in sweep.seqlens) * len(sweep.world_sizes) * repetitions
+        with self.progress(total) as begin:
+            for seqlen, world_size in product(sweep.seqlens, sweep.world_sizes):
+                what = f"{seqlen} rows on {world_size} ranks"
+
+                def on_part(sample: dict[str, Any], seqlen: int = seqlen, what: str = what) -> None:
+                    self.samples.append(sample)
+                    if sample["impl"] == Ours.name:  # once in each repetition
+                        begin(what, seqlen * seqlen)
+
+                rows, failures = run_ranks(
+                    measure, world_size, replace(each, seqlen=seqlen, world_size=world_size),
+                    threads=each.threads, device=device, on_part=on_part,
+                )[0]  # fmt: skip
+                # The overhead of a step does not depend on the length.
+                self.rows += [
+                    row for row in rows if row.mode != "step_overhead" or seqlen == sweep.seqlens[0]
+                ]
+                self.failures += [f"{what}: {why}" for why in failures]
+                self.save()
+        self.save(last=True)
+
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table, and writes the JSON; 1 if a result is wrong."""
-    setting = setting_of(args)
+    """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = Ring(setting, Outputs.of(args))
-    with bench.progress(setting.warmup + setting.iters) as begin:
-
-        def on_part(sample: dict[str, Any]) -> None:
-            bench.samples.append(sample)
-            if sample["impl"] == Ours.name:  # once in each repetition
-                begin(f"repetition {sum(s['impl'] == Ours.name for s in bench.samples)}", 1)
-
-        bench.rows, bench.failures = run_ranks(
-            measure, args.world_size, setting, threads=args.threads, device=args.device,
-            on_part=on_part,
-        )[0]  # fmt: skip
-    if int(os.environ.get("RANK", 0)) != 0:  # torchrun runs this on every rank
-        return 1 if bench.failures else 0
-    bench.save(last=True)
+    bench = Ring(setting_of(args), Outputs.of(args))
+    bench.run(args.device)
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
     lines = [note for note in notes if "cannot run" in note or "wrong" in note]
     return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> Sweep:
     """The setting from the options; --quick changes the defaults."""
     baselines = tuple(name for name in args.baseline.split(",") if name)
     for name in baselines:
         if name not in BASELINES:
             raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
     seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
-    return setting_from(
+    seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
+    each = setting_from(
         Setting,
         args,
-        seqlen=args.seqlen or seqlen,
+        seqlen=seqlens[0],
+        world_size=world_sizes[0],
         kv_heads=args.kv_heads or args.heads,
         iters=args.iters or iters,
         warmup=WARMUP,
         baselines=baselines,
     )
+    return Sweep(tuple(seqlens), tuple(world_sizes), each)
 
 
 def measure(setting: Setting) -> tuple[list[Row], list[str]]:
@@ -179,7 +196,8 @@ def measure(setting: Setting) -> tuple[list[Row], list[str]]:
     for name in setting.baselines:
         reason = BASELINES[name].reason_against(setting)
         if reason:
-            rows.append(Row(name, setting.mode, note=f"cannot run: {reason}"))
+            sizes = setting.world_size, setting.seqlen
+            rows.append(Row(name, setting.mode, *sizes, note=f"cannot run: {reason}"))
         else:
             impls.append(BASELINES[name](setting, inputs))
     judge = Judge(setting, inputs)
@@ -292,7 +310,7 @@ class Judge:
     def _dense(setting: Setting, inputs: Sequence[Tensor]) -> list[Tensor]:
         q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = sdpa(leaves, setting)
+        out = sdpa(*leaves, setting=setting)
         grads = torch.autograd.grad(out, leaves, dout)
         return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
@@ -317,6 +335,8 @@ def _row(
     return Row(
         impl.name,
         mode,
+        setting.world_size,
+        setting.seqlen,
         median_ms=median,
         p20_ms=p20,
         p80_ms=p80,
@@ -382,7 +402,7 @@ def _step_overhead(setting: Setting) -> Row:
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     median, p20, p80 = worst.tolist()
     note = "one step of a forward of 16 rows, 1 head of 16"
-    return Row("ours", "step_overhead", median, p20, p80, note=note)
+    return Row("ours", "step_overhead", steps, rows * steps, median, p20, p80, note=note)
 
 
 def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
@@ -397,36 +417,33 @@ def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
 
 def _tables(bench: Ring) -> list[Table]:
     """Two tables that fit a terminal: times, and bytes held and sent."""
-    setting, rows = bench.setting, bench.rows
-    dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
+    each, rows = bench.setting.each, bench.rows
+    dense = {(r.mode, r.world_size, r.seqlen): r.median_ms for r in rows if r.impl == "dense"}
+    columns = ("impl", "mode", "ranks", "seqlen")
     times = new_table(
-        f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
-        f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}, "
-        f"{dtype_name(setting.dtype)}, {'causal' if setting.causal else 'full'}, {setting.layout}",
-        ("impl", "mode"),
+        f"{each.threads} threads a rank, {each.heads}/{each.kv_heads} heads of {each.head_dim}, "
+        f"{dtype_name(each.dtype)}, {'causal' if each.causal else 'full'}, {each.layout}",
+        columns,
         ("ms", "p20 .. p80", "x dense", "wait ms"),
     )
     sizes = new_table(
         "bytes of a call beyond its inputs, and correctness",
-        ("impl", "mode"),
+        columns,
         ("peak MB", "planned", "sent MB", "planned", "max error"),
     )
     for row in rows:
         if row.median_ms is None:
             continue
+        key = (row.impl, row.mode, str(row.world_size), str(row.seqlen))
         form = ".3f" if row.mode == "step_overhead" else ".1f"
-        whole = dense.get(row.mode)
+        whole = dense.get((row.mode, row.world_size, row.seqlen))
         ratio = row.median_ms / whole if whole else None
         spread = f"{show(row.p20_ms, form)} .. {show(row.p80_ms, form)}"
-        times.add_row(
-            row.impl, row.mode, show(row.median_ms, form), spread, show(ratio, ".3f"),
-            show(row.wait_ms, ".2f"),
-        )  # fmt: skip
+        figures = (show(ratio, ".3f"), show(row.wait_ms, ".2f"))
+        times.add_row(*key, show(row.median_ms, form), spread, *figures)
         if row.peak_bytes is not None or row.bytes_sent is not None:
             nbytes = (row.peak_bytes, row.planned_peak_bytes, row.bytes_sent, row.planned_bytes)
             megabytes = [None if x is None else 1e-6 * x for x in nbytes]
-            sizes.add_row(
-                row.impl, row.mode, *(show(x, ".2f") for x in megabytes),
-                show(row.max_error, ".1e"),
-            )  # fmt: skip
+            errors = show(row.max_error, ".1e")
+            sizes.add_row(*key, *(show(x, ".2f") for x in megabytes), errors)
     return [times, sizes]

@@ -2,7 +2,12 @@
 
 All strategies of a shape run in turn within every repetition, so that drift of the machine affects
 all alike. A time is the slowest rank's for forward and backward; medians are over the repetitions.
-Auto chooses one of the strategies, from a calibration of this machine only.
+Auto chooses one of the strategies, from a calibration of this machine only. Of the shapes "long
+tail", one batch of documents in three layouts, the times tell what `ring_attn.pack` gains:
+
+    packed         documents whole on one rank if they fit
+    zigzag         chunks r and 2P-1-r of the packed sequence, wherever documents begin
+    per document   chunks r and 2P-1-r of every document
 
     ring-attn calibrate --json machine.json
     ring-attn bench strategies --cluster machine.json --json strategies.json
@@ -11,7 +16,6 @@ Auto chooses one of the strategies, from a calibration of this machine only.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +34,7 @@ import ring_attn
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import turned
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
@@ -54,7 +58,10 @@ SHARE = 0.10
 
 @dataclass(frozen=True)
 class Shape:
-    """A call without the number of ranks; the lengths of `documents` add up to `seqlen`."""
+    """A call without the number of ranks; the lengths of `documents` add up to `seqlen`.
+
+    `layout` is a name of `SequenceLayout.from_name`, or for documents "packed" or "per document".
+    """
 
     name: str
     seqlen: int
@@ -66,15 +73,24 @@ class Shape:
     documents: tuple[int, ...] = ()
     layout: str = "zigzag"
 
-    @property
-    def cu_seqlens(self) -> list[int] | None:
-        if not self.documents:
-            return None
-        return [*accumulate(self.documents, initial=0)]
+    def placed(self, world_size: int) -> tuple[SequenceLayout, Sequence[int] | None]:
+        """The layout, and the boundaries of the documents in its order."""
+        if self.layout == "packed":
+            packing = ring_attn.pack(self.documents, world_size)
+            return packing.layout, packing.cu_seqlens
+        cuts = [*accumulate(self.documents, initial=0)] if self.documents else None
+        if self.layout != "per document":
+            return SequenceLayout.from_name(self.layout, self.seqlen, world_size), cuts
+        parts: list[list[Segment]] = [[] for _ in range(world_size)]
+        for start, length in zip(cuts or (), self.documents, strict=False):
+            shared = SequenceLayout.zigzag(length, world_size)
+            for rank, part in enumerate(parts):
+                part += [Segment(start + s.start, s.length) for s in shared.segments(rank)]
+        return SequenceLayout.from_segments(parts), cuts
 
-    def layout_for(self, world_size: int) -> SequenceLayout:
-        return SequenceLayout.from_name(self.layout, self.seqlen, world_size)
 
+# Long-tailed lengths, as of files: most are short, one has a third of all tokens.
+LONG_TAIL = (160, 2720, 48, 1000, 640, 96, 1480, 320, 64, 856, 480, 216, 112)
 
 SHAPES = (
     Shape("mha 512", 512),
@@ -99,6 +115,10 @@ SHAPES = (
     Shape("documents 4 x 1k", 4096, documents=4 * (1024,), layout="contiguous"),
     Shape("documents mixed 4k", 4096, 8, 2, documents=(300, 1800, 64, 900, 1032), layout="zigzag"),
     Shape("documents 16 x 128", 2048, documents=16 * (128,), layout="contiguous"),
+    *(
+        Shape(f"long tail {layout}", sum(LONG_TAIL), 4, 2, documents=LONG_TAIL, layout=layout)
+        for layout in ("packed", "zigzag", "per document")
+    ),
     Shape("wide heads 128", 2048, 4, 2, 128),
     Shape("narrow heads 32", 2048, 8, 8, 32),
 )  # fmt: skip
@@ -186,8 +206,6 @@ def run(args: argparse.Namespace) -> int:
         cluster = cluster_for(args.cluster, world_size, quick=args.quick)
         bench.clusters[str(world_size)] = to_json(cluster)
         sweep(bench, world_size, cluster)
-    if os.environ.get("RANK", "0") != "0":  # torchrun runs this on every rank
-        return 0
     bench.save(last=True)
     verdicts = judged(bench.rows)
     within = [v for v in verdicts if v.ratio <= 1 + SHARE]
@@ -229,6 +247,7 @@ def cluster_for(path: Path | None, world_size: int, *, quick: bool) -> Cluster:
 
 def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
     """The planner's choice for a shape, with every strategy simulated."""
+    layout, cu_seqlens = shape.placed(world_size)
     return explain(
         seqlen=shape.seqlen,
         world_size=world_size,
@@ -238,8 +257,8 @@ def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
         dtype=torch.float32,
         causal=shape.causal,
         window_size=shape.window,
-        cu_seqlens=shape.cu_seqlens,
-        layout=shape.layout_for(world_size),
+        cu_seqlens=cu_seqlens,
+        layout=layout,
         cluster=cluster,
         device_type="cpu",
         effort="all",
@@ -329,7 +348,7 @@ def measure(work: Sequence[tuple[Shape, Sequence[Strategy]]], iters: int | None)
 
 def _measured(shape: Shape, strategies: Sequence[Strategy], iters: int | None) -> list[list[float]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    layout = shape.layout_for(world_size)
+    layout, cuts = shape.placed(world_size)
     torch.manual_seed(0)
 
     def normal(heads: int) -> Tensor:
@@ -337,9 +356,7 @@ def _measured(shape: Shape, strategies: Sequence[Strategy], iters: int | None) -
 
     q, k, v = (normal(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads))
     dout = normal(shape.heads)
-    cu_seqlens = None
-    if shape.cu_seqlens is not None:
-        cu_seqlens = torch.tensor(shape.cu_seqlens, dtype=torch.int32)
+    cu_seqlens = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
 
     def call(strategy: Strategy) -> None:
         packed = cu_seqlens is not None

@@ -102,8 +102,8 @@ def parse_report(text: str) -> Path:
 
 def _writable(text: str, *, is_folder: bool) -> Path:
     path = Path(text)
-    if os.environ.get("RANK", "0") != "0":
-        return path  # under torchrun rank 0 writes; other ranks may be on another machine
+    if not is_first_rank():
+        return path  # other ranks do not write, and may be on another machine
     parent = path.absolute().parent
     try:
         exists = bool(path.stat())
@@ -151,11 +151,18 @@ def command_line() -> str:
     return shlex.join(["ring-attn", *kept])
 
 
+def is_first_rank() -> bool:
+    """Whether this process writes and prints: under torchrun every rank runs the command."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def write_json(path: Path | str, payload: dict[str, Any]) -> None:
-    """Writes a report; its folder must exist.
+    """Writes a report on the first rank; its folder must exist.
 
     Infinities and NaN become null, as JSON has neither.
     """
+    if not is_first_rank():
+        return
     with _writing:
         if not interrupt.received():
             _write_json(Path(path), payload)

@@ -8,8 +8,10 @@ exit with 130, 143 and 129: see `ring_attn.tools.interrupt`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
@@ -39,8 +41,6 @@ COMMANDS = (
         "bench strategies", "ring_attn.bench.strategies", "time every strategy, and auto's choice"
     ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
-    Command("bench growth", "ring_attn.bench.growth", "growth of time over length and ranks"),
-    Command("bench placement", "ring_attn.bench.placement", "packed documents against rings"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
     Command("bench decode", "ring_attn.bench.decode", "time of a query against long caches"),
     Command("calibrate", "ring_attn.tools.calibrate", "measure this machine for the simulator"),
@@ -93,7 +93,13 @@ def _run(command: Command, words: list[str]) -> int:
             if word.endswith("=--"):
                 # argparse would ignore the value.
                 parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
-        status: int = module.run(parser.parse_args(options))
+        args = parser.parse_args(options)
+        with ExitStack() as stack:
+            if os.environ.get("RANK", "0") != "0":
+                # Under torchrun every rank runs the command; only rank 0 prints.
+                nothing = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(nothing))
+            status: int = module.run(args)
     except USER_ERRORS as error:
         if debug_enabled():
             raise

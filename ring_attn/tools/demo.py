@@ -24,6 +24,7 @@ import contextlib
 import math
 import os
 import statistics
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -75,7 +76,6 @@ from ring_attn.tools.model import (
     mean_loss,
     token_losses,
 )
-from ring_attn.tools.texts import standard_library_files
 
 NPROC, SEQLEN, STEPS = 2, 2048, 40
 QUICK_SEQLEN, QUICK_STEPS = 512, 10
@@ -165,8 +165,7 @@ def run(args: argparse.Namespace) -> int:
     device, what = run_of(args)
     settings = what.training
     next(batches_of(what))  # refuses a wrong length before ranks start
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun runs this function on every rank
-    if is_first and not args.quiet:
+    if not args.quiet:
         print(heading(what, device), flush=True)
     rows: list[Row] = []
 
@@ -185,9 +184,8 @@ def run(args: argparse.Namespace) -> int:
     write_if_interrupted(args.json, to_json)
     report = run_ranks(train, settings.axes.size, what, device=device, on_part=rows.append)[0]
     assert report is not None, "rank 0 returns a report"
-    if is_first:
-        print(summary(report), flush=True)
-    if is_first and args.json:
+    print(summary(report), flush=True)
+    if args.json:
         verdicts = {
             "greatest_difference": max(row.difference for row in report.rows),
             "checks": [asdict(verdict) for verdict in report.verdicts],
@@ -477,6 +475,19 @@ def _all_cores() -> Iterator[None]:
 
 
 # -- the text
+
+NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
+
+
+@lru_cache(maxsize=1)
+def standard_library_files() -> list[bytes]:
+    """The sources of the running Python's standard library, sorted by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    files = [(root / path).read_bytes() for path in paths if NOT_TEXT.isdisjoint(path.parts)]
+    if not any(files):
+        raise FileNotFoundError(f"no sources of the standard library in {root}")
+    return files
 
 
 @lru_cache(maxsize=1)

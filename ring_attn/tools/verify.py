@@ -162,11 +162,10 @@ def run(args: argparse.Namespace) -> int:
             run_cases, world_size, wanted, threads=args.threads, device=device, on_part=take
         )
     results = ranks[0]
-    if int(os.environ.get("RANK", 0)) == 0:
-        report = payload(results)
-        if args.json:
-            write_json(args.json, report)
-        _show(results, report, backends, quiet=args.quiet)
+    report = payload(results)
+    if args.json:
+        write_json(args.json, report)
+    _show(results, report, backends, quiet=args.quiet)
     counts = Counter(result.status for result in results)
     return 1 if counts["failed"] or not counts["passed"] else 0
 

@@ -16,9 +16,10 @@ from ring_attn.tools.cli import main
 def report_of(tmp_path: Path) -> Callable[..., Any]:
     """`report_of(words, status=0)` runs a command, checks its status and returns its JSON."""
 
-    def run(words: str, status: int = 0) -> Any:
+    def run(words: str | list[str], status: int = 0) -> Any:
         path = tmp_path / "report.json"
-        assert main([*words.split(), "--json", str(path)]) == status
+        words = words.split() if isinstance(words, str) else words
+        assert main([*words, "--json", str(path)]) == status
         return json.loads(path.read_text())
 
     return run

@@ -12,10 +12,17 @@ import torch
 
 from ring_attn.testing import Verdict, check
 from ring_attn.tools import demo
-from ring_attn.tools.demo import Report, Row, Run, Twin, sample_batches, standard_library_text
+from ring_attn.tools.demo import (
+    Report,
+    Row,
+    Run,
+    Twin,
+    sample_batches,
+    standard_library_files,
+    standard_library_text,
+)
 from ring_attn.tools.generate import Comparison, compare
 from ring_attn.tools.mesh import Axes
-from ring_attn.tools.texts import standard_library_files
 from tests.integration.commands import options_of
 from tests.refusals import refused
 

@@ -35,7 +35,7 @@ ROWS = [
     "ops decode neighbours connections",
     "api",
     "models",
-    "tools.interrupt tools.texts",
+    "tools.interrupt",
     "__init__",
     "integrations tools.launch tools.arguments",
     "tools.env",
