@@ -28,21 +28,18 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import SDPA_BACKENDS, reason, sdpa_by
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
-from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.report import Report
 from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import check, dense_attention, plain_attention
-from ring_attn.tools.arguments import (
-    format_size,
-    parse_size,
-    parse_sizes,
-)
+from ring_attn.tools.arguments import format_size, new_table, parse_size, parse_sizes, show
 
 ITERS = 15
 OURS = ("parts", "whole")
@@ -111,18 +108,19 @@ class Cache:
 
     def runs(self) -> Iterator[tuple[str, Run]]:
         """Every implementation, with its name."""
-        backend = self._backend
-        if backend.decodes:
-            yield (
-                "parts",
-                lambda: backend.decode(self.q, self.k, self.v, self._tiles, scores=self._scores)[0],
-            )
+        if decodes(self._backend):
+            yield "parts", self._parts
         yield "whole", self._whole
         q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
         grouped = self.q.size(2) != self.k.size(2)
         for name, sdpa_backend in SDPA_BACKENDS.items():
             function = sdpa_by(sdpa_backend, causal=False, grouped=grouped)
             yield name, partial(_rows_first, function, q, k, v)
+
+    def _parts(self) -> Tensor:
+        backend: Any = self._backend
+        out: Tensor = backend.decode(self.q, self.k, self.v, self._tiles, scores=self._scores)[0]
+        return out
 
     def _whole(self) -> Tensor:
         backend = self._backend

@@ -11,6 +11,7 @@ the bound of `ring_attn.testing`, which follows from plain PyTorch's error in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -107,6 +108,12 @@ class Judge:
                 parts.append(_figures(Inputs(q_part, k_part, v_part, dout_part), mask, keys))
             entries.append(_joined(parts, dim=2))
         return _joined(entries, dim=0)
+
+
+def worst_of(verdicts: Sequence[Verdict]) -> tuple[float, str]:
+    """The greatest error / bound, NaN counting as infinite, and the first wrong result's text."""
+    ratios = [math.inf if math.isnan(verdict.ratio) else verdict.ratio for verdict in verdicts]
+    return max(ratios), next((str(verdict) for verdict in verdicts if not verdict.ok), "")
 
 
 class TokenJudge:

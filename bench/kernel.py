@@ -18,12 +18,12 @@ The exit status is 1 if a result of ours is wrong or a call of ours failed.
 from __future__ import annotations
 
 import argparse
-import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -39,10 +39,10 @@ from ring_attn.bench.implementations import (
     reason,
     unavailable,
 )
-from ring_attn.bench.judge import Judge
+from ring_attn.bench.judge import Judge, worst_of
 from ring_attn.bench.one_device import parse_device, parse_heads
 from ring_attn.bench.outputs import Outputs, add_outputs
-from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
     Call,
     Sample,
@@ -52,13 +52,14 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (
     format_size,
+    new_table,
     parse_dtype,
     parse_size,
     parse_sizes,
     setting_from,
+    show,
 )
 from ring_attn.tools.launch import DEVICES
 
@@ -73,8 +74,6 @@ CELL_SECONDS = 4.0
 
 # Errors of ours that do not fail the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,11 @@ class Setting:
     def problems(self) -> Iterator[Problem]:
         """Every cell; cells of one table are consecutive."""
         sizes = self.sizes
-        for heads, kv_heads in sizes.heads:
-            for head_dim in sizes.head_dims:
-                for causal in self.causal:
-                    for seqlen in sizes.seqlens:
-                        batch = max(1, sizes.tokens // seqlen)
-                        yield Problem(
-                            batch, seqlen, heads, kv_heads, head_dim, causal, sizes.dtype,
-                            self.device,
-                        )  # fmt: skip
+        for (heads, kv_heads), head_dim, causal, seqlen in product(
+            sizes.heads, sizes.head_dims, self.causal, sizes.seqlens
+        ):
+            shape = max(1, sizes.tokens // seqlen), seqlen, heads, kv_heads, head_dim
+            yield Problem(*shape, causal, sizes.dtype, self.device)
 
 
 @dataclass(frozen=True)
@@ -155,11 +150,6 @@ class Row:
     host_ms: float | None = None
     max_ratio: float | None = None
     note: str = ""
-
-    @property
-    def table(self) -> tuple[int, int, int, bool]:
-        """Key of the table that shows this row."""
-        return self.heads, self.kv_heads, self.head_dim, self.causal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,14 +191,11 @@ def setting_of(args: argparse.Namespace) -> Setting:
         raise ValueError(f"--implementations needs at least one of {list(IMPLEMENTATIONS)}")
     full, quick = (ON_CPU, QUICK_ON_CPU) if device.type == "cpu" else (FULL, QUICK)
     base = quick if args.quick else full
-    sizes = Sizes(
-        seqlens=args.seqlen or base.seqlens,
-        head_dims=args.head_dim or base.head_dims,
-        heads=args.heads or base.heads,
-        dtype=args.dtype or base.dtype,
-        tokens=args.tokens or base.tokens,
-        iters=args.iters or base.iters,
-    )
+    given = {
+        "seqlens": args.seqlen, "head_dims": args.head_dim, "heads": args.heads,
+        "dtype": args.dtype, "tokens": args.tokens, "iters": args.iters,
+    }  # fmt: skip
+    sizes = replace(base, **{name: x for name, x in given.items() if x is not None})
     causal = (True, False) if args.causal is None else (args.causal,)
     return setting_from(
         Setting, args, sizes=sizes, causal=causal, implementations=names, device=device
@@ -262,68 +249,52 @@ class Bench(Report[Setting, Row]):
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
         if self.peak:
             lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
-        cells = {(*row.table, row.seqlen, row.impl) for row in self.rows if row.samples}
+        cells = {(*_table_of(row), row.seqlen, row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def more(self) -> dict[str, Any]:
         """The peak rate, and why implementations cannot run here."""
-        return {
-            "peak_tflops": self.peak,
-            "unavailable": self.unavailable,
-        }
+        return {"peak_tflops": self.peak, "unavailable": self.unavailable}
 
     def _measure(self, problem: Problem) -> None:
         """Builds, checks, then times all implementations that can run a cell."""
         forget_compiled()
         free_memory(self.setting.device)
         try:
-            data, judge = self._data_and_judge(problem)
+            data = problem.data()
+            judge = Judge(problem, data, backward=self._backward)
+            judge.prepare()
         except torch.OutOfMemoryError as error:
             note = f"cannot be judged: {reason(error)}"
             self.rows += [self._row(name, problem, note) for name in self._names]
             return
-        tried = {name: self._judged_attention(name, problem, data, judge) for name in self._names}
+        tried = {name: self._tried(name, problem, data, judge) for name in self._names}
         del judge
         samples = self._time(tried, problem)
         for name, trial in tried.items():
             self.rows += self._rows(name, problem, trial, samples.get(name, []))
 
-    def _data_and_judge(self, problem: Problem) -> tuple[Data, Judge]:
-        """The inputs of a problem, and its prepared oracle."""
-        data = problem.data()
-        judge = Judge(problem, data, backward=self._backward)
-        judge.prepare()
-        return data, judge
-
-    def _judged_attention(self, name: str, problem: Problem, data: Data, judge: Judge) -> Tried:
+    def _tried(self, name: str, problem: Problem, data: Data, judge: Judge) -> Tried:
         """Checks an implementation, on the short sequence once per table, and builds it."""
 
         def build(problem: Problem, data: Data) -> Attention:
             return make(name, problem, data, backend=self.backend, backward=self._backward)
 
-        def verdicts() -> list[Verdict]:
-            key = (name, problem.heads, problem.kv_heads, problem.head_dim, problem.causal)
-            whole = [] if key in self._judged else judge.whole(build)
-            self._judged.add(key)
-            return whole + judge.sampled(build)
-
-        checked, note = self._attempt(name, problem, verdicts)
-        if checked is None:
-            return Tried(note)
-        ratio, note = self._verdict(name, problem, checked)
-        attention, failed = self._attempt(name, problem, lambda: build(problem, data))
-        return Tried(failed or note, attention, ratio)
-
-    def _verdict(
-        self, name: str, problem: Problem, verdicts: Sequence[Verdict]
-    ) -> tuple[float, str]:
-        """Greatest error / bound, and a note on the first wrong result; ours are failures too."""
-        wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
-        if name == "ours":
-            self.failures += [f"{name}, {title(problem)}: {text}" for text in wrong]
-        ratios = [math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts]
-        return max(ratios), f"wrong: {wrong[0]}" if wrong else ""
+        key, tried = (name, *_table_of(problem)), Tried()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                whole = [] if key in self._judged else judge.whole(build)
+                self._judged.add(key)
+                tried.ratio, wrong = worst_of(whole + judge.sampled(build))
+                tried.note = f"wrong: {wrong}" if wrong else ""
+                if wrong and name == "ours":
+                    self.failures.append(f"{name}, {title(problem)}: {wrong}")
+                tried.attention = build(problem, data)
+            except Exception as error:
+                tried.note = self._failed(name, problem, error, warned)
+        return tried
 
     def _time(self, tried: dict[str, Tried], problem: Problem) -> dict[str, list[Sample]]:
         """Times all implementations that can run: forward, then backward."""
@@ -340,15 +311,6 @@ class Bench(Report[Setting, Row]):
             calls, self._watch, self.setting.sizes.iters, seconds=CELL_SECONDS, failed=failed
         )
 
-    def _attempt(self, name: str, problem: Problem, call: Callable[[], T]) -> tuple[T | None, str]:
-        """The call's result and ""; or None and the reason why it cannot run."""
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            try:
-                return call(), ""
-            except Exception as error:
-                return None, self._failed(name, problem, error, warned)
-
     def _failed(self, name: str, problem: Problem, error: Exception, warned: Sequence[Any]) -> str:
         """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
         why = reason(error, [str(warning.message) for warning in warned])
@@ -361,35 +323,31 @@ class Bench(Report[Setting, Row]):
     def _rows(
         self, name: str, problem: Problem, tried: Tried, samples: Sequence[Sample]
     ) -> list[Row]:
+        row = self._row(name, problem, tried.note)
         if not samples:
-            return [self._row(name, problem, tried.note)]
+            return [row]
         rows = []
         host_ms = quantiles([sample.host_ms for sample in samples])[1]
         for mode in MODES[self.setting.mode]:
-            taken = [sum(sample.ms[STAGES[mode]]) for sample in samples]
-            p20, median, p80 = quantiles(taken)
+            p20, median, p80 = quantiles([sum(sample.ms[STAGES[mode]]) for sample in samples])
             tflops = problem.flops(mode) / median / 1e9
+            share = tflops / self.peak if self.peak else None
             rows.append(
                 replace(
-                    self._row(name, problem, tried.note),
-                    mode=mode,
-                    median_ms=median,
-                    p20_ms=p20,
-                    p80_ms=p80,
-                    samples=len(samples),
-                    tflops=tflops,
-                    peak_share=tflops / self.peak if self.peak else None,
-                    host_ms=host_ms,
-                    max_ratio=tried.ratio,
+                    row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+                    tflops=tflops, peak_share=share, host_ms=host_ms, max_ratio=tried.ratio,
                 )
-            )
+            )  # fmt: skip
         return rows
 
     def _row(self, name: str, problem: Problem, note: str) -> Row:
-        return Row(
-            name, self.setting.mode, problem.heads, problem.kv_heads, problem.head_dim,
-            problem.causal, problem.seqlen, problem.batch, note=note,
-        )  # fmt: skip
+        sizes = (*_table_of(problem), problem.seqlen, problem.batch)
+        return Row(name, self.setting.mode, *sizes, note=note)
+
+
+def _table_of(what: Row | Problem) -> tuple[int, int, int, bool]:
+    """Key of the table that shows a row or problem."""
+    return what.heads, what.kv_heads, what.head_dim, what.causal
 
 
 def title(what: Row | Problem) -> str:
@@ -404,8 +362,8 @@ def title(what: Row | Problem) -> str:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """A table per number of heads, head dim and mask; a line per length and implementation."""
     all_tables: list[Table] = []
-    for key in dict.fromkeys(row.table for row in rows):
-        of_table = [row for row in rows if row.table == key]
+    for key in dict.fromkeys(map(_table_of, rows)):
+        of_table = [row for row in rows if _table_of(row) == key]
         timed = {row.mode for row in of_table if row.samples}
         modes = [mode for mode in STAGES if mode in timed]
         figures = [name for mode in modes for name in (mode, "TFLOP/s")]

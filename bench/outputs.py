@@ -14,16 +14,19 @@ import html
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ring_attn.bench.timing import quantiles
-from ring_attn.tools.arguments import add_common, parse_report
+from ring_attn.tools.arguments import add_common, new_table, parse_report, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
@@ -38,6 +41,9 @@ EFFORT = {"iters", "warmup", "budget", "repeats", "samples", "baselines", "imple
 THEORY = {"seqlen": 2.0, "world_size": -1.0}
 
 PICTURES = (".png", ".svg")
+
+# Characters of a line of the HTML page, enough for the columns of any benchmark.
+PAGE_WIDTH = 400
 
 
 @dataclass(frozen=True)
@@ -176,18 +182,13 @@ def lines(all_figures: Sequence[Figure]) -> list[Line]:
 
 def growth_table(all_lines: Sequence[Line]) -> Table:
     """Fitted exponents and those of the theory."""
-    table = Table(title="growth: time ~ size ^ exponent", title_justify="left", box=None)
-    for name in ("over", "of"):
-        table.add_column(name)
-    for name in ("sizes", "fitted", "theory"):
-        table.add_column(name, justify="right")
+    table = new_table(
+        "growth: time ~ size ^ exponent", ("over", "of"), ("sizes", "fitted", "theory")
+    )
     for line in all_lines:
         sizes = f"{line.points[0][0]} .. {line.points[-1][0]}"
-        theory = THEORY.get(line.over)
-        table.add_row(
-            line.over, label(line.key), sizes, f"{line.exponent:.2f}",
-            "" if theory is None else f"{theory:.0f}",
-        )  # fmt: skip
+        theory = show(THEORY.get(line.over), ".0f")
+        table.add_row(line.over, label(line.key), sizes, f"{line.exponent:.2f}", theory)
     return table
 
 
@@ -248,14 +249,9 @@ def comparison_title(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def changes_table(changes: Sequence[Change], title: str) -> Table:
     """The changes, slower ones first."""
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("figure")
-    for name in ("then", "now", "now / then"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table = new_table(title, ("figure",), ("then", "now", "now / then", ""))
     for change in sorted(changes, key=lambda change: -change.ratio):
-        unit = change.now.unit
-        times = (f"{figure.median:.3g} {unit}" for figure in change)
+        times = (f"{figure.median:.3g} {figure.unit}" for figure in change)
         table.add_row(change.now.label, *times, f"{change.ratio:.3f}", change.verdict)
     return table
 
@@ -286,28 +282,24 @@ def picture(all_figures: Sequence[Figure], title: str) -> Picture:
     if joined:
         drawn = Picture(figsize=(9, 6), layout="constrained")
         axes = drawn.subplots()
-        over = max({line.over for line in joined}, key=lambda name: _most(joined, name))
+        most = Counter(line.over for line in joined for _ in line.points)
+        over = max(most, key=lambda name: most[name])
+        ticks: set[int] = set()
         for line in (line for line in joined if line.over == over):
-            sizes = [size for size, _ in line.points]
-            spread = [
-                [figure.median - figure.low for _, figure in line.points],
-                [figure.high - figure.median for _, figure in line.points],
-            ]
-            axes.errorbar(
-                sizes, [figure.median for _, figure in line.points], yerr=spread, marker="o",
-                capsize=3, label=f"{label(line.key)}: ^{line.exponent:.2f}",
-            )  # fmt: skip
+            sizes, points = zip(*line.points, strict=True)
+            name = f"{label(line.key)}: ^{line.exponent:.2f}"
+            medians = [figure.median for figure in points]
+            axes.errorbar(sizes, medians, yerr=_spread(points), marker="o", capsize=3, label=name)
+            ticks.update(sizes)
         axes.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel=unit)
-        sizes = sorted({size for line in joined if line.over == over for size, _ in line.points})
-        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.set_xticks(sorted(ticks), list(map(str, sorted(ticks))))
         axes.minorticks_off()
         axes.legend(fontsize="small")
     else:
         drawn = Picture(figsize=(9, 1.2 + 0.32 * len(all_figures)), layout="constrained")
         axes = drawn.subplots()
         names, medians = [f.label for f in all_figures], [f.median for f in all_figures]
-        spread = [[f.median - f.low for f in all_figures], [f.high - f.median for f in all_figures]]
-        axes.barh(names, medians, xerr=spread, color="#4878a8", capsize=3)
+        axes.barh(names, medians, xerr=_spread(all_figures), color="#4878a8", capsize=3)
         axes.invert_yaxis()
         axes.set(xlabel=unit)
     axes.set_title(title, fontsize="medium", loc="left")
@@ -315,53 +307,33 @@ def picture(all_figures: Sequence[Figure], title: str) -> Picture:
     return drawn
 
 
-def _most(joined: Sequence[Line], over: str) -> int:
-    return sum(len(line.points) for line in joined if line.over == over)
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
-       color: #1c2430; background: #fff; }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #dde3ea; text-align: right }
-th:first-child, td:first-child, td.text { text-align: left }
-.scroll { overflow-x: auto } pre { overflow-x: auto; background: #f5f7fa; padding: .7rem }
-.slower, .failure { color: #b00020 } .faster { color: #0a7a3d }
-svg { max-width: 100%; height: auto }
-"""
+def _spread(points: Sequence[Figure]) -> list[list[float]]:
+    """Lengths of the whiskers below and above the medians."""
+    return [[f.median - f.low for f in points], [f.high - f.median for f in points]]
 
 
 def to_page(title: str, report: Mapping[str, Any], tables: Sequence[Table] = ()) -> str:
     """Makes one self-contained HTML page: picture, tables, rows, machine, raw JSON."""
     rows, all_figures = report["rows"], figures(report["rows"])
-    parts = [f"<h1>{html.escape(title)}</h1>"]
-    parts.append(f"<pre>{html.escape(str(report.get('command', '')))}</pre>")
-    failures = report.get("failures") or []
-    parts += [f'<p class="failure">{html.escape(failure)}</p>' for failure in failures]
+    names = list(dict.fromkeys(name for row in rows for name in row if "samples" not in name))
+    of_rows, of_machine = new_table("rows", names, ()), new_table("machine", ("", ""), ())
+    for row in rows:
+        of_rows.add_row(*(escape(_cell(row.get(name))) for name in names))
+    for name, value in report.get("machine", {}).items():
+        of_machine.add_row(name, escape(_cell(value)))
+    console = Console(record=True, file=io.StringIO(), width=PAGE_WIDTH)
+    for text in (title, report.get("command", ""), *(report.get("failures") or ())):
+        console.print(text, markup=False, highlight=False)
+    console.print(*tables, of_rows, of_machine, highlight=False)
+    before, body, after = console.export_html(inline_styles=True).partition("<body>")
     if all_figures:
         drawn = io.StringIO()
         picture(all_figures, "").savefig(drawn, format="svg")
         svg = drawn.getvalue()
-        parts.append(svg[svg.index("<svg") :])
-    for table in tables:
-        parts.append(f"<h2>{html.escape(str(table.title).capitalize())}</h2>")
-        columns = [map(str, column.cells) for column in table.columns]
-        cells = zip(*columns, strict=True)
-        parts.append(_table([str(column.header) for column in table.columns], cells))
-    names = list(dict.fromkeys(name for row in rows for name in row if "samples" not in name))
-    shown = [[_cell(row.get(name)) for name in names] for row in rows]
-    parts += ["<h2>Rows</h2>", _table(names, shown)]
-    machine = [(name, _cell(value)) for name, value in report.get("machine", {}).items()]
-    parts += ["<h2>Machine</h2>", _table(("", ""), machine)]
+        body += svg[svg.index("<svg") :]
     raw = html.escape(json.dumps(report, indent=1, default=str))
-    parts.append(f"<details><summary>Raw JSON</summary><pre>{raw}</pre></details>")
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body>\n{body}\n</body></html>\n"
-    )
+    details = f"<details><summary>Raw JSON</summary><pre>{raw}</pre></details>"
+    return before + body + after.replace("</body>", f"{details}</body>")
 
 
 def _cell(value: Any) -> str:
@@ -370,16 +342,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return json.dumps(value) if isinstance(value, (dict, list, tuple)) else str(value)
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join(
-        "<tr>" + "".join(_td(cell) for cell in row) + "</tr>\n" for row in rows
-    )  # fmt: skip
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>'
-
-
-def _td(cell: str) -> str:
-    verdict = f' class="{cell}"' if cell in ("slower", "faster") else ""
-    return f"<td{verdict}>{html.escape(cell)}</td>"

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 import torch
-from rich import box
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -167,25 +166,6 @@ class Report(Generic[S, R]):
         if outputs.page is not None:
             outputs.page.write_text(to_page(title, now, tables), encoding="utf-8")
         return tables
-
-
-def new_table(
-    title: str, left: Sequence[str], right: Sequence[str], note: str | None = None
-) -> Table:
-    """An empty table: columns of text, columns of figures, and an optional wrapping column."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    if note is not None:
-        table.add_column(note)
-    return table
-
-
-def show(value: float | None, form: str) -> str:
-    """The value formatted; "" for None."""
-    return "" if value is None else format(value, form)
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import ring_attn
 from ring_attn.bench.outputs import Outputs, add_outputs
-from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import (
     GPU_PACKAGES,
     MODES,
@@ -59,7 +59,14 @@ from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Verdict, check
-from ring_attn.tools.arguments import parse_dtype, parse_size, parse_sizes, setting_from
+from ring_attn.tools.arguments import (
+    new_table,
+    parse_dtype,
+    parse_size,
+    parse_sizes,
+    setting_from,
+    show,
+)
 from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 
 SEQLEN, ITERS, WARMUP = 8192, 9, 2

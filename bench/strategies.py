@@ -32,18 +32,14 @@ from torch import Tensor
 
 import ring_attn
 from ring_attn.bench.outputs import Outputs, add_outputs
-from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
-from ring_attn.tools.arguments import (
-    parse_input,
-    parse_size,
-    parse_sizes,
-)
+from ring_attn.tools.arguments import new_table, parse_input, parse_size, parse_sizes, show
 from ring_attn.tools.calibrate import calibrate
 from ring_attn.tools.launch import run_ranks, send_part
 

@@ -21,14 +21,10 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.bench.outputs import Outputs
-from ring_attn.bench.report import Report, new_table
+from ring_attn.bench.report import Report
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels.launch import Launch
-from ring_attn.tools.arguments import (
-    add_common,
-    parse_dtype,
-    parse_size,
-)
+from ring_attn.tools.arguments import add_common, new_table, parse_dtype, parse_size
 from ring_attn.tools.compiled import (
     Compiled,
     CompileError,

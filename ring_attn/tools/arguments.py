@@ -12,15 +12,18 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ring_attn.core.dtypes import BY_NAME, SHORT_NAMES
 from ring_attn.tools import interrupt
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 T = TypeVar("T")
 
@@ -80,6 +83,28 @@ def table_console() -> Any:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+
+
+def new_table(
+    title: str, left: Sequence[str], right: Sequence[str], note: str | None = None
+) -> Table:
+    """An empty table: columns of text, columns of figures, and an optional wrapping column."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    if note is not None:
+        table.add_column(note)
+    return table
+
+
+def show(value: float | None, form: str) -> str:
+    """The value formatted; "" for None."""
+    return "" if value is None else format(value, form)
 
 
 def format_size(size: int) -> str:

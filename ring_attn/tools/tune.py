@@ -2,6 +2,7 @@
 
     ring-attn tune --json tune.json            on a GPU, in 10 minutes
     RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, which must be the same on every rank
+    RING_ATTN_CONFIGS=tune.json ring-attn bench kernel     compares with cuDNN and flash-attn
     ring-attn tune --device cpu                in the interpreter: only tests the search
 
 Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent: all
@@ -14,23 +15,19 @@ configs of `configs.search_space`, and on sm_90 those of the forward in Gluon. T
 
 A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s count
 the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding (one token
-against all keys). At the end the whole attention in the best configs is timed, and cuDNN's and
-flash-attn's. The exit status is 1 if a frozen config, or that attention, is wrong.
+against all keys). The exit status is 1 if a frozen config is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,17 +37,16 @@ from torch import Tensor
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench import kernel as attention
-from ring_attn.bench.implementations import FLASH_PACKAGES, Attention, Data, Problem, reason
-from ring_attn.bench.judge import Judge, TokenJudge
+from ring_attn.bench.implementations import Attention, Data, Problem, reason
+from ring_attn.bench.judge import Judge, TokenJudge, worst_of
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
-from ring_attn.bench.report import Report, new_table, show
-from ring_attn.bench.timing import Call, Sample, free_memory, quantiles, time_in_turn, watch_for
+from ring_attn.bench.report import Report
+from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Band, Tile, pair_tiles
-from ring_attn.tools.arguments import format_size, parse_size, write_if_interrupted
+from ring_attn.tools.arguments import format_size, new_table, parse_size, show
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
@@ -80,11 +76,8 @@ MOST_JOBS = 12
 # The shares of a kind's time after which building stops, and checking stops.
 BUILD_SHARE, CHECK_SHARE = 0.5, 0.7
 
-# Default seconds of a search on a GPU, and the share reserved for the comparison with peers.
-BUDGET, PEERS_SHARE = 600.0, 0.15
-
-# Implementations to time at the end.
-PEERS = ("ours", "cudnn", *FLASH_PACKAGES)
+# Default seconds of a search on a GPU.
+BUDGET = 600.0
 
 
 @dataclass(frozen=True)
@@ -120,22 +113,6 @@ def kernel_of(kind: str) -> str:
     return kind.partition("_")[0]
 
 
-def median_ms(samples: Sequence[Sample]) -> float:
-    """The median time of calls of one stage."""
-    return quantiles([sample.ms[0] for sample in samples])[1]
-
-
-def with_times(row: Row, samples: Sequence[Sample], flops: int, frozen_ms: float | None) -> Row:
-    """The row with times; unchanged without samples."""
-    if not samples:
-        return row
-    p20, median, p80 = quantiles([sample.ms[0] for sample in samples])
-    return replace(
-        row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
-        tflops=flops / median / 1e9, speed=frozen_ms and frozen_ms / median,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting(OneDevice):
     """Kernels and sizes of a search."""
@@ -165,8 +142,6 @@ class Setting(OneDevice):
 
 class Kernels(Attention):
     """The whole attention on the Triton backend, with chosen configs."""
-
-    name = "ours"
 
     def __init__(self, problem: Problem, data: Data, configs: Mapping[str, Config]) -> None:
         """`configs`, by kind, replace the frozen ones."""
@@ -253,13 +228,12 @@ class Tuning(Report[Setting, Row]):
         super().__init__(setting, outputs)
         self._configs, self._arch = configs, configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
-        self.peers: attention.Bench | None = None
 
     def run(self) -> None:
-        """Searches kinds while time is left, then compares; later kinds get unused time."""
-        kinds, reserved = self.setting.kinds, PEERS_SHARE * (self.setting.budget or 0.0)
+        """Searches kinds while time is left; later kinds get unused time."""
+        kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            left = self.left() - reserved
+            left = self.left()
             if left <= 0.0:
                 break
             try:
@@ -269,59 +243,26 @@ class Tuning(Report[Setting, Row]):
                 self.failures.append(f"{kind} failed: {reason(error)}")
             free_memory(self.setting.device)
             self.save()
-        if self.left() > 0.0:
-            self._compare()
         self.save(last=True)
 
     def more(self) -> dict[str, Any]:
-        """The configs in the form that RING_ATTN_CONFIGS reads, and the rows of the peers."""
-        peers = self.peers
-        return {
-            "configs": self._chosen(),
-            "peers": [] if peers is None else [asdict(row) for row in peers.rows],
-            "unavailable": {} if peers is None else peers.unavailable,
-        }
-
-    def _chosen(self) -> dict[str, Any]:
+        """The configs in the form that RING_ATTN_CONFIGS reads."""
         from ring_attn.kernels.tuned import section
 
         setting = self.setting
         chosen: dict[str, Config] = {}
         for row in best(self.rows):
             chosen |= configs_of(row)
-        return section(setting.device, setting.head_dim, setting.dtype, chosen)
-
-    def _compare(self) -> None:
-        """Times the whole attention, ours with a file of the new configs, and the peers."""
-        setting = self.setting
-        sizes = attention.Sizes(
-            (setting.full_rows,), (setting.head_dim,), ((setting.heads, setting.kv_heads),),
-            setting.dtype, setting.full_rows, setting.iters,
-        )  # fmt: skip
-        comparison = attention.Setting(
-            sizes, (True, False), "fwd_bwd", PEERS, setting.device, max(self.left(), 0.0)
-        )
-        self.peers = attention.Bench(comparison)
-        self.peers.backend = "triton"
-        write_if_interrupted(self._outputs.json, self.to_json)
-        with TemporaryDirectory() as folder:
-            path = Path(folder, "configs.json")
-            path.write_text(json.dumps({"configs": self._chosen()}), encoding="utf-8")
-            os.environ[CONFIGS_VARIABLE] = str(path)
-            try:
-                self.peers.run()
-            finally:
-                del os.environ[CONFIGS_VARIABLE]
-        self.failures += self.peers.failures
+        table = section(setting.device, setting.head_dim, setting.dtype, chosen)
+        return {"configs": table}
 
     def summary(self) -> list[str]:
-        """Lines: speeds, wrong configs, missing peers, how to use the file, and counts."""
+        """Lines: speeds, wrong configs, how to use the file, and counts."""
         chosen, path = best(self.rows), self._outputs.json
         lines = [
             f"{r.kind}: {r.name} is {show(r.speed, '.3f')} x the frozen config" for r in chosen
         ]
         lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in self.rows if row.wrong]
-        lines += [] if self.peers is None else self.peers.remarks()[:-1]
         file = "--json PATH writes the file that RING_ATTN_CONFIGS reads"
         if path is not None:
             file = f"{CONFIGS_VARIABLE}={path} on every rank uses these configs"
@@ -378,46 +319,32 @@ class Tuning(Report[Setting, Row]):
         ]
 
     def _checked(
-        self,
-        row: Row,
-        problem: Problem,
-        data: Data,
-        judge: Judge | TokenJudge,
-        deadline: float,
+        self, row: Row, problem: Problem, data: Data, judge: Judge | TokenJudge, deadline: float
     ) -> Row:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
             return row
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
+
+        def build(problem: Problem, data: Data) -> Kernels:
+            return Kernels(problem, data, configs_of(row))
+
+        def results() -> list[Tensor]:
+            return build(problem, data).one(kernel_of(row.kind))()
+
         try:
-            ratio, note = self._judged(row, problem, data, judge)
+            if isinstance(judge, TokenJudge):
+                ratio, note = worst_of(judge.verdicts(*results()))
+            else:
+                ratio, note = worst_of(judge.whole(build) + judge.sampled(build))
+            first = [] if note else results()
+            for repeat in range(1, self.setting.repeats):
+                if not note and not all(map(torch.equal, first, results())):
+                    note = f"other bits after {repeat} equal runs of {self.setting.repeats}"
         except Exception as error:
             return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
-
-    def _judged(
-        self, row: Row, problem: Problem, data: Data, judge: Judge | TokenJudge
-    ) -> tuple[float, str]:
-        """The greatest error / bound, and a note if float64 or another run disagrees."""
-        configs, kernel = configs_of(row), kernel_of(row.kind)
-
-        def build(problem: Problem, data: Data) -> Kernels:
-            return Kernels(problem, data, configs)
-
-        if isinstance(judge, TokenJudge):
-            verdicts = judge.verdicts(*build(problem, data).one(kernel)())
-        else:
-            verdicts = judge.whole(build) + judge.sampled(build)
-        ratio = max(math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts)
-        wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
-        if wrong:
-            return ratio, wrong[0]
-        first = Kernels(problem, data, configs).one(kernel)()
-        for repeat in range(1, self.setting.repeats):
-            if not all(map(torch.equal, first, Kernels(problem, data, configs).one(kernel)())):
-                return ratio, f"other bits after {repeat} equal runs of {self.setting.repeats}"
-        return ratio, ""
 
     def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Times all rows without a note."""
@@ -439,10 +366,21 @@ class Tuning(Report[Setting, Row]):
         flops = PRODUCTS[kernel] * problem.flops("fwd") // PRODUCTS["fwd"]
         if kernel == "decode":
             flops = flops * problem.seqlen // problem.area
-        rows = [replace(row, note=notes.get(row.name, row.note)) for row in rows]
-        of_frozen = samples.get(rows[0].name)
-        frozen_ms = median_ms(of_frozen) if of_frozen else None
-        return [with_times(row, samples.get(row.name, []), flops, frozen_ms) for row in rows]
+        times = {
+            name: quantiles([sample.ms[0] for sample in x]) for name, x in samples.items() if x
+        }
+        frozen = times.get(rows[0].name)
+        found = []
+        for row in rows:
+            row = replace(row, note=notes.get(row.name, row.note))
+            if row.name in times:
+                p20, median, p80 = times[row.name]
+                row = replace(
+                    row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples[row.name]),
+                    tflops=flops / median / 1e9, speed=frozen and frozen[1] / median,
+                )  # fmt: skip
+            found.append(row)
+        return found
 
     def _device_name(self) -> str:
         gpu = self.setting.device.type == "cuda"
@@ -574,6 +512,4 @@ def run(args: argparse.Namespace) -> int:
     bench = Tuning(setting_of(args), Outputs.of(args))
     bench.run()
     shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]
-    if bench.peers is not None and not args.quiet:
-        shown += attention.tables(bench.peers.rows)
     return bench.finish(shown, bench.summary())

@@ -1,20 +1,16 @@
 """`ring-attn tune` on a CPU: its search, checks, timings and recommendations."""
 
-import json
 import math
-import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.judge import Judge
-from ring_attn.bench.outputs import Outputs
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune
@@ -67,10 +63,8 @@ def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -
     assert [(one["kind"], one["headdim"], one["BLOCK_M"]) for one in configs["table"]] == [
         ("dq", 64, 64), ("dq_whole", 64, 64),
     ]  # fmt: skip
-    assert {row["impl"] for row in report["peers"] if row["samples"]} == {"ours"}
-    assert set(report["unavailable"]) >= {"cudnn"}
     shown = capsys.readouterr().out
-    assert "cudnn: runs on CUDA, got cpu" in shown and "RING_ATTN_CONFIGS=" in shown
+    assert "RING_ATTN_CONFIGS=" in shown
     assert shown.splitlines()[-1].startswith("2 configs, 2 timed, 0 wrong")
 
 
@@ -100,7 +94,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     bench._search("fwd", math.inf)
     rows = {row.name: row for row in bench.rows}
     assert len(rows) == 5  # two configs that differ only in their notes count once
-    assert "not built" in rows["48x64 4w 1s"].note
+    assert re.search("not built: .*power of 2", rows["48x64 4w 1s"].note)
     assert (rows["64x32 4w 1s"].max_ratio or 0) > 1
     assert "1 equal runs of 2" in rows["32x64 4w 1s"].note
     assert rows["64x64 4w 1s"].frozen and rows["64x64 4w 1s"].speed == 1.0
@@ -212,35 +206,9 @@ def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
     assert {one.gluon and one.name for one in taken} in ({False}, {gluon[0].name})
 
 
-def test_configs_in_words() -> None:
-    assert label(replace(INTERPRETER, l2_bytes=1 << 25)) == "64x64 4w 1s l2_bytes=32M"
-
-
-def test_what_is_found_is_compared_and_used_by_way_of_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """While timed, our whole attention runs in the file's configs; afterwards it does not."""
-    found, used = Config(32, 32, 4, 1), list[Config]()
-    path = tmp_path / "tune.json"
-    bench = Tuning(setting(f"{TINY} --kernels dq"), Outputs(json=path))
-    bench.rows = [row("dq", found, 2.0), row("dq_whole", found, 2.0)]
-    launch = TritonBackend._config
-
-    def noted(self: TritonBackend, kind: str, *args: Any) -> Config:
-        used.append(launch(self, kind, *args))
-        return used[-1] if kind.startswith("dq") else found
-
-    monkeypatch.setattr(TritonBackend, "_config", noted)
-    bench._compare()
-    assert found in used and INTERPRETER in used and CONFIGS_VARIABLE not in os.environ
-    bench.save()
-    table = json.loads(path.read_text())["configs"]["table"]
-    assert [one["kind"] for one in table] == ["dq", "dq_whole"] and bench.failures == []
-
-
 def test_a_search_in_the_configs_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIGS_VARIABLE, "tune.json")
-    with pytest.raises(ValueError, match=r"must be unset for a search, got 'tune.json'"):
+    with pytest.raises(ValueError, match="unset.*'tune.json'"):
         setting(TINY)
 
 
@@ -251,13 +219,8 @@ def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
     rows.append(Row("fwd", "none", NO_TILE, note="not built: no"))
     shown = [list(column.cells) for column in tune.table(rows, "title").columns]
     assert shown[1][:5] == [f"64x{2**n} 4w 1s" for n in range(4, 9)]
+    assert label(replace(INTERPRETER, l2_bytes=1 << 25)) == "64x64 4w 1s l2_bytes=32M"
     assert shown[1][5:] == ["64x512 4w 1s (frozen)", "and 2 more, 1 without a time"]
-
-
-def test_a_config_that_does_not_build_says_why() -> None:
-    one = setting(TINY).problem_of(causal=True)
-    assert "power of 2" in tune.build((one, row("dq", NO_TILE, None), math.inf))
-    assert tune.build((one, row("dq", SMALL, None), math.inf)) == ""
 
 
 def test_sizes_by_device_and_option() -> None:
