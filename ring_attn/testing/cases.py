@@ -52,6 +52,9 @@ HEADS = {
 SCORES = ((2.0, False), (0.0, True), (2.0, True))
 SCORES_MASKS = ("causal", "window causal", "documents", "longer kv", "empty rows")
 
+# The dtypes that cases take in turn.
+DTYPES = ("float32", "bfloat16", "float16")
+
 DEFAULT_SEQLEN = 113
 OTHER_SEQLENS = (1, 2, 63, 257)
 
@@ -323,18 +326,18 @@ def cases(
 
 def usable_backends(device: str) -> tuple[str, ...]:
     """The backends that support at least one dtype on this type of device."""
+    prefix = f"{device} "
     return tuple(
         backend
         for backend, answers in backend_reasons().items()
-        if any(
-            reason is None for where, reason in answers.items() if where.startswith(f"{device} ")
-        )
+        if any(reason is None for where, reason in answers.items() if where.startswith(prefix))
     )
 
 
 def _all_cases(
     backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
 ) -> Iterator[Case]:
+    heads = list(HEADS)
     for (b, backend), (d, dtype), (i, layout), (j, mask) in product(
         *map(enumerate, (backends, BY_NAME, layouts, MASKS))
     ):
@@ -342,15 +345,9 @@ def _all_cases(
             continue
         turn = b + d + i + j
         yield Case(
-            mask,
-            layout,
-            strategy,
-            backend,
-            dtype,
-            list(HEADS)[turn % len(HEADS)],
-            noncontiguous=(i + j) % 2 == 1,
-            seed=turn,
-        )
+            mask, layout, strategy, backend, dtype, heads[turn % len(heads)],
+            noncontiguous=(i + j) % 2 == 1, seed=turn,
+        )  # fmt: skip
     for backend, layout in product(backends, layouts):
         for seqlen, mask in product(OTHER_SEQLENS, ("full", "causal", "documents")):
             yield Case(mask, layout, strategy, backend, "float32", "gqa", seqlen)
@@ -362,44 +359,25 @@ def _all_cases(
         for s, (softcap, sinks) in enumerate(SCORES):
             turn = b + i + j + s
             yield Case(
-                mask,
-                layout,
-                strategy,
-                backend,
-                ("float32", "bfloat16", "float16")[turn % 3],
-                list(HEADS)[(turn + j) % len(HEADS)],
-                seed=turn,
-                softcap=softcap,
-                sinks=sinks,
-            )
+                mask, layout, strategy, backend, DTYPES[turn % 3], heads[(turn + j) % len(heads)],
+                seed=turn, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
 
 
 def _quick_cases(
     backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
 ) -> Iterator[Case]:
-    dtypes = ("float32", "bfloat16", "float16")
+    heads, seqlens = list(HEADS), (DEFAULT_SEQLEN, *OTHER_SEQLENS)
     for (i, layout), (j, mask) in product(enumerate(layouts), enumerate(MASKS)):
         turn = i + j
         yield Case(
-            mask,
-            layout,
-            strategy,
-            backends[turn % len(backends)],
-            dtypes[(turn // len(backends) + i) % len(dtypes)],
-            list(HEADS)[(turn + i) % len(HEADS)],
-            (DEFAULT_SEQLEN, *OTHER_SEQLENS)[turn % (1 + len(OTHER_SEQLENS))],
-            noncontiguous=j % 2 == 1,
-            seed=turn,
-        )
+            mask, layout, strategy, backends[turn % len(backends)],
+            DTYPES[(turn // len(backends) + i) % 3], heads[(turn + i) % len(heads)],
+            seqlens[turn % len(seqlens)], noncontiguous=j % 2 == 1, seed=turn,
+        )  # fmt: skip
     for (i, layout), (s, (softcap, sinks)) in product(enumerate(layouts), enumerate(SCORES)):
         yield Case(
-            SCORES_MASKS[(i + s) % len(SCORES_MASKS)],
-            layout,
-            strategy,
-            backends[(1 + 2 * i + s) % len(backends)],
-            dtypes[(i + 2 * s) % len(dtypes)],
-            list(HEADS)[(1 + i + s) % len(HEADS)],
-            seed=i,
-            softcap=softcap,
-            sinks=sinks,
-        )
+            SCORES_MASKS[(i + s) % len(SCORES_MASKS)], layout, strategy,
+            backends[(1 + 2 * i + s) % len(backends)], DTYPES[(i + 2 * s) % 3],
+            heads[(1 + i + s) % len(heads)], seed=i, softcap=softcap, sinks=sinks,
+        )  # fmt: skip

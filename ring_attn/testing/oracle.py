@@ -79,6 +79,21 @@ class Verdict:
         return f"{self.name}: error {self.error:.2e}, bound {self.bound:.2e}: {word}"
 
 
+class _Rule(NamedTuple):
+    """Everything that turns q, k and v into weights."""
+
+    mask: Mask
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+
+    def scale(self, q: Tensor) -> float:
+        return q.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def double(self) -> _Rule:
+        return self._replace(sinks=None if self.sinks is None else self.sinks.double())
+
+
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -104,8 +119,8 @@ def dense_attention(
         `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q), float64. A
         row that sees no key has out 0, lse -inf (or its sink) and zero gradients.
     """
-    sinks = None if sinks is None else sinks.double()
-    return _attention(q.double(), k.double(), v.double(), mask, softmax_scale, softcap, sinks)
+    rule = _Rule(mask, softmax_scale, softcap, sinks).double()
+    return _attention(q.double(), k.double(), v.double(), rule)
 
 
 def plain_attention(
@@ -128,11 +143,7 @@ def plain_attention(
         scores in that dtype, which a matmul of 16-bit inputs has before it rounds its float32 sums.
         So the yardstick of a float32 result has a float32 error.
     """
-    if q.dtype != torch.float64:
-        return _attention(q, k, v, mask, softmax_scale, softcap, sinks)
-    q, k, v = (x.flip(1, 3) for x in (q, k, v))
-    out, lse = _attention(q, k, v, mask, softmax_scale, softcap, sinks, backwards=True)
-    return out.flip(1, 3), lse.flip(2)
+    return _plain(q, k, v, _Rule(mask, softmax_scale, softcap, sinks))
 
 
 def dense_gradients(
@@ -147,12 +158,10 @@ def dense_gradients(
     sinks: Tensor | None = None,
 ) -> Expected:
     """The oracle's results and gradients in float64, with their `terms`."""
-    dtype = q.dtype
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    sinks = None if sinks is None else sinks.double()
-    expected = _gradients(dense_attention, q, k, v, dout, mask, softmax_scale, softcap, sinks)
-    terms = _terms(q, k, v, dout, expected, mask, softmax_scale, softcap, sinks, dtype)
-    return replace(expected, terms=terms)
+    rule = _Rule(mask, softmax_scale, softcap, sinks).double()
+    inputs = Inputs(*(x.double() for x in (q, k, v, dout)))
+    expected = _gradients(_attention, inputs, rule)
+    return replace(expected, terms=_terms(inputs, expected, rule, q.dtype))
 
 
 def plain_gradients(
@@ -167,7 +176,8 @@ def plain_gradients(
     sinks: Tensor | None = None,
 ) -> Expected:
     """Plain PyTorch's results, and autograd's gradients, in the inputs' own dtypes."""
-    return _gradients(plain_attention, q, k, v, dout, mask, softmax_scale, softcap, sinks)
+    rule = _Rule(mask, softmax_scale, softcap, sinks)
+    return _gradients(_plain, Inputs(q, k, v, dout), rule)
 
 
 def check(
@@ -229,16 +239,14 @@ def check_all(got: Expected, oracle: Expected, plain: Expected) -> tuple[Verdict
     there = [results.dsinks is not None for results in (got, oracle, plain)]
     if any(there) != all(there):
         raise ValueError(f"dsinks must be in all or none of got, oracle and plain, are in {there}")
+    names = RESULTS_WITH_SINKS if all(there) else RESULTS
     return tuple(
         check(
-            name,
-            getattr(got, name),
-            getattr(oracle, name),
-            getattr(plain, name),
+            name, getattr(got, name), getattr(oracle, name), getattr(plain, name),
             oracle.terms.get(name),
         )
-        for name in (RESULTS_WITH_SINKS if all(there) else RESULTS)
-    )
+        for name in names
+    )  # fmt: skip
 
 
 def random_qkv(
@@ -258,22 +266,12 @@ def random_qkv(
 ) -> Inputs:
     """Normally distributed inputs; equal sizes and seed give equal values on every machine.
 
+    Sizes left out equal their counterparts: `seqlen_k`, `nheads_kv`, `headdim_v`. The numbers are
+    drawn on the CPU.
+
     Args:
-        batch: batch size.
-        seqlen_q: number of queries.
-        seqlen_k: number of keys; `seqlen_q` if None.
-        nheads: number of query heads.
-        nheads_kv: number of kv heads; `nheads` if None.
-        headdim: head dim of q and k.
-        headdim_v: head dim of v and dout; `headdim` if None.
-        dtype: dtype of all four tensors.
-        device: device of the results; the numbers are drawn on the CPU.
-        seed: seed of the generator.
         noncontiguous: see `strided`; no stride is that of a contiguous tensor.
         large_logits: logits that differ by hundreds.
-
-    Returns:
-        `Inputs(q, k, v, dout)`.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     nheads_kv = nheads if nheads_kv is None else nheads_kv
@@ -324,17 +322,15 @@ def poisoned_empty() -> Iterator[None]:
     So code that reads memory before writing it fails every time, not once in a while. Integers get
     bytes of 0xFF: a uint8 buffer reads as NaN in every floating-point dtype.
     """
-    owners_and_names: tuple[tuple[Any, str], ...] = (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    )
+    makers: dict[Any, tuple[str, ...]] = {
+        torch: ("empty", "empty_like", "empty_strided"),
+        torch.Tensor: ("new_empty", "new_empty_strided"),
+    }
     with ExitStack() as stack:
-        for owner, name in owners_and_names:
-            poisoned = _poisoned(getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, poisoned))
+        for owner, names in makers.items():
+            for name in names:
+                poisoned = _poisoned(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, poisoned))
         yield
 
 
@@ -351,31 +347,34 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return poisoned
 
 
+def _plain(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
+    if q.dtype != torch.float64:
+        return _attention(q, k, v, rule)
+    q, k, v = (x.flip(1, 3) for x in (q, k, v))
+    out, lse = _attention(q, k, v, rule, backwards=True)
+    return out.flip(1, 3), lse.flip(2)
+
+
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    softmax_scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    backwards: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, rule: _Rule, backwards: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Dense attention in the dtype of its inputs, with lse in at least float32.
 
     `backwards`: queries and keys come in reversed order. Then a sink, which is one more column of
     the scores, is the first column instead of the last.
     """
+    mask, _, softcap, sinks = rule
     visible = mask.dense().to(q.device)
     if backwards:
         visible = visible.flip(0, 1)
     alone = ~visible.any(-1, keepdim=True)  # (seqlen_q, 1), rows that see no key
-    scale = _scale(q, softmax_scale)
+    scale = rule.scale(q)
 
     def scores_in(dtype: torch.dtype) -> Tensor:
         # (batch, kv heads, q heads per kv head, seqlen_q, seqlen_k). Rows that see no key become
         # finite before the softmax and zero after it: a row of -inf gives NaN in both directions.
-        x = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k).to(dtype), k.to(dtype)) * scale
+        grouped = q.unflatten(2, (k.size(2), -1)).to(dtype)
+        x = torch.einsum("bignd,bjgd->bgnij", grouped, k.to(dtype)) * scale
         x = softcap * torch.tanh(x / softcap) if softcap else x
         x = x.masked_fill(~visible, -math.inf).masked_fill(alone, 0.0)
         if sinks is None:
@@ -395,42 +394,23 @@ def _attention(
     return out, torch.where(alone.squeeze(-1), empty_lse.unsqueeze(-1), lse)
 
 
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, q heads per kv head, dim)."""
-    return q.unflatten(2, (k.size(2), -1))
-
-
 def _gradients(
-    attention: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    mask: Mask,
-    softmax_scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
+    attention: Callable[[Tensor, Tensor, Tensor, _Rule], tuple[Tensor, Tensor]],
+    inputs: Inputs,
+    rule: _Rule,
 ) -> Expected:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    *qkv, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in (*qkv, rule.sinks) if x is not None]
+    q, k, v, *sinks = leaves
     with torch.enable_grad():
-        sinks = None if sinks is None else leaves[3]
-        out, lse = attention(*leaves[:3], mask, softmax_scale, softcap=softcap, sinks=sinks)
+        out, lse = attention(q, k, v, rule._replace(sinks=sinks[0] if sinks else None))
         dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout.detach())
     return Expected(out.detach(), lse.detach(), dq, dk, dv, dsinks[0] if dsinks else None)
 
 
 @torch.no_grad()
 def _terms(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    expected: Expected,
-    mask: Mask,
-    softmax_scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    dtype: torch.dtype,
+    inputs: Inputs, expected: Expected, rule: _Rule, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The equations of forward and backward, with the absolute value of every term.
 
@@ -447,7 +427,8 @@ def _terms(
                  normal number where `out` is subnormal
         delta    errors of out, weighted by |dout|
     """
-    scale, groups = _scale(q, softmax_scale), q.size(2) // k.size(2)
+    (q, k, v, dout), (mask, _, softcap, sinks) = inputs, rule
+    scale, groups = rule.scale(q), q.size(2) // k.size(2)
     hidden = ~mask.dense().to(q.device)
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
@@ -514,7 +495,3 @@ def _distance(x: Tensor, oracle: Tensor) -> Tensor:
 
 def _largest(x: Tensor) -> float:
     return float(x.max()) if x.numel() else 0.0
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
