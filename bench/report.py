@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 import torch
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ring_attn.bench.outputs import (
-    Outputs,
-    changes_table,
-    check_same,
-    compare,
-    comparison_title,
-    figures,
-    growth_table,
-    lines,
-    picture,
-    to_csv,
-    to_page,
-)
+from ring_attn.bench import outputs as files
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.timing import gpu_state
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
     command_line,
     is_first_rank,
+    progress,
     table_console,
     write_if_interrupted,
     write_json,
@@ -62,7 +51,7 @@ class Report(Generic[S, R]):
         self.setting = setting
         self._outputs = outputs or Outputs()
         if self._outputs.earlier is not None:
-            check_same(self._outputs.earlier, self.to_setting())
+            files.check_same(self._outputs.earlier, self.to_setting())
         self.rows: list[R] = []
         self.failures: list[str] = []
         self._start = time.monotonic()
@@ -103,32 +92,15 @@ class Report(Generic[S, R]):
         setting: Any = self.setting
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
 
-    @contextmanager
-    def progress(self, total: float) -> Iterator[Callable[[str, float], None]]:
-        """Shows the current part and the time left, in a terminal and unless quiet.
-
-        Yields:
-            A function to call at the start of a part, with its name and its share of `total`.
-        """
-        console = table_console()
-        hidden = self._outputs.quiet or not console.is_terminal
-        columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
-        with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
-            task, done = shown.add_task("begins", total=total), 0.0
-
-            def begin(name: str, share: float) -> None:
-                nonlocal done
-                shown.update(task, completed=done, description=name)
-                done += share
-
-            yield begin
+    def progress(self, total: float) -> AbstractContextManager[Callable[[str, float], None]]:
+        """As `arguments.progress`, hidden if the outputs are quiet."""
+        return progress(total, quiet=self._outputs.quiet)
 
     def save(self, *, last: bool = False) -> None:
         """Writes the report so far, which remains if the run is killed."""
         if last:
             self._states["after"] = gpu_state()
-        if self._outputs.json:
-            write_json(self._outputs.json, self.to_json())
+        write_json(self._outputs.json, self.to_json())
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Prints tables, failures and last lines, and writes the other files.
@@ -150,21 +122,23 @@ class Report(Generic[S, R]):
         """Writes the files; returns tables of growth and changes. Slower figures are failures."""
         now, outputs = self.to_json(), self._outputs
         title = " ".join(now["command"].split()[:3])
-        all_figures = figures(now["rows"])
-        joined = lines(all_figures)
-        tables = [growth_table(joined)] if joined else []
+        all_figures = files.figures(now["rows"])
+        joined = files.lines(all_figures)
+        tables = [files.growth_table(joined)] if joined else []
         if outputs.earlier is not None:
-            changes = compare(outputs.earlier, now)
-            tables.append(changes_table(changes, comparison_title(outputs.earlier, now)))
+            changes = files.compare(outputs.earlier, now)
+            tables.append(
+                files.changes_table(changes, files.comparison_title(outputs.earlier, now))
+            )
             slower = [change for change in changes if change.verdict == "slower"]
             self.failures += [f"{c.now.label}: {c.ratio:.2f} x the time before" for c in slower]
             now["failures"] = self.failures
         if outputs.csv is not None:
-            outputs.csv.write_text(to_csv(now["rows"]), encoding="utf-8")
+            outputs.csv.write_text(files.to_csv(now["rows"]), encoding="utf-8")
         if outputs.plot is not None:
-            picture(all_figures, title).savefig(outputs.plot)
+            files.picture(all_figures, title).savefig(outputs.plot)
         if outputs.page is not None:
-            outputs.page.write_text(to_page(title, now, tables), encoding="utf-8")
+            outputs.page.write_text(files.to_page(title, now, tables), encoding="utf-8")
         return tables
 
 

@@ -15,8 +15,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -25,12 +23,7 @@ from ring_attn.bench.report import Report
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels.launch import Launch
 from ring_attn.tools.arguments import add_common, new_table, parse_dtype, parse_size
-from ring_attn.tools.compiled import (
-    Compiled,
-    CompileError,
-    compile_launch,
-    interpreting,
-)
+from ring_attn.tools.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.tools.processes import map_in_processes
 
 if TYPE_CHECKING:
@@ -512,16 +505,13 @@ def run(args: argparse.Namespace) -> int:
         args.kernel or KERNELS, args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
-    terminal = Console(stderr=True)
-    hidden = args.quiet or not terminal.is_terminal
-    bench = Report[Setting, Row](setting, Outputs(args.json))
-    compiled = compile_all(chosen, args.jobs)
-    for row in track(
-        compiled, "compiling", len(chosen), console=terminal, transient=True, disable=hidden
-    ):
-        bench.rows.append(row)
-        if row.failures:
-            bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
+    bench = Report[Setting, Row](setting, Outputs(args.json, quiet=args.quiet))
+    with bench.progress(len(chosen)) as begin:
+        for row in compile_all(chosen, args.jobs):
+            begin(_name(row), 1)
+            bench.rows.append(row)
+            if row.failures:
+                bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
     bench.save(last=True)
     counts = f"{len(bench.rows)} cells in {bench.seconds:.0f} s, {len(bench.failures)} failed"
     tables = [] if args.quiet else [_results(bench.rows)]

@@ -12,7 +12,8 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,6 +84,29 @@ def table_console() -> Any:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+
+
+@contextmanager
+def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """Shows the current part and the time left, in a terminal and unless quiet.
+
+    Yields:
+        A function to call at the start of a part, with its name and its share of `total`.
+    """
+    from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
+    console = table_console()
+    columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
+        task, done = shown.add_task("begins", total=total), 0.0
+
+        def begin(name: str, share: float) -> None:
+            nonlocal done
+            shown.update(task, completed=done, description=name)
+            done += share
+
+        yield begin
 
 
 def new_table(
@@ -181,16 +205,16 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def write_json(path: Path | str, payload: dict[str, Any]) -> None:
-    """Writes a report on the first rank; its folder must exist.
+def write_json(path: Path | None, payload: dict[str, Any]) -> None:
+    """Writes a report on the first rank, unless the path is None; its folder must exist.
 
     Infinities and NaN become null, as JSON has neither.
     """
-    if not is_first_rank():
+    if path is None or not is_first_rank():
         return
     with _writing:
         if not interrupt.received():
-            _write_json(Path(path), payload)
+            _write_json(path, payload)
             return
     interrupt.settle()
 

@@ -54,12 +54,7 @@ from ring_attn.tools.arguments import (
     write_json,
 )
 from ring_attn.tools.env import machine
-from ring_attn.tools.launch import (
-    checked_device,
-    rank_device,
-    run_ranks,
-    send_part,
-)
+from ring_attn.tools.launch import checked_device, rank_device, run_ranks, send_part
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
 WORLD_SIZES = (1, 2, 4)
@@ -155,8 +150,7 @@ def run(args: argparse.Namespace) -> int:
     for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
         take = samples.setdefault(ranks, []).append
         clusters[ranks] = calibrate(ranks, on_sample=take, **options)
-    if args.json:
-        write_json(args.json, report())
+    write_json(args.json, report())
     if not args.quiet:
         table_console().print(_table(clusters, samples))
     return 0

@@ -107,8 +107,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     ):
         # A cached kernel would have no ptxas log.
         knobs.cache.dir = folder
-        knobs.compilation.always_compile = True
-        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
         start = time.perf_counter()
         kernel, log = _compile(launch, arch)
         seconds = time.perf_counter() - start

@@ -37,14 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import (
-    SequenceLayout,
-    pack,
-    ring_attention,
-    shard_batch,
-    sync_gradients,
-    unshard,
-)
+from ring_attn import SequenceLayout, pack, ring_attention, shard_batch, sync_gradients, unshard
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.profiling import trace
@@ -69,13 +62,7 @@ from ring_attn.tools.launch import (
     send_part,
 )
 from ring_attn.tools.mesh import CLIP_NORM, SCHEDULES, Axes, MeshTrainer, Settings
-from ring_attn.tools.model import (
-    Attention,
-    ModelConfig,
-    dense_attention,
-    mean_loss,
-    token_losses,
-)
+from ring_attn.tools.model import Attention, ModelConfig, dense_attention, mean_loss, token_losses
 
 NPROC, SEQLEN, STEPS = 2, 2048, 40
 QUICK_SEQLEN, QUICK_STEPS = 512, 10
@@ -93,7 +80,6 @@ class Run:
     steps: int
     generate: int = 0
     packed: bool = False
-    quiet: bool = False
     profile: Path | None = None
 
 
@@ -165,9 +151,15 @@ def run(args: argparse.Namespace) -> int:
     device, what = run_of(args)
     settings = what.training
     next(batches_of(what))  # refuses a wrong length before ranks start
-    if not args.quiet:
-        print(heading(what, device), flush=True)
     rows: list[Row] = []
+
+    def show(text: str) -> None:
+        if not args.quiet:
+            print(text, flush=True)
+
+    def take(row: Row) -> None:
+        rows.append(row)
+        show(_text(row))
 
     def to_json() -> dict[str, Any]:
         values = asdict(settings) | {
@@ -182,17 +174,18 @@ def run(args: argparse.Namespace) -> int:
         return {"command": "demo", "machine": machine(), "settings": values, "rows": steps}
 
     write_if_interrupted(args.json, to_json)
-    report = run_ranks(train, settings.axes.size, what, device=device, on_part=rows.append)[0]
+    show(heading(what, device))
+    show(COLUMNS)
+    report = run_ranks(train, settings.axes.size, what, device=device, on_part=take)[0]
     assert report is not None, "rank 0 returns a report"
     print(summary(report), flush=True)
-    if args.json:
-        verdicts = {
-            "greatest_difference": max(row.difference for row in report.rows),
-            "checks": [asdict(verdict) for verdict in report.verdicts],
-            "generation": report.generation and asdict(report.generation),
-            "ok": report.ok,
-        }
-        write_json(args.json, to_json() | verdicts)
+    verdicts = {
+        "greatest_difference": max(row.difference for row in report.rows),
+        "checks": [asdict(verdict) for verdict in report.verdicts],
+        "generation": report.generation and asdict(report.generation),
+        "ok": report.ok,
+    }
+    write_json(args.json, to_json() | verdicts)
     return 0 if report.ok else 1
 
 
@@ -230,7 +223,7 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         dtype=dtype,
     )
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-    return device, Run(training, steps, args.generate or 0, args.packed, args.quiet, args.profile)
+    return device, Run(training, steps, args.generate or 0, args.packed, args.profile)
 
 
 def _check_packed(args: argparse.Namespace, axes: Axes) -> None:
@@ -268,9 +261,6 @@ def train(what: Run) -> Report | None:
     twin = Twin(settings, device) if dist.get_rank() == 0 else None
     batches = batches_of(what)
     rows: list[Row] = []
-    shown = twin is not None and not what.quiet
-    if shown:
-        print(COLUMNS, flush=True)
     for step, batch in enumerate(islice(batches, what.steps)):
         dist.barrier()
         loss, seconds = timed(trainer.step, batch, device)
@@ -282,8 +272,6 @@ def train(what: Run) -> Report | None:
             num = batch["input_ids"].numel()
             rows.append(Row(step, loss, dense_loss, num / worst.item(), num / dense_seconds))
             send_part(rows[-1])
-        if shown:
-            print(_text(rows[-1]), flush=True)
     dist.barrier()
     if what.profile is not None:
         with trace(what.profile):
@@ -310,6 +298,7 @@ class Twin:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.model = settings.make_model(device)
+        self.parameter_sizes = [x.numel() for x in self.model.parameters()]
         self._optimizer = settings.make_optimizer(self.model.parameters())
 
     def step(self, batch: Batch) -> float:
@@ -324,23 +313,19 @@ class Twin:
         whole = {name: x.to(self.device) for name, x in batch.items() if name != "cu_seqlens"}
         layout = SequenceLayout.contiguous(whole["input_ids"].size(1), 1)
         cuts = batch.get("cu_seqlens")
-        return self._backward(whole, layout, 0, cuts, partial(dense_documents, cuts))
+        return self._backward(whole, layout, cuts, partial(dense_documents, cuts))
 
     def _backward(
-        self,
-        whole: Batch,
-        layout: SequenceLayout,
-        rank: int,
-        cu_seqlens: Tensor | None,
-        attention: Attention,
+        self, whole: Batch, layout: SequenceLayout, cuts: Tensor | None, attend: Attention
     ) -> tuple[float, Tensor]:
         self._optimizer.zero_grad()
-        part = shard_batch(whole, layout, rank, cu_seqlens=cu_seqlens)
+        rank = dist.get_rank() if layout.world_size > 1 else 0
+        part = shard_batch(whole, layout, rank, cu_seqlens=cuts)
         with self.settings.autocast(self.device):
-            logits = self.model(part["input_ids"], part["position_ids"], attention)
+            logits = self.model(part["input_ids"], part["position_ids"], attend)
             losses = token_losses(logits, part["shift_labels"])
         # The last byte of a document has no target.
-        ends = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+        ends = 1 if cuts is None else len(cuts) - 1
         targets = losses.size(0) * (layout.seqlen - ends)
         loss = mean_loss(losses, num_targets=targets)
         loss.backward()
@@ -379,16 +364,12 @@ class PackedTrainer(Twin):
             )  # fmt: skip
             return out.unsqueeze(0)
 
-        loss, losses = self._backward(placed, layout, dist.get_rank(), cuts, attention)
+        loss, losses = self._backward(placed, layout, cuts, attention)
         sync_gradients(self.model)
         total = torch.tensor(loss, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         whole = unshard(losses, layout)
         return total.item(), torch.empty_like(whole).index_copy_(1, order.to(whole.device), whole)
-
-    @property
-    def parameter_sizes(self) -> list[int]:
-        return [x.numel() for x in self.model.parameters()]
 
     def get_weights(self) -> Tensor:
         """All weights, (number of parameters,) on the CPU."""

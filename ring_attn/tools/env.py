@@ -22,7 +22,7 @@ from rich.text import Text
 
 from ring_attn import __version__, select_backend
 from ring_attn.core.dtypes import BY_NAME
-from ring_attn.tools.arguments import add_common, write_json
+from ring_attn.tools.arguments import add_common, new_table, write_json
 from ring_attn.tools.launch import num_cores
 
 # Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
@@ -92,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "backends": backend_reasons(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
-    if args.json:
-        write_json(args.json, {"command": "env", **report})
+    write_json(args.json, {"command": "env", **report})
     if args.quiet:
         print(" ".join(f"{n}={v}" for n, v in report["machine"]["versions"].items() if v))
     else:
@@ -103,9 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(report: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    here, variables = report["machine"], report["variables"]
-    versions = {name: version or "not installed" for name, version in here["versions"].items()}
-    console.print(_pairs("versions", versions))
+    here = report["machine"]
     hardware = {
         "os": here["os"],
         "cpu": here["cpu"],
@@ -114,29 +111,27 @@ def _show(report: dict[str, Any]) -> None:
         "devices": "\n".join(map(_gpu_text, here["devices"])) or "no GPU",
         "distributed": ", ".join(here["distributed"]) or "not built into this torch",
     }
-    console.print(_pairs("machine", hardware))
+    for title, pairs, missing in (
+        ("versions", here["versions"], "not installed"),
+        ("machine", hardware, ""),
+        ("environment", report["variables"], "not set"),
+    ):
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        for name, value in pairs.items():
+            table.add_row(name, Text(str(value or missing)))
+        console.print(table)
     console.print(_backend_table(report["backends"]))
-    console.print(_pairs("environment", {n: x or "not set" for n, x in variables.items()}))
-
-
-def _pairs(title: str, pairs: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None)
-    for name, value in pairs.items():
-        table.add_row(name, Text(str(value)))
-    return table
 
 
 def _backend_table(backends: dict[str, dict[str, str | None]]) -> Table:
     """A row for each backend and reason, with all devices and dtypes that share the reason."""
-    table = Table("backend", "usable", "device dtype", "reason", title="backends", box=None)
-    table.title_justify = "left"
+    table = new_table("backends", ("backend", "usable"), (), "device dtype")
+    table.add_column("reason")
     for backend, answers in backends.items():
-        by_reason: dict[str | None, list[str]] = {}
-        for where, reason in answers.items():
-            by_reason.setdefault(reason, []).append(where)
-        for reason, where_all in by_reason.items():
+        for reason in dict.fromkeys(answers.values()):
             usable = Text("no", "yellow") if reason else Text("yes", "green")
-            table.add_row(backend, usable, ", ".join(where_all), Text(reason or ""))
+            where = ", ".join(where for where, why in answers.items() if why == reason)
+            table.add_row(backend, usable, where, Text(reason or ""))
     return table
 
 
@@ -166,7 +161,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         {
             "name": properties.name,
@@ -174,7 +169,7 @@ def _gpus() -> list[dict[str, Any]]:
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
         }
-        for properties in map(torch.cuda.get_device_properties, range(num_gpus))
+        for properties in map(torch.cuda.get_device_properties, range(count))
     ]
 
 
@@ -183,12 +178,8 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
 
 
 def _distributed_backends() -> list[str]:
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    return [name for name, there in available.items() if there]
+    names = ("gloo", "nccl", "mpi")
+    return [name for name in names if getattr(dist, f"is_{name}_available")()]
 
 
 def _gib(num_bytes: int) -> str:

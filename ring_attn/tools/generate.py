@@ -37,12 +37,10 @@ class Comparison:
 
     Attributes:
         context: the end of the prompt.
-        text: the bytes generated from the sharded cache.
         equal: whether one process chooses the same bytes, and all logits are finite.
         first_difference: index of the first byte that one process chooses differently, or None.
-        greatest_difference: the greatest difference of two logits.
-        smallest_margin: smallest lead of the best logit over the second in one process; a choice is
-            safe if the differences are less than half the lead.
+        greatest_difference: of two logits; a choice is safe if it is less than half the margin.
+        smallest_margin: smallest lead of the best logit over the second in one process.
         rows: final number of rows of the cache on every rank.
     """
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from typing import NoReturn
@@ -205,45 +205,31 @@ def _end(signal_name: str) -> None:
 
 
 def _end_children() -> None:
-    """Kills all descendants except multiprocessing's tracker, which ends by itself."""
+    """Kills all descendants except multiprocessing's tracker, which ends by itself.
+
+    Children of a killed process become children of this one, the subreaper.
+    """
     deadline = time.monotonic() + MOST_SECONDS / 2
     while time.monotonic() < deadline:
-        running = [pid for pid in _descendants() if not _is_tracker(pid)]
+        running = [pid for pid in _running_children() if not _is_tracker(pid)]
         if not running:
             return
         for pid in running:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.01)
 
 
-def _descendants() -> list[int]:
-    """Process ids of all running descendants."""
-    children: dict[int, list[int]] = {}
-    ended = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2]
-        except OSError:
-            continue
-        state, parent = fields.split()[:2]
-        children.setdefault(int(parent), []).append(int(entry))
-        if state in "ZX":
-            ended.add(int(entry))
-    running, waiting = [], [os.getpid()]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        running += [pid for pid in below if pid not in ended]
-        waiting += below
-    return running
+def _running_children() -> Iterator[int]:
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            text = Path("/proc", entry, "stat").read_text(errors="replace")
+            state, parent = text.rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in "ZX":
+                yield int(entry)
 
 
 def _is_tracker(pid: int) -> bool:
-    try:
+    with suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return False

@@ -63,14 +63,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ring_attn import (
-    SequenceLayout,
-    Strategy,
-    ring_attention,
-    shard_batch,
-    sync_gradients,
-    unshard,
-)
+from ring_attn import SequenceLayout, Strategy, ring_attention, shard_batch, sync_gradients, unshard
 from ring_attn.core.strategy import resolve_strategy
 from ring_attn.tools.model import (
     Attention,

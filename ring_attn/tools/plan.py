@@ -151,9 +151,8 @@ def run(args: argparse.Namespace) -> int:
     ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)
-    if args.json is not None:
-        steps = [asdict(row) for row in rows]
-        write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
+    steps = [asdict(row) for row in rows]
+    write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
     return 0 if ok else 1
 
 

@@ -22,11 +22,9 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +43,9 @@ from ring_attn.testing import (
 )
 from ring_attn.tools.arguments import (
     add_common,
+    new_table,
     parse_size,
+    progress,
     table_console,
     write_if_interrupted,
     write_json,
@@ -78,13 +78,14 @@ class CaseResult:
         return "passed" if held else "failed"
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """A rank's result of a case, or the reason for having none."""
+class Failed(NamedTuple):
+    """The traceback of a rank's error."""
 
-    result: RankResult | None = None
-    refused: str | None = None
-    error: str | None = None
+    traceback: str
+
+
+# A rank's result of a case, the reason for refusing it (a text), or its error.
+_Attempt = RankResult | str | Failed
 
 
 def run_case(case: Case) -> CaseResult:
@@ -149,22 +150,18 @@ def run(args: argparse.Namespace) -> int:
         return _payload(results, world_size, device, time.perf_counter() - started)
 
     write_if_interrupted(args.json, lambda: payload(judged))
-    terminal = Console(stderr=True)
-    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
-        task = progress.add_task("cases", total=len(wanted))
+    with progress(len(wanted), quiet=args.quiet) as begin:
 
         def take(result: CaseResult) -> None:
             judged.append(result)
-            progress.advance(task)
+            begin(f"after {result.case}", 1)
 
         # Every rank has the same list.
-        ranks = run_ranks(
+        results = run_ranks(
             run_cases, world_size, wanted, threads=args.threads, device=device, on_part=take
-        )
-    results = ranks[0]
+        )[0]
     report = payload(results)
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
     _show(results, report, backends, quiet=args.quiet)
     counts = Counter(result.status for result in results)
     return 1 if counts["failed"] or not counts["passed"] else 0
@@ -177,26 +174,26 @@ def _attempt(case: Case) -> _Attempt:
     try:
         # Checked with the whole tensors, so that the answer is the same on every rank.
         select_backend(q, k, v, backend=case.backend, softcap=case.softcap, sinks=sinks)
-        return _Attempt(run_rank(case, device))
+        return run_rank(case, device)
     except (NotImplementedError, ImportError) as error:
-        return _Attempt(refused=str(error))
+        return str(error)
     except Exception:
-        return _Attempt(error=traceback.format_exc())
+        return Failed(traceback.format_exc())
 
 
 def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
-    errors = [(rank, a.error) for rank, a in enumerate(attempts) if a.error is not None]
+    errors = [(rank, x.traceback) for rank, x in enumerate(attempts) if isinstance(x, Failed)]
     if errors:
         rank, text = errors[0]
         return CaseResult(case, error=f"rank {rank}: {text}", in_step=len(errors) == len(attempts))
-    refused = [a.refused for a in attempts]
-    if None not in refused:
-        return CaseResult(case, refused=refused[0])
-    if any(reason is not None for reason in refused):
+    results = [x for x in attempts if isinstance(x, RankResult)]
+    if not results:
+        return CaseResult(case, refused=str(attempts[0]))
+    if len(results) < len(attempts):
+        refused = [x if isinstance(x, str) else None for x in attempts]
         return CaseResult(case, error=f"only some ranks refused: {refused}", in_step=False)
     try:
-        ran = put_together(case, [a.result for a in attempts if a.result is not None])
-        return CaseResult(case, ran.verdicts)
+        return CaseResult(case, put_together(case, results).verdicts)
     except (TypeError, ValueError) as error:
         return CaseResult(case, error=str(error))
 
@@ -224,11 +221,8 @@ def _show(
 
 
 def _table(results: Sequence[CaseResult]) -> Table:
-    table = Table(box=None, title="error / bound", title_justify="left")
-    for name in ("strategy", "backend", "layout", "mask", "dtype", "heads", "rows", "input"):
-        table.add_column(name, no_wrap=True)
-    for name in (*RESULTS_WITH_SINKS, "verdict"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("strategy", "backend", "layout", "mask", "dtype", "heads", "rows", "input")
+    table = new_table("error / bound", names, (*RESULTS_WITH_SINKS, "verdict"))
     for result in results:
         if result.status == "refused":
             continue
@@ -237,10 +231,10 @@ def _table(results: Sequence[CaseResult]) -> Table:
             verdict.name: Text(f"{verdict.ratio:.2f}", "" if verdict.ok else "bold red")
             for verdict in result.verdicts
         }
-        names = (case.strategy, case.backend, case.layout, case.mask, case.dtype, case.heads)
+        keys = (case.strategy, case.backend, case.layout, case.mask, case.dtype, case.heads)
         passed = result.status == "passed"
         table.add_row(
-            *map(str, names),
+            *map(str, keys),
             f"{mask.seqlen_q} x {mask.seqlen_k}",
             ", ".join(case.options),
             *(ratios.get(name, Text("-")) for name in RESULTS_WITH_SINKS),

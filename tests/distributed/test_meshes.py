@@ -201,7 +201,7 @@ def run_demo(settings: Settings, text: Tensor) -> Report | None:
         mock.patch.object(on_mesh, "ring_attention", mistaken),
         mock.patch.object(demo, "standard_library_text", return_value=text),
     ):
-        return demo.train(Run(settings, STEPS, quiet=True))
+        return demo.train(Run(settings, STEPS))
 
 
 def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:

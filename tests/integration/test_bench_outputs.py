@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ring_attn.bench import decode
-from ring_attn.bench import report as bench_report
 from ring_attn.bench.outputs import (
-    Outputs,
     changes_table,
     check_same,
     compare,
@@ -25,6 +22,7 @@ from ring_attn.bench.outputs import (
     to_csv,
     to_page,
 )
+from ring_attn.tools import arguments
 from ring_attn.tools.cli import main
 
 DECODE = "bench decode --device cpu --quick --seqlen 64,128 --iters 3"
@@ -103,9 +101,8 @@ def test_the_page_is_whole_and_escaped() -> None:
 def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal, quiet in ((True, False), (True, True), (False, False)):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        monkeypatch.setattr(bench_report, "table_console", lambda console=console: console)
-        report = bench_report.Report[Any, Any](decode.Setting, Outputs(quiet=quiet))
-        with report.progress(3) as begin:
+        monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
+        with arguments.progress(3, quiet=quiet) as begin:
             begin("short ones", 1)
             begin("long ones", 2)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
