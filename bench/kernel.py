@@ -29,7 +29,6 @@ import torch
 from rich.table import Table
 
 from ring_attn.bench.implementations import (
-    FLASH_PACKAGES,
     IMPLEMENTATIONS,
     Attention,
     Data,
@@ -54,11 +53,11 @@ from ring_attn.bench.timing import (
 )
 from ring_attn.tools.arguments import (
     format_size,
+    names_of,
     new_table,
     parse_dtype,
     parse_size,
     parse_sizes,
-    setting_from,
     show,
 )
 from ring_attn.tools.launch import DEVICES
@@ -66,8 +65,6 @@ from ring_attn.tools.launch import DEVICES
 # The modes of the rows for each --mode, and the stages of a call in each mode.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
-
-DEFAULT = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
@@ -77,8 +74,8 @@ REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Default sizes of a run."""
+class Setting:
+    """The cells of a run, and the options of their measurement."""
 
     seqlens: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -86,9 +83,22 @@ class Sizes:
     dtype: torch.dtype
     tokens: int
     iters: int
+    causal: tuple[bool, ...] = (True, False)
+    mode: str = "fwd_bwd"
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    device: torch.device = torch.device("cpu")
+    budget: float | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Every cell; cells of one table are consecutive."""
+        for (heads, kv_heads), head_dim, causal, seqlen in product(
+            self.heads, self.head_dims, self.causal, self.seqlens
+        ):
+            shape = max(1, self.tokens // seqlen), seqlen, heads, kv_heads, head_dim
+            yield Problem(*shape, causal, self.dtype, self.device)
 
 
-FULL = Sizes(
+FULL = Setting(
     seqlens=tuple(1024 << n for n in range(8)),
     head_dims=(128, 64, 256),
     heads=((32, 8), (64, 8)),
@@ -97,29 +107,8 @@ FULL = Sizes(
     iters=15,
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
-ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3)
+ON_CPU = Setting((256, 512), (64,), ((4, 2),), torch.float32, 512, 3)
 QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The cells of a run, and the options of their measurement."""
-
-    sizes: Sizes
-    causal: tuple[bool, ...]
-    mode: str
-    implementations: tuple[str, ...]
-    device: torch.device
-    budget: float | None
-
-    def problems(self) -> Iterator[Problem]:
-        """Every cell; cells of one table are consecutive."""
-        sizes = self.sizes
-        for (heads, kv_heads), head_dim, causal, seqlen in product(
-            sizes.heads, sizes.head_dims, self.causal, sizes.seqlens
-        ):
-            shape = max(1, sizes.tokens // seqlen), seqlen, heads, kv_heads, head_dim
-            yield Problem(*shape, causal, sizes.dtype, self.device)
 
 
 @dataclass(frozen=True)
@@ -162,11 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, help="dtype of the inputs (bfloat16; on a CPU float32)")
     add("--tokens", type=parse_size, help="tokens of a batch of shorter sequences (16k)")
     add("--mode", choices=tuple(MODES), default="fwd_bwd")
-    add(
-        "--implementations",
-        default=",".join(DEFAULT),
-        help=f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)",
-    )
+    names = f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)"
+    add("--implementations", type=names_of(IMPLEMENTATIONS, least=1), help=names)
     add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
     add("--budget", type=float, metavar="SECONDS", help="start no cell after this time")
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
@@ -183,23 +169,15 @@ def run(args: argparse.Namespace) -> int:
 def setting_of(args: argparse.Namespace) -> Setting:
     """The setting from the options; defaults depend on --quick and the device."""
     device = parse_device(args.device)
-    names = tuple(dict.fromkeys(name for name in args.implementations.split(",") if name))
-    for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"--implementations must be of {list(IMPLEMENTATIONS)}, got {name!r}")
-    if not names:
-        raise ValueError(f"--implementations needs at least one of {list(IMPLEMENTATIONS)}")
     full, quick = (ON_CPU, QUICK_ON_CPU) if device.type == "cpu" else (FULL, QUICK)
-    base = quick if args.quick else full
     given = {
         "seqlens": args.seqlen, "head_dims": args.head_dim, "heads": args.heads,
-        "dtype": args.dtype, "tokens": args.tokens, "iters": args.iters,
+        "dtype": args.dtype, "tokens": args.tokens, "iters": args.iters, "mode": args.mode,
+        "causal": None if args.causal is None else (args.causal,),
+        "implementations": args.implementations, "device": device, "budget": args.budget,
     }  # fmt: skip
-    sizes = replace(base, **{name: x for name, x in given.items() if x is not None})
-    causal = (True, False) if args.causal is None else (args.causal,)
-    return setting_from(
-        Setting, args, sizes=sizes, causal=causal, implementations=names, device=device
-    )
+    known = {name: x for name, x in given.items() if x is not None}
+    return replace(quick if args.quick else full, **known)
 
 
 @dataclass
@@ -228,7 +206,7 @@ class Bench(Report[Setting, Row]):
         gpu = setting.device.type == "cuda"
         self.backend = "triton" if gpu else "auto"
         name = torch.cuda.get_device_name(setting.device) if gpu else ""
-        self.peak = peak_tflops(name, setting.sizes.dtype)
+        self.peak = peak_tflops(name, setting.dtype)
 
     def run(self) -> None:
         """Measures cells until the budget is spent."""
@@ -308,7 +286,7 @@ class Bench(Report[Setting, Row]):
             tried[name].note = self._failed(name, problem, error, [])
 
         return time_in_turn(
-            calls, self._watch, self.setting.sizes.iters, seconds=CELL_SECONDS, failed=failed
+            calls, self._watch, self.setting.iters, seconds=CELL_SECONDS, failed=failed
         )
 
     def _failed(self, name: str, problem: Problem, error: Exception, warned: Sequence[Any]) -> str:

@@ -60,6 +60,7 @@ from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Verdict, check
 from ring_attn.tools.arguments import (
+    names_of,
     new_table,
     parse_dtype,
     parse_size,
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
     add("--iters", type=parse_size, help=f"timed repetitions ({ITERS})")
     names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
-    add("--baseline", default=",".join(BASELINES), help=names)
+    add("--baseline", type=names_of(BASELINES), default=",".join(BASELINES), help=names)
     add_outputs(parser)
 
 
@@ -176,10 +177,6 @@ def run(args: argparse.Namespace) -> int:
 
 def setting_of(args: argparse.Namespace) -> Sweep:
     """The setting from the options; --quick changes the defaults."""
-    baselines = tuple(name for name in args.baseline.split(",") if name)
-    for name in baselines:
-        if name not in BASELINES:
-            raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
     seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
     seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
     each = setting_from(
@@ -190,7 +187,7 @@ def setting_of(args: argparse.Namespace) -> Sweep:
         kv_heads=args.kv_heads or args.heads,
         iters=args.iters or iters,
         warmup=WARMUP,
-        baselines=baselines,
+        baselines=args.baseline,
     )
     return Sweep(tuple(seqlens), tuple(world_sizes), each)
 

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -66,6 +66,21 @@ def shortened(text: str) -> str:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Comma-separated sizes: "1k,8k"."""
     return tuple(parse_size(part) for part in text.split(","))
+
+
+def names_of(known: Iterable[str], *, least: int = 0) -> Callable[[str], tuple[str, ...]]:
+    """A parser of at least so many comma-separated names, each one of `known`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name for name in text.split(",") if name))
+        wrong = [name for name in names if name not in known]
+        if wrong or len(names) < least:
+            raise argparse.ArgumentTypeError(
+                f"must be of {', '.join(known)}, at least {least}, got {text!r}"
+            )
+        return names
+
+    return parse
 
 
 def parse_dtype(text: str) -> torch.dtype:

@@ -46,7 +46,7 @@ from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, w
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Band, Tile, pair_tiles
-from ring_attn.tools.arguments import format_size, new_table, parse_size, show
+from ring_attn.tools.arguments import format_size, names_of, new_table, parse_size, show
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
@@ -465,7 +465,8 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kernels", default=",".join(PRODUCTS), help=f"some of {','.join(PRODUCTS)} (all)")
+    names = f"some of {','.join(PRODUCTS)} (all)"
+    add("--kernels", type=names_of(PRODUCTS), default=",".join(PRODUCTS), help=names)
     rows = "rows {} mask ({}, on a CPU 128; --quick: a quarter)"
     add("--full-rows", type=parse_size, help=rows.format("without a", "16k"))
     add("--causal-rows", type=parse_size, help=rows.format("with a causal", "32k"))
@@ -484,17 +485,13 @@ def setting_of(args: argparse.Namespace) -> Setting:
         raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {path!r}: unset it")
     shared = one_device(args)
     gpu, quick = shared.device.type == "cuda", args.quick
-    chosen = args.kernels.split(",")
-    for name in chosen:
-        if name not in PRODUCTS:
-            raise ValueError(f"--kernels must be of {list(PRODUCTS)}, got {name!r}")
     jobs = min(MOST_JOBS, num_cores()) if args.jobs is None else args.jobs
     if jobs < 0:
         raise ValueError(f"--jobs must be at least 0, got {jobs}")
     budget = shared.budget if shared.budget is not None or not gpu else BUDGET
     setting = Setting(
         **{**vars(shared), "budget": budget},
-        kernels=tuple(kernel for kernel in PRODUCTS if kernel in chosen),
+        kernels=tuple(kernel for kernel in PRODUCTS if kernel in args.kernels),
         full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
         causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
         iters=ITERS if gpu else 1,

@@ -217,11 +217,11 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
 
 
 def test_sizes_by_device_and_option() -> None:
-    assert setting("--device cpu --quick").sizes == kernel.QUICK_ON_CPU
+    assert setting("--device cpu --quick") == kernel.QUICK_ON_CPU
     given = setting("--device cpu --seqlen 1k,2k --heads 8 --causal --dtype fp16 --budget 3")
-    assert given.sizes.seqlens == (1024, 2048) and given.sizes.heads == ((8, 8),)
-    assert given.causal == (True,) and given.sizes.dtype == torch.float16
-    assert given.sizes.head_dims == kernel.ON_CPU.head_dims
+    assert given.seqlens == (1024, 2048) and given.heads == ((8, 8),)
+    assert given.causal == (True,) and given.dtype == torch.float16
+    assert given.head_dims == kernel.ON_CPU.head_dims
     assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
     cells = list(setting("--device cpu --seqlen 64,256 --tokens 128 --heads 4/2").problems())
     assert [(c.seqlen, c.batch, c.causal) for c in cells] == [

@@ -64,19 +64,20 @@ def test_growth_over_length_and_ranks(report_of: Any, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ring --baseline sparse", "--baseline must be of"),
-        ("strategies --shapes spiral", "the names are mha 512"),
-        ("kernel --device cpu --implementations sparse", "--implementations"),
-        ("kernel --device cpu --implementations ,", "--implementations"),
-        ("kernel --device cpu --heads 8/3", "8/3"),
-        ("kernel --device cpu --json /nowhere/x.json", "/nowhere"),
+        ("bench ring --baseline sparse", "--baseline: must be of"),
+        ("bench kernel --implementations ours,sparse", "'ours,sparse'"),
+        ("tune --kernels bwd", "'bwd'"),
+        ("bench strategies --shapes spiral", "the names are mha 512"),
+        ("bench kernel --device cpu --implementations ,", "--implementations"),
+        ("bench kernel --device cpu --heads 8/3", "8/3"),
+        ("bench kernel --device cpu --json /nowhere/x.json", "/nowhere"),
     ],
 )
 def test_bad_options_are_refused(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = main(["bench", *words.split()])
+        status = main(words.split())
     except SystemExit as exit:  # raised by argparse
         status = int(exit.code or 0)
     assert status == 2

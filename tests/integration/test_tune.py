@@ -234,7 +234,6 @@ def test_sizes_by_device_and_option() -> None:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        ("--kernels bwd", "--kernels .*'bwd'"),
         ("--jobs -1", "--jobs .*-1"),
         ("--heads 4/2,8/2", "--heads"),
         ("--dtype bfloat16", "bfloat16"),
