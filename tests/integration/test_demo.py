@@ -114,14 +114,7 @@ def test_documents_are_whole_files() -> None:
         next(demo.document_batches(1, seed=0))
 
 
-def test_report_fails_where_a_loss_is_not_finite_or_a_verdict_fails() -> None:
-    verdict = Verdict("losses", 0.0, 1.0, ok=True)
-    assert Report([ROW], [verdict]).ok
-    assert not Report([replace(ROW, mesh_loss=math.nan)], [verdict]).ok
-    assert not Report([ROW], [replace(verdict, ok=False)]).ok
-
-
-def test_report_fails_where_the_ranks_generate_something_else() -> None:
+def test_the_report_fails_by_generation_verdict_or_loss() -> None:
     prompt, rows = torch.tensor([[42] * 50]), (3, 4)
     sharded, whole = torch.eye(256)[[65, 90, 91]], torch.eye(256)[[65, 66, 67]]
     same = compare(prompt, whole, whole, rows)
@@ -130,6 +123,9 @@ def test_report_fails_where_the_ranks_generate_something_else() -> None:
     assert wrong == Comparison(40 * "*", "AZ[", False, 1, 1.0, 1.0, rows)
     assert not compare(prompt, whole * math.nan, whole, rows).equal
     assert Report([ROW], [], same).ok and not Report([ROW], [], wrong).ok
+    verdict = Verdict("losses", 0.0, 1.0, ok=True)
+    assert Report([ROW], [verdict]).ok and not Report([ROW], [replace(verdict, ok=False)]).ok
+    assert not Report([replace(ROW, mesh_loss=math.nan)], [verdict]).ok
 
 
 def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
@@ -152,11 +148,7 @@ def test_defaults_follow_from_the_mesh() -> None:
     assert (quick.training.microbatches, quick.training.batch) == (1, 1)
     assert (quick.training.seqlen, quick.steps) == (demo.QUICK_SEQLEN, 3)
     assert run_of("--nproc 3").training == run_of("--mesh cp=3").training
-
-
-def test_axes_in_any_order() -> None:
-    assert Axes.parse("tp=2, pp=3") == Axes(pp=3, tp=2)
-    assert str(Axes.parse("tp=2,cp=1,pp=3")) == "pp=3,tp=2" and Axes(2, 3, 4, 5).size == 120
+    assert str(Axes.parse("tp=2, cp=1,pp=3")) == "pp=3,tp=2" and Axes(2, 3, 4, 5).size == 120
 
 
 @pytest.mark.parametrize(

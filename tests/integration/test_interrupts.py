@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,31 +28,22 @@ class Started:
         self.folder = folder / "temporary"
         self.folder.mkdir(parents=True)
         self.mark = f"RING_ATTN_TEST={folder}".encode()
-        name, value = self.mark.decode().split("=", 1)
         here = {
-            name: value,
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(self.folder),
+            "RING_ATTN_TEST": str(folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "kept by torch"),
-        }
+        }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, *words],
-            env={**os.environ, **here},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            [sys.executable, *words], env={**os.environ, **here}, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def running(self) -> list[int]:
         """The command's processes that have not ended."""
         found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark in (entry / "environ").read_bytes():
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-            except OSError:
-                continue
         return found
 
     def wait_for(self, reached: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -35,9 +35,7 @@ def code(language: str) -> list[str]:
 def figures() -> str:
     """The README's table of the committed measurement."""
     measured = json.loads(FIGURES.read_text())
-    rows: dict[tuple[str, str], dict[str, Any]] = {
-        (row["impl"], row["mode"]): row for row in measured["rows"]
-    }
+    rows = {(row["impl"], row["mode"]): row for row in measured["rows"]}
     lines = [
         "| | forward | forward + backward | x dense | waiting | sent | memory | error |",
         "|---|---|---|---|---|---|---|---|",
@@ -46,39 +44,31 @@ def figures() -> str:
         forward, both = rows[impl, "fwd"], rows[impl, "fwd_bwd"]
         ratio = both["median_ms"] / rows["dense", "fwd_bwd"]["median_ms"]
         waited, sent = both["wait_ms"], both["bytes_sent"]
-        cells = [
-            name,
-            f"{forward['median_ms']:.0f} ms",
-            f"{both['median_ms']:.0f} ms",
-            f"{ratio:.2f}",
-            "-" if waited is None else f"{waited:.0f} ms",
-            "-" if sent is None else f"{sent / 1e6:.1f} MB",
-            f"{both['peak_bytes'] / 1e6:.0f} MB",
-            f"{both['max_error']:.1e}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(
+            f"| {name} | {forward['median_ms']:.0f} ms | {both['median_ms']:.0f} ms | {ratio:.2f} "
+            f"| {'-' if waited is None else f'{waited:.0f} ms'} "
+            f"| {'-' if sent is None else f'{sent / 1e6:.1f} MB'} "
+            f"| {both['peak_bytes'] / 1e6:.0f} MB | {both['max_error']:.1e} |"
+        )
     machine = measured["machine"]
-    torch_version = machine["versions"]["torch"]
-    lines += [
-        "",
-        f"`{measured['command']}`",
-        f"on {machine['cores']} cores of an {machine['cpu']}, torch {torch_version}, "
-        "gloo: medians of the slower rank, error against float64",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"`{measured['command']}`",
+            f"on {machine['cores']} cores of an {machine['cpu']}, torch "
+            f"{machine['versions']['torch']}, gloo: medians of the slower rank, error against "
+            "float64",
+        ]
+    )
 
 
 def explained() -> str:
     """The first lines of `explain`'s output, and its reason."""
     choice = ring_attn.explain(
-        seqlen=131072,
-        world_size=16,
-        nheads=32,
-        nheads_kv=8,
-        headdim=128,
-        causal=True,
+        seqlen=131072, world_size=16, nheads=32, nheads_kv=8, headdim=128, causal=True,
         cluster=builtin_cluster("H100"),
-    )
+    )  # fmt: skip
     return "\n".join([*str(choice).splitlines()[:6], choice.reason])
 
 

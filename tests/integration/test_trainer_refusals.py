@@ -82,6 +82,11 @@ def test_a_fingerprint_knows_every_tensor() -> None:
     assert len(set(prints)) == len(prints) and prints == again
 
 
+def refused(args: Any, family: str = "llama", name: str = "ring_attn", **options: Any) -> None:
+    model = make_model(family, name)
+    make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **options)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -97,30 +102,33 @@ def test_arguments_that_are_refused(tmp_path: Path, options: dict[str, Any], tex
         refused(arguments(str(tmp_path), **options))
 
 
-def refused(args: Any, family: str = "llama", name: str = "ring_attn", **options: Any) -> None:
-    model = make_model(family, name)
-    make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **options)
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"compute_metrics": print}, NotImplementedError, "compute_metrics"),
+        ({"preprocess_logits_for_metrics": print}, NotImplementedError, "preprocess_logits"),
+        ({"compute_loss_func": print}, NotImplementedError, "compute_loss_func"),
+        ({"family": "bert"}, NotImplementedError, "ForMaskedLMLoss"),
+        ({"name": "sdpa"}, ValueError, "'sdpa'"),
+        ({}, RuntimeError, "no process group"),  # nothing else is wrong
+    ],
+)
+def test_a_trainer_is_refused(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with register(), pytest.raises(error, match=text):
+        refused(arguments(str(tmp_path)), **options)
 
 
-def test_what_a_trainer_is_refused_for(tmp_path: Path) -> None:
-    args = arguments(str(tmp_path))
-    with register():
-        for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"):
-            with pytest.raises(NotImplementedError, match=name):
-                refused(args, **{name: print})
-        with pytest.raises(NotImplementedError, match="ForMaskedLMLoss"):
-            refused(args, family="bert")
-        with pytest.raises(RuntimeError, match="no process group"):
-            refused(args)  # nothing else is wrong
-    with pytest.raises(ValueError, match="'sdpa'"):
-        refused(args, name="sdpa")
-    for wrong in (transformers.Trainer.train, torch.nn.Module):
-        with pytest.raises(TypeError, match="trainer_class"):
-            split_sequence(wrong)
-    with (
-        mock.patch.dict(sys.modules, {"accelerate": None}),
-        pytest.raises(ImportError, match=r"ring-attn\[trainer\]"),
-    ):
+@pytest.mark.parametrize("wrong", [transformers.Trainer.train, torch.nn.Module])
+def test_a_class_that_is_no_trainer_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="trainer_class"):
+        split_sequence(wrong)
+
+
+def test_without_accelerate_the_extra_is_named() -> None:
+    missing = mock.patch.dict(sys.modules, {"accelerate": None})
+    with missing, pytest.raises(ImportError, match=r"ring-attn\[trainer\]"):
         split_sequence(transformers.Trainer)
 
 
@@ -130,18 +138,14 @@ PARALLEL = "accelerator.parallelism_config"
 def trainer_like(**changes: Any) -> Any:
     """A mock Trainer, right in all checked attributes except the changes."""
     args: dict[str, Any] = {
-        "label_smoothing_factor": 0,
-        "neftune_noise_alpha": None,
-        "use_liger_kernel": False,
-        "include_num_input_tokens_seen": "no",
-        "accelerator_config.dispatch_batches": None,
-        "average_tokens_across_devices": True,
-        "world_size": 2,
-    }
+        "label_smoothing_factor": 0, "neftune_noise_alpha": None, "use_liger_kernel": False,
+        "include_num_input_tokens_seen": "no", "accelerator_config.dispatch_batches": None,
+        "average_tokens_across_devices": True, "world_size": 2,
+    }  # fmt: skip
     right = {f"args.{name}": value for name, value in args.items()}
-    right |= {"compute_metrics": None, "preprocess_logits_for_metrics": None}
-    right |= {"compute_loss_func": None, "is_deepspeed_enabled": False}
-    right |= {"accelerator.parallelism_config": None, "model": make_model("llama", "sdpa")}
+    unused = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", PARALLEL)
+    right |= dict.fromkeys(unused)
+    right |= {"is_deepspeed_enabled": False, "model": make_model("llama", "sdpa")}
     return mock.Mock(**right | changes)
 
 

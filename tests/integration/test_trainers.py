@@ -120,7 +120,6 @@ class Training(NamedTuple):
 
 TRAININGS = {
     "padded": Training(usual, slow=False),
-    "packed": Training(partial(usual, collate="packed")),
     "documents": Training(partial(usual, collate="packed, with cu_seq_lens"), slow=False),
     "llama4": Training(usual, where={"family": "llama4"}),
     "three ranks": Training(usual, 3),

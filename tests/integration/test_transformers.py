@@ -160,16 +160,6 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
             "made of blockwise_overlay, or_masks",
         ),
         (
-            "create_causal_mask",
-            {"or_mask_function": masking_utils.and_masks(SLIDING_OVERLAY, IMAGES)},
-            "made of blockwise_overlay, or_masks",
-        ),
-        (
-            "create_chunked_causal_mask",
-            {**CHUNKS, "block_sequence_ids": BLOCKS},
-            "made of blockwise_overlay, or_masks",
-        ),
-        (
             "create_chunked_causal_mask",
             {"config": {"attention_chunk_size": 5, "layer_types": ["full_attention"] * 48}},
             "made of chunked_overlay",
