@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,6 +153,8 @@ class Verdict:
     auto_ms: float
     best: str
     best_ms: float
+    predicted_ms: float | None = None
+    ring_ms: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -165,17 +166,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
     add("--shapes", help="comma-separated words; only shapes with one of them in their names")
-    add(
-        "--iters",
-        type=parse_size,
-        help=f"repetitions (for {SECONDS:g} s, {ITERS} to {MOST_ITERS})",
-    )
-    add(
-        "--cluster",
-        metavar="FILE",
-        type=parse_input,
-        help="a file of ring-attn calibrate; default: calibrates first",
-    )
+    iters = f"repetitions (for {SECONDS:g} s, {ITERS} to {MOST_ITERS})"
+    add("--iters", type=parse_size, help=iters)
+    cluster = "a file of ring-attn calibrate; default: calibrates first"
+    add("--cluster", metavar="FILE", type=parse_input, help=cluster)
     add_outputs(parser)
 
 
@@ -199,7 +193,10 @@ def run(args: argparse.Namespace) -> int:
     setting = Setting(shapes, args.world_sizes, iters, args.quick)
     bench = Strategies(setting, Outputs.of(args))
     for world_size in setting.world_sizes:
-        cluster = cluster_for(args.cluster, world_size, quick=args.quick)
+        if args.cluster is None:
+            cluster = calibrate(world_size, quick=args.quick)
+        else:
+            cluster = load_cluster(args.cluster, world_size)
         bench.clusters[str(world_size)] = to_json(cluster)
         sweep(bench, world_size, cluster)
     bench.save(last=True)
@@ -210,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(verdicts)} cases; median ratio {statistics.median(v.ratio for v in verdicts):.3f}, "
         f"greatest {max(v.ratio for v in verdicts):.3f}"
     )
-    tables = [] if args.quiet else [verdict_table(verdicts, bench.rows)]
+    tables = [] if args.quiet else [verdict_table(verdicts)]
     return bench.finish(tables, [summary])
 
 
@@ -232,13 +229,6 @@ def _shortened(shape: Shape) -> Shape:
     documents = tuple(n // 8 for n in shape.documents)
     seqlen = sum(documents) or shape.seqlen // 8
     return replace(shape, seqlen=seqlen, window=(window[0], window[1]), documents=documents)
-
-
-def cluster_for(path: Path | None, world_size: int, *, quick: bool) -> Cluster:
-    """The cluster from the file; without a file, measures it."""
-    if path is not None:
-        return load_cluster(path, world_size)
-    return calibrate(world_size, quick=quick)
 
 
 def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
@@ -274,30 +264,21 @@ def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
 
         def on_part(part: tuple[int, list[list[float]]]) -> None:
             index, times = part
-            shape = setting.shapes[index]
-            bench.rows += _rows(shape, world_size, choices[index], times)
+            shape, choice = setting.shapes[index], choices[index]
+            usable = [c for c in choice.candidates if not c.refused]
+            bench.rows += [
+                Row(
+                    shape.name, world_size, candidate.label, 1e3 * candidate.seconds,
+                    statistics.median(samples), tuple(samples), candidate is choice.best,
+                )
+                for candidate, samples in zip(usable, times, strict=True)
+            ]  # fmt: skip
             begin(f"{shape.name} on {world_size} ranks is done", 1)
 
         begin(f"{world_size} ranks start", 0)
         run_ranks(
             measure, world_size, work, setting.iters, threads=1, device="cpu", on_part=on_part
         )
-
-
-def _rows(shape: Shape, world_size: int, choice: Choice, times: list[list[float]]) -> list[Row]:
-    usable = [c for c in choice.candidates if not c.refused]
-    return [
-        Row(
-            shape.name,
-            world_size,
-            candidate.label,
-            1e3 * candidate.seconds,
-            statistics.median(samples),
-            tuple(samples),
-            candidate is choice.best,
-        )
-        for candidate, samples in zip(usable, times, strict=True)
-    ]
 
 
 def judged(rows: Sequence[Row]) -> list[Verdict]:
@@ -307,13 +288,17 @@ def judged(rows: Sequence[Row]) -> list[Verdict]:
         of_case = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
         auto = next(row for row in of_case if row.is_auto)
         best = min(of_case, key=lambda row: row.median_ms)
+        ring = next((row.median_ms for row in of_case if row.strategy == "ring"), None)
         verdicts.append(
-            Verdict(shape, world_size, auto.strategy, auto.median_ms, best.strategy, best.median_ms)
-        )
+            Verdict(
+                shape, world_size, auto.strategy, auto.median_ms, best.strategy, best.median_ms,
+                auto.predicted_ms, ring,
+            )
+        )  # fmt: skip
     return verdicts
 
 
-def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
+def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """A line for each shape and number of ranks."""
     table = new_table(
         "forward and backward, medians of the slowest rank",
@@ -321,15 +306,10 @@ def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
         ("ms", "predicted", "best ms", "ratio", "ring"),
     )
     for v in verdicts:
-        of_case = [row for row in rows if (row.shape, row.world_size) == (v.shape, v.world_size)]
-        auto = next(row for row in of_case if row.is_auto)
-        ring = next((row.median_ms for row in of_case if row.strategy == "ring"), None)
-        table.add_row(
-            v.shape, str(v.world_size), v.auto, v.best, show(v.auto_ms, ".1f"),
-            show(auto.predicted_ms, ".1f"), show(v.best_ms, ".1f"), show(v.ratio, ".3f"),
-            show(ring, ".1f"),
-            style="" if v.ratio <= 1 + SHARE else "red",
-        )  # fmt: skip
+        ms = (show(x, ".1f") for x in (v.auto_ms, v.predicted_ms, v.best_ms))
+        figures = (*ms, show(v.ratio, ".3f"), show(v.ring_ms, ".1f"))
+        style = "" if v.ratio <= 1 + SHARE else "red"
+        table.add_row(v.shape, str(v.world_size), v.auto, v.best, *figures, style=style)
     return table
 
 

@@ -56,15 +56,9 @@ LEAST_ITERS, SLOW_MS = 2, 500.0
 
 # Fields of `nvidia-smi --query-gpu`.
 STATE_FIELDS = (
-    "name",
-    "driver_version",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks.mem",
-    "power.draw",
-    "power.limit",
-    "temperature.gpu",
-)
+    "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw",
+    "power.limit", "temperature.gpu",
+)  # fmt: skip
 
 
 class HostWatch:
@@ -153,16 +147,9 @@ def time_in_turn(
 ) -> dict[str, list[Sample]]:
     """Times all calls in turn within every repetition.
 
-    Args:
-        calls: calls by name.
-        watch: the device's watch.
-        iters: number of repetitions after the warm-up.
-        seconds: time after which no repetition starts, except the first LEAST_ITERS.
-        failed: called with the name and the error of a call that raises, which then has no samples;
-            None lets the error pass.
-
-    Returns:
-        The samples of each call.
+    `iters` repetitions follow the warm-up; after `seconds` none starts, except the first
+    LEAST_ITERS. `failed` is called with the name and the error of a call that raises, which then
+    has no samples; None lets the error pass.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     host_ms = dict.fromkeys(calls, 0.0)

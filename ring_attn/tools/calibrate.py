@@ -33,16 +33,8 @@ from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.core.tiles import Band, Tile
-from ring_attn.planning.devices import (
-    HOST,
-    Cluster,
-    Copies,
-    Device,
-    Host,
-    Link,
-    compute_seconds,
-    to_json,
-)
+from ring_attn.planning import devices
+from ring_attn.planning.devices import Cluster, Device, Link
 from ring_attn.tools.arguments import (
     add_common,
     command_line,
@@ -107,7 +99,7 @@ class TileSample:
 
     def predicted(self, rate: Rate) -> float:
         shape = (self.area, self.rows, self.edge, self.per_pair)
-        return float(compute_seconds(rate, *(torch.tensor(x) for x in shape)))
+        return float(devices.compute_seconds(rate, *(torch.tensor(x) for x in shape)))
 
 
 @dataclass(frozen=True)
@@ -140,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         return {
             "machine": machine(),
             "command": command_line(),
-            "clusters": {ranks: to_json(cluster) for ranks, cluster in clusters.items()},
+            "clusters": {ranks: devices.to_json(cluster) for ranks, cluster in clusters.items()},
             "samples": samples,
         }
 
@@ -191,8 +183,8 @@ def calibrate(
         window_forward=rates[False, True],
         window_backward=rates[True, True],
     )
-    host = HOST if kind == "cuda" else Host()
-    copies = Copies() if kind == "cuda" else None
+    host = devices.HOST if gpu else devices.Host()
+    copies = devices.Copies() if gpu else None
     return Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
 
 

@@ -87,7 +87,7 @@ def run_ranks(
         )
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
-    return _launch(fn, nproc, args, threads, device, on_part)
+    return _launch((fn, args, threads, device), nproc, on_part)
 
 
 # Receives each part of the result in rank 0; None in other ranks and without `on_part`.
@@ -156,15 +156,12 @@ def checked_device(device: str | None, nproc: int) -> str:
     return device
 
 
-def _launch(
-    fn: Callable[..., T],
-    nproc: int,
-    args: tuple[Any, ...],
-    threads: int,
-    device: str,
-    on_part: Callable[[Any], object] | None,
-) -> list[T]:
-    work = pickle.dumps((fn, args, threads, device))
+# A function, its arguments, the threads of a rank and the device.
+Work = tuple[Callable[..., Any], tuple[Any, ...], int, str]
+
+
+def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> list[Any]:
+    threads, pickled = work[2], pickle.dumps(work)
     # This process holds the store, so that it outlives rank 0.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "localhost", 0, is_master=True, wait_for_workers=False
@@ -176,17 +173,15 @@ def _launch(
             for rank in range(nproc):
                 pipe, end = context.Pipe(duplex=False)
                 variables = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(nproc),
-                    "LOCAL_WORLD_SIZE": str(nproc),
+                    **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+                    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
                     "MASTER_ADDR": "localhost",  # the machine's host name may not resolve
                     "MASTER_PORT": str(store.port),
                     # The store exists already: rank 0 must not open another.
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
                 }
-                process = context.Process(target=_rank_main, args=(end, variables, work))
+                process = context.Process(target=_rank_main, args=(end, variables, pickled))
                 ranks[pipe] = rank, process
                 with interrupt.held_back():
                     process.start()
@@ -260,12 +255,9 @@ def _rank_main(pipe: Connection, variables: dict[str, str], work: bytes) -> None
 
 
 def _run_in_place(
-    fn: Callable[..., T],
-    args: tuple[Any, ...],
-    threads: int | None,
-    device: str,
+    fn: Callable[..., T], args: tuple[Any, ...], threads: int | None, device: str,
     on_part: Callable[[Any], object] | None,
-) -> list[T]:
+) -> list[T]:  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)
     if not dist.is_initialized():

@@ -46,14 +46,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -327,7 +322,7 @@ class MeshTrainer:
         settings = self.settings
         group = self.mesh.get_group("pp")
         stages: list[Any] = [
-            PipelineStage(stage, i, settings.num_stages, self.device, group=group)
+            pipelining.PipelineStage(stage, i, settings.num_stages, self.device, group=group)
             for i, stage in zip(indices, self.stages, strict=True)
         ]
         options: dict[str, Any] = {
@@ -336,8 +331,8 @@ class MeshTrainer:
             "scale_grads": False,
         }
         if settings.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, **options)
-        kind = Schedule1F1B if settings.schedule == "1f1b" else ScheduleGPipe
+            return pipelining.ScheduleInterleaved1F1B(stages, **options)
+        kind = pipelining.Schedule1F1B if settings.schedule == "1f1b" else pipelining.ScheduleGPipe
         return kind(stages[0], **options)
 
     def _share_of_loss(self, logits: Tensor, shift_labels: Tensor) -> Tensor:

@@ -81,31 +81,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, default=torch.bfloat16, help="default: bfloat16")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add("--window", type=parse_window, metavar="LEFT,RIGHT", help="sizes such as 4k,0; -1 is open")
-    add(
-        "--documents",
-        type=parse_sizes,
-        metavar="LENGTHS",
-        help="lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500",
-    )
+    documents = "lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500"
+    add("--documents", type=parse_sizes, metavar="LENGTHS", help=documents)
     add("--layout", choices=("auto", *LAYOUTS, "balanced"), default="auto")
     names = f"consider only some of {', '.join(NAMES)}"
     add("--strategy", nargs="+", choices=NAMES, metavar="NAME", help=names)
-    add(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
-        "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)",
+    cluster = (
+        "h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
+        "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)"
     )
+    add("--cluster", metavar="NAME|FILE", help=cluster)
     add("--node-size", type=parse_size, help="devices of a node (8)")
     same_bits = "consider only strategies with the same bits at every world size"
     add("--same-bits", action=argparse.BooleanOptionalAction, help=same_bits)
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--memory", type=parse_size, metavar="BYTES", help="memory of a rank, such as 80G")
-    add(
-        "--check",
-        action="store_true",
-        help="check the best strategy's programs of all ranks against each other, draw rank 0's",
-    )
+    check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
+    add("--check", action="store_true", help=check)
     add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
     add_common(parser)
 
@@ -136,17 +128,17 @@ def run(args: argparse.Namespace) -> int:
         choice = plan(args)
     finally:
         gc.enable()
-    too_many = why_not_pictured(choice)
-    if args.plot is not None and too_many is not None:
+    count, too_many = choice.best.num_steps(choice.problem.spec) * args.world_size, ""
+    if count > MOST_RANK_STEPS:
+        too_many = f"{count} ranks x steps are too many for a table and a timeline"
+        too_many += f" ({MOST_RANK_STEPS})"
+    if args.plot is not None and too_many:
         raise ValueError(f"--plot cannot be drawn: {too_many}")
     simulations = {} if too_many else simulated(choice.problem, choice.best)
     rows = [row for name, done in simulations.items() for row in report.step_rows(name, done)]
     if not args.quiet:
-        console = table_console()
-        console.print(report.strategies_table(choice))
-        for line in choice.left_out():
-            console.print(line, markup=False, highlight=False)
-        console.print(too_many or report.steps_table(choice, rows))
+        print(str(choice).removesuffix(choice.reason))
+        table_console().print(too_many or report.steps_table(choice, rows))
     print(choice.reason)
     ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:
@@ -214,14 +206,6 @@ def check_bounds(args: argparse.Namespace) -> None:
             f"{format_size(MOST_MEETINGS)} at most with striped shards, which takes about 20 s to "
             "plan; give --layout zigzag, contiguous or balanced"
         )
-
-
-def why_not_pictured(choice: Choice) -> str | None:
-    """Why the best strategy has too many steps for a table and a timeline; None if it has not."""
-    count = choice.best.num_steps(choice.problem.spec) * choice.problem.world_size
-    if count <= MOST_RANK_STEPS:
-        return None
-    return f"{count} ranks x steps are too many for a table and a timeline ({MOST_RANK_STEPS})"
 
 
 def plan(args: argparse.Namespace) -> Choice:

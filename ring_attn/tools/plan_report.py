@@ -67,7 +67,7 @@ def step_rows(direction: str, simulation: Simulation) -> Iterator[StepRow]:
             kind: torch.zeros(simulation.schedule.world_size, dtype=torch.float64)
             for kind in ("compute", "move", "transfer", "wait")
         }
-        area, edge, sent = _zeros(simulation), _zeros(simulation), _zeros(simulation)
+        area, edge, sent = torch.zeros(3, simulation.schedule.world_size, dtype=torch.int64)
         for action in phase.actions:
             span = next(spans)
             seconds[span.kind] += span.stop - span.start
@@ -89,37 +89,6 @@ def step_rows(direction: str, simulation: Simulation) -> Iterator[StepRow]:
             transfer_s=float(seconds["transfer"].max()),
             wait_s=float(seconds["wait"].max()),
         )
-
-
-def _zeros(simulation: Simulation) -> Tensor:
-    return torch.zeros(simulation.schedule.world_size, dtype=torch.int64)
-
-
-def strategies_table(choice: Choice) -> Table:
-    """The simulated strategies, the best first."""
-    table = new_table(
-        f"strategies, predicted: {choice.describe()}",
-        ("", "strategy", "layout", "travels", "slowest link"),
-        ("steps", "messages", "in node", "between", "forward", "backward", "exposed", "peak"),
-    )
-    for candidate in choice.candidates:
-        prediction = candidate.prediction
-        if prediction is None:
-            continue
-        best, total = candidate is choice.best, prediction.total
-        per_rank = (
-            n // choice.problem.world_size for n in (total.inside_bytes, total.between_bytes)
-        )
-        table.add_row(
-            "*" if best else "", candidate.label, candidate.layout_name,
-            candidate.travels or "", total.slowest_link or "",
-            str(prediction.forward.steps), str(total.messages), *map(format_bytes, per_rank),
-            format_seconds(prediction.forward.seconds),
-            format_seconds(prediction.backward.seconds) if prediction.backward else "",
-            format_seconds(total.exposed), format_bytes(candidate.peak_bytes),
-            style="bold green" if best else "",
-        )  # fmt: skip
-    return table
 
 
 def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
