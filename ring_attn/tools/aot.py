@@ -9,10 +9,10 @@ serialised, or is not warp-specialised though it should be. No kernel runs on a 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -21,14 +21,14 @@ from torch import Tensor
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
+from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
+from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
+from ring_attn.kernels.step_table import StepTable, make_step_table, transposed
+from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 from ring_attn.tools.arguments import add_common, new_table, parse_dtype, parse_size
 from ring_attn.tools.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.tools.processes import map_in_processes
-
-if TYPE_CHECKING:
-    from ring_attn.kernels.configs import Config
-    from ring_attn.kernels.step_table import StepTable
 
 # Most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
 # specifications per compute capability, maximum per thread block (the system reserves 1 KiB).
@@ -63,6 +63,9 @@ QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
 # Sizes of the launches' tensors. They divide by 16, the usual case, for which triton specialises.
 ROWS, HEADS, KV_HEADS = 1024, 32, 16
+
+# Parts of the keys in decoding.
+PARTS = 32
 
 # (lo, hi): a row i sees the keys j with lo <= j - i <= hi.
 BANDS: dict[str, tuple[int | None, int | None]] = {
@@ -234,8 +237,6 @@ def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
 
 def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     """The variants that exist for an architecture and head dims."""
-    from ring_attn.kernels import configs
-
     gluon = arch == "sm_90" and head_dims in map(str, configs.GLUON)
     one_pass = arch == "sm_90" and head_dims in map(str, configs.GLUON_BWD)
     few = configs.column(arch), configs.bucket(int(head_dims.split("/")[0]))
@@ -250,19 +251,13 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The frozen config of a variant; for the forward in Gluon all its configs."""
-    from ring_attn.kernels import configs
-
     if variant.kernel == "hopper_fwd":
         return configs.GLUON[head_dim]
     if variant.kernel == "hopper_bwd":
         return (configs.GLUON_BWD[head_dim],)
     if variant.kernel == "merge":
-        from ring_attn.kernels import decode
-
         return (decode.MERGE,)
     if variant.kernel == "merge_tree":
-        from ring_attn.kernels import merge_tree
-
         return (merge_tree.config_of(head_dim),)
     column = configs.column(arch)
     if variant.few:
@@ -274,24 +269,30 @@ def variant_launch(
     variant: Variant, config: Config, head_dim: int, head_dim_v: int, dtype: torch.dtype
 ) -> Launch:
     """The launch of a variant over tensors that have no memory."""
-    from ring_attn.kernels import flash_bwd, flash_fwd
-    from ring_attn.kernels.turn_table import TurnTable
+    meta = torch.device("meta")
 
     def rows_of(heads: int, dtype: torch.dtype = dtype, dim: int = head_dim_v) -> Tensor:
-        return torch.empty(1, ROWS, heads, dim, dtype=dtype, device="meta")
+        return torch.empty(1, ROWS, heads, dim, dtype=dtype, device=meta)
 
     def stats() -> Tensor:
-        return torch.empty(1, HEADS, ROWS, device="meta")
+        return torch.empty(1, HEADS, ROWS, device=meta)
 
     if variant.kernel == "delta":
         rows = rows_of(HEADS), rows_of(HEADS)
         return flash_bwd.delta_launch(*rows, stats(), stats(), stats(), config)
-    if variant.kernel == "part_table":
-        return _part_table(config)
+    if variant.kernel == "part_table":  # for one query with 8 heads
+        split = decode.Parts(0, ROWS // PARTS, PARTS)
+        return decode.part_table((0, 1, 0, ROWS - 1, None, None), 8, split, config, meta)[1]
     if variant.kernel == "merge":
-        return _merge(rows_of, stats)
-    if variant.kernel == "merge_tree":
-        return _merge_tree(head_dim_v, dtype)
+        count = ROWS // PARTS * KV_HEADS // HEADS
+        acc, out = rows_of(KV_HEADS, torch.float32), rows_of(HEADS, torch.float32)[:, :count]
+        m, l, lse = stats()[:, :KV_HEADS], stats()[:, :KV_HEADS], stats()[..., :count]
+        return decode.merge_parts_launch(acc, m, l, out, lse, PARTS)
+    if variant.kernel == "merge_tree":  # results of 64 ranks for 4 queries
+        outs = torch.empty(64, 1, 4, HEADS, head_dim_v, device=meta)
+        lses = torch.empty(64, 1, HEADS, 4, device=meta)
+        sinks = torch.empty(HEADS, device=meta)
+        return merge_tree.merge_tree_launch(outs, lses, outs[0].to(dtype), lses[0], sinks)
     table = _table(variant, config)
     # Decoding takes the q heads of a group as rows.
     heads = KV_HEADS if variant.kernel == "decode" else HEADS
@@ -303,8 +304,8 @@ def variant_launch(
     }
     if variant.is_forward:
         state = flash_fwd.Carried(
-            sinks=torch.empty(HEADS, device="meta") if variant.sinks else None,
-            counter=torch.empty(1, dtype=torch.int32, device="meta"),
+            sinks=torch.empty(HEADS, device=meta) if variant.sinks else None,
+            counter=torch.empty(1, dtype=torch.int32, device=meta),
         )
         if not (variant.first and variant.last):
             state.acc, state.m, state.l = rows_of(HEADS, torch.float32), stats(), stats()
@@ -324,7 +325,7 @@ def variant_launch(
     if isinstance(table, TurnTable):
         from ring_attn.kernels import hopper_bwd
 
-        turns = torch.empty(1, dtype=torch.int32, device="meta")
+        turns = torch.empty(1, dtype=torch.int32, device=meta)
         dq = rows_of(HEADS, torch.float32, head_dim)
         return hopper_bwd.bwd_launch(
             *known, dq, dk, dv, turns, table, config, softmax_scale=head_dim**-0.5
@@ -332,45 +333,10 @@ def variant_launch(
     return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
 
 
-def _part_table(config: Config) -> Launch:
-    """The launch that writes the table of 32 parts, for one query with 8 heads."""
-    from ring_attn.kernels import decode
-
-    parts = decode.Parts(0, ROWS // 32, 32)
-    rectangle = (0, 1, 0, ROWS - 1, None, None)
-    return decode.part_table(rectangle, 8, parts, config, torch.device("meta"))[1]
-
-
-def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launch:
-    """The launch that merges 32 parts for 4 queries."""
-    from ring_attn.kernels import decode
-
-    parts, float32 = 32, torch.float32
-    rows = ROWS // parts * KV_HEADS // HEADS
-    acc, out = rows_of(KV_HEADS, float32), rows_of(HEADS, float32)[:, :rows]
-    m, l, lse = stats()[:, :KV_HEADS], stats()[:, :KV_HEADS], stats()[..., :rows]
-    return decode.merge_parts_launch(acc, m, l, out, lse, parts)
-
-
-def _merge_tree(head_dim: int, dtype: torch.dtype) -> Launch:
-    """The launch that merges the results of 64 ranks for 4 queries."""
-    from ring_attn.kernels import merge_tree
-
-    sets, rows = 64, 4
-    out = torch.empty(sets, 1, rows, HEADS, head_dim, device="meta")
-    lse = torch.empty(sets, 1, HEADS, rows, device="meta")
-    sinks = torch.empty(HEADS, device="meta")
-    return merge_tree.merge_tree_launch(out, lse, out[0].to(dtype), lse[0], sinks)
-
-
 def _table(variant: Variant, config: Config) -> StepTable:
     """The step table of one rectangle, transposed for dk and dv."""
-    from ring_attn.kernels.step_table import make_step_table, transposed
-
     cpu, band, short = torch.device("cpu"), BANDS[variant.band], ROWS - variant.ragged
     if variant.kernel == "hopper_bwd":
-        from ring_attn.kernels.turn_table import make_turn_table
-
         seen = transposed([(0, short, 0, short, *band)])
         return make_turn_table(seen, config.BLOCK_N, config.BLOCK_M, cpu)
     if variant.kernel == "dkdv":
