@@ -27,8 +27,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -46,14 +47,14 @@ from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, w
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Band, Tile, pair_tiles
+from ring_attn.kernels import configs
+from ring_attn.kernels.configs import FOLDED, Config
+from ring_attn.kernels.tuned import section
 from ring_attn.tools.arguments import format_size, names_of, new_table, parse_size, show
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
-
-if TYPE_CHECKING:
-    from ring_attn.kernels.configs import Config
 
 # Kinds of configs to search, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
@@ -126,8 +127,6 @@ class Setting(OneDevice):
 
     @property
     def kinds(self) -> list[str]:
-        from ring_attn.kernels import configs
-
         x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
         # The backward in Gluon has one config per head dim: there is nothing to search.
         one_pass = configs.takes_gluon_bwd(x, self.head_dim, 0.0)
@@ -143,12 +142,12 @@ class Setting(OneDevice):
 class Kernels(Attention):
     """The whole attention on the Triton backend, with chosen configs."""
 
-    def __init__(self, problem: Problem, data: Data, configs: Mapping[str, Config]) -> None:
-        """`configs`, by kind, replace the frozen ones."""
+    def __init__(self, problem: Problem, data: Data, chosen: Mapping[str, Config]) -> None:
+        """`chosen`, by kind, replace the frozen configs."""
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
         self._one_row = (Tile(slice(0, 1), slice(0, problem.seqlen), Band(None, None)),)
-        self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
+        self._backend, self._scores = TritonBackend(chosen), Scores(problem.head_dim**-0.5)
         self._inputs = data.rows_first
 
     def forward(self) -> None:
@@ -161,10 +160,8 @@ class Kernels(Attention):
 
     def backward(self) -> None:
         self._prepare()
-        self._dq()
-        self._dkdv()
+        (dq,), (dk, dv) = self._gradients(0), self._gradients(1, 2)
         factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
-        dq, dk, dv = self._sums
         self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
@@ -175,7 +172,7 @@ class Kernels(Attention):
             return self._forward_once
         self.forward()
         self._prepare()
-        return self._dq if kernel == "dq" else self._dkdv
+        return partial(self._gradients, *((0,) if kernel == "dq" else (1, 2)))
 
     def _decode(self) -> list[Tensor]:
         q, k, v, _ = self._inputs
@@ -187,24 +184,18 @@ class Kernels(Attention):
         return [*self.results(), self._lse]
 
     def _prepare(self) -> None:
-        q, k, v, dout = self._inputs
+        *qkv, dout = self._inputs
         assert self.out is not None, "forward comes first"
         statistics = self._backend.row_statistics(self.out, dout, self._lse)
         self._backward_inputs = BackwardInputs(*self._inputs, *statistics)
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        self._sums = dq, dk, dv
+        self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in qkv]
 
-    def _dq(self) -> list[Tensor]:
-        dq, _, _ = self._sums
-        sums = (dq, None, None)
-        self._backend.backward(self._backward_inputs, self._tiles, sums, scores=self._scores)
-        return [dq]
-
-    def _dkdv(self) -> list[Tensor]:
-        _, dk, dv = self._sums
-        sums = (None, dk, dv)
-        self._backend.backward(self._backward_inputs, self._tiles, sums, scores=self._scores)
-        return [dk, dv]
+    def _gradients(self, *which: int) -> list[Tensor]:
+        """Adds to some of the sums of dq, dk, dv."""
+        dq, dk, dv = (x if index in which else None for index, x in enumerate(self._sums))
+        inputs, sums = self._backward_inputs, (dq, dk, dv)
+        self._backend.backward(inputs, self._tiles, sums, scores=self._scores)
+        return [self._sums[index] for index in which]
 
 
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> Row:
@@ -223,10 +214,8 @@ class Tuning(Report[Setting, Row]):
     """Searches one kind after another, and saves the report after each."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
-        from ring_attn.kernels import configs
-
         super().__init__(setting, outputs)
-        self._configs, self._arch = configs, configs.architecture(setting.device)
+        self._arch = configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
 
     def run(self) -> None:
@@ -247,8 +236,6 @@ class Tuning(Report[Setting, Row]):
 
     def more(self) -> dict[str, Any]:
         """The configs in the form that RING_ATTN_CONFIGS reads."""
-        from ring_attn.kernels.tuned import section
-
         setting = self.setting
         chosen: dict[str, Config] = {}
         for row in best(self.rows):
@@ -283,7 +270,7 @@ class Tuning(Report[Setting, Row]):
 
     def _candidates(self, kind: str) -> list[Row]:
         """The frozen config, then the search space; for a forward in Gluon, those configs too."""
-        setting, configs = self.setting, self._configs
+        setting = self.setting
         sizes = (self._arch, setting.head_dim, setting.dtype)
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
         in_gluon, frozen = list[Row](), configs.frozen(kind, *sizes)
@@ -405,8 +392,6 @@ def best(rows: Sequence[Row]) -> list[Row]:
     For that, the kinds of a kernel must fold blocks of one length; a kind that was not timed keeps
     its frozen config, and so its length. Both kinds of the forward in Gluon share one config.
     """
-    from ring_attn.kernels.configs import FOLDED
-
     decoding = [row for row in rows if row.kind == "decode" and row.speed]
     fastest: list[Row] = []
     for kernel, block in FOLDED.items():

@@ -172,7 +172,7 @@ def test_forwards_in_gluon_are_candidates_on_sm_90(monkeypatch: pytest.MonkeyPat
     bench = tuning(f"{TINY} --kernels fwd --head-dim 64", monkeypatch, SMALL)
     bench._arch = "sm_90"
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    frozen = bench._configs.frozen("fwd", "sm_90", 64, torch.float32)
+    frozen = configs.frozen("fwd", "sm_90", 64, torch.float32)
     assert [one.name for one in bench._candidates("fwd")] == [label(frozen), "32x32 4w 1s"]
     bench.setting = replace(bench.setting, dtype=torch.bfloat16)
     found = bench._candidates("fwd_whole")
