@@ -147,17 +147,13 @@ class Decode(Report[Setting, Row]):
 
     def run(self) -> None:
         """Measures caches, the shortest first, until the budget is spent."""
-        caches = list(product(self.setting.seqlens, self.setting.batches))
-        with self.progress(sum(seqlen * batch for seqlen, batch in caches)) as begin:
-            for seqlen, batch in caches:
-                if self.left() <= 0.0:
-                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                    self.rows.append(Row("all", seqlen, batch, note=note))
-                else:
-                    begin(f"caches of {batch} x {seqlen} rows", seqlen * batch)
-                    self.rows += self._case(batch, seqlen)
-                self.save()
-        self.save(last=True)
+        sizes = product(self.setting.seqlens, self.setting.batches)
+        caches = [(f"caches of {b} x {n} rows", float(b * n), (n, b)) for n, b in sizes]
+        for (seqlen, batch), note in self.in_budget(caches):
+            if note:
+                self.rows.append(Row("all", seqlen, batch, note=note))
+            else:
+                self.rows += self._case(batch, seqlen)
 
     def more(self) -> dict[str, Any]:
         """The GB/s of a copy."""

@@ -236,7 +236,7 @@ def _flex(problem: Problem) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     cuda = problem.device.type == "cuda"
-    attention = compiled_flex() if cuda else _quiet(flex_attention)
+    attention: Any = compiled_flex() if cuda else flex_attention
     block_mask, options = None, None
     if problem.causal:
         options = FLEX_CAUSAL
@@ -244,11 +244,13 @@ def _flex(problem: Problem) -> Callable[..., Tensor]:
         block_mask = create_block_mask(_sees, None, None, n, n, device=problem.device.type)
     grouped = problem.heads != problem.kv_heads
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention(
-            q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=options
-        )
-        return out
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        inputs = {"block_mask": block_mask, "enable_gqa": grouped, "kernel_options": options}
+        if cuda:
+            return attention(q, k, v, **inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # uncompiled flex warns at every call that it is slow
+            return attention(q, k, v, **inputs)
 
     return run
 
@@ -275,17 +277,6 @@ def forget_compiled() -> None:
     compiled_flex.cache_clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Silences warnings: uncompiled flex warns at every call that it is slow."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return function(*args, **options)
-
-    return run
 
 
 def _flash(package: str, causal: bool) -> Callable[..., Tensor]:

@@ -102,9 +102,8 @@ class Judge:
             parts = []
             for g in range(problem.kv_heads):
                 heads = slice(g * group, (g + 1) * group)
-                q_side = (x[b : b + 1, :, heads] for x in (q, dout))
-                k_side = (x[b : b + 1, :, g : g + 1] for x in (k, v))
-                (q_part, dout_part), (k_part, v_part) = q_side, k_side
+                q_part, dout_part = (x[b : b + 1, :, heads] for x in (q, dout))
+                k_part, v_part = (x[b : b + 1, :, g : g + 1] for x in (k, v))
                 parts.append(_figures(Inputs(q_part, k_part, v_part, dout_part), mask, keys))
             entries.append(_joined(parts, dim=2))
         return _joined(entries, dim=0)
@@ -152,18 +151,18 @@ def _figures(inputs: Inputs, mask: Mask, keys: Tensor | None = None) -> Figures:
     oracle, plain = dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
     by_name = {}
     for name in NAMES:
-        three = (getattr(oracle, name), getattr(plain, name), oracle.terms[name])
-        if keys is not None and name in ("dk", "dv"):
-            three = (three[0][:, keys], three[1][:, keys], three[2][:, keys])
-        by_name[name] = three
+        chosen = keys if keys is not None and name in ("dk", "dv") else slice(None)
+        three = getattr(oracle, name), getattr(plain, name), oracle.terms[name]
+        by_name[name] = three[0][:, chosen], three[1][:, chosen], three[2][:, chosen]
     return by_name
 
 
 def _joined(parts: Sequence[Figures], dim: int) -> Figures:
-    def cat(name: str, which: int) -> Tensor:
-        return torch.cat([part[name][which] for part in parts], dim)
-
-    return {name: (cat(name, 0), cat(name, 1), cat(name, 2)) for name in NAMES}
+    joined = {}
+    for name in NAMES:
+        got, plain, terms = zip(*(part[name] for part in parts), strict=True)
+        joined[name] = torch.cat(got, dim), torch.cat(plain, dim), torch.cat(terms, dim)
+    return joined
 
 
 def _sample(seqlen: int, count: int, generator: torch.Generator) -> tuple[int, ...]:

@@ -211,16 +211,11 @@ class Bench(Report[Setting, Row]):
     def run(self) -> None:
         """Measures cells until the budget is spent."""
         problems = list(self.setting.problems()) if self._names else []
-        with self.progress(len(problems)) as begin:
-            for problem in problems:
-                if self.left() <= 0.0:
-                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                    self.rows += [self._row(name, problem, note) for name in self._names]
-                    continue
-                begin(f"{problem.seqlen} rows, heads of {problem.head_dim}", 1)
+        for problem, note in self.in_budget([(title(p), 1.0, p) for p in problems]):
+            if note:
+                self.rows += [self._row(name, problem, note) for name in self._names]
+            else:
                 self._measure(problem)
-                self.save()
-        self.save(last=True)
 
     def remarks(self) -> list[str]:
         """Lines for below the tables: reasons, notes and peak; the last line counts cells."""

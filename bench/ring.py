@@ -332,6 +332,7 @@ def _row(
     ours = impl.name == "ours"
     area = sum(setting.sequence.mask_area(_mask(setting)))
     call = _call(setting)
+    planned_bytes, planned_peak = _planned(setting, mode)
     judged = verdicts[: 1 if mode == "fwd" else None]
     forward = flops(area, call.spec, backward=False)
     backward = flops(area, call.spec, backward=True)
@@ -346,9 +347,9 @@ def _row(
         p80_ms=p80,
         wait_ms=statistics.median(waits) if ours else None,
         bytes_sent=sent[0] if ours else None,
-        planned_bytes=_planned_bytes(setting, mode) if ours else None,
+        planned_bytes=planned_bytes if ours else None,
         peak_bytes=peak,
-        planned_peak_bytes=_planned_peak(setting, mode) if ours and mode != "bwd" else None,
+        planned_peak_bytes=planned_peak if ours and mode != "bwd" else None,
         max_error=max(verdict.error for verdict in judged),
         tflops=work / median / 1e9,
         note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
@@ -369,22 +370,15 @@ def _call(setting: Setting, rank: int = 0) -> Call:
     return make_call(Strategy(), spec, (layout, layout), _mask(setting), rank)
 
 
-def _planned_bytes(setting: Setting, mode: str) -> int:
-    """Bytes that the program of the busiest rank sends."""
-
-    def planned(rank: int) -> int:
-        call = _call(setting, rank)
-        directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
-        return sum(count.bytes_sent(program_of(call, backward=back)) for back in directions)
-
-    return max(planned(rank) for rank in range(setting.world_size))
-
-
-def _planned_peak(setting: Setting, mode: str) -> int:
-    return max(
-        count.peak_bytes(_call(setting, rank), backward=mode != "fwd")
-        for rank in range(setting.world_size)
+def _planned(setting: Setting, mode: str) -> tuple[int, int]:
+    """Bytes that the program of the busiest rank sends, and the most that a rank holds."""
+    directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
+    calls = [_call(setting, rank) for rank in range(setting.world_size)]
+    sent = (
+        sum(count.bytes_sent(program_of(call, backward=back)) for back in directions)
+        for call in calls
     )
+    return max(sent), max(count.peak_bytes(call, backward=mode != "fwd") for call in calls)
 
 
 def _step_overhead(setting: Setting) -> Row:
