@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_attn.testing import Verdict, check
+from ring_attn.testing import Verdict
 from ring_attn.tools import demo
 from ring_attn.tools.demo import (
     Report,
     Row,
     Run,
-    Twin,
     sample_batches,
     standard_library_files,
     standard_library_text,
@@ -38,15 +37,6 @@ def run_of(options: str) -> Run:
     return demo.run_of(parsed(options))[1]
 
 
-def dense_losses(what: Run, dtype: torch.dtype) -> torch.Tensor:
-    """Losses of the same training in one process."""
-    settings = replace(what.training, dtype=dtype)
-    twin = Twin(settings, torch.device("cpu"))
-    batches = sample_batches(standard_library_text(), settings.seqlen, settings.seed)
-    losses = [twin.step(batch) for batch in islice(batches, what.steps)]
-    return torch.tensor(losses, dtype=dtype)
-
-
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ring_trains_and_generates_as_one_process_does(
@@ -65,18 +55,11 @@ def test_ring_trains_and_generates_as_one_process_does(
     assert report["settings"]["axes"]["cp"] == report["settings"]["nproc"] == 2
     assert [row["step"] for row in report["rows"]] == [0, 1, 2]
     assert [check["name"] for check in report["checks"]] == ["losses", "gradients"]
-
-    what = demo.run_of(args)[1]
-    oracle, plain = (dense_losses(what, t) for t in (torch.float64, torch.float32))
-    for side in ("mesh_loss", "dense_loss"):
-        losses = torch.tensor([row[side] for row in report["rows"]])
-        verdict = check(side, losses, oracle, plain)
-        assert verdict.ok, str(verdict)
-        assert losses[-1] < losses[0]
+    for side in ("mesh", "dense"):
+        first, *_, last = report["rows"]
+        assert last[f"{side}_loss"] < first[f"{side}_loss"] and first[f"{side}_tokens_per_s"] > 0
     differences = [abs(row["mesh_loss"] - row["dense_loss"]) for row in report["rows"]]
-    assert report["greatest_difference"] == max(differences)
-    for row in report["rows"]:
-        assert row["mesh_tokens_per_s"] > 0 and row["dense_tokens_per_s"] > 0
+    assert report["greatest_difference"] == max(differences) < 1e-3
 
     generation = report["generation"]
     assert generation["equal"] and generation["first_difference"] is None
