@@ -30,13 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
-from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
 from ring_attn.strategies.registry import make_call
+from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs
 from ring_attn.transport.base import TransportStats
 
@@ -46,6 +48,8 @@ FLASH_PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
 }
 SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+# Ours in `bench kernel`, and in `bench decode`.
+OURS = ("ours", "parts", "whole")
 IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, "flex", *FLASH_PACKAGES)
 
 # Guarantees of a causal mask by FlexKernelOptions, which allow flex to skip checks.
@@ -67,6 +71,16 @@ class Problem:
     causal: bool
     dtype: torch.dtype
     device: torch.device
+    queries: int | None = None  # the last ones of the sequence; None is all
+
+    @property
+    def rows(self) -> int:
+        """Number of queries."""
+        return self.seqlen if self.queries is None else self.queries
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seqlen
 
     @property
     def spec(self) -> AttentionSpec:
@@ -75,12 +89,12 @@ class Problem:
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.seqlen, self.seqlen, self.causal)
+        return Mask(self.rows, self.seqlen, self.causal)
 
     @property
     def area(self) -> int:
         """Exact number of visible pairs of one head."""
-        return self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
+        return self.mask.area
 
     def flops(self, mode: str) -> int:
         """FLOPs of "fwd" (4 x area x head_dim per head), "bwd" (2.5 times that) or "fwd_bwd"."""
@@ -91,12 +105,12 @@ class Problem:
         """Normally distributed q, k, v, dout, drawn on the device."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
-        def draw(heads: int) -> Tensor:
-            shape = (self.batch, self.seqlen, heads, self.head_dim)
+        def draw(rows: int, heads: int) -> Tensor:
+            shape = (self.batch, rows, heads, self.head_dim)
             return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
 
-        kv, q = self.kv_heads, self.heads
-        return Data(Inputs(draw(q), draw(kv), draw(kv), draw(q)))
+        q, kv = (self.rows, self.heads), (self.seqlen, self.kv_heads)
+        return Data(Inputs(draw(*q), draw(*kv), draw(*kv), draw(*q)))
 
 
 @dataclass(frozen=True)
@@ -148,10 +162,9 @@ class Ours(Attention):
     """The ring's driver on one rank: one backend computes the whole attention."""
 
     def __init__(self, problem: Problem, data: Data, backend: str) -> None:
-        layout = SequenceLayout.contiguous(problem.seqlen, 1)
-        self._call = make_call(
-            Strategy(), problem.spec, (layout, layout), problem.mask, 0, backend=backend
-        )
+        one = SequenceLayout.contiguous
+        layouts = one(problem.rows, 1), one(problem.seqlen, 1)
+        self._call = make_call(Strategy(), problem.spec, layouts, problem.mask, 0, backend=backend)
         self._inputs = data.rows_first
         # A ring of one rank sends nothing.
         self._alone: Any = SimpleNamespace(rank=0, world_size=1, stats=TransportStats())
@@ -164,6 +177,24 @@ class Ours(Attention):
 
     def backward(self) -> None:
         *self.grads, _ = run.backward(self._call, self._saved, self._inputs.dout, self._alone)
+
+
+class Parts(Attention):
+    """Decoding: a backend attends to parts of the keys in parallel, as in `tree_decode`."""
+
+    def __init__(self, problem: Problem, data: Data, backend: str) -> None:
+        chosen = choose_backend(problem.spec, backend, Purpose(decoding=True))
+        self._backend: Any = get_backend(chosen.name)
+        self._tiles = decode_tiles((Segment(0, problem.seqlen),), problem.mask)
+        self._scores, self._inputs = Scores(problem.head_dim**-0.5), data.rows_first
+
+    def forward(self) -> None:
+        q, k, v, _ = self._inputs
+        self.out, _ = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
+
+    def results(self) -> list[Tensor]:
+        (out,) = super().results()
+        return [out.to(self._inputs.q.dtype)]
 
 
 class Differentiable(Attention):
@@ -199,15 +230,15 @@ def unavailable(name: str, device: torch.device) -> str | None:
     package = FLASH_PACKAGES.get(name)
     if package and not _installed(package):
         return f"the package {package} is not installed"
-    if name != "ours" and device.type == "cpu" and name not in ("torch-flash", "flex"):
+    if name not in OURS and device.type == "cpu" and name not in ("torch-flash", "flex"):
         return f"runs on CUDA, got {device.type}"
     return None
 
 
 def make(name: str, problem: Problem, data: Data, *, backend: str, backward: bool) -> Attention:
-    """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
-    if name == "ours":
-        return Ours(problem, data, backend)
+    """Builds one of IMPLEMENTATIONS or OURS on a problem's data; errors of the package pass."""
+    if name in OURS:
+        return (Parts if name == "parts" else Ours)(problem, data, backend)
     if name in FLASH_PACKAGES:
         function = _flash(FLASH_PACKAGES[name], problem.causal)
         return Differentiable(function, data.rows_first, backward=backward)

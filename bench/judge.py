@@ -50,7 +50,7 @@ class Judge:
         self._short = replace(problem, batch=1, seqlen=min(problem.seqlen, WHOLE_SEQLEN))
         self._short_data = self._short.data(seed)
         generator = torch.Generator().manual_seed(seed)
-        self._rows = _sample(problem.seqlen, SAMPLED_ROWS, generator)
+        self._rows = _sample(problem.rows, SAMPLED_ROWS, generator)
         self._keys = _sample(problem.seqlen, SAMPLED_KEYS, generator)
         self._sampled_data = _with_few_rows(data, self._rows)
 

@@ -18,8 +18,6 @@ The exit status is 1 if a result of ours is wrong or a call of ours failed.
 from __future__ import annotations
 
 import argparse
-import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,29 +26,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.implementations import (
-    IMPLEMENTATIONS,
-    Attention,
-    Data,
-    Problem,
-    forget_compiled,
-    make,
-    reason,
-    unavailable,
-)
-from ring_attn.bench.judge import Judge, worst_of
+from ring_attn.bench.cells import Cells, table_of, title
+from ring_attn.bench.implementations import IMPLEMENTATIONS, Problem
 from ring_attn.bench.one_device import parse_device, parse_heads
 from ring_attn.bench.outputs import Outputs, add_outputs
-from ring_attn.bench.report import Report
-from ring_attn.bench.timing import (
-    Call,
-    Sample,
-    free_memory,
-    peak_tflops,
-    quantiles,
-    time_in_turn,
-    watch_for,
-)
+from ring_attn.bench.timing import Sample, peak_tflops, quantiles
 from ring_attn.tools.arguments import (
     format_size,
     names_of,
@@ -65,12 +45,6 @@ from ring_attn.tools.launch import DEVICES
 # The modes of the rows for each --mode, and the stages of a call in each mode.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
-
-# The time limit of a cell's repetitions.
-CELL_SECONDS = 4.0
-
-# Errors of ours that do not fail the run.
-REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -180,49 +154,21 @@ def setting_of(args: argparse.Namespace) -> Setting:
     return replace(quick if args.quick else full, **known)
 
 
-@dataclass
-class Tried:
-    """An implementation on a cell, built and checked, or a note why it cannot run."""
-
-    note: str = ""
-    attention: Attention | None = None
-    ratio: float | None = None
-
-
-class Bench(Report[Setting, Row]):
+class Bench(Cells[Setting, Row]):
     """Measures one cell after another, and saves the report after each."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
-        self.unavailable = {
-            name: why
-            for name in setting.implementations
-            if (why := unavailable(name, setting.device)) is not None
-        }
-        self._names = [name for name in setting.implementations if name not in self.unavailable]
-        self._backward = setting.mode != "fwd"
-        self._watch = watch_for(setting.device)
-        self._judged: set[tuple[object, ...]] = set()
         gpu = setting.device.type == "cuda"
-        self.backend = "triton" if gpu else "auto"
         name = torch.cuda.get_device_name(setting.device) if gpu else ""
         self.peak = peak_tflops(name, setting.dtype)
-
-    def run(self) -> None:
-        """Measures cells until the budget is spent."""
-        problems = list(self.setting.problems()) if self._names else []
-        for problem, note in self.in_budget([(title(p), 1.0, p) for p in problems]):
-            if note:
-                self.rows += [self._row(name, problem, note) for name in self._names]
-            else:
-                self._measure(problem)
 
     def remarks(self) -> list[str]:
         """Lines for below the tables: reasons, notes and peak; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
         if self.peak:
             lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
-        cells = {(*_table_of(row), row.seqlen, row.impl) for row in self.rows if row.samples}
+        cells = {(*table_of(row), row.seqlen, row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
@@ -230,75 +176,13 @@ class Bench(Report[Setting, Row]):
         """The peak rate, and why implementations cannot run here."""
         return {"peak_tflops": self.peak, "unavailable": self.unavailable}
 
-    def _measure(self, problem: Problem) -> None:
-        """Builds, checks, then times all implementations that can run a cell."""
-        forget_compiled()
-        free_memory(self.setting.device)
-        try:
-            data = problem.data()
-            judge = Judge(problem, data, backward=self._backward)
-            judge.prepare()
-        except torch.OutOfMemoryError as error:
-            note = f"cannot be judged: {reason(error)}"
-            self.rows += [self._row(name, problem, note) for name in self._names]
-            return
-        tried = {name: self._tried(name, problem, data, judge) for name in self._names}
-        del judge
-        samples = self._time(tried, problem)
-        for name, trial in tried.items():
-            self.rows += self._rows(name, problem, trial, samples.get(name, []))
+    def row(self, name: str, problem: Problem, note: str) -> Row:
+        sizes = (*table_of(problem), problem.seqlen, problem.batch)
+        return Row(name, self.setting.mode, *sizes, note=note)
 
-    def _tried(self, name: str, problem: Problem, data: Data, judge: Judge) -> Tried:
-        """Checks an implementation, on the short sequence once per table, and builds it."""
-
-        def build(problem: Problem, data: Data) -> Attention:
-            return make(name, problem, data, backend=self.backend, backward=self._backward)
-
-        key, tried = (name, *_table_of(problem)), Tried()
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            try:
-                whole = [] if key in self._judged else judge.whole(build)
-                self._judged.add(key)
-                tried.ratio, wrong = worst_of(whole + judge.sampled(build))
-                tried.note = f"wrong: {wrong}" if wrong else ""
-                if wrong and name == "ours":
-                    self.failures.append(f"{name}, {title(problem)}: {wrong}")
-                tried.attention = build(problem, data)
-            except Exception as error:
-                tried.note = self._failed(name, problem, error, warned)
-        return tried
-
-    def _time(self, tried: dict[str, Tried], problem: Problem) -> dict[str, list[Sample]]:
-        """Times all implementations that can run: forward, then backward."""
-        calls = {}
-        for name, trial in tried.items():
-            if trial.attention is not None:
-                stages = [trial.attention.forward, trial.attention.backward]
-                calls[name] = Call(stages[: 1 + self._backward], trial.attention.release)
-
-        def failed(name: str, error: Exception) -> None:
-            tried[name].note = self._failed(name, problem, error, [])
-
-        return time_in_turn(
-            calls, self._watch, self.setting.iters, seconds=CELL_SECONDS, failed=failed
-        )
-
-    def _failed(self, name: str, problem: Problem, error: Exception, warned: Sequence[Any]) -> str:
-        """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
-        why = reason(error, [str(warning.message) for warning in warned])
-        if name == "ours" and not isinstance(error, REFUSALS):
-            traceback.print_exception(error)
-            self.failures.append(f"{name}, {title(problem)}: {why}")
-        free_memory(self.setting.device)
-        return f"cannot run: {why}"
-
-    def _rows(
-        self, name: str, problem: Problem, tried: Tried, samples: Sequence[Sample]
+    def timed(
+        self, row: Row, problem: Problem, ratio: float | None, samples: list[Sample]
     ) -> list[Row]:
-        row = self._row(name, problem, tried.note)
-        if not samples:
-            return [row]
         rows = []
         host_ms = quantiles([sample.host_ms for sample in samples])[1]
         for mode in MODES[self.setting.mode]:
@@ -308,40 +192,22 @@ class Bench(Report[Setting, Row]):
             rows.append(
                 replace(
                     row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
-                    tflops=tflops, peak_share=share, host_ms=host_ms, max_ratio=tried.ratio,
+                    tflops=tflops, peak_share=share, host_ms=host_ms, max_ratio=ratio,
                 )
             )  # fmt: skip
         return rows
-
-    def _row(self, name: str, problem: Problem, note: str) -> Row:
-        sizes = (*_table_of(problem), problem.seqlen, problem.batch)
-        return Row(name, self.setting.mode, *sizes, note=note)
-
-
-def _table_of(what: Row | Problem) -> tuple[int, int, int, bool]:
-    """Key of the table that shows a row or problem."""
-    return what.heads, what.kv_heads, what.head_dim, what.causal
-
-
-def title(what: Row | Problem) -> str:
-    """The title of a row's table, or the name of a problem's cell."""
-    heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
-    mask = "causal" if what.causal else "full"
-    if isinstance(what, Row):
-        return f"{heads}, {mask}"
-    return f"{heads}, {mask}, {what.batch} x {format_size(what.seqlen)}"
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """A table per number of heads, head dim and mask; a line per length and implementation."""
     all_tables: list[Table] = []
-    for key in dict.fromkeys(map(_table_of, rows)):
-        of_table = [row for row in rows if _table_of(row) == key]
+    for key in dict.fromkeys(map(table_of, rows)):
+        of_table = [row for row in rows if table_of(row) == key]
         timed = {row.mode for row in of_table if row.samples}
         modes = [mode for mode in STAGES if mode in timed]
         figures = [name for mode in modes for name in (mode, "TFLOP/s")]
         table = new_table(
-            f"{title(of_table[0])}: ms (p20-p80), TFLOP/s (share of peak)",
+            f"{title(of_table[0], cell=False)}: ms (p20-p80), TFLOP/s (share of peak)",
             ("batch x n", ""),
             (*figures, "error/bound"),
         )
@@ -365,8 +231,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     cells: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.note:
-            where = f"{title(row)}, {row.batch} x {format_size(row.seqlen)}"
-            cells.setdefault((row.impl, row.note), {})[where] = None
+            cells.setdefault((row.impl, row.note), {})[title(row)] = None
     return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.bench import kernel, timing
+from ring_attn.bench import cells, kernel, timing
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
 from tests.integration.commands import options_of
@@ -58,7 +58,7 @@ class Steps:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_figures_of_a_row_by_hand(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "watch_for", lambda device: Steps())
+    monkeypatch.setattr(cells, "watch_for", lambda device: Steps())
     words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128"
     words += " --causal" if causal else " --no-causal"
     run = kernel.Bench(setting(f"{words} --implementations ours"))
@@ -131,7 +131,7 @@ def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch
 def test_compiled_code_is_dropped_once_per_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that fails leaves what others have compiled."""
     forgotten: list[int] = []
-    monkeypatch.setattr(kernel, "forget_compiled", lambda: forgotten.append(1))
+    monkeypatch.setattr(cells, "forget_compiled", lambda: forgotten.append(1))
     words = f"{TINY} --causal --implementations ours,flex,torch-flash"
     run = kernel.Bench(setting(words))  # flex has no backward here
     run.run()
@@ -201,7 +201,7 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         raise ArithmeticError("made to fail")
 
-    monkeypatch.setattr(kernel, "make", raising)
+    monkeypatch.setattr(cells, "make", raising)
     words = f"{RUN} --causal --implementations ours,torch-flash"
     report = report_of(words, status=1)
     notes = {row["impl"]: row["note"] for row in report["rows"]}
