@@ -25,7 +25,6 @@ import torch
 from rich.table import Table
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
-from ring_attn.backends.base import decodes
 from ring_attn.bench.cells import Cells
 from ring_attn.bench.implementations import SDPA_BACKENDS, Problem
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
@@ -87,7 +86,7 @@ class Decode(Cells[Setting, Row]):
         self.backend = setting.backend
         for problem in islice(setting.problems(), 1):
             chosen = choose_backend(problem.spec, setting.backend, Purpose(decoding=True))
-            if not decodes(get_backend(chosen.name)):
+            if not get_backend(chosen.name).decodes:
                 self.unavailable["parts"] = f"{chosen.name} has no parts"
                 self._names.remove("parts")
 
