@@ -25,9 +25,8 @@ import torch
 from rich.table import Table
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
-from ring_attn.bench.cells import Cells
+from ring_attn.bench.cells import Cells, OneDevice, add_device_arguments, one_device
 from ring_attn.bench.implementations import SDPA_BACKENDS, Problem
-from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn
 from ring_attn.tools.arguments import format_size, new_table, parse_size, parse_sizes, show

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.cells import Cells, table_of, title
+from ring_attn.bench.cells import Cells, parse_device, parse_heads, table_of, title
 from ring_attn.bench.implementations import IMPLEMENTATIONS, Problem
-from ring_attn.bench.one_device import parse_device, parse_heads
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.timing import Sample, peak_tflops, quantiles
 from ring_attn.tools.arguments import (

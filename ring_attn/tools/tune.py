@@ -38,9 +38,9 @@ from torch import Tensor
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.bench.cells import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge, TokenJudge, worst_of
-from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, watch_for
