@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -50,7 +50,6 @@ TENSOR_MEMORY = 512
 # sm_90 and sm_100, but their newer instructions need 64 rows, and decoding has 16.
 PRODUCTS = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "mfma"}
 HMMA = "HMMA"
-Products = Literal["own", "any"]
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 # Head dims of q and k; after a slash that of v, if it differs.
@@ -88,7 +87,7 @@ class Expected:
     """
 
     warp_specialize: bool = False
-    products: Products | None = "own"
+    products: Literal["own", "any"] | None = "own"
     overlaps: bool = False
     spills: bool = False
     spilled: int = 0
@@ -185,8 +184,20 @@ VARIANTS = (
 # the compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
 # addresses. Most bytes: 64 on triton 3.7.1, 232 on 3.6.0, 260 on 3.9.0; the last two fail.
 ADDRESSES = 224
-WITHOUT_PRODUCTS = ("delta", "part_table", "merge", "merge_tree")
-KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
+
+WITHOUT_PRODUCTS = Expected(products=None)
+EXPECTED = {
+    "fwd": Expected(),
+    "hopper_fwd": Expected(warp_specialize=True, overlaps=True),
+    "hopper_bwd": Expected(warp_specialize=True, spilled=ADDRESSES),
+    "dkdv": Expected(),
+    "dq": Expected(),
+    "delta": WITHOUT_PRODUCTS,
+    "decode": Expected(products="any"),
+    "part_table": WITHOUT_PRODUCTS,
+    "merge": WITHOUT_PRODUCTS,
+    "merge_tree": WITHOUT_PRODUCTS,
+}
 
 
 @dataclass(frozen=True)
@@ -398,16 +409,8 @@ def judged(
 
 
 def compile_cell(cell: Cell) -> Row:
-    kernel = cell.variant.kernel
-    hopper = kernel in ("hopper_fwd", "hopper_bwd")
-    products: Products | None = "any" if kernel == "decode" else "own"
-    if kernel in WITHOUT_PRODUCTS:
-        products = None
     # Configs for few programs may spill: the alternative would leave half the GPU idle.
-    expected = Expected(
-        hopper, products, overlaps=kernel == "hopper_fwd", spills=cell.variant.few,
-        spilled=ADDRESSES if kernel == "hopper_bwd" else 0,
-    )  # fmt: skip
+    expected = replace(EXPECTED[cell.variant.kernel], spills=cell.variant.few)
     return _row(cell, *judged(cell.launch(), cell.arch, expected))
 
 
@@ -432,7 +435,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--arch", SHARED_BYTES, ", ".join(ARCHS)),
         ("--head-dim", (*HEAD_DIMS, *ODD_HEAD_DIMS), ", ".join(HEAD_DIMS)),
         ("--dtype", DTYPES, "all"),
-        ("--kernel", KERNELS, "all"),
+        ("--kernel", EXPECTED, "all"),
     ):
         names = f"of {', '.join(known)} (default {default})"
         add(option, nargs="+", choices=tuple(known), metavar="NAME", help=names)
@@ -468,7 +471,7 @@ def run(args: argparse.Namespace) -> int:
     archs, head_dims, dtypes = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
     setting = Setting(
         args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
-        args.kernel or KERNELS, args.jobs,
+        args.kernel or tuple(EXPECTED), args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
     bench = Report[Setting, Row](setting, Outputs(args.json, quiet=args.quiet))
