@@ -184,7 +184,7 @@ class Parts(Attention):
 
     def __init__(self, problem: Problem, data: Data, backend: str) -> None:
         chosen = choose_backend(problem.spec, backend, Purpose(decoding=True))
-        self._backend: Any = get_backend(chosen.name)
+        self._backend = get_backend(chosen.name)
         self._tiles = decode_tiles((Segment(0, problem.seqlen),), problem.mask)
         self._scores, self._inputs = Scores(problem.head_dim**-0.5), data.rows_first
 
@@ -242,23 +242,21 @@ def make(name: str, problem: Problem, data: Data, *, backend: str, backward: boo
     if name in FLASH_PACKAGES:
         function = _flash(FLASH_PACKAGES[name], problem.causal)
         return Differentiable(function, data.rows_first, backward=backward)
-    if name == "flex":
-        function = _flex(problem)
-    else:
-        grouped = problem.heads != problem.kv_heads
-        function = sdpa_by(SDPA_BACKENDS[name], causal=problem.causal, grouped=grouped)
+    function = _flex(problem) if name == "flex" else _sdpa(SDPA_BACKENDS[name], problem)
     return HeadsFirst(function, data.heads_first, backward=backward)
 
 
-def sdpa_by(backend: str, *, causal: bool, grouped: bool) -> Callable[..., Tensor]:
+def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
     """torch's attention with one backend, over (batch, heads, rows, dim)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = getattr(SDPBackend, backend)
+    chosen, grouped = getattr(SDPBackend, backend), problem.heads != problem.kv_heads
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, enable_gqa=grouped
+            )
 
     return run
 
