@@ -58,124 +58,38 @@ class Options(NamedTuple):
     return_attn_probs: bool = False
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    **sharing: Unpack[Sharing],
-) -> Result:
-    """Attention of this rank's queries to all visible keys.
+# Tensors of each form, as in signatures.
+TENSORS = {
+    "": "q: Tensor, k: Tensor, v: Tensor",
+    "kv": "q: Tensor, kv: Tensor",
+    "qkv": "qkv: Tensor",
+}
 
-    Args:
-        q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        dropout_p: must be 0.
-        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-        causal: bottom-right aligned, in global positions.
-        window_size: (left, right) in global positions; `causal` makes right 0.
-        softcap: caps the scores; 0 does not.
-        alibi_slopes: must be None.
-        deterministic: refused if the backend cannot promise it.
-        return_attn_probs: also return lse, and None.
-        group: as for `ring_attention`.
-        layout: as for `ring_attention`.
-        **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
 
-    Returns:
-        `out` (batch, rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
-        (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
+def parameters_of(options: Any) -> str:
+    """The fields of a NamedTuple with their defaults, as text for a signature."""
+    types, defaults = options.__annotations__, options._field_defaults
+    return ", ".join(f"{x}: {types[x].__forward_arg__} = {defaults[x]!r}" for x in options._fields)
 
-    Raises:
-        Exception: as `ring_attention`.
 
-    Example:
-        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
-        >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
-        >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
-        torch.Size([1, 500, 8, 64])
+def names_of(parameters: str) -> str:
+    """The names of parameters, with a comma after each."""
+    return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
+
+
+def written_out(
+    name: str, parameters: Sequence[str], call: str, scope: dict[str, Any], doc: str
+) -> Callable[..., Result]:
+    """Makes a function from the text of its parameters and of the call in its body.
+
+    The function has real parameters, like the methods of dataclasses. So Python itself refuses
+    wrong arguments, and torch.compile can trace their binding.
     """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    return _call("", (q, k, v), (), options, group, layout, sharing)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    **sharing: Unpack[Sharing],
-) -> Result:
-    """`flash_attn_func` within packed documents.
-
-    Args:
-        q: (rows, nheads, headdim), this rank's rows of the packed sequence.
-        k: (rows_kv, nheads_kv, headdim).
-        v: (rows_kv, nheads_kv, headdim_v).
-        cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
-            after the last boundary are padding; on several ranks padding needs a `SequenceLayout`.
-        cu_seqlens_k: boundaries of the keys' documents, as many.
-        max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
-            under torch.compile, which does not see boundaries.
-        max_seqlen_k: the same for the keys.
-        dropout_p, softmax_scale, causal, window_size: as for `flash_attn_func`.
-        softcap, alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_func`.
-        block_table: must be None.
-        group: as for `ring_attention`.
-        layout: as for `ring_attention`.
-        **sharing: as for `flash_attn_func`.
-
-    Returns:
-        `out` (rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse (nheads,
-        rows).
-
-    Raises:
-        NotImplementedError: `block_table` is not None.
-        Exception: as `ring_attention`.
-    """
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _call("", (q, k, v), sides, options, group, layout, sharing, block_table)
-
-
-def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
-    """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
-    raise NotImplementedError(
-        "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
-        "this rank's rows of the cache and call ring_attn.tree_decode"
-    )
+    namespace: dict[str, Callable[..., Result]] = {}
+    signature = ", ".join(filter(None, parameters))
+    exec(f"def {name}({signature}) -> Result:\n    return {call}", scope, namespace)
+    namespace[name].__doc__ = doc
+    return namespace[name]
 
 
 def _call(
@@ -219,70 +133,88 @@ def _call(
     return attend(qkv, options, *documents, group=group, layout=layout, **sharing)
 
 
-# Tensors of each form, as in signatures.
-TENSORS = {
-    "": "q: Tensor, k: Tensor, v: Tensor",
-    "kv": "q: Tensor, kv: Tensor",
-    "qkv": "qkv: Tensor",
-}
+_DOCSTRING = """Attention of this rank's queries to all visible keys{documents}.
+
+Args, as far as the signature has them:
+    q: ({rows}, nheads, headdim); float16, bfloat16, float32 or float64.
+    k: ({rows_k}, nheads_kv, headdim).
+    v: ({rows_k}, nheads_kv, headdim_v).
+    kv, qkv: ({rows}, 2 or 3, nheads, headdim), several of them in one.
+    cu_seqlens_q, cu_seqlens_k: int32 boundaries of as many documents of queries and keys in the
+        whole sequence, from 0. Rows after the last boundary are padding; on several ranks padding
+        needs a `SequenceLayout`.
+    max_seqlen_q, max_seqlen_k: rows of the longest document in the whole sequence, or more;
+        checked, except under torch.compile, which does not see boundaries.
+    cu_seqlens, max_seqlen: those of queries and keys.
+    dropout_p: must be 0.
+    softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+    causal: bottom-right aligned, in global positions.
+    window_size: (left, right) in global positions; `causal` makes right 0.
+    softcap: caps the scores; 0 does not.
+    alibi_slopes, block_table: must be None.
+    deterministic: refused if the backend cannot promise it.
+    return_attn_probs: also return lse, and None.
+    group, layout: as for `ring_attention`.
+    **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
+
+Returns:
+    `out` ({rows}, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
+    ({lse}) in float32 (float64 for float64), natural logarithm.
+
+Raises:
+    Exception: as `ring_attention`.
+{example}"""
+
+_EXAMPLE = """
+Example:
+    >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+    >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
+    >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
+    torch.Size([1, 500, 8, 64])
+"""
 
 
-def parameters_of(options: Any) -> str:
-    """The fields of a NamedTuple with their defaults, as text for a signature."""
-    types, defaults = options.__annotations__, options._field_defaults
-    return ", ".join(f"{x}: {types[x].__forward_arg__} = {defaults[x]!r}" for x in options._fields)
+def _function(form: str = "", documents: str = "", last: str = "") -> Callable[..., Result]:
+    """Makes a function of flash-attn for a form of the tensors.
 
-
-def names_of(parameters: str) -> str:
-    """The names of parameters, with a comma after each."""
-    return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
-
-
-def written_out(
-    name: str, parameters: Sequence[str], call: str, scope: dict[str, Any], doc: str
-) -> Callable[..., Result]:
-    """Makes a function from the text of its parameters and of the call in its body.
-
-    The function has real parameters, like the methods of dataclasses. So Python itself refuses
-    wrong arguments, and torch.compile can trace their binding.
+    Args:
+        form: see `TENSORS`.
+        documents: parameters of boundaries and longest documents.
+        last: parameter after the options.
     """
-    namespace: dict[str, Callable[..., Result]] = {}
-    signature = ", ".join(filter(None, parameters))
-    exec(f"def {name}({signature}) -> Result:\n    return {call}", scope, namespace)
-    namespace[name].__doc__ = doc
-    return namespace[name]
-
-
-def _packed(form: str, sides: str, doc: str) -> Callable[..., Result]:
-    """Makes a function that takes packed tensors: `form` "kv" or "qkv" names the last tensor."""
-    name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
-    options = parameters_of(Options)
+    name = f"flash_attn_{'varlen_' * bool(documents)}{form and form + 'packed_'}func"
     ours = "*, group: Group = None, layout: Layout = 'contiguous', **sharing: Unpack[Sharing]"
     call = (
-        f"_call({form!r}, ({names_of(TENSORS[form])}), ({names_of(sides)}), "
-        f"Options({names_of(options)}), group, layout, sharing)"
+        f"_call({form!r}, ({names_of(TENSORS[form])}), ({names_of(documents)}), "
+        f"Options({names_of(parameters_of(Options))}), group, layout, sharing, {names_of(last)})"
     )
-    return written_out(name, (TENSORS[form], sides, options, ours), call, globals(), doc)
+    doc = _DOCSTRING.format(
+        rows="rows" if documents else "batch, rows",
+        rows_k="rows_k" if documents else "batch, rows_k",
+        lse="nheads, rows" if documents else "batch, nheads, rows",
+        documents=" of their documents" if documents else "",
+        example="" if form or documents else _EXAMPLE,
+    )
+    parameters = (TENSORS[form], documents, parameters_of(Options), last, ours)
+    return written_out(name, parameters, call, globals(), doc)
 
 
 _SIDES = "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int"
 
-flash_attn_kvpacked_func = _packed(
-    "kv", "", "`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."
-)
-flash_attn_qkvpacked_func = _packed(
-    "qkv", "", "`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."
-)
-flash_attn_varlen_kvpacked_func = _packed(
-    "kv",
-    _SIDES,
-    "`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim).",
-)
-flash_attn_varlen_qkvpacked_func = _packed(
-    "qkv",
-    "cu_seqlens: Tensor, max_seqlen: int",
-    "`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim).",
-)
+flash_attn_func = _function()
+flash_attn_kvpacked_func = _function("kv")
+flash_attn_qkvpacked_func = _function("qkv")
+flash_attn_varlen_func = _function("", _SIDES, "block_table: Tensor | None = None")
+flash_attn_varlen_kvpacked_func = _function("kv", _SIDES)
+flash_attn_varlen_qkvpacked_func = _function("qkv", "cu_seqlens: Tensor, max_seqlen: int")
+
+
+def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
+    """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
+    raise NotImplementedError(
+        "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
+        "this rank's rows of the cache and call ring_attn.tree_decode"
+    )
 
 
 def attend(
