@@ -175,13 +175,7 @@ Example:
 
 
 def _function(form: str = "", documents: str = "", last: str = "") -> Callable[..., Result]:
-    """Makes a function of flash-attn for a form of the tensors.
-
-    Args:
-        form: see `TENSORS`.
-        documents: parameters of boundaries and longest documents.
-        last: parameter after the options.
-    """
+    """Makes a function with these parameters: tensors, documents, options, `last` and ours."""
     name = f"flash_attn_{'varlen_' * bool(documents)}{form and form + 'packed_'}func"
     ours = "*, group: Group = None, layout: Layout = 'contiguous', **sharing: Unpack[Sharing]"
     call = (
@@ -242,13 +236,7 @@ def attend(
 
 
 def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
-    """q, k and v from a call's tensors, checked for their numbers of dims.
-
-    Args:
-        form: "", or the name of the last tensor, "kv" or "qkv", which holds 2 or 3 tensors.
-        tensors: tensors of the call.
-        packed: whether there is no batch dim.
-    """
+    """q, k and v from the tensors of a form; refuses other numbers of dims."""
     rows = "rows" if packed else "batch, rows"
     num_dims = 3 if packed else 4
     if form:
@@ -268,13 +256,7 @@ def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
 
 
 def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
-    """Refuses boundaries with a document of more than `most` rows.
-
-    Args:
-        suffix: suffix of both arguments' names: "", "_q" or "_k".
-        cu_seqlens: boundaries of documents.
-        most: the max_seqlen of the call.
-    """
+    """Refuses boundaries with a document of more than `most` rows; names end in `suffix`."""
     name, most_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
     if torch.compiler.is_compiling():
         check.check_boundaries(name, cu_seqlens)

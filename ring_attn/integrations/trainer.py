@@ -48,8 +48,7 @@ from ring_attn import check
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers import LAYOUT, Registration
-
-IGNORED = -100
+from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
 
 # Tensors (batch, rows, ...) to split over the ranks.
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
@@ -260,7 +259,7 @@ class _Ring:
     def cut(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's rows of a batch, as keywords of the model."""
         rows, others = _as_documents(inputs)
-        seqlen = _tokens(rows).size(1)
+        seqlen = tokens_of(rows).size(1)
         layout = SequenceLayout.from_name(self.layout, seqlen, self.size)
         if 0 in layout.shard_lens:  # transformers' models need a row
             raise ValueError(
@@ -279,7 +278,7 @@ def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
     """
     others = {name: x for name, x in inputs.items() if x is not None and name not in DERIVED}
     rows = {name: others.pop(name) for name in ROWS if name in others}
-    shape = _tokens(rows).shape[:2]
+    shape = tokens_of(rows).shape[:2]
     _check_shapes(rows, others, shape)
     if "shift_labels" in rows:
         rows.pop("labels", None)
@@ -291,8 +290,9 @@ def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
                 f"{'' if real is None else ' and an attention_mask that hides some'}"
             )
         return rows, others
-    kept = torch.ones(shape, dtype=torch.bool, device=_tokens(rows).device)
-    kept = kept if real is None else real
+    kept = real
+    if kept is None:
+        kept = torch.ones(shape, dtype=torch.bool, device=tokens_of(rows).device)
     positions = rows.get("position_ids", kept.cumsum(1) - 1)
     starts = torch.ones_like(kept)
     starts[:, 1:] = positions.diff(dim=1) != 1
@@ -318,14 +318,9 @@ def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) ->
             f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; mark documents by "
             "cu_seq_lens_q, or by position_ids that restart"
         )
-    real = mask != 0
-    if bool(real.all()):
+    real = real_tokens(mask)
+    if real is None:
         return None
-    if bool((real[:, 1:] & ~real[:, :-1]).any()):
-        raise NotImplementedError(
-            "attention_mask hides tokens before others that it does not hide: padding must stand "
-            "at the end, as tokenizer.padding_side='right' makes it"
-        )
     for name in ("labels", "shift_labels"):
         if name in rows and bool((rows[name][~real] != IGNORED).any()):
             raise ValueError(
@@ -333,14 +328,6 @@ def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) ->
                 "padding"
             )
     return real
-
-
-def _tokens(rows: Mapping[str, Any]) -> Tensor:
-    """Ids or embeddings, (batch, seqlen, ...)."""
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(rows.get(name), Tensor):
-            return rows[name]
-    raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(rows)}")
 
 
 def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:

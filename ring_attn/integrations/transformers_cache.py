@@ -25,6 +25,7 @@ from ring_attn.api import unshard
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.decode import next_rank
+from ring_attn.integrations.transformers_masks import tokens_of
 
 # Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2
@@ -69,12 +70,7 @@ class CacheStep:
 def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str) -> Any:
     """Makes an empty cache, and hooks the model; see `Registration.cache`.
 
-    Args:
-        model: the model that will run with the cache.
-        group: the ranks.
-        kind: name of the layout of prompts.
-        block: number of consecutive new tokens that one rank keeps.
-        keyword: keyword of the forward that passes a step to the attention.
+    `kind` names the layout of prompts, `keyword` passes a step to the attention.
     """
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
@@ -206,7 +202,7 @@ def _before(
         return None
     kwargs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     _check_forward(kwargs, cache.keyword)
-    tokens = _tokens(kwargs)
+    tokens = tokens_of(kwargs)
     rows = tokens.size(1)
     keep = kwargs.get("logits_to_keep")
     step = cache.begin(rows, _checked_keep(keep, rows))
@@ -267,14 +263,6 @@ def _checked_keep(keep: object, rows: int) -> int:
             f"logits_to_keep must be a number of rows if the cache is split, got {keep!r}"
         )
     return min(keep, rows)
-
-
-def _tokens(kwargs: dict[str, Any]) -> Tensor:
-    """Ids or embeddings, (batch, rows, ...)."""
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(kwargs.get(name), Tensor):
-            return kwargs[name]
-    raise ValueError("a forward with a cache needs input_ids or inputs_embeds")
 
 
 def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:

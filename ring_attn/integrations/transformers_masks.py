@@ -11,7 +11,7 @@ into slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -81,18 +81,10 @@ def read_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Told | None:
-    """Reads padding and spans from the arguments of a mask function.
+    """Reads padding and spans from the arguments of a mask function; refuses other masks.
 
-    Args:
-        *args: sizes of this rank's shard; unused.
-        mask_function: visibility as a function of index tensors.
-        attention_mask: (batch, seqlen), False for padding.
-        q_length: rows of this rank.
-        config: the model's config.
-        **kwargs: `use_vmap` marks custom functions; others are unused.
-
-    Raises:
-        NotImplementedError: padding before tokens, or another kind of mask.
+    `mask_function` computes visibility from indices, `use_vmap` marks it as the user's own;
+    `attention_mask` is (batch, seqlen), False for padding; `q_length` counts this rank's rows.
     """
     parts = list(_parts(mask_function)) if mask_function else []
     known = set(MASK_PATTERNS)
@@ -127,14 +119,9 @@ def read_mask(
 
 
 class _Union(NamedTuple):
-    """A causal mask, and blocks that are seen whole.
+    """A causal mask, perhaps with a window, and blocks that are seen whole."""
 
-    Attributes:
-        blocks: (batch, seqlen) ids of the tokens' blocks; negative outside of blocks.
-        has_window: whether a window limits the causal part.
-    """
-
-    blocks: Tensor
+    blocks: Tensor  # (batch, seqlen) ids; negative outside of blocks
     has_window: bool
 
 
@@ -174,15 +161,8 @@ def _union_with_blocks(parts: list[tuple[str, Any]]) -> _Union | None:
     return _Union(_contents(members[1])[0], "sliding_window_overlay" in inside[0])
 
 
-def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
-    """Number of tokens of each row before its padding; None without padding."""
-    if attention_mask is None:
-        return None
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "attention_mask cannot be read under torch.compile: leave it out, and if a causal "
-            f"model has padding at the end, set the labels there to {IGNORED}"
-        )
+def real_tokens(attention_mask: Tensor) -> Tensor | None:
+    """(batch, seqlen), False for padding at the end of rows; None without padding."""
     real = attention_mask != 0
     if bool(real.all()):
         return None
@@ -192,15 +172,32 @@ def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
             "before others that it does not hide: padding must stand at the end, as "
             "tokenizer.padding_side='right' makes it"
         )
-    return tuple(real.sum(1).tolist())
+    return real
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor:
+    """Ids or embeddings, (batch, rows, ...)."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(batch.get(name), Tensor):
+            return batch[name]
+    raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(batch)}")
+
+
+def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
+    """Number of tokens of each row before its padding; None without padding."""
+    if attention_mask is None:
+        return None
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "attention_mask cannot be read under torch.compile: leave it out, and if a causal "
+            f"model has padding at the end, set the labels there to {IGNORED}"
+        )
+    real = real_tokens(attention_mask)
+    return None if real is None else tuple(real.sum(1).tolist())
 
 
 def _spans(blocks: Tensor) -> Iterator[tuple[Span, ...]]:
-    """The runs of each row that are blocks.
-
-    Raises:
-        NotImplementedError: a block is not one run.
-    """
+    """The runs of each row that are blocks; refuses a block of several runs."""
     for ids in blocks.cpu():
         edges = [0, *(torch.nonzero(ids.diff()).flatten() + 1).tolist(), len(ids)]
         spans = [(a, b) for a, b in pairwise(edges) if a < b and ids[a] >= 0]
@@ -226,10 +223,7 @@ def chunk_of(module: nn.Module) -> int | None:
 
 
 def counts_rows(module: nn.Module) -> bool:
-    """Whether a layer scales its queries by their index among its rows.
-
-    Llama 4's layers without RoPE do, as they do not get the positions.
-    """
+    """Whether a layer scales its queries by their index: Llama 4's layers without RoPE do."""
     tuned = getattr(module, "attn_temperature_tuning", False)
     return (
         bool(tuned)
@@ -239,14 +233,7 @@ def counts_rows(module: nn.Module) -> bool:
 
 
 def scaled_again(module: Any, q: Tensor, counted: Tensor, positions: Tensor) -> Tensor:
-    """Replaces a layer's scale of queries, by their index among rows, with that by positions.
-
-    Args:
-        module: see `counts_rows`.
-        q: (batch, rows, nheads, headdim).
-        counted: (rows,) positions that the layer used.
-        positions: (rows,) positions in the sequence, or in the documents.
-    """
+    """Scales q (batch, rows, nheads, headdim) by positions, not by those `counted` by a layer."""
     before, after = (
         torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
         for x in (counted, positions)
@@ -269,15 +256,7 @@ def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
 @lru_cache(maxsize=256)
 def mask_of(seqlen: int, rows: tuple[Row, ...], rule: Rule, cuts: tuple[int, ...] | None,
             beyond_windows: bool) -> Mask:  # fmt: skip
-    """The mask of a batch whose rows are concatenated.
-
-    Args:
-        seqlen: length of each row.
-        rows: see `Told`.
-        rule: causality, window and chunk of the layer.
-        cuts: boundaries of documents, the same in all rows; None without documents.
-        beyond_windows: see `Told`.
-    """
+    """The mask of a batch whose rows, of `seqlen` and documents `cuts` each, are concatenated."""
     each = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
     return each[0] if len(each) == 1 else masks.by_document(each)
 
