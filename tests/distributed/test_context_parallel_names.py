@@ -21,10 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-import ring_attn.models.sdpa
 from ring_attn import SequenceLayout
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
@@ -174,22 +172,6 @@ def test_buffers_are_restored() -> None:
 
 
 @on_ranks(2)
-def test_a_restored_buffer_in_a_backward_raises() -> None:
-    """Raises as with torch, because the saved shard is gone; no error if the shard stays."""
-    mesh, weight = mesh_of(), torch.ones(3, requires_grad=True)
-    for stays in (False, True):
-        x = torch.randn(8, 3)
-        left = {x} if stays else None
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0], no_restore_buffers=left):
-            y = (x * weight).sum()
-        if stays:
-            y.backward()
-        else:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                y.backward()
-
-
-@on_ranks(2)
 def test_only_inside_and_only_this_function() -> None:
     """The function object stays the same, and other threads get plain attention."""
     q = torch.randn(1, 2, 6, 8)
@@ -246,22 +228,6 @@ def test_our_layouts_are_balancers() -> None:
 
 
 @on_ranks(2)
-def test_rotate_methods_are_strategies() -> None:
-    """Each rotate method calls ring_attention with the strategy of the same communication."""
-    q = torch.randn(1, 2, 6, 8)
-    asked = []
-    with mock.patch.object(
-        ring_attn.models.sdpa, "ring_attention", side_effect=ring_attn.models.sdpa.ring_attention
-    ) as called:
-        for method in ("alltoall", "allgather"):
-            set_rotate_method(method)
-            with context_parallel(mesh_of()):
-                F.scaled_dot_product_attention(q, q, q, is_causal=True)
-            asked.append(called.call_args.kwargs["strategy"])
-    assert asked == ["ring", "all_gather"]
-
-
-@on_ranks(2)
 def test_dtensors_are_taken_apart() -> None:
     """DTensors sharded by rows, as torch requires, give a plain output; others are refused."""
     mesh, rank = mesh_of(), dist.get_rank()
@@ -305,32 +271,27 @@ def test_layers_of_torch_are_taken_along() -> None:
     layout = SequenceLayout.zigzag(12, 2)
     mine = layout.shard(x, rank)
     causal = nn.Transformer.generate_square_subsequent_mask
-    for training in (True, False):
+    for training, grad in ((True, True), (False, False)):  # the second has a fused path
         layer.train(training)
-        attention.train(training)
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                expected = layer.double()(x.double())
-                plain = layer.float()(x)
-                with context_parallel(mesh):
-                    got = layer(mine)
-                assert_close("layer", got, *(layout.shard(x, rank) for x in (expected, plain)))
-        exact, plain = (
-            copy.deepcopy(attention).to(dtype)(
-                *3 * [x.to(dtype)],
-                attn_mask=causal(12, dtype=dtype),
-                is_causal=True,
-                need_weights=False,
-            )[0]
-            for dtype in (torch.float64, torch.float32)
-        )
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-            got, _ = attention(x, x, x, attn_mask=causal(6), is_causal=True, need_weights=False)
-            with pytest.raises(NotImplementedError, match="need_weights must be False"):
-                attention(x, x, x)
-            with pytest.raises(NotImplementedError, match="attn_mask must be None, got"):
-                attention(x, x, x, attn_mask=causal(6), need_weights=False)
-        assert_close("attention", got, *(layout.shard(x, rank) for x in (exact, plain)))
+        with torch.set_grad_enabled(grad):
+            expected = layer.double()(x.double())
+            plain = layer.float()(x)
+            with context_parallel(mesh):
+                got = layer(mine)
+            assert_close("layer", got, *(layout.shard(x, rank) for x in (expected, plain)))
+    exact, plain = (
+        copy.deepcopy(attention).to(x.dtype)(
+            x, x, x, attn_mask=causal(12, dtype=x.dtype), is_causal=True, need_weights=False
+        )[0]
+        for x in (x.double(), x)
+    )
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        got, _ = attention(x, x, x, attn_mask=causal(6), is_causal=True, need_weights=False)
+        with pytest.raises(NotImplementedError, match="need_weights must be False"):
+            attention(x, x, x)
+        with pytest.raises(NotImplementedError, match="attn_mask must be None, got"):
+            attention(x, x, x, attn_mask=causal(6), need_weights=False)
+    assert_close("attention", got, *(layout.shard(x, rank) for x in (exact, plain)))
 
 
 @on_ranks(2)
@@ -407,8 +368,6 @@ def test_refusals() -> None:
         assert x.shape == (2, 8)
     with context_parallel(mesh):
         q = torch.randn(1, 2, 6, 8)
-        with pytest.raises(NotImplementedError, match="flex_attention is not routed"):
-            flex_attention(q, q, q)
         # Without a mask every length is allowed.
         out = F.scaled_dot_product_attention(q, q[:, :, 1:], q[:, :, 1:])
         assert out.shape == q.shape

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ring_attn import SequenceLayout, masks
 from ring_attn.backends import BackendChoice
@@ -129,11 +128,8 @@ PREPARED = [
     (([0, 3, 8], True, 1, 2), ([0, 4], [0, 5], 4, 5, (3, 8))),
     (([0, 3, 8], False, 0, 2), ([0, 3, 4], [0, 3, 8], 3, 5, (0, 8))),
     (([0, 4, 8], True, 1, 2), ([0, 4], [0, 4], 4, 4, (4, 8))),
-    (([0, 4, 8], False, 0, 2), ([0, 4], [0, 4], 4, 4, (0, 4))),
-    (([0, 12], True, 1, 3), ([0, 4], [0, 8], 4, 8, (0, 8))),
     (([0, 12], False, 1, 3), ([0, 4], [0, 12], 4, 12, (0, 12))),
     (([0, 7, 8, 28, 40, 60], True, 1, 4), ([0, 13, 15], [0, 20, 22], 13, 20, (8, 30))),
-    (([0, 7, 8, 28, 40, 60], False, 0, 4), ([0, 7, 8, 15], [0, 7, 8, 28], 7, 20, (0, 28))),
     (([0, 7, 8, 28, 40, 60], False, 1, 4), ([0, 13, 15], [0, 20, 32], 13, 20, (8, 40))),
     (([0, 4, 4, 8], True, 1, 2), ([0, 0, 4], [0, 0, 4], 4, 4, (4, 8))),
     (([0, 4, 4, 8], False, 0, 2), ([0, 4], [0, 4], 4, 4, (0, 4))),
@@ -216,19 +212,6 @@ def test_lse_of_documents_is_padded_and_packed() -> None:
     assert utils.flatten_varlen_lse(padded, cu).equal(packed)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_zigzag_has_the_order_of_torchs_head_tail_balancer(world_size: int) -> None:
-    from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
-
-    seqlen = 2 * world_size * 5
-    theirs = _HeadTailLoadBalancer(seqlen, world_size, "cpu")
-    ours = context_parallel.as_load_balancer(SequenceLayout.zigzag(seqlen, world_size))
-    for restore in (False, True):
-        indices = ours._generate_indices(restore)
-        assert indices.shape == (1, seqlen)
-        assert indices.tolist() == theirs._generate_indices(restore).tolist()
-
-
 def test_a_balancer_has_the_rows_that_torch_gives() -> None:
     layout = SequenceLayout.boundaries([0, 2, 4, 6, 6])
     assert context_parallel.as_load_balancer(layout).layout is layout
@@ -268,14 +251,6 @@ def test_layouts_tell_the_lengths_of_queries_and_keys() -> None:
         sdpa_attention(X, X, X, is_causal=True, layout=pair)
 
 
-def test_route_is_off_where_it_ends() -> None:
-    with pytest.raises(NotImplementedError, match="need_weights"), route_sdpa():
-        nn.MultiheadAttention(8, 2)(X[0], X[0], X[0])
-    assert F.scaled_dot_product_attention(X, X, X, torch.zeros(6, 6)).shape == X.shape
-    with route_sdpa():
-        assert F.linear(X, X[0, 0]).shape == (1, 2, 6, 6)
-
-
 def test_flex_attention_is_refused_compiled_or_not() -> None:
     """The operator stands for the compiled function, whose compilation takes seconds."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
@@ -288,13 +263,7 @@ def test_flex_attention_is_refused_compiled_or_not() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "told", "refused"),
-    [
-        ("triton", False, False),
-        ("flash_attn", False, False),
-        ("aten", False, True),
-        ("cudnn", False, True),
-        ("aten", True, False),
-    ],
+    [("triton", False, False), ("aten", False, True), ("aten", True, False)],
 )
 def test_deterministic_is_promised_or_refused(backend: str, told: bool, refused: bool) -> None:
     """Depends, on simulated CUDA, on the backend and on torch's deterministic setting."""

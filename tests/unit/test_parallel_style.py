@@ -70,7 +70,6 @@ def styled(module: nn.Module) -> bool:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("layers.*.core", {0, 1, 2}),
         ("layers.1.core", {1}),
         ("l*.[02].c?re", {0, 2}),
         ("*.*.core", {0, 1, 2}),
@@ -104,9 +103,6 @@ def test_the_root_and_other_styles(mesh: DeviceMesh) -> None:
     ("key", "text"),
     [
         ("layers.*.cores", "'layers.*.cores' (nearest: 'layers.2.core', 'layers.1.core', "),
-        ("core", "'core' (nearest: "),
-        ("layers.3.core", "'layers.3.core' (nearest: "),
-        ("layer.0.core", "nearest: 'layers.0.core'"),
         ("layers.*.core.q", "'layers.*.core.q'"),
         ("zzzz", "'zzzz'"),
     ],
@@ -294,8 +290,3 @@ def test_positions_and_names_of_any_forward(
 ) -> None:
     core = parallelize(module(), mesh, style(**options))
     torch.testing.assert_close(call(core, *qkv()), F.scaled_dot_product_attention(*qkv()))
-
-
-def test_names_are_needed_where_there_are_no_positions(mesh: DeviceMesh) -> None:
-    with pytest.raises(ValueError, match="pass qkv_names"):
-        parallelize(Keywords(), mesh, style())
