@@ -245,22 +245,11 @@ class _Routed(route_sdpa):
         **kwargs: Any,
     ) -> Tensor:
         """This rank's rows of the output, a plain tensor."""
-        q, k, v = (
-            _local(name, x, self._mesh)
-            for name, x in (("query", query), ("key", key), ("value", value))
-        )
-        return sdpa_attention(
-            q,
-            k,
-            v,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            **kwargs,
-            group=self._mesh,
-            layout=self._layout_of(q, k, is_causal),
-            strategy=_strategy,
-        )
+        named = {"query": query, "key": key, "value": value}
+        q, k, v = (_local(name, x, self._mesh) for name, x in named.items())
+        ours = {"group": self._mesh, "layout": self._layout_of(q, k, is_causal)}
+        options = {**kwargs, **ours, "strategy": _strategy}
+        return sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)
 
     def _layout_of(self, q: Tensor, k: Tensor, is_causal: bool) -> str | SequenceLayout:
         """Layout of the buffers; for other lengths the same kind with equal shards."""

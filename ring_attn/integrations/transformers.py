@@ -175,19 +175,9 @@ class Registration:
     ) -> tuple[Tensor, None]:
         """The attention function that models call.
 
-        Args:
-            module: the attention module, for its config.
-            query: (batch, nheads, rows, headdim).
-            key: (batch, nheads_kv, rows_kv, headdim).
-            value: (batch, nheads_kv, rows_kv, headdim_v).
-            attention_mask: result of the mask function.
-            dropout: must be 0.
-            scaling: factor of the scores.
-            is_causal: None takes the module's.
-            **kwargs: see `HONOURED` and `NOT_FOR_ATTENTION`; others must be None or False.
-
-        Returns:
-            (batch, rows, nheads, headdim_v), and None instead of weights.
+        `query`, `key` and `value` are (batch, heads, rows, headdim), `attention_mask` the mask
+        function's result; of `kwargs` see `HONOURED` and `NOT_FOR_ATTENTION`, others must be None
+        or False. Returns (batch, rows, nheads, headdim_v), and None instead of weights.
         """
         try:
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
@@ -202,7 +192,7 @@ class Registration:
             if "position_ids" in kwargs:
                 self._check_positions(kwargs["position_ids"], placed, q.size(1), documents[0])
         except Exception as error:
-            self._tell(error)
+            tell_refusal(error, self.group)
             raise
         options: AttentionOptions = {
             "softmax_scale": scaling,
@@ -252,7 +242,7 @@ class Registration:
                 positions = _from_document(_positions(placed, rank, rows), cuts)
                 q = scaled_again(module, q, counted, positions)
         except Exception as error:
-            self._tell(error)
+            tell_refusal(error, self.group)
             raise
         each = batch_mask.rows if batch_mask else ((seqlen, ()),)
         each = each if len(set(each)) > 1 else each[:1]
@@ -283,12 +273,8 @@ class Registration:
         try:
             return read_mask(*args, **kwargs)
         except Exception as error:
-            self._tell(error)
+            tell_refusal(error, self.group)
             raise
-
-    def _tell(self, error: Exception) -> None:
-        """Reports an error to the other ranks, which may be waiting for this rank."""
-        tell_refusal(error, self.group)
 
     def _check_positions(
         self,
@@ -297,10 +283,9 @@ class Registration:
         rows: int,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Refuses positions that are not those of this rank's rows.
+        """Refuses positions that are not those of this rank's rows, as of a batch that is not cut.
 
-        A batch that is not cut, or cut in another layout, can have the right shapes and would give
-        wrong results. Not checked under torch.compile, which cannot read values.
+        Not checked under torch.compile, which cannot read values.
         """
         if torch.compiler.is_compiling():
             return
@@ -564,12 +549,8 @@ _validated: Any = WeakTensorKeyDictionary()
 
 
 def _shown(positions: Tensor) -> str:
-    """Text of positions for a message; of many only the first and the last 4."""
     values = positions.tolist()
-    if len(values) <= 8:
-        return str(values)
-    first, last = (", ".join(map(str, part)) for part in (values[:4], values[-4:]))
-    return f"[{first}, ..., {last}]"
+    return str(values) if len(values) <= 8 else f"{values[:4]} ... {values[-4:]}"
 
 
 def _transformers() -> ModuleType:

@@ -10,7 +10,6 @@ If `fully_shard` or DDP spans the ring, they reduce the gradients, and this is n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -92,7 +91,7 @@ def sync_gradients(
     in_flight: _Bucket | None = None
     with gradient_sync(parameters[0].device):
         for run in _split(parameters, bucket_bytes):
-            bucket = _Bucket.start(run, process_group)
+            bucket = _Bucket(run, process_group)
             if in_flight is not None:
                 in_flight.finish(factor)
             in_flight = bucket
@@ -100,36 +99,29 @@ def sync_gradients(
             in_flight.finish(factor)
 
 
-@dataclass(frozen=True)
 class _Bucket:
-    """Gradients as one `flat` tensor, and their all-reduce, `work`.
+    """Gradients as one `flat` tensor in an all-reduce.
 
     `flat` ends with the number of ranks that have a gradient, for each parameter.
     """
 
-    parameters: list[Tensor]
-    flat: Tensor
-    work: Any
-
-    @staticmethod
     @torch.no_grad()
-    def start(parameters: list[Tensor], group: dist.ProcessGroup) -> _Bucket:
+    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
         first = _local(parameters[0])
-        sizes = [_local(parameter).numel() for parameter in parameters]
-        flat = first.new_zeros(sum(sizes) + len(sizes), dtype=WIDE.get(first.dtype, first.dtype))
-        *parts, counts = flat.split([*sizes, len(sizes)])
+        self.parameters = parameters
+        self.sizes = [*(_local(x).numel() for x in parameters), len(parameters)]
+        self.flat = first.new_zeros(sum(self.sizes), dtype=WIDE.get(first.dtype, first.dtype))
+        *parts, counts = self.flat.split(self.sizes)
         for i, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
             if parameter.grad is not None:
                 part.copy_(_local(parameter.grad).reshape(-1))
                 counts[i] = 1.0
-        return _Bucket(parameters, flat, dist.all_reduce(flat, group=group, async_op=True))
+        self.work: Any = dist.all_reduce(self.flat, group=group, async_op=True)
 
     @torch.no_grad()
     def finish(self, factor: float) -> None:
         self.work.wait()
-        *parts, counts = self.flat.split(
-            [*(_local(p).numel() for p in self.parameters), len(self.parameters)]
-        )
+        *parts, counts = self.flat.split(self.sizes)
         # Reading the counts synchronises a GPU, so only ranks that need them do.
         if any(parameter.grad is None for parameter in self.parameters):
             for parameter, count in zip(self.parameters, counts.tolist(), strict=True):
@@ -159,7 +151,8 @@ def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> 
                 f"the gradient of parameter {name} is {parameter.grad.layout}: only dense "
                 "gradients are summed; make the embedding with sparse=False"
             )
-        shared = sorted(others.intersection(_mesh_ranks(parameter)))
+        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        shared = [] if mesh is None else sorted(others.intersection(mesh.mesh.flatten().tolist()))
         if shared:
             raise ValueError(
                 f"parameter {name} is a DTensor on a mesh with ranks {shared} of the group: what "
@@ -188,16 +181,4 @@ def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]
 
 def _local(x: Any) -> Tensor:
     """This rank's part of a DTensor; other tensors unchanged."""
-    return x.to_local() if _is_dtensor(x) else x
-
-
-def _mesh_ranks(x: Any) -> list[int]:
-    """Global ranks that hold parts or copies of a DTensor."""
-    return x.device_mesh.mesh.flatten().tolist() if _is_dtensor(x) else []
-
-
-def _is_dtensor(x: Any) -> bool:
-    # Imported here, as importing DTensor takes a second that `import ring_attn` can save.
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
+    return x.to_local() if hasattr(x, "to_local") else x
