@@ -115,10 +115,6 @@ def _classes() -> tuple[type[Any], type[Any]]:
             cache = self._cache()
             return 0 if cache is None else cache.num_seen
 
-        def get_mask_sizes(self, new: int | Tensor, *args: Any) -> tuple[int, int]:
-            """(keys, offset) of a mask over the whole sequence, which is never made."""
-            return self.get_seq_length() + _count(new), 0
-
         is_croppable = False
 
         def crop(self, *args: Any) -> None:
@@ -177,8 +173,11 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return self.num_seen
 
         def get_mask_sizes(self, new: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-            """(keys, offset) of a mask over the whole sequence, which is never made."""
-            return self.num_seen + _count(new), 0
+            """(keys, offset) of a mask over the whole sequence, which is never made.
+
+            Releases of transformers pass a number of new rows, or their positions.
+            """
+            return self.num_seen + (new.size(0) if isinstance(new, Tensor) else new), 0
 
         def reset(self) -> None:
             self.layers.clear()
@@ -186,11 +185,6 @@ def _classes() -> tuple[type[Any], type[Any]]:
             self.num_seen = 0
 
     return RingCache, RingLayer
-
-
-def _count(new: int | Tensor) -> int:
-    """Number of new rows; releases of transformers pass a number or positions."""
-    return new.size(0) if isinstance(new, Tensor) else new
 
 
 def _before(
@@ -240,18 +234,14 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
         return whole[:, -step.keep :]
     # All ranks compute rows that are not split. If one rounded differently, its tokens could
     # differ, and the ranks would continue different texts.
-    owner = 0 if step.chunk is None else _owner_of_last(step.chunk)
+    owner = 0
+    if step.chunk is not None:
+        last = [int(step.chunk.position_ids(rank)[-1]) for rank in range(step.chunk.world_size)]
+        owner = last.index(step.chunk.seqlen - 1)
     logits = logits.detach().contiguous()
     # As bytes: gloo cannot broadcast every dtype.
     dist.broadcast(logits.view(torch.uint8), group=cache.group, group_src=owner)
     return logits
-
-
-def _owner_of_last(layout: SequenceLayout) -> int:
-    """The rank whose last row is the last position."""
-    ends = [layout.segments(rank)[-1] for rank in range(layout.world_size)]
-    lasts = [s.start + (s.length - 1) * s.stride for s in ends]
-    return lasts.index(layout.seqlen - 1)
 
 
 def _checked_keep(keep: object, rows: int) -> int:

@@ -87,11 +87,7 @@ class SplitRows:
         return layouts[0], layouts[1]
 
     def check_placements(self, qkv: Sequence[Tensor], dims: Dims) -> None:
-        """Checks that the style's axes split only rows, and other axes only heads or batch.
-
-        Raises:
-            ValueError: placements for which attention on shards would be wrong.
-        """
+        """Refuses DTensors unless the style's axes split only rows, others only heads or batch."""
         q = qkv[0]
         assert isinstance(q, DTensor), "checked by the caller"
         dims.order(q.ndim)

@@ -295,14 +295,10 @@ Args, as far as the signature has them:
         `llama3_flash_attn_prepare_cu_seqlens` for the same `causal`. Calls with new tensors
         exchange them between the ranks; so the tensors must be new on every rank, or on none.
     heads_k_stride: number of KV heads to gather at a time; must divide nheads_kv.
-    causal, window_size: by global positions; `causal` makes the right window 0.
-    dropout_p, alibi_slopes: refused.
-    deterministic: refused if the backend cannot promise it.
-    group: a process group, or one axis of a mesh; None is the default group.
+    others: as in `ring_attn.integrations.flash_attn`.
 
 Returns:
-    `out` ({rows}, nheads, headdim); with `return_attn_probs` `(out, lse, None)`, lse (batch,
-    nheads, rows), or (nheads, rows) of packed documents, float32, natural logarithm.
+    As functions of `ring_attn.integrations.flash_attn`.
 """
 
 

@@ -84,17 +84,12 @@ def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Te
 
 
 class RingComm:
-    """Sends tensors to the next rank, and receives those of the previous rank.
+    """Sends tensors to the next rank of a group, and receives those of the previous rank.
 
-    Attributes:
-        rank: rank of this process in the group.
-        world_size: number of ranks of the group.
-        send_rank: global rank of the next rank.
-        recv_rank: global rank of the previous rank.
+    `rank` and `world_size` are in the group; `send_rank` and `recv_rank` are global ranks.
     """
 
     def __init__(self, process_group: Group) -> None:
-        """Makes a ring over a group; None is the default group."""
         self._group = check.check_group(process_group)
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         around = ((self.rank + step) % self.world_size for step in (1, -1))
@@ -127,13 +122,11 @@ class RingComm:
         return received
 
     def commit(self) -> None:
-        """Starts the queued exchanges."""
         if self._works is not None:
             raise RuntimeError("commit must follow a wait, got a second commit: call wait between")
         self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
 
     def wait(self) -> None:
-        """Waits until everything has arrived."""
         if self._works is None:
             raise RuntimeError("wait must follow a commit, got none: call commit before")
         for work in self._works:
@@ -145,7 +138,6 @@ class AllGatherComm:
     """Gathers tensors of all ranks, several at a time."""
 
     def __init__(self, group: Group = None) -> None:
-        """Makes a gatherer over a group; None is the default group."""
         self._group = check.check_group(group)
         self._works: list[dist.Work | None] = []
 
@@ -158,7 +150,6 @@ class AllGatherComm:
         )
 
     def wait(self) -> None:
-        """Waits until all outputs are complete."""
         for work in self._works:
             if work is not None:
                 work.wait()
