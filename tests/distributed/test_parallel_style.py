@@ -5,6 +5,8 @@ How q, k, v are passed to a module: tests/unit/test_parallel_style.py.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,21 +21,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions
+from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.models.style import ContextParallel, parallelize
-from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
+from ring_attn.testing import Case, Heads, expected, random_sinks
 from ring_attn.transport.p2p import open_p2p
-from tests.bounds import assert_holds, expect
+from tests.bounds import assert_holds
 from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 from tests.refusals import says
 
-SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8}
 SEQLEN = 100  # 25 rows on each of 4 ranks
 UNEVEN = 97
 SCALE = 0.3
 
-RESULTS = ("out", "dq", "dk", "dv")
 # From (batch, rows, heads, headdim); each is its own inverse.
 ORDERS = {"BSHD": (0, 1, 2, 3), "BHSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
 
@@ -80,18 +81,18 @@ class Eager(Core):
         return scores.softmax(-1) @ v
 
 
-class Never(nn.Module):
+class Never(Core):
     """A module whose own attention must not run."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.sinks = nn.Parameter(random_sinks(3))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: object = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise AssertionError("replaced")
 
 
-class Case(NamedTuple):
+class Way(NamedTuple):
     """A way to call: order of dims, plain or DTensor, and the container of the output."""
 
     order: str = "BSHD"
@@ -99,68 +100,102 @@ class Case(NamedTuple):
     returns: str = "tensor"
 
 
-CASES = [
-    Case("BSHD", "plain", "tensor"),
-    Case("BSHD", "DTensor", "tuple"),
-    Case("BHSD", "plain", "tuple"),
-    Case("BHSD", "DTensor", "tensor"),
-    Case("SBHD", "plain", "list"),
-    Case("SBHD", "DTensor", "tensor"),
+WAYS = [
+    Way("BSHD", "plain", "tensor"),
+    Way("BSHD", "DTensor", "tuple"),
+    Way("BHSD", "plain", "tuple"),
+    Way("BHSD", "DTensor", "tensor"),
+    Way("SBHD", "plain", "list"),
+    Way("SBHD", "DTensor", "tensor"),
 ]
-CHUNKS = SequenceLayout.boundaries([0, 25, 50, 75, 97])  # as torch.chunk splits 97 rows
-NESTED = SequenceLayout.boundaries([0, 25, 49, 73, 97])  # halves of 49 and 48 rows, each in two
-ZIGZAG = SequenceLayout.zigzag(97, 4)
-HALVES = SequenceLayout.contiguous(UNEVEN, 2)  # 49 and 48
-UNEVEN_DTENSOR = [Case("BHSD", "DTensor", "tuple")]
+PLAIN, DTENSOR = [Way("BHSD", "plain", "tuple")], [Way("BHSD", "DTensor", "tuple")]
 
 
-class Calls(NamedTuple):
-    """Calls of a module with the same options; `rows` is the layout if options have none."""
+def both(layout: SequenceLayout) -> Layouts:
+    return layout, layout
+
+
+CHUNKS = both(SequenceLayout.boundaries([0, 25, 50, 75, 97]))  # as torch.chunk splits 97 rows
+NESTED = both(SequenceLayout.boundaries([0, 25, 49, 73, 97]))  # halves of 49 and 48, each in two
+HALVES = both(SequenceLayout.contiguous(UNEVEN, 2))  # 49 and 48
+ZIGZAG = both(SequenceLayout.zigzag(UNEVEN, 2))
+OTHER_LENGTHS = SequenceLayout.zigzag(37, 2), SequenceLayout.contiguous(61, 2)
+
+
+def causal(layout: str | Layouts = "contiguous") -> Case:
+    seqlen = SEQLEN if isinstance(layout, str) else layout[0].seqlen
+    heads = Heads(4, 2, 8, 8)
+    return Case("causal", layout, seqlen=seqlen, heads=heads, softmax_scale=SCALE)
+
+
+def odd_heads(mask: Mask, layout: str | Layouts = "contiguous", **scores: Any) -> Case:
+    """Three query heads, which two ranks cannot share evenly, and one kv head."""
+    return Case(mask, layout, heads=Heads(3, 1, 8, 8), batch=2, **scores)
+
+
+def with_sinks(module: nn.Module) -> dict[str, Any]:
+    return {"causal": True, "window_size": (20, 0), "softcap": 5.0, "sinks": module.sinks}
+
+
+class Use(NamedTuple):
+    """Options of a style, the layout of which is the case's, and ways to call a module."""
 
     options: dict[str, Any]
-    cases: list[Case] = CASES
-    rows: SequenceLayout | None = None
-    module: type[Core] = Core
-
-    @property
-    def layout(self) -> SequenceLayout:
-        named = self.rows or self.options.get("layout", "contiguous")
-        return (
-            named
-            if isinstance(named, SequenceLayout)
-            else SequenceLayout.from_name(named, SEQLEN, 4)
-        )
+    case: Case = causal()
+    ways: list[Way] = WAYS
+    module: Callable[..., nn.Module] = Core
+    mesh: tuple[int, ...] = (4,)
+    tells_layout: bool = True
 
 
-CALLS = {
-    "ring": Calls({}),
-    "ring zigzag": Calls({"layout": "zigzag"}),
-    "all_gather": Calls({"strategy": "all_gather", "degree": 1}),
-    "ulysses": Calls({"strategy": "ulysses", "layout": "striped"}),
-    "ulysses by degree": Calls({"degree": 4}),
-    "hybrid": Calls({"degree": 2, "layout": "zigzag"}),
-    "hybrid all_gather": Calls({"strategy": "all_gather", "degree": 2}),
-    "co x ds": Calls({"strategy": "all_gather", "mesh": (2, 2), "layout": "zigzag"}),
-    "double ring, co x ds": Calls({"strategy": "double_ring", "mesh": (2, 2)}),
-    "q_exchange": Calls({"strategy": "q_exchange"}),
-    "value": Calls({"strategy": Strategy(inner_degree=2)}),
-    "uneven": Calls({"layout": CHUNKS}, [Case("BHSD", "plain", "tuple")]),
-    "uneven DTensor": Calls({}, UNEVEN_DTENSOR, CHUNKS),
-    "uneven co x ds": Calls({"strategy": "all_gather", "mesh": (2, 2)}, UNEVEN_DTENSOR, NESTED),
-    "local zigzag": Calls({"layout": ZIGZAG, "inside": "local"}, [Case("BHSD", "plain", "tuple")]),
-    "local DTensor": Calls({"inside": "local", "degree": 2}, UNEVEN_DTENSOR, CHUNKS),
-    "whole": Calls(
-        {"strategy": "ulysses", "inside": "whole", "layout": SequenceLayout.zigzag(UNEVEN, 2)},
-        [Case(returns="Answer")],
-        module=Eager,
+CO_DS = {"strategy": "all_gather"}
+WHOLE = {"strategy": "ulysses", "inside": "whole"}
+USES = {
+    "ring": Use({}),
+    "ring zigzag": Use({}, causal("zigzag")),
+    "all_gather": Use({"strategy": "all_gather", "degree": 1}),
+    "ulysses": Use({"strategy": "ulysses"}, causal("striped")),
+    "ulysses by degree": Use({"degree": 4}),
+    "hybrid": Use({"degree": 2}, causal("zigzag")),
+    "hybrid all_gather": Use({"strategy": "all_gather", "degree": 2}),
+    "co x ds": Use(CO_DS, causal("zigzag"), mesh=(2, 2)),
+    "double ring, co x ds": Use({"strategy": "double_ring"}, mesh=(2, 2)),
+    "q_exchange": Use({"strategy": "q_exchange"}),
+    "value": Use({"strategy": Strategy(inner_degree=2)}),
+    "uneven": Use({}, causal(CHUNKS), PLAIN),
+    "uneven DTensor": Use({}, causal(CHUNKS), DTENSOR, tells_layout=False),
+    "uneven co x ds": Use(CO_DS, causal(NESTED), DTENSOR, mesh=(2, 2), tells_layout=False),
+    "local zigzag": Use({"inside": "local"}, causal(both(SequenceLayout.zigzag(97, 4))), PLAIN),
+    "local DTensor": Use(
+        {"inside": "local", "degree": 2}, causal(CHUNKS), DTENSOR, tells_layout=False
     ),
-    "whole DTensor": Calls(
-        {"strategy": "ulysses", "inside": "whole", "layout": HALVES},
-        [Case(form="DTensor", returns="Answer")],
-        module=Eager,
+    "whole": Use(WHOLE, causal(ZIGZAG), [Way(returns="Answer")], Eager, (2,)),
+    "whole DTensor": Use(
+        WHOLE, causal(HALVES), [Way(form="DTensor", returns="Answer")], Eager, (2,)
     ),
     # The module joins heads by the shape of its inputs.
-    "reshapes": Calls({"layout": HALVES}, [Case(returns="flat")]),
+    "reshapes": Use({}, causal(HALVES), [Way(returns="flat")], mesh=(2,)),
+    "uneven heads": Use(
+        {"degree": 2},
+        odd_heads(Mask(50, 98)),
+        [Way("BHSD")],
+        partial(Core, enable_gqa=True),
+        (2,),
+    ),
+    "replaced, of other lengths": Use(
+        {"replace": {"causal": True}, "strategy": "ulysses"},
+        odd_heads(Mask(37, 61, causal=True), OTHER_LENGTHS),
+        [Way("BHSD")],
+        Never,
+        (2,),
+    ),
+    "a module that does not run": Use(
+        {"replace": with_sinks},
+        odd_heads(Mask(UNEVEN, UNEVEN, True, (20, 0)), ZIGZAG, softcap=5.0, sinks=True),
+        [Way("BHSD")],
+        Never,
+        (2,),
+    ),
 }
 
 
@@ -168,10 +203,6 @@ CALLS = {
 def mesh_of(*shape: int) -> DeviceMesh:
     names = {1: ("cp",), 2: ("co", "ds")}[len(shape)]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def inputs_of(seqlen: int) -> Inputs:
-    return random_qkv(seqlen_q=seqlen, **SIZES)
 
 
 def placed(x: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -182,197 +213,97 @@ def placed(x: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     ).detach()
 
 
-def run_module(
-    module: nn.Module,
-    call: Callable[..., Any],
-    case: Case,
-    layout: SequenceLayout,
-    mesh: DeviceMesh,
-) -> dict[str, Tensor]:
-    """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim)."""
-    order = ORDERS[case.order]
+def run_module(module: nn.Module, case: Case, mesh: DeviceMesh, way: Way) -> dict[str, Tensor]:
+    """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim), and share of dsinks."""
+    order = ORDERS[way.order]
+    of_q, of_kv = case.build_layouts(mesh.size())
     leaves = []
-    for x in inputs_of(layout.seqlen):
+    for x, layout in zip(case.build_inputs(), (of_q, of_kv, of_kv, of_q), strict=True):
         shard = layout.shard(x, dist.get_rank()).permute(order)
-        if case.form == "DTensor":
-            shard = placed(shard, x.permute(order), mesh, case.order.index("S"))
+        if way.form == "DTensor":
+            shard = placed(shard, x.permute(order), mesh, way.order.index("S"))
         leaves.append(shard.requires_grad_())
     *qkv, dout = leaves
-    out = call(module, *qkv)
-    assert isinstance(out, DTensor) == (case.form == "DTensor")
+    out = module(*qkv)
+    if way.returns in ("tuple", "list", "Answer"):
+        assert type(out).__name__ == way.returns and len(out) == 2
+        out = out[0 if way.returns == "list" else 1]
+    if way.returns == "flat":
+        assert out.shape == (*qkv[0].shape[:2], 32)
+        out = out.unflatten(2, (4, 8))
+    assert isinstance(out, DTensor) == (way.form == "DTensor")
     if isinstance(out, DTensor):
         assert out.placements == qkv[0].placements and out.shape == qkv[0].shape
-    results = (out, *torch.autograd.grad(out, qkv, dout.detach()))
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in results]
-    return {n: x.detach().permute(order) for n, x in zip(RESULTS, local, strict=True)}
+    wanted = [*qkv, module.sinks] if case.sinks else qkv
+    found = (out, *torch.autograd.grad(out, wanted, dout.detach()))
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in found]
+    named = zip(("out", "dq", "dk", "dv", "dsinks"), local, strict=False)
+    return {name: x.detach().permute(order) if x.ndim == 4 else x for name, x in named}
 
 
-def call_core(returns: str, core: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    found = core(q, k, v)
-    if returns in ("tuple", "list", "Answer"):
-        assert type(found).__name__ == returns and len(found) == 2
-        return found[0 if returns == "list" else 1]
-    if returns == "flat":
-        assert found.shape == (*q.shape[:2], 32)
-        return found.unflatten(2, (4, 8))
-    return found
-
-
-def run_calls(name: str) -> list[dict[str, Tensor]]:
-    """This rank's results of each case."""
-    options, cases, _, module = calls = CALLS[name]
-    layout, mesh = calls.layout, mesh_of(*options.get("mesh", (dist.get_world_size(),)))
-    results = []
-    for case in cases:
-        seq_dim = case.order.index("S")
+def run_use(name: str) -> list[dict[str, Tensor]]:
+    """This rank's results of each way."""
+    options, case, ways, make, shape, tells_layout = USES[name]
+    mesh, results = mesh_of(*shape), []
+    for way in ways:
+        seq_dim, head_dim = way.order.index("S"), way.order.index("H")
         style = ContextParallel(
             seq_dim=seq_dim,
-            head_dim=case.order.index("H"),
-            output_index=1 if case.returns in ("tuple", "Answer") else 0,
-            **{name: value for name, value in options.items() if name != "mesh"},
+            head_dim=head_dim,
+            output_index=1 if way.returns in ("tuple", "Answer") else 0,
+            layout=case.layout if tells_layout else "contiguous",
+            **options,
         )
-        core = module(case.order, case.returns)
-        parallelize_module(core, mesh, style)
-        results.append(run_module(core, partial(call_core, case.returns), case, layout, mesh))
-        seen = [*inputs_of(layout.seqlen).q.permute(ORDERS[case.order]).shape]
+        module = parallelize_module(make(way.order, way.returns), mesh, style)
+        results.append(run_module(module, case, mesh, way))
+        if "replace" in options:
+            assert module.seen == ()
+            continue
+        seen = [*case.build_inputs().q.permute(ORDERS[way.order]).shape]
         if options.get("inside") == "local":
-            seen[seq_dim] = layout.shard_len(dist.get_rank())
+            seen[seq_dim] = case.build_layouts(mesh.size())[0].shard_len(dist.get_rank())
         elif options.get("inside") == "whole":  # all rows of some heads
-            seen[case.order.index("H")] //= dist.get_world_size()
-        assert core.seen == tuple(seen)
+            seen[head_dim] //= mesh.size()
+        assert module.seen == tuple(seen)
     return results
 
 
-@cache
-def expected(seqlen: int) -> tuple[Expected, Expected]:
-    return expect(inputs_of(seqlen), Mask(seqlen, seqlen, causal=True), SCALE)
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", USES)
 @pytest.mark.sweep(3)
 def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -> None:
-    calls = CALLS[name]
-    layout = calls.layout
-    ran = ranks(layout.world_size).run(run_calls, name)
-    for case, *by_rank in zip(calls.cases, *ran, strict=True):
-        got = {name: layout.unshard([one[name] for one in by_rank]) for name in by_rank[0]}
-        assert_holds(got, *expected(layout.seqlen), case)
-
-
-# For two ranks, new at every call.
-COMPILED: dict[str, Callable[[], dict[str, Any]]] = {
-    "global": lambda: {"layout": SequenceLayout.zigzag(UNEVEN, 2)},
-    "local": lambda: {"layout": SequenceLayout.boundaries([0, 49, UNEVEN]), "inside": "local"},
-    "whole": lambda: {
-        "layout": SequenceLayout.striped(UNEVEN, 2), "inside": "whole", "strategy": "ulysses"
-    },
-}  # fmt: skip
+    use = USES[name]
+    world_size = math.prod(use.mesh)
+    of_q, of_kv = use.case.build_layouts(world_size)
+    layouts = {"out": of_q, "dq": of_q, "dk": of_kv, "dv": of_kv}
+    for way, *by_rank in zip(use.ways, *ranks(world_size).run(run_use, name), strict=True):
+        got = {name: x.unshard([one[name] for one in by_rank]) for name, x in layouts.items()}
+        if use.case.sinks:
+            got["dsinks"] = by_rank[0]["dsinks"] + by_rank[1]["dsinks"]
+        assert_holds(got, *expected(use.case), way)
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("layout", "options", "form"),
     [
-        ("local", "plain"),
-        pytest.param("global", "DTensor", marks=pytest.mark.slow),
-        pytest.param("whole", "DTensor", marks=pytest.mark.slow),
+        (SequenceLayout.boundaries([0, 49, UNEVEN]), {"inside": "local"}, "plain"),
+        pytest.param(ZIGZAG[0], {}, "DTensor", marks=pytest.mark.slow),
+        pytest.param(SequenceLayout.striped(97, 2), WHOLE, "DTensor", marks=pytest.mark.slow),
     ],
+    ids=["local", "global", "whole"],
 )
 @on_ranks(2)
-def test_a_module_compiles_with_a_new_layout(name: str, form: str) -> None:
+def test_a_module_compiles_with_a_new_layout(
+    layout: SequenceLayout, options: dict[str, Any], form: str
+) -> None:
     """As one graph, with the bits of the same module as it is."""
-    mesh, case = mesh_of(2), Case(form=form)
-    options = [COMPILED[name]() for _ in range(2)]
-    cold, plain = (parallelize(Core(), mesh, {"": ContextParallel(**one)}) for one in options)
+    mesh, results = mesh_of(2), []
+    styles = [ContextParallel(layout=copy.deepcopy(layout), **options) for _ in range(2)]
+    cold, plain = (parallelize(Core(), mesh, {"": style}) for style in styles)
     compiled, num_graphs = compile_cold(cold, "aot_eager", fullgraph=True)
-    got, want = (
-        run_module(
-            module, lambda module, *qkv: module(*qkv), case, COMPILED[name]()["layout"], mesh
-        )
-        for module in (compiled, plain)
-    )
+    for module in (compiled, plain):
+        results.append(run_module(module, causal(both(layout)), mesh, Way(form=form)))
+    got, want = results
     assert num_graphs() == 1 and all(got[part].equal(want[part]) for part in want)
-
-
-class Cross(nn.Module):
-    """Cross attention: every query sees every key; kv heads are not repeated."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
-class Odd(NamedTuple):
-    """A module over (batch, heads, rows, headdim), its style, and what it computes."""
-
-    module: type[nn.Module]
-    style: dict[str, Any]
-    mask: Mask
-    scores: dict[str, Any]
-
-    @property
-    def inputs(self) -> Inputs:
-        """Three query heads, which two ranks cannot share evenly, and one kv head."""
-        rows = {"seqlen_q": self.mask.seqlen_q, "seqlen_k": self.mask.seqlen_k}
-        return random_qkv(batch=2, nheads=3, nheads_kv=1, headdim=8, **rows)
-
-    @property
-    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """Layouts of queries and of keys."""
-        rows = self.mask.seqlen_q, self.mask.seqlen_k
-        given = self.style.get("layout", tuple(SequenceLayout.contiguous(n, 2) for n in rows))
-        return given if isinstance(given, tuple) else (given, given)
-
-
-def with_sinks(module: nn.Module) -> dict[str, Any]:
-    return {"causal": True, "window_size": (20, 0), "softcap": 5.0, "sinks": module.sinks}
-
-
-ODD = {
-    "uneven heads": Odd(Cross, {"degree": 2}, Mask(50, 98), {}),
-    "replaced, of other lengths": Odd(
-        Cross,
-        {
-            "replace": {"causal": True},
-            "layout": (SequenceLayout.zigzag(37, 2), SequenceLayout.contiguous(61, 2)),
-            "strategy": "ulysses",
-        },
-        Mask(37, 61, causal=True),
-        {},
-    ),
-    "a module that does not run": Odd(
-        Never,
-        {"replace": with_sinks, "layout": SequenceLayout.zigzag(UNEVEN, 2)},
-        Mask(UNEVEN, UNEVEN, True, (20, 0)),
-        {"softcap": 5.0, "sinks": random_sinks(3)},
-    ),
-}
-
-
-def run_odd(name: str) -> dict[str, Tensor]:
-    """This rank's out, dq, dk, dv, and its share of the gradient of sinks."""
-    odd, order = ODD[name], ORDERS["BHSD"]
-    style = ContextParallel(seq_dim=2, head_dim=1, **odd.style)
-    module = parallelize_module(odd.module(), mesh_of(2), style)
-    of_q, of_kv = odd.layouts
-    shards = zip(odd.inputs, (of_q, of_kv, of_kv, of_q), strict=True)
-    *qkv, dout = (one.shard(x, dist.get_rank()).permute(order) for x, one in shards)
-    leaves = [x.requires_grad_() for x in (*qkv, *module.parameters())]
-    out = module(*qkv)
-    found = (out.detach(), *torch.autograd.grad(out, leaves, dout))
-    if odd.module is Never:
-        with pytest.raises(NotImplementedError, match="block_mask"):
-            module(*qkv, block_mask="causal")
-    named = zip((*RESULTS, "dsinks"), found, strict=False)
-    return {name: x.permute(order) if x.ndim == 4 else x for name, x in named}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_other_lengths_heads_and_functions(ranks: Any, one_thread: None, name: str) -> None:
-    odd, by_rank = ODD[name], ranks(2).run(run_odd, name)
-    sides = zip(RESULTS, (0, 0, 1, 1), strict=True)
-    got = {one: odd.layouts[side].unshard([ran[one] for ran in by_rank]) for one, side in sides}
-    if odd.scores:
-        got["dsinks"] = by_rank[0]["dsinks"] + by_rank[1]["dsinks"]
-    assert_holds(got, *expect(odd.inputs, odd.mask, **odd.scores))
 
 
 # -- beside tensor parallelism
@@ -389,7 +320,7 @@ def test_rows_and_heads_over_two_axes() -> None:
     cp, tp = mesh.get_coordinate()
     layout, placements = SequenceLayout.contiguous(SEQLEN, 2), [Shard(2), Shard(1)]
     leaves = []
-    for x in inputs_of(SEQLEN):
+    for x in causal().build_inputs():
         x = layout.shard(x, cp).transpose(1, 2).chunk(2, 1)[tp].contiguous()
         leaves.append(DTensor.from_local(x, mesh, placements).detach().requires_grad_())
     *qkv, dout = leaves
@@ -397,8 +328,8 @@ def test_rows_and_heads_over_two_axes() -> None:
     assert out.placements == (Shard(2), Shard(1)) and out.shape == (2, 4, SEQLEN, 8)
     assert core.seen == (2, 4, SEQLEN, 8)
     found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
-    got = {n: x.full_tensor().transpose(1, 2) for n, x in zip(RESULTS, found, strict=True)}
-    assert_holds(got, *expected(SEQLEN))
+    named = zip(("out", "dq", "dk", "dv"), found, strict=True)
+    assert_holds({n: x.full_tensor().transpose(1, 2) for n, x in named}, *expected(causal()))
 
     one = torch.empty(2, 1, SEQLEN, 8)
     local = torch.zeros(2, 1 - tp, SEQLEN // 2, 8)
@@ -420,7 +351,7 @@ def plain_qkv(
 class NoAttention(nn.Module):
     """A module with an attention module's arguments, but no attention."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: object = None) -> Tensor:
         return q + k + v
 
 
@@ -441,7 +372,6 @@ def try_style(
 
 MASK = torch.ones(16, 16, dtype=torch.bool)
 RUNS = SequenceLayout.boundaries([0, 8, 8])
-WHOLE = {"inside": "whole", "degree": 2}
 GROUPED = partial(plain_qkv, heads=4, heads_kv=2)
 
 
@@ -489,6 +419,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "keywords": ({"qkv_names": ("query", "k", "v")}, "'query'|Core.forward", {}),
     "output_index": ({"output_index": 2}, "output_index 2|2 elements", returning("tuple")),
     "output type": ({}, "NoneType", returning("tuple")),
+    "arguments": (
+        {"replace": {}}, "[3]", {"module": NoAttention, "qkv": lambda: [*plain_qkv(), MASK]}
+    ),
     "options of a function": ({"replace": lambda module: {"group": None}}, "['group']", {}),
 }  # fmt: skip
 
