@@ -10,8 +10,7 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -25,7 +24,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ring_attn import SequenceLayout
 from ring_attn.core.layout import Segment
-from ring_attn.core.mask import Mask
 from ring_attn.integrations.context_parallel import (
     as_load_balancer,
     context_parallel,
@@ -33,8 +31,8 @@ from ring_attn.integrations.context_parallel import (
     set_rotate_method,
 )
 from ring_attn.models.sdpa import route_sdpa
-from ring_attn.testing import Inputs, random_qkv
-from tests.bounds import assert_close, assert_holds, expect
+from ring_attn.testing import Case, Heads, expected
+from tests.bounds import assert_close, assert_holds
 from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 
@@ -62,48 +60,48 @@ def torch_options(**values: Any) -> Iterator[Any]:
         yield _attention
 
 
-@dataclass(frozen=True)
-class Case:
+class Use(NamedTuple):
     """One call inside of the context."""
 
     seqlen: int
     world_size: int = 2
-    causal: bool = True
     nheads_kv: int = 4
     rotate: str = "allgather"
+    mask: str = "causal"
     scale: float | None = None
 
-    def inputs(self) -> Inputs:
-        return random_qkv(
-            batch=2, seqlen_q=self.seqlen, nheads=4, nheads_kv=self.nheads_kv, headdim=16
-        )
+    @property
+    def case(self) -> Case:
+        heads = Heads(4, self.nheads_kv, 16, 16)
+        return Case(self.mask, seqlen=self.seqlen, heads=heads, softmax_scale=self.scale)
 
 
-CASES = [
-    Case(52, nheads_kv=2, scale=0.5),
+USES = [
+    Use(52, nheads_kv=2, scale=0.5),
     # Not a multiple of 2 x ranks: contiguous runs, of the lengths that torch makes.
-    Case(50, rotate="alltoall", nheads_kv=2),
-    Case(51, causal=False),
-    Case(8, world_size=3, nheads_kv=1),
-    Case(66, world_size=3, rotate="alltoall"),
+    Use(50, rotate="alltoall", nheads_kv=2),
+    Use(51, mask="full"),
+    Use(8, world_size=3, nheads_kv=1),
+    Use(66, world_size=3, rotate="alltoall"),
 ]
 
 
-def run_case(case: Case) -> tuple[Tensor, ...]:
+def run_use(use: Use) -> tuple[Tensor, ...]:
     """This rank's positions, and the rows of out, dq, dk, dv at these positions.
 
     A backward outside of the context has the bits of a backward inside.
     """
-    set_rotate_method(case.rotate)
+    set_rotate_method(use.rotate)
+    causal, gqa = use.mask == "causal", use.nheads_kv != 4
     try:
-        q, k, v, dout = (x.transpose(1, 2).contiguous() for x in case.inputs())
-        positions = torch.arange(case.seqlen)
+        q, k, v, dout = (x.transpose(1, 2).contiguous() for x in use.case.build_inputs())
+        positions = torch.arange(use.seqlen)
         buffers = [q, k, v, dout, positions]
         with context_parallel(mesh_of(), buffers=buffers, buffer_seq_dims=[2, -2, 2, 2, 0]):
             mine, dmine = positions.clone(), dout.clone()
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             out = F.scaled_dot_product_attention(
-                *leaves, is_causal=case.causal, scale=case.scale, enable_gqa=case.nheads_kv != 4
+                *leaves, is_causal=causal, scale=use.scale, enable_gqa=gqa
             )
             inside = torch.autograd.grad(out, leaves, dmine, retain_graph=True)
         grads = torch.autograd.grad(out, leaves, dmine)
@@ -113,17 +111,14 @@ def run_case(case: Case) -> tuple[Tensor, ...]:
         set_rotate_method("allgather")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.seqlen}-{case.world_size}")
-def test_attention_inside_is_dense_attention(ranks: Any, one_thread: None, case: Case) -> None:
-    ran = ranks(case.world_size).run(run_case, case)
-    positions = torch.cat([mine[0] for mine in ran])
-    assert positions.sort().values.equal(torch.arange(case.seqlen))
-    mask = Mask(case.seqlen, case.seqlen, case.causal)
-    got = {
-        name: torch.cat([mine[i] for mine in ran], 1).index_select(1, positions.argsort())
-        for i, name in enumerate(("out", "dq", "dk", "dv"), 1)
-    }
-    assert_holds(got, *expect(case.inputs(), mask, case.scale))
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.seqlen}-{use.world_size}")
+def test_attention_inside_is_dense_attention(ranks: Any, one_thread: None, use: Use) -> None:
+    ran = zip(*ranks(use.world_size).run(run_use, use), strict=True)
+    positions, *whole = (torch.cat(parts, min(1, parts[0].ndim - 1)) for parts in ran)
+    assert positions.sort().values.equal(torch.arange(use.seqlen))
+    named = zip(("out", "dq", "dk", "dv"), whole, strict=True)
+    got = {name: x.index_select(1, positions.argsort()) for name, x in named}
+    assert_holds(got, *expected(use.case))
 
 
 @on_ranks(2)

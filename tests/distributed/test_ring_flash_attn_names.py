@@ -21,15 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from ring_attn.core.mask import Mask
 from ring_attn.integrations import ring_flash_attn as names
 from ring_attn.integrations.ring_flash_attn import utils
-from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
-from tests.bounds import assert_close, assert_holds, expect
+from ring_attn.testing import Case, Expected, Heads, Inputs, expected, poisoned_empty
+from tests.bounds import assert_close, assert_holds
 from tests.cold import compile_cold
 from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
 
 @dataclass(frozen=True)
-class Case:
+class Use:
     """One call: the function without `func`, and how the tensors are packed."""
 
     family: str
@@ -59,55 +59,52 @@ class Case:
         unit = self.world_size * (2 if self.family.startswith("zigzag") else 1)
         return tuple(unit * cut for cut in (0, 5, 6, 13))
 
-    def inputs(self) -> Inputs:
-        seqlen = self.documents()[-1] if self.is_packed else 2 * self.world_size * 13
-        return random_qkv(
-            batch=1 if self.is_packed else 2,
-            seqlen_q=seqlen,
-            nheads=4,
-            nheads_kv=4 if self.packing == "qkvpacked_" else 2,
-            headdim=16,
-        )
+    @property
+    def case(self) -> Case:
+        seqlen, cu = 2 * self.world_size * 13, None
+        if self.is_packed:
+            seqlen, cu = self.documents()[-1], self.documents()
+        mask = Mask(seqlen, seqlen, self.causal, self.window, cu, cu)
+        heads = Heads(4, 4 if self.packing == "qkvpacked_" else 2, 16, 16)
+        return Case(mask, heads=heads, softmax_scale=self.softmax_scale)
 
-    def mask(self) -> Mask:
-        seqlen = self.inputs().q.size(1)
-        cu = self.documents() if self.is_packed else None
-        return Mask(seqlen, seqlen, self.causal, self.window, cu, cu)
+    def inputs(self) -> Inputs:
+        return self.case.build_inputs()
 
 
 # Each family packed and not; the options of the signature in turn.
-CASES = [
-    Case("ring_flash_attn"),
-    Case("ring_flash_attn", "kvpacked_"),
+USES = [
+    Use("ring_flash_attn"),
+    Use("ring_flash_attn", "kvpacked_"),
     # flash-attention ignores the right side of a causal window.
-    Case("zigzag_ring_flash_attn", window=(9, 9)),
-    Case("zigzag_ring_flash_attn", "qkvpacked_", causal=False),
-    Case("stripe_flash_attn", window=(9, 0)),
-    Case("stripe_flash_attn", "kvpacked_"),
-    Case("ring_flash_attn_varlen", causal=False, softmax_scale=0.5),
-    Case("ring_flash_attn_varlen", "qkvpacked_"),
-    Case("zigzag_ring_flash_attn_varlen", world_size=3),
-    Case("zigzag_ring_flash_attn_varlen", "kvpacked_"),
-    Case("llama3_flash_attn_varlen", world_size=4),
-    Case("llama3_flash_attn_varlen", "kvpacked_", world_size=3, causal=False),
-    Case("llama3_flash_attn_varlen", "qkvpacked_"),
-    Case("llama3_flash_attn_varlen", window=(3, -1)),
+    Use("zigzag_ring_flash_attn", window=(9, 9)),
+    Use("zigzag_ring_flash_attn", "qkvpacked_", causal=False),
+    Use("stripe_flash_attn", window=(9, 0)),
+    Use("stripe_flash_attn", "kvpacked_"),
+    Use("ring_flash_attn_varlen", causal=False, softmax_scale=0.5),
+    Use("ring_flash_attn_varlen", "qkvpacked_"),
+    Use("zigzag_ring_flash_attn_varlen", world_size=3),
+    Use("zigzag_ring_flash_attn_varlen", "kvpacked_"),
+    Use("llama3_flash_attn_varlen", world_size=4),
+    Use("llama3_flash_attn_varlen", "kvpacked_", world_size=3, causal=False),
+    Use("llama3_flash_attn_varlen", "qkvpacked_"),
+    Use("llama3_flash_attn_varlen", window=(3, -1)),
 ]
 
 
-def own_positions(case: Case, rank: int) -> Tensor:
+def own_positions(use: Use, rank: int) -> Tensor:
     """The rank's rows, in their order."""
-    world_size = case.world_size
-    whole = torch.arange(case.inputs().q.size(1))
-    if case.family.startswith("stripe"):
+    world_size = use.world_size
+    whole = torch.arange(use.inputs().q.size(1))
+    if use.family.startswith("stripe"):
         return whole[rank::world_size]
-    if not case.is_packed or case.family.startswith("llama3"):
+    if not use.is_packed or use.family.startswith("llama3"):
         parts = [whole]
     else:
-        parts = [whole[a:b] for a, b in pairwise(case.documents())]
+        parts = [whole[a:b] for a, b in pairwise(use.documents())]
     rows = []
     for part in parts:
-        if case.family.startswith("zigzag"):
+        if use.family.startswith("zigzag"):
             chunks = part.chunk(2 * world_size)
             rows += [chunks[rank], chunks[2 * world_size - 1 - rank]]
         else:
@@ -115,60 +112,58 @@ def own_positions(case: Case, rank: int) -> Tensor:
     return torch.cat(rows)
 
 
-def own_arguments(case: Case, rank: int) -> list[Any]:
+def own_arguments(use: Use, rank: int) -> list[Any]:
     """Positional arguments between the tensors and dropout_p."""
-    if not case.is_packed:
+    if not use.is_packed:
         return []
-    return arguments_of(case, torch.tensor(case.documents(), dtype=torch.int32), rank)
+    return arguments_of(use, torch.tensor(use.documents(), dtype=torch.int32), rank)
 
 
-def arguments_of(case: Case, cu: Tensor, rank: int) -> list[Any]:
+def arguments_of(use: Use, cu: Tensor, rank: int) -> list[Any]:
     """Positional arguments for documents with these global boundaries."""
-    if not case.family.startswith("llama3"):
-        local = cu // case.world_size
+    if not use.family.startswith("llama3"):
+        local = cu // use.world_size
         return [local, int(local.diff().max())]
-    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(
-        cu, case.causal, rank, case.world_size
-    )
+    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, use.causal, rank, use.world_size)
     return [*local, 1, keys]
 
 
-def packed(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    if case.packing == "kvpacked_":
+def packed(use: Use, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    if use.packing == "kvpacked_":
         return [q, torch.stack((k, v), -3)]
-    return [torch.stack((q, k, v), -3)] if case.packing else [q, k, v]
+    return [torch.stack((q, k, v), -3)] if use.packing else [q, k, v]
 
 
-def run_case(case: Case) -> tuple[Tensor, ...]:
+def run_case(use: Use) -> tuple[Tensor, ...]:
     """This rank's positions, out, lse, dq, dk, dv, as if there were a batch."""
     rank = dist.get_rank()
-    positions = own_positions(case, rank)
-    *leaves, dout = (x[:, positions] for x in case.inputs())
+    positions = own_positions(use, rank)
+    *leaves, dout = (x[:, positions] for x in use.inputs())
     leaves = [x.requires_grad_() for x in leaves]
-    tensors, arguments = packed(case, *leaves), own_arguments(case, rank)
-    if case.is_packed:
+    tensors, arguments = packed(use, *leaves), own_arguments(use, rank)
+    if use.is_packed:
         tensors = [x[0] for x in tensors]
     options = {
-        "softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": case.window,
+        "softmax_scale": use.softmax_scale, "causal": use.causal, "window_size": use.window,
     }  # fmt: skip
     with poisoned_empty():
-        result = case.function(
+        result = use.function(
             *tensors, *arguments, **options, deterministic=True, return_attn_probs=True
         )
         assert isinstance(result, tuple) and len(result) == 3 and result[2] is None
         out, lse, _ = result
-        alone = case.function(*tensors, *arguments, **options)
+        alone = use.function(*tensors, *arguments, **options)
         assert isinstance(alone, Tensor) and torch.equal(alone, out)
-        if case.is_packed:
+        if use.is_packed:
             out, lse = out[None], lse[None]
         grads = torch.autograd.grad(out, leaves, dout)
     return positions, out.detach(), lse, *grads
 
 
-def assembled(case: Case, ran: Sequence[tuple[Tensor, ...]]) -> Expected:
+def assembled(use: Use, ran: Sequence[tuple[Tensor, ...]]) -> Expected:
     """The whole of each result, from every rank's rows at their positions."""
     positions = torch.cat([mine[0] for mine in ran])
-    assert positions.sort().values.equal(torch.arange(case.inputs().q.size(1)))
+    assert positions.sort().values.equal(torch.arange(use.inputs().q.size(1)))
     order = positions.argsort()
     dims = (1, 2, 1, 1, 1)
     return Expected(
@@ -179,13 +174,13 @@ def assembled(case: Case, ran: Sequence[tuple[Tensor, ...]]) -> Expected:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, case: Case) -> None:
-    got = assembled(case, ranks(case.world_size).run(run_case, case))
-    assert_holds(got, *expect(case.inputs(), case.mask(), case.softmax_scale))
+@pytest.mark.parametrize("use", USES, ids=str)
+def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, use: Use) -> None:
+    got = assembled(use, ranks(use.world_size).run(run_case, use))
+    assert_holds(got, *expected(use.case))
 
 
-LLAMA3 = Case("llama3_flash_attn_varlen")
+LLAMA3 = Use("llama3_flash_attn_varlen")
 
 
 def llama3_tensors() -> list[Tensor]:
@@ -229,7 +224,7 @@ def test_llama3_arguments_that_do_not_fit() -> None:
 @on_ranks(2)
 def test_refusals() -> None:
     """Unsupported arguments are refused on every rank."""
-    varlen = Case("zigzag_ring_flash_attn_varlen")
+    varlen = Use("zigzag_ring_flash_attn_varlen")
     kvpacked = replace(varlen, packing="kvpacked_")
     cu, most = own_arguments(varlen, 0)
     x = torch.randn(int(cu[-1]), 2, 8)
@@ -241,7 +236,7 @@ def test_refusals() -> None:
         (ValueError, "q must have cu_seqlens[-1] rows|26|25", varlen, (*3 * [x[1:]], cu, most), {}),
         (ValueError, "v must have cu_seqlens[-1]", varlen, (x, x, x[1:], cu, most), {}),
         (ValueError, "q must be (rows, nheads|(1, ", varlen, (*3 * [x[None]], cu, most), {}),
-        (ValueError, "q must be (batch, rows, nh", Case("ring_flash_attn"), (x, x, x), {}),
+        (ValueError, "q must be (batch, rows, nh", Use("ring_flash_attn"), (x, x, x), {}),
         (TypeError, "kv must be float16|int64", kvpacked, (x, x.long(), cu, most), {}),
         (TypeError, "max_seqlen must be an int|float", varlen, (x, x, x, cu, 13.0), {}),
         (TypeError, "cu_seqlens|None", varlen, (x, x, x, None, most), {}),
@@ -253,9 +248,9 @@ def test_refusals() -> None:
         (TypeError, "local_k_slice|int", LLAMA3, (*tensors, *own[:5], 7), {}),
         (ValueError, "max_seqlen_k", LLAMA3, (*tensors, *own[:3], 1, *own[4:]), {}),
     ]
-    for kind, words, case, arguments, options in calls:
+    for kind, words, use, arguments, options in calls:
         with refused(kind, words):
-            case.function(*arguments, causal=True, **options)
+            use.function(*arguments, causal=True, **options)
 
 
 @on_ranks(4)
@@ -263,11 +258,11 @@ def test_a_group_of_some_ranks() -> None:
     """`group` is the last parameter, also by position."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
-    case = replace(LLAMA3, family="zigzag_ring_flash_attn", world_size=2)
-    positions = own_positions(case, rank // 2)
-    q, k, v, _ = (x[:, positions] for x in case.inputs())
-    got = case.function(q, k, v, 0.0, None, True, (-1, -1), None, False, False, pairs[rank % 2])
-    oracle, plain = expect(case.inputs(), case.mask())
+    use = replace(LLAMA3, family="zigzag_ring_flash_attn", world_size=2)
+    positions = own_positions(use, rank // 2)
+    q, k, v, _ = (x[:, positions] for x in use.inputs())
+    got = use.function(q, k, v, 0.0, None, True, (-1, -1), None, False, False, pairs[rank % 2])
+    oracle, plain = expected(use.case)
     assert_close("out", got, oracle.out[:, positions], plain.out[:, positions])
 
 
@@ -298,7 +293,7 @@ def test_a_ring_of_ones_own() -> None:
 @on_ranks(2)
 def test_a_refusal_of_one_rank_reaches_the_others() -> None:
     """A single rank's argument is bad: the error reaches the other ranks."""
-    varlen = Case("zigzag_ring_flash_attn_varlen")
+    varlen = Use("zigzag_ring_flash_attn_varlen")
     cu, most = own_arguments(varlen, 0)
     x, group = torch.randn(int(cu[-1]), 2, 8), dist.new_group()
     varlen.function(x, x, x, cu, most, causal=True, group=group)
@@ -309,12 +304,12 @@ def test_a_refusal_of_one_rank_reaches_the_others() -> None:
         varlen.function(x, x, x, cu, most, causal=True, group=group)
 
 
-PACKED = [Case(f"{family}_varlen") for family in ("ring_flash_attn", "zigzag_ring_flash_attn")]
+PACKED = [Use(f"{family}_varlen") for family in ("ring_flash_attn", "zigzag_ring_flash_attn")]
 PACKED.append(LLAMA3)
 
 
 @pytest.mark.parametrize(
-    ("case", "inside", "backend", "scalars"),
+    ("use", "inside", "backend", "scalars"),
     [
         (LLAMA3, True, "eager", True),
         pytest.param(PACKED[0], False, "eager", False, marks=pytest.mark.slow),
@@ -324,20 +319,20 @@ PACKED.append(LLAMA3)
 )
 @on_ranks(2)
 def test_functions_over_documents_stand_between_graphs(
-    case: Case, inside: bool, backend: str, scalars: bool
+    use: Use, inside: bool, backend: str, scalars: bool
 ) -> None:
     """All batches share two graphs; the graph before the call is remade if a size is a symbol.
 
     Each batch has the bits of eager, gradients too. llama3's arguments are also made inside the
     compiled function; with `capture_scalar_outputs` dynamo traces numbers read from tensors.
     """
-    rank, seqlen = dist.get_rank(), case.documents()[-1]
+    rank, seqlen = dist.get_rank(), use.documents()[-1]
 
     def layer(x: list[Tensor], cu: Tensor, arguments: list[Any] | None) -> Tensor:
         if arguments is None:
             *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
             arguments = [*local, 1, keys]
-        return case.function(*[y * 2 for y in x], *arguments, causal=True).relu()
+        return use.function(*[y * 2 for y in x], *arguments, causal=True).relu()
 
     from torch._dynamo import config  # loads the compiler
 
@@ -346,10 +341,10 @@ def test_functions_over_documents_stand_between_graphs(
         # Documents that no eager call has seen.
         for cuts in ((4, 12), (8,), (12, 16, 20)):
             cu = torch.tensor([0, *cuts, seqlen], dtype=torch.int32)
-            x = [y[0, : seqlen // 2].requires_grad_() for y in case.inputs()[:3]]
+            x = [y[0, : seqlen // 2].requires_grad_() for y in use.inputs()[:3]]
             steps = []
             for function in (cold, layer):
-                out = function(x, cu, None if inside else arguments_of(case, cu, rank))
+                out = function(x, cu, None if inside else arguments_of(use, cu, rank))
                 steps.append([out, *torch.autograd.grad(out.sum(), x)])
             assert all(map(torch.equal, *steps))
     assert num_graphs() in (2, 3)
@@ -358,10 +353,10 @@ def test_functions_over_documents_stand_between_graphs(
 @on_ranks(2)
 def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
     """The refusal of `fullgraph=True` names `ring_attention` instead."""
-    for case in PACKED:
-        x = [y[0, : case.documents()[-1] // 2] for y in case.inputs()[:3]]
-        arguments = arguments_of(case, torch.tensor(case.documents()), dist.get_rank())
-        cold, _ = compile_cold(case.function, fullgraph=True)
+    for use in PACKED:
+        x = [y[0, : use.documents()[-1] // 2] for y in use.inputs()[:3]]
+        arguments = arguments_of(use, torch.tensor(use.documents()), dist.get_rank())
+        cold, _ = compile_cold(use.function, fullgraph=True)
         with pytest.raises(RuntimeError) as error:
             cold(*x, *arguments, causal=True)
         assert says(str(error.value), "cu_seqlens|fullgraph|ring_attention")
@@ -371,9 +366,9 @@ def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
 def test_functions_without_documents_compile_whole() -> None:
     """Whole graphs also with options that ring_attention lacks."""
     for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
-        case = Case(family, "qkvpacked_")
-        x = packed(case, *(y[:, :26].requires_grad_() for y in case.inputs()[:3]))
+        use = Use(family, "qkvpacked_")
+        x = packed(use, *(y[:, :26].requires_grad_() for y in use.inputs()[:3]))
         options = {"window_size": (9, 9), "deterministic": True, "return_attn_probs": True}
-        layer = partial(case.function, causal=True, **options)
+        layer = partial(use.function, causal=True, **options)
         cold, _ = compile_cold(layer, fullgraph=True)
         assert all(map(torch.equal, cold(*x)[:2], layer(*x)[:2]))
