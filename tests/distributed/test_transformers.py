@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,9 +130,9 @@ def test_a_training_step(ranks: Pools, how: How) -> None:
             assert_close(name, gradient, oracle[1][name], plain[1][name])
 
 
-def logits_of(model: Any, ids: Tensor, autocast: bool, **options: Any) -> Tensor:
+def logits_of(model: Any, autocast: bool, **inputs: Any) -> Tensor:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return model(ids, **options).logits
+        return model(**inputs).logits
 
 
 def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -142,60 +143,61 @@ def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
             return call(model.double()), plain
 
 
-def sharded_logits(changes: dict[str, Any], autocast: bool) -> Tensor:
-    rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
-    with register(layout="zigzag"):
-        model = make_model("llama", "ring_attn", **changes)
-        part = shard_batch({"ids": make_batch(SEQLEN)["input_ids"]}, layout, rank)
-        return logits_of(model, autocast=autocast, sequence_layout=layout, **part)
-
-
-@pytest.mark.parametrize(
-    ("changes", "autocast"), [({"is_causal": False}, False), ({}, True)], ids=["both ways", "cast"]
-)
-def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> None:
-    """A decoder with bidirectional attention, and a decoder under autocast."""
-    got = SequenceLayout.zigzag(SEQLEN, 2).unshard(ranks(2).run(sharded_logits, changes, autocast))
-    model, ids = yardstick("llama", **changes), make_batch(SEQLEN)["input_ids"]
-    plain = logits_of(model, ids, autocast)
-    oracle, _ = both(model, lambda model: logits_of(model, ids, False))
-    verdict = check("logits", got, oracle, plain)
-    assert verdict.ok, str(verdict)
-    assert verdict.error > 1e-4 or not autocast, "autocast did not reach the model"
-
-
 DOCUMENTS = (0, 31, 40, 71, SEQLEN)
 
 
-def packed_logits(family: str, kind: str, restart: bool) -> Tensor:
-    """Logits of packed documents, on this rank's rows."""
-    layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size())
-    batch = {"input_ids": make_batch(SEQLEN)["input_ids"][:1]}
-    if restart:
-        lens = [b - a for a, b in zip(DOCUMENTS, DOCUMENTS[1:], strict=False)]
+class Forward(NamedTuple):
+    """A forward of one row of a batch, perhaps of documents whose positions may restart at 0."""
+
+    family: str = "llama"
+    kind: str = "zigzag"
+    cuts: tuple[int, ...] = (0, SEQLEN)
+    restarts: bool = False
+    autocast: bool = False
+    changes: dict[str, Any] = {}
+
+
+def sharded_logits(one: Forward) -> Tensor:
+    layout = SequenceLayout.from_name(one.kind, SEQLEN, dist.get_world_size())
+    batch, documents = {"input_ids": make_batch(SEQLEN)["input_ids"][:1]}, {}
+    if one.restarts:
+        lens = [b - a for a, b in pairwise(one.cuts)]
         batch["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
-    cuts = torch.tensor(DOCUMENTS, dtype=torch.int32)
-    with register(layout=kind), torch.no_grad():
-        model = make_model(family, "ring_attn")
+    if len(one.cuts) > 2:
+        cuts = torch.tensor(one.cuts, dtype=torch.int32)
+        documents = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+        documents |= {"max_length_q": 31, "max_length_k": 31}
+    with register(layout=one.kind):
+        model = make_model(one.family, "ring_attn", **one.changes)
         part = shard_batch(batch, layout, dist.get_rank())
-        out = model(
-            **part, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=31, max_length_k=31
-        )
-    return out.logits
+        return logits_of(model, one.autocast, **part, **documents, sequence_layout=layout)
 
 
-@pytest.mark.parametrize("restart", [True, False], ids=["restart", "global"])
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("family", ["qwen2", "llama4"])
-def test_packed_documents(ranks: Pools, family: str, kind: str, restart: bool) -> None:
-    layout = SequenceLayout.from_name(kind, SEQLEN, 2)
-    ids = make_batch(SEQLEN)["input_ids"][:1]
-    parts = ids.tensor_split(DOCUMENTS[1:-1], dim=1)
-    oracle, plain = both(
-        yardstick(family), lambda model: torch.cat([model(part).logits for part in parts], 1)
-    )
-    got = layout.unshard(ranks(2).run(packed_logits, family, kind, restart))
-    assert_close("logits", got, oracle, plain)
+@pytest.mark.parametrize(
+    "one",
+    [
+        Forward(changes={"is_causal": False}),
+        Forward(autocast=True),
+        Forward("qwen2", "zigzag", DOCUMENTS, restarts=True),
+        Forward("qwen2", "contiguous", DOCUMENTS),
+        Forward("llama4", "zigzag", DOCUMENTS),
+        Forward("llama4", "contiguous", DOCUMENTS, restarts=True),
+    ],
+    ids=lambda one: "-".join(map(str, (*one[:2], len(one.cuts), *one[3:5]))),
+)
+def test_a_forward(ranks: Pools, one: Forward) -> None:
+    layout = SequenceLayout.from_name(one.kind, SEQLEN, 2)
+    parts = make_batch(SEQLEN)["input_ids"][:1].tensor_split(one.cuts[1:-1], dim=1)
+
+    def whole(model: Any, autocast: bool = False) -> Tensor:
+        return torch.cat([logits_of(model, autocast, input_ids=part) for part in parts], 1)
+
+    model = yardstick(one.family, **one.changes)
+    plain, (oracle, _) = whole(model, one.autocast), both(model, whole)
+    got = layout.unshard(ranks(2).run(sharded_logits, one))
+    verdict = check("logits", got, oracle, plain)
+    assert verdict.ok, str(verdict)
+    assert verdict.error > 1e-4 or not one.autocast, "autocast did not reach the model"
 
 
 NUM_PROMPT, NUM_TOKENS = 37, 18

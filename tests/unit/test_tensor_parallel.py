@@ -348,6 +348,8 @@ def test_names_that_no_pattern_fits() -> None:
     whole, config = layer_of(2), config_of(2, 2)
     with pytest.raises(ValueError, match="1 names.*input_layernorm.weight"):
         shard_state_dict(whole, config)
+    with pytest.raises(ValueError, match="self_attn.q_proj.weight of kind 'q' must have shape"):
+        shard_state_dict({"self_attn.q_proj.weight": torch.ones(3, HIDDEN)}, config)
     norms: dict[str, Kind] = {"*_layernorm": "replicated"}
     assert {*shard_state_dict(whole, config, LLAMA_TP_PLAN | norms)} == {*whole}
 
