@@ -183,6 +183,7 @@ def test_a_rank_has_its_part(tp_size: int, kv_heads: int, kind: Kind, order: Ord
         wanted = expected_outputs(kind, config)
         stored = w if order == "out_in" else w.T
         got = shard_parameter(stored, kind, config, order=order)
+        assert got.is_contiguous()
         got = got if order == "out_in" else got.T
         by_columns = kind in ("o", "down")
         assert torch.equal(got, w[:, wanted] if by_columns else w[wanted])
@@ -369,6 +370,8 @@ def test_the_first_pattern_that_fits_counts() -> None:
     plan: dict[str, Kind] = {"layers.*.cross.q_proj": "replicated", **LLAMA_TP_PLAN}
     part = shard_state_dict(x, config, plan)
     assert [len(y) for y in part.values()] == [48, 24, 24]
+    scale = {"layers.0.cross.q_proj.weight_scale": torch.ones(48)}
+    assert {*shard_state_dict(scale, config, plan, otherwise="replicated")} == {*scale}
     # A pattern matches only whole parts of a name.
     with pytest.raises(ValueError, match="my_q_proj"):
         shard_state_dict({"my_q_proj.weight": w}, config)
