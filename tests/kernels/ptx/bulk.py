@@ -133,7 +133,7 @@ def initialise(machine: Machine, ins: Instruction) -> Run:
         if lanes.size > 1:
             raise Fault(ins, "an mbarrier is made by several threads")
         for at in machine.shared.locate(ins, base[lanes].astype(np.int64) + offset, 8, lanes):
-            machine.shared.written(ins, np.array([at]), 8, machine.warp_of[lanes])
+            machine.shared.written_by(ins, np.array([at]), 8, machine.warp_of[lanes])
             nothing = np.zeros((4, machine.clocks.seen.shape[1]), np.int32)
             number = len(machine.mbarriers)
             machine.mbarriers[int(at)] = Mbarrier(

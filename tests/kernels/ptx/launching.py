@@ -24,7 +24,7 @@ from ring_attn.kernels.launch import Launch
 from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
 from tests.kernels.ptx.bulk import TensorMap
 from tests.kernels.ptx.faults import NotFenced
-from tests.kernels.ptx.machine import Machine
+from tests.kernels.ptx.machine import run_grid
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
 
@@ -113,10 +113,11 @@ def execute(
         else:
             args[next(params)] = _bits(value, kind)
     args |= dict.fromkeys(params, 0)  # scratch memory, which our kernels do not need
-    machine = Machine(kernel, args, memory, code.shared_bytes, tensor_maps, seed)
-    machine.run(launch.grid)
+    missing = run_grid(
+        kernel, args, memory, code.shared_bytes, launch.grid, tensor_maps=tensor_maps, seed=seed
+    )
     memory.write_back()
-    return list(machine.missing_fences.values())
+    return missing
 
 
 def _bits(value: Any, kind: str) -> int:

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, Unsupported
-from tests.kernels.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory
+from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import Instruction, Kernel, Operand
-from tests.kernels.ptx.races import Clocks
+from tests.kernels.ptx.races import SHARED_BASE, Clocks, SharedMemory
 from tests.kernels.ptx.scalar import DTYPES, RULES, Rule
 
 Array = NDArray[Any]
@@ -97,21 +97,20 @@ WAITING = re.compile(
 )
 
 
-# With a seed: CTAs that run by turns, and blocks that a CTA runs before the next CTA.
+# CTAs that run by turns if a seed is given, and blocks that a CTA runs before the next CTA.
 TOGETHER = 3
 TURNS = 40
 
 
-@dataclass(eq=False)
-class Cta:
-    """A CTA that has been interrupted: the machine's state, and the contents of registers."""
-
-    state: dict[str, Any]
-    registers: dict[str, Array]
-
-
 class Machine:
-    """A kernel, and the state of the CTA that it runs."""
+    """A kernel, and the state of the CTA that it runs.
+
+    Attributes:
+        args: bits of each parameter.
+        tensor_maps: tensor maps of bulk copies, by parameter.
+        random: draws the order of warpgroups; None for the order of the text.
+        missing_fences: the first access by each instruction that lacks a proxy fence.
+    """
 
     def __init__(
         self,
@@ -119,20 +118,12 @@ class Machine:
         args: Mapping[str, int],
         memory: GlobalMemory,
         shared_bytes: int,
-        tensor_maps: Mapping[str, Any] | None = None,
-        seed: int | None = None,
+        tensor_maps: Mapping[str, Any],
+        random: random.Random | None,
+        missing_fences: dict[Instruction, NotFenced],
     ) -> None:
-        """
-        Args:
-            kernel: parsed kernel.
-            args: bits of each parameter.
-            memory: global memory with all tensors.
-            shared_bytes: bytes of shared memory of a CTA.
-            tensor_maps: tensor maps of bulk copies, by parameter.
-            seed: draws the order of warpgroups, of several CTAs by turns; None for the order of
-                the text, one CTA after the other.
-        """
-        self.random = None if seed is None else random.Random(seed)
+        self.random = random
+        self.missing_fences = missing_fences
         self.kernel = kernel
         self.args = args
         self.memory = memory
@@ -151,12 +142,11 @@ class Machine:
         self.special["%ntid.y"][:] = self.special["%ntid.z"][:] = 1
         addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, (name, _) in enumerate(kernel.params)}
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
-        self.tensor_maps = {addresses[name]: x for name, x in (tensor_maps or {}).items()}
-        self.missing_fences: dict[Instruction, NotFenced] = {}
+        self.tensor_maps = {addresses[name]: x for name, x in tensor_maps.items()}
         # For registers of pending products: the last product group of each warp that uses them.
         self.pending_reads: dict[str, Array] = {}
         self.pending: dict[str, Array] = {}
-        self._new_cta()
+        self.start((0, 0, 0), (1, 1, 1))
         self.blocks = list(self._make_blocks())
 
     # -- operands
@@ -281,48 +271,11 @@ class Machine:
 
     # -- running
 
-    def run(self, grid: tuple[int, ...]) -> None:
-        """Runs all CTAs of a grid."""
-        grid = (*grid, 1, 1)[:3]
-        for axis, size in zip("xyz", grid, strict=True):
+    def start(self, number: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        """Begins a CTA of a grid."""
+        for axis, at, size in zip("xyz", number, grid, strict=True):
+            self.special[f"%ctaid.{axis}"][:] = at
             self.special[f"%nctaid.{axis}"][:] = size
-        numbers = [(x, y, z) for z, y, x in product(*map(range, reversed(grid)))]
-        together = 1 if self.random is None else TOGETHER
-        there: list[Cta] = []
-        with np.errstate(all="ignore"):
-            while numbers or there:
-                while numbers and len(there) < together:
-                    self._new_cta(numbers.pop(0))
-                    there.append(self._interrupted())
-                ready = [cta for cta in there if self._is_ready(cta)]
-                cta = there[0] if self.random is None or not ready else self.random.choice(ready)
-                there.remove(cta)
-                self._resume(cta)
-                if self._run_cta(at_once=not ready):
-                    there.append(self._interrupted())
-
-    def _interrupted(self) -> Cta:
-        names = (
-            "groups", "clocks", "shared", "barriers", "mbarriers", "owned", "asked", "acquired",
-            "number",
-        )  # fmt: skip
-        state = {name: getattr(self, name) for name in names}
-        state |= {name: dict(getattr(self, name)) for name in ("pending", "pending_reads")}
-        return Cta(state, {name: x.copy() for name, x in self.registers.items()})
-
-    def _is_ready(self, cta: Cta) -> bool:
-        vars(self).update(cta.state)
-        return any(group.wait is None or group.wait.ready() for group in self.groups)
-
-    def _resume(self, cta: Cta) -> None:
-        vars(self).update(cta.state)
-        for name, values in cta.registers.items():
-            self.registers[name][:] = values
-        for axis, number in zip("xyz", self.number, strict=True):
-            self.special[f"%ctaid.{axis}"][:] = number
-
-    def _new_cta(self, number: tuple[int, int, int] = (0, 0, 0)) -> None:
-        self.number = number
         self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
         self.clocks = Clocks(self.num_warps)
         self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
@@ -338,38 +291,32 @@ class Machine:
         for register in self.registers.values():
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
 
-    def _run_cta(self, *, at_once: bool) -> bool:
-        """Runs until the CTA ends or, with a seed, is interrupted; returns whether it must go on.
+    def can_run(self) -> bool:
+        return any(group.wait is None or group.wait.ready() for group in self.groups)
 
-        Args:
-            at_once: no CTA was ready: if this CTA still waits, that is a deadlock.
-        """
-        turns = TURNS if self.random is not None else -1
-        while self.groups:
-            if turns == 0:
-                return True
-            turns -= 1
+    def run(self) -> bool:
+        """Runs some blocks of the CTA; returns whether it has ended."""
+        for _ in range(TURNS):
             for group in self.groups:
                 if group.wait is not None and group.wait.ready():
                     group.wait.done()
                     group.wait = None
             ready = [group for group in self.groups if group.wait is None]
-            if not ready and self.random is not None and not at_once:
-                return True
             if not ready:
-                self._deadlock()
-            at_once = False
+                break
             first = self._next(ready)
             for other in ready:
                 if other is not first and other.at == first.at:
                     first.mask = first.mask | other.mask
                     self.groups.remove(other)
             self._turn(first)
+        if self.groups:
+            return False
         for barrier in self.mbarriers.values():
             barrier.check_idle()
         for name in self.pending:
             raise Fault(self.kernel.instructions[-1], f"a wgmma for {name} is not waited for")
-        return False
+        return True
 
     def _next(self, ready: list[Group]) -> Group:
         if self.random is not None:
@@ -380,14 +327,14 @@ class Machine:
             ready = [group for group in ready if (group.mask & warpgroup).any()]
         return min(ready, key=lambda group: group.at)
 
-    def _deadlock(self) -> None:
+    def deadlock(self) -> Deadlock:
         waits = [
             (np.unique(self.warp_of[group.mask]).tolist(), group.wait)
             for group in self.groups
             if group.wait is not None
         ]
         texts = (f"warps {warps} at {wait.ins}{wait.missing()}" for warps, wait in waits)
-        raise Deadlock(waits[0][1].ins, f"no thread can go on: {'; '.join(texts)}")
+        return Deadlock(waits[0][1].ins, f"no thread can go on: {'; '.join(texts)}")
 
     def _turn(self, group: Group) -> None:
         """Runs one block of a group."""
@@ -451,6 +398,45 @@ class Machine:
                 yield self.places[label], mask & (index == i)
         else:
             yield self.places[str(ins.operands[0])], mask
+
+
+def run_grid(
+    kernel: Kernel,
+    args: Mapping[str, int],
+    memory: GlobalMemory,
+    shared_bytes: int,
+    grid: tuple[int, ...] = (1,),
+    *,
+    tensor_maps: Mapping[str, Any],
+    seed: int | None = None,
+) -> list[NotFenced]:
+    """Runs all CTAs of a grid, a few by turns in an order that the seed draws.
+
+    Returns:
+        The missing proxy fences, one for each instruction.
+    """
+    grid = (*grid, 1, 1)[:3]
+    numbers = [(x, y, z) for z, y, x in product(*map(range, reversed(grid)))]
+    drawn = None if seed is None else random.Random(seed)
+    missing: dict[Instruction, NotFenced] = {}
+    idle = [
+        Machine(kernel, args, memory, shared_bytes, tensor_maps, drawn, missing)
+        for _ in range(1 if drawn is None else min(TOGETHER, len(numbers)))
+    ]
+    running: list[Machine] = []
+    with np.errstate(all="ignore"):
+        while numbers or running:
+            while numbers and idle:
+                running.append(idle.pop())
+                running[-1].start(numbers.pop(0), grid)
+            ready = [machine for machine in running if machine.can_run()]
+            if not ready:
+                raise running[0].deadlock()
+            machine = ready[0] if drawn is None else drawn.choice(ready)
+            if machine.run():
+                running.remove(machine)
+                idle.append(machine)
+    return list(missing.values())
 
 
 def _constant(text: str) -> int:

@@ -116,7 +116,7 @@ def store_matrices(machine: Machine, ins: Instruction) -> Run:
         warps = machine.warps(ins, where)
         rows, lanes = _rows(warps, num)
         at = machine.shared.locate(ins, base[rows].astype(np.int64) + offset, ROW_BYTES, rows)
-        machine.shared.written(ins, at, ROW_BYTES, machine.warp_of[rows])
+        machine.shared.written_by(ins, at, ROW_BYTES, machine.warp_of[rows])
         packed = np.stack([x[lanes].reshape(-1, LANES) for x in sources], 1)
         found = np.ascontiguousarray(packed).view(np.uint16).reshape(-1, num, 8, 8)
         if transposed:

@@ -1,4 +1,4 @@
-"""Global and shared memory with checks of bounds; shared memory also notes its accesses."""
+"""Memory with checks of bounds, and global memory: copies of tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.kernels.ptx.faults import NotFenced, OutOfBounds
+from tests.kernels.ptx.faults import OutOfBounds
 from tests.kernels.ptx.parse import Instruction
-from tests.kernels.ptx.races import GRANULE, Clocks, Shadow
 
 Array = NDArray[Any]
 
 GLOBAL_BASE = 1 << 36
-# The first KiB is reserved for the system.
-SHARED_BASE = 1 << 10
-# Alignment of tensors and of shared memory; also the gap after each tensor.
+# Alignment of tensors; also the gap after each tensor.
 ALIGNMENT = 1 << 10
 
 
@@ -86,62 +83,3 @@ class GlobalMemory(Memory):
         """Copies all bytes back to the tensors."""
         for start, raw in self._storages:
             raw[:] = self.bytes[start : start + raw.size]
-
-
-class SharedMemory(Memory):
-    """Shared memory of one CTA, which starts as NaN."""
-
-    def __init__(
-        self, num_bytes: int, clocks: Clocks, missing_fences: dict[Instruction, NotFenced]
-    ) -> None:
-        super().__init__("shared", SHARED_BASE, num_bytes)
-        self.bytes[:] = 0xFF
-        self.stop[:num_bytes] = num_bytes
-        self.clocks = clocks
-        self.shadow = Shadow(self.bytes.size, clocks, missing_fences)
-
-    def read(
-        self, ins: Instruction, offset: Array, size: int, warps: Array, *, proxy: bool = False
-    ) -> None:
-        """Notes reads of `size` bytes by lanes of the warps."""
-        at, of = _granules(offset, size, warps)
-        clock = self.clocks.seen[of, of]
-        self.shadow.on_read(ins, at, of, reader=of, clock=clock, proxy=proxy)
-
-    def written(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
-        at, of = _granules(offset, size, warps)
-        clock = self.clocks.seen[of, of]
-        self.shadow.on_write(ins, at, of, writer=of, clock=clock, proxy=False)
-
-    def copied(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
-        """Notes writes by `cp.async`, in the open group of the warp."""
-        at, of = _granules(offset, size, warps)
-        clock = self.clocks.copy_groups[of] + 1
-        writer = self.clocks.copies_of(of)
-        self.shadow.on_write(ins, at, of, writer=writer, clock=clock, proxy=False)
-
-    def multiplied(self, ins: Instruction, offset: Array, group: int) -> None:
-        """Notes reads of 16 bytes by `wgmma`; all four warps must know the last writes."""
-        at, _ = _granules(offset, 16, offset)
-        for warp in range(4 * group, 4 * group + 4):
-            warps = np.full(at.shape, warp)
-            clock = self.clocks.product_groups[warps] + 1
-            reader = self.clocks.num_warps + warps
-            self.shadow.on_read(ins, at, warps, reader=reader, clock=clock, proxy=True)
-
-    def landed(self, ins: Instruction, offset: Array, warp: int, mbarrier: int, phase: int) -> None:
-        """Notes writes of 16 bytes by a bulk copy that `warp` has started."""
-        at, _ = _granules(offset, 16, offset)
-        warps = np.full(at.shape, warp)
-        writer = np.full(at.shape, self.clocks.mbarriers + mbarrier)
-        clock = np.full(at.shape, phase)
-        self.shadow.on_write(ins, at, warps, writer=writer, clock=clock, proxy=True)
-
-
-def _granules(offset: Array, size: int, owners: Array) -> tuple[Array, Array]:
-    """The granules of `size` bytes at each offset, and the owner of each."""
-    first = offset // GRANULE
-    if size <= GRANULE:
-        return first, owners
-    steps = np.arange(size // GRANULE)
-    return (first[:, None] + steps).ravel(), np.repeat(owners, size // GRANULE)

@@ -23,10 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.kernels.ptx.faults import NotFenced, NotWaited, Race
+from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.parse import Instruction
 
 Array = NDArray[Any]
 
+# The first KiB is reserved for the system.
+SHARED_BASE = 1 << 10
 GRANULE = 2
 MOST_MBARRIERS = 64
 
@@ -42,8 +45,7 @@ class Clocks:
         self.seen = np.zeros((num_warps, num_agents), np.int32)
         self.warps = np.arange(num_warps)
         self.seen[self.warps, self.warps] = 1
-        self.fenced = self.seen.copy()
-        self.fenced[:] = 0
+        self.fenced = np.zeros_like(self.seen)
         # Committed groups of copies, committed groups of products, and groups of products done.
         self.copy_groups = np.zeros(num_warps, np.int32)
         self.product_groups = np.zeros(num_warps, np.int32)
@@ -85,54 +87,84 @@ class Clocks:
         self.seen[warps, self.products + warps] = done
 
 
-class Shadow:
-    """Agents and clocks of the last reads and the last write of each granule."""
+class SharedMemory(Memory):
+    """Shared memory of one CTA, which starts as NaN, and notes of its accesses by granules.
+
+    Attributes:
+        writer: agent of a granule's last write.
+        written: clock of this write.
+        reads: for each reading agent, warps and their products, the clock of its last read.
+    """
 
     def __init__(
         self, num_bytes: int, clocks: Clocks, missing_fences: dict[Instruction, NotFenced]
     ) -> None:
+        super().__init__("shared", SHARED_BASE, num_bytes)
+        self.bytes[:] = 0xFF
+        self.stop[:num_bytes] = num_bytes
         self.clocks = clocks
         self.missing_fences = missing_fences
-        granules = -(-num_bytes // GRANULE)
-        self.writer = np.zeros(granules, np.int32)
-        self.written = np.zeros(granules, np.int32)
-        # Agents that read: warps, and their products.
-        self.read = np.zeros((2 * clocks.num_warps, granules), np.int32)
+        granules = -(-self.bytes.size // GRANULE)
+        self.writer, self.written = np.zeros((2, granules), np.int32)
+        self.reads = np.zeros((2 * clocks.num_warps, granules), np.int32)
         self.readers = np.r_[: clocks.num_warps, clocks.products : clocks.mbarriers]
 
-    def on_read(
-        self, ins: Instruction, at: Array, warps: Array, *, reader: Array, clock: Array, proxy: bool
+    def read(
+        self, ins: Instruction, offset: Array, size: int, warps: Array, *, proxy: bool = False
     ) -> None:
-        """Notes reads of granules; raises if a warp does not know the last write.
+        """Notes reads of `size` bytes by lanes of the warps."""
+        at, of = _granules(offset, size, warps)
+        self._on_read(ins, at, of, self.clocks.seen[of, of], reader=of, proxy=proxy)
 
-        Args:
-            ins: instruction that reads.
-            at: granules.
-            warps: for each granule, the warp that must know its last write.
-            reader: row of `read`.
-            clock: clock of the reader.
-            proxy: the asynchronous proxy reads.
-        """
-        self._know_writer(ins, at, warps, "read", proxy)
-        self.read[reader, at] = clock
+    def written_by(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
+        """Notes writes of `size` bytes by lanes of the warps."""
+        at, of = _granules(offset, size, warps)
+        self._on_write(ins, at, of, self.clocks.seen[of, of], writer=of)
 
-    def on_write(
-        self, ins: Instruction, at: Array, warps: Array, *, writer: Array, clock: Array, proxy: bool
+    def copied(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
+        """Notes writes by `cp.async`, in the open group of the warp."""
+        at, of = _granules(offset, size, warps)
+        clock = self.clocks.copy_groups[of] + 1
+        self._on_write(ins, at, of, clock, writer=self.clocks.copies_of(of))
+
+    def multiplied(self, ins: Instruction, offset: Array, group: int) -> None:
+        """Notes reads of 16 bytes by `wgmma`; all four warps must know the last writes."""
+        at, _ = _granules(offset, 16, offset)
+        for warp in range(4 * group, 4 * group + 4):
+            warps = np.full(at.shape, warp)
+            clock = self.clocks.product_groups[warps] + 1
+            self._on_read(ins, at, warps, clock, reader=self.clocks.num_warps + warps, proxy=True)
+
+    def landed(self, ins: Instruction, offset: Array, warp: int, mbarrier: int, phase: int) -> None:
+        """Notes writes of 16 bytes by a bulk copy that `warp` has started."""
+        at, _ = _granules(offset, 16, offset)
+        warps, clock = np.full(at.shape, warp), np.full(at.shape, phase)
+        writer = np.full(at.shape, self.clocks.mbarriers + mbarrier)
+        self._on_write(ins, at, warps, clock, writer=writer, proxy=True)
+
+    def _on_read(
+        self, ins: Instruction, at: Array, warps: Array, clock: Array, *, reader: Array, proxy: bool
     ) -> None:
-        """Notes writes of granules; arguments as for `on_read`."""
-        self._know_writer(ins, at, warps, "written", proxy)
+        self._know(ins, at, warps, self.writer[at], self.written[at], "read", "written", proxy)
+        self.reads[reader, at] = clock
+
+    def _on_write(
+        self,
+        ins: Instruction,
+        at: Array,
+        warps: Array,
+        clock: Array,
+        *,
+        writer: Array,
+        proxy: bool = False,
+    ) -> None:
+        self._know(ins, at, warps, self.writer[at], self.written[at], "written", "written", proxy)
         readers = np.repeat(self.readers, at.size)
         at_of, warps_of = (np.tile(x, len(self.readers)) for x in (at, warps))
-        self._know(
-            ins, at_of, warps_of, readers, self.read[:, at].ravel(), "written", "read", proxy
-        )
+        clocks = self.reads[:, at].ravel()
+        self._know(ins, at_of, warps_of, readers, clocks, "written", "read", proxy)
         self.writer[at] = writer
         self.written[at] = clock
-
-    def _know_writer(
-        self, ins: Instruction, at: Array, warps: Array, done: str, proxy: bool
-    ) -> None:
-        self._know(ins, at, warps, self.writer[at], self.written[at], done, "written", proxy)
 
     def _know(
         self,
@@ -145,29 +177,34 @@ class Shadow:
         before: str,
         proxy: bool,
     ) -> None:
-        """Raises if a warp does not know the clock of its agent, which `before` read or wrote."""
+        """Raises unless each warp knows that its agent has done what it did before to a granule.
+
+        Args:
+            ins: instruction that accesses the granules.
+            at: granules.
+            warps: for each granule, the warp that accesses it.
+            agents: for each granule, the agent that accessed it before.
+            clock: the clocks of these agents then.
+            done: "read" or "written" by the instruction.
+            before: "read" or "written" by the agents.
+            proxy: the asynchronous proxy accesses the granules.
+        """
         unknown = clock > self.clocks.seen[warps, agents]
         if unknown.any():
             i = int(np.argmax(unknown))
-            self._report(ins, at, warps, i, int(agents[i]), done, before)
-        if proxy:
-            generic = agents < self.clocks.products
-            unknown = generic & (clock > self.clocks.fenced[warps, agents])
-            if unknown.any():
-                i = int(np.argmax(unknown))
-                where = f"byte {int(at[i]) * GRANULE} of shared memory is {done}"
-                other = f"{self._name(int(agents[i]))}, by which it is {before}"
-                fault = NotFenced(ins, f"{where} without fence.proxy.async since {other}")
-                self.missing_fences.setdefault(ins, fault)
-
-    def _report(
-        self, ins: Instruction, at: Array, warps: Array, i: int, agent: int, done: str, before: str
-    ) -> None:
-        where = f"byte {int(at[i]) * GRANULE} of shared memory is {done} by warp {int(warps[i])}"
-        reason = f"{where}, and {before} by {self._name(agent)}"
-        if agent < self.clocks.num_warps:
-            raise Race(ins, f"{reason} with no barrier between")
-        raise NotWaited(ins, f"{reason} which has not been waited for")
+            where = f"byte {int(at[i]) * GRANULE} of shared memory is {done} by warp {warps[i]}"
+            reason = f"{where}, and {before} by {self._name(int(agents[i]))}"
+            if agents[i] < self.clocks.num_warps:
+                raise Race(ins, f"{reason} with no barrier between")
+            raise NotWaited(ins, f"{reason} which has not been waited for")
+        generic = agents < self.clocks.products
+        unknown = generic & (clock > self.clocks.fenced[warps, agents])
+        if proxy and unknown.any():
+            i = int(np.argmax(unknown))
+            where = f"byte {int(at[i]) * GRANULE} of shared memory is {done}"
+            other = f"{self._name(int(agents[i]))}, by which it is {before}"
+            fault = NotFenced(ins, f"{where} without fence.proxy.async since {other}")
+            self.missing_fences.setdefault(ins, fault)
 
     def _name(self, agent: int) -> str:
         clocks = self.clocks
@@ -178,3 +215,12 @@ class Shadow:
         if agent < clocks.mbarriers:
             return f"a wgmma of warp {agent - clocks.products}"
         return f"a bulk copy of mbarrier {agent - clocks.mbarriers}"
+
+
+def _granules(offset: Array, size: int, owners: Array) -> tuple[Array, Array]:
+    """The granules of `size` bytes at each offset, and the owner of each."""
+    first = offset // GRANULE
+    if size <= GRANULE:
+        return first, owners
+    steps = np.arange(size // GRANULE)
+    return (first[:, None] + steps).ravel(), np.repeat(owners, size // GRANULE)
