@@ -13,9 +13,7 @@ from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.parse import Address, Instruction, Operand
 from tests.kernels.ptx.scalar import DTYPES, flush
 
-ACCESS = re.compile(
-    r"(?:ld|st)\.(?P<space>global|shared)(?:\.v(?P<count>[24]))?\.(?P<kind>[bus]\d+|f32)"
-)
+ACCESS = re.compile(r"(?:ld|st)\.(?P<space>global|shared)(?:\.v(?P<count>[24]))?\.b(?P<bits>\d+)")
 
 
 def address_of(machine: Machine, ins: Instruction, operand: Operand) -> tuple[Array, int]:
@@ -27,12 +25,11 @@ def address_of(machine: Machine, ins: Instruction, operand: Operand) -> tuple[Ar
 
 
 def vector(operand: Operand) -> tuple[Operand, ...]:
-    return (
-        operand if isinstance(operand, tuple) and not isinstance(operand, Address) else (operand,)
-    )
+    several = isinstance(operand, tuple) and not isinstance(operand, Address)
+    return operand if several else (operand,)
 
 
-@handles(r"ld\.param\.[bus](32|64)|ld\.param\.f32")
+@handles(r"ld\.param\.(b32|b64|s32)")
 def load_param(machine: Machine, ins: Instruction) -> Run:
     target, operand = ins.operands
     if not isinstance(operand, Address) or operand.offset or operand.base not in machine.args:
@@ -54,12 +51,9 @@ def convert_param(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"ld\.(global|shared)\.(?!gpu).*")
 def load(machine: Machine, ins: Instruction) -> Run:
-    memory, count, kind = _access(machine, ins)
+    memory, count, width = _access(machine, ins)
     targets = [machine.register(str(x)) for x in vector(ins.operands[0])]
-    # A wider register takes the extended value.
-    wide = [f"{DTYPES[kind].kind.replace('f', 'u')}{x.itemsize}" for x in targets]
     base, offset = address_of(machine, ins, ins.operands[1])
-    width = DTYPES[kind].itemsize
     shared = memory().name == "shared"
 
     def run(where: Where) -> None:
@@ -70,17 +64,16 @@ def load(machine: Machine, ins: Instruction) -> Run:
         if shared:
             machine.shared.read(ins, at, width * count, machine.warp_of[lanes])
         index, found = at // width, memory().words[width]
-        for i, (target, extended) in enumerate(zip(targets, wide, strict=True)):
-            target.view(extended)[lanes] = found[index + i].view(DTYPES[kind])
+        for i, target in enumerate(targets):
+            target[lanes] = found[index + i]
 
     return run
 
 
 @handles(r"st\.(global|shared)\..*")
 def store(machine: Machine, ins: Instruction) -> Run:
-    memory, count, kind = _access(machine, ins)
+    memory, count, width = _access(machine, ins)
     base, offset = address_of(machine, ins, ins.operands[0])
-    width = DTYPES[kind].itemsize
     sources = [machine.source(ins, x, f"u{8 * width}") for x in vector(ins.operands[1])]
     shared = memory().name == "shared"
 
@@ -102,8 +95,8 @@ def store(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-def _access(machine: Machine, ins: Instruction) -> tuple[Any, int, str]:
-    """The memory of an access, the number of elements per thread, and their type."""
+def _access(machine: Machine, ins: Instruction) -> tuple[Any, int, int]:
+    """The memory of an access, the number of elements per thread, and their bytes."""
     found = ACCESS.fullmatch(ins.opcode)
     if found is None:
         raise Unsupported(ins)
@@ -114,7 +107,7 @@ def _access(machine: Machine, ins: Instruction) -> tuple[Any, int, str]:
     def memory() -> Memory:
         return machine.shared if found["space"] == "shared" else machine.memory
 
-    return memory, len(data), found["kind"]
+    return memory, len(data), int(found["bits"]) // 8
 
 
 @handles(r"mov\.b(32|64)")
@@ -169,12 +162,12 @@ def acquire(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(r"(atom|red)\.global\.gpu\.(relaxed|release)\.(add|exch)(\.v4)?\.[bsuf]32")
+@handles(r"atom\.global\.gpu\.(relaxed\.add(\.v4\.f32|\.u32)|release\.exch\.b32)")
 def atomic(machine: Machine, ins: Instruction) -> Run:
     """Updates memory at one address per thread; subnormal floats become zeros."""
-    _, _, _, _, operation, *_, kind = ins.opcode.split(".")
-    *results, address, values = ins.operands
-    targets = [machine.target(ins, x, kind) for x in vector(results[0])] if results else []
+    kind, adds = ins.opcode.split(".")[-1], ".add" in ins.opcode
+    results, address, values = ins.operands
+    targets = [machine.target(ins, x, kind) for x in vector(results)]
     base, offset = address_of(machine, ins, address)
     sources = [machine.source(ins, x, kind) for x in vector(values)]
     words = machine.memory.words[4].view(DTYPES[kind])
@@ -188,14 +181,13 @@ def atomic(machine: Machine, ins: Instruction) -> Run:
         index = machine.memory.locate(ins, addresses, size, lanes) // 4
         if np.unique(index).size < index.size:
             raise Unsupported(ins, "by several threads at one address")
-        for i, source in enumerate(sources):
+        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             at = index + i
             old, new = words[at], source[lanes]
-            if operation == "add":
+            if adds:
                 new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
             words[at] = new
-            if targets:
-                targets[i][lanes] = old
+            target[lanes] = old
 
     return run
 
@@ -288,7 +280,7 @@ def set_registers(machine: Machine, ins: Instruction) -> Run:
 # -- barriers of a CTA
 
 
-@handles(r"(bar|barrier)(\.cta)?\.sync(\.aligned)?")
+@handles(r"(bar|barrier)\.sync")
 def barrier(machine: Machine, ins: Instruction) -> Run:
     """Waits until enough threads have come: all of the CTA, or the count in the second operand."""
     number = int(str(ins.operands[0]), 0)

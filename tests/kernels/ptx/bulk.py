@@ -17,8 +17,6 @@ from tests.kernels.ptx.machine import Array, Machine, Run, Wait, Where, handles
 from tests.kernels.ptx.parse import Address, Instruction, Operand
 
 CHUNK = 16
-# All these names mean the CTA's own memory, since clusters here have one CTA.
-SHARED = r"\.shared(::cta|::cluster)?"
 
 
 def swizzle(address: Array) -> Array:
@@ -123,7 +121,7 @@ def find(machine: Machine, ins: Instruction, operand: Operand) -> Any:
     return found
 
 
-@handles(rf"mbarrier\.init{SHARED}\.b64")
+@handles(r"mbarrier\.init\.shared::cta\.b64")
 def initialise(machine: Machine, ins: Instruction) -> Run:
     base, offset = address_of(machine, ins, ins.operands[0])
     count = int(str(ins.operands[1]), 0)
@@ -143,7 +141,7 @@ def initialise(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(rf"mbarrier\.arrive(\.expect_tx)?{SHARED}\.b64")
+@handles(r"mbarrier\.arrive(\.expect_tx)?\.shared::cta\.b64")
 def arrive(machine: Machine, ins: Instruction) -> Run:
     """Each thread arrives once; expect_tx adds to the bytes that the phase lacks."""
     mbarrier = find(machine, ins, ins.operands[1])
@@ -169,7 +167,7 @@ def arrive(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(rf"mbarrier\.try_wait\.parity{SHARED}\.b64")
+@handles(r"mbarrier\.try_wait\.parity\.shared::cta\.b64")
 def wait(machine: Machine, ins: Instruction) -> Run:
     """Waits until the phase of that parity is complete; the ISA allows an earlier return."""
     done = machine.target(ins, ins.operands[0], "pred")
@@ -194,7 +192,7 @@ def wait(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(rf"cp\.async\.bulk\.tensor\.[1-5]d{SHARED}\.global\.mbarrier::complete_tx::bytes")
+@handles(r"cp\.async\.bulk\.tensor\.[24]d\.shared::cta\.global\.mbarrier::complete_tx::bytes")
 def copy(machine: Machine, ins: Instruction) -> Run:
     """Copies a box of a tensor; elements outside the tensor are zeros."""
     to, offset = address_of(machine, ins, ins.operands[0])
@@ -227,6 +225,6 @@ def copy(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(r"fence\.proxy\.async(\.shared::cta)?")
+@handles(r"fence\.proxy\.async\.shared::cta")
 def fence(machine: Machine, ins: Instruction) -> Run:
     return lambda where: machine.clocks.fence(np.unique(machine.warp_of[machine.lanes(where)]))

@@ -92,7 +92,7 @@ class Block:
 # Instructions that end a block: branches, and instructions that may wait.
 BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
 WAITING = re.compile(
-    r"(bar|barrier)(\.cta)?\.sync(\.aligned)?|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
+    r"(bar|barrier)\.sync|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
     r"|ld\.global\.gpu\.acquire\..*"
 )
 

@@ -106,9 +106,9 @@ def load_matrices(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(r"stmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16")
+@handles(r"stmatrix\.sync\.aligned\.m8n8\.x[24]\.shared\.b16")
 def store_matrices(machine: Machine, ins: Instruction) -> Run:
-    num, transposed = _matrices(ins, ins.operands[1])
+    num, _ = _matrices(ins, ins.operands[1])
     base, offset = address_of(machine, ins, ins.operands[0])
     sources = [machine.source(ins, x, "b32") for x in vector(ins.operands[1])]
 
@@ -118,10 +118,8 @@ def store_matrices(machine: Machine, ins: Instruction) -> Run:
         at = machine.shared.locate(ins, base[rows].astype(np.int64) + offset, ROW_BYTES, rows)
         machine.shared.written_by(ins, at, ROW_BYTES, machine.warp_of[rows])
         packed = np.stack([x[lanes].reshape(-1, LANES) for x in sources], 1)
-        found = np.ascontiguousarray(packed).view(np.uint16).reshape(-1, num, 8, 8)
-        if transposed:
-            found = found.swapaxes(2, 3)
-        machine.shared.words[2][at[:, None] // 2 + np.arange(8)] = found.reshape(-1, 8)
+        found = np.ascontiguousarray(packed).view(np.uint16).reshape(-1, 8)
+        machine.shared.words[2][at[:, None] // 2 + np.arange(8)] = found
 
     return run
 
