@@ -1,7 +1,7 @@
 """A repeated launch passes the driver the same grid, function and arguments as a new launch.
 
 Kernels are compiled and launched to nowhere (stub_driver.py), so this runs in a process without
-TRITON_INTERPRET, of test_repeats.py: `python -m tests.kernels.repeats FOLDER`.
+TRITON_INTERPRET, of test_triton_backend.py: `python -m tests.kernels.repeats FOLDER`.
 """
 
 from __future__ import annotations

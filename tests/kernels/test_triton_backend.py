@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,3 +276,9 @@ def test_a_state_can_be_copied_for_a_trial() -> None:
     assert copy.out is None and copy.m is None
     copy.acc.fill_(2.0)
     assert bool((state.acc == 1.0).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the driver, which is here")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the stand-in is built by gcc")
+def test_repeated_launches_equal_new_launches(tmp_path: Path) -> None:
+    run_compiling("-m", "tests.kernels.repeats", str(tmp_path))
