@@ -26,13 +26,10 @@ def swizzle(address: Array) -> Array:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor as bulk copies see it.
+    """A tensor, contiguous in its last dimension, as bulk copies see it.
 
     Attributes:
-        address: address of the first element.
-        shape: shape of the tensor; the last dimension is contiguous.
-        strides: strides in elements.
-        width: bytes of an element.
+        strides: in elements of `width` bytes.
         box: shape of the part that one copy copies.
         swizzle: bytes of a swizzled row.
     """
@@ -62,15 +59,15 @@ class TensorMap:
 
 @dataclass
 class Mbarrier:
-    """Attributes:
-    number: number of the mbarrier; gives its agent in `races`.
-    expected: arrivals of a phase.
-    arrivals: arrivals that this phase still lacks.
-    num_bytes: bytes that this phase still lacks.
-    phase: number of complete phases.
-    coming: clocks known to the warps that have arrived so far.
-    known: the same clocks at the end of the last complete phase.
-    made: instruction that made the mbarrier.
+    """An mbarrier, whose number gives its agent in `races`.
+
+    Attributes:
+        expected: arrivals of a phase.
+        arrivals: arrivals that this phase still lacks, as `num_bytes`.
+        coming: clocks known to the warps that have arrived so far.
+        known: the same clocks at the end of the last complete phase.
+        made: instruction that made the mbarrier.
+        phase: number of complete phases.
     """
 
     number: int
@@ -205,7 +202,7 @@ def copy(machine: Machine, ins: Instruction) -> Run:
 
     def run(where: Where) -> None:
         for lane in machine.lanes(where):
-            tensor = machine.tensor_maps[int(descriptor[lane])]
+            tensor = machine.maps_by_address[int(descriptor[lane])]
             start = [int(x[lane]) for x in reversed(coords)]
             values = tensor.read(machine, ins, start, lane)
             if tensor.swizzle != 128 or tensor.box[-1] * tensor.width > 128:

@@ -37,8 +37,6 @@ class Compiled:
     """A compiled launch.
 
     Attributes:
-        ptx: text of the kernel.
-        shared_bytes: bytes of shared memory of a CTA.
         signature: type of each argument by name; "constexpr" for compile-time constants.
         descriptors: box, swizzle and the like of each tensor descriptor, in order.
     """
@@ -47,9 +45,6 @@ class Compiled:
     shared_bytes: int
     signature: Mapping[str, str]
     descriptors: tuple[Mapping[str, Any], ...]
-
-
-Edit = Callable[[str], str]
 
 
 @contextmanager
@@ -75,7 +70,7 @@ def run(launch: Launch, arch: str, seed: int | None = None) -> list[NotFenced]:
 
 
 def execute(
-    launch: Launch, code: Compiled, edit: Edit = str, seed: int | None = None
+    launch: Launch, code: Compiled, edit: Callable[[str], str] = str, seed: int | None = None
 ) -> list[NotFenced]:
     """Executes a compiled launch; writes results to the tensors of the launch.
 
@@ -92,7 +87,7 @@ def execute(
     tensors = [x if isinstance(x, Tensor) else getattr(x, "base", None) for x in values.values()]
     memory = GlobalMemory([x for x in tensors if x is not None])
     kernel = parse(edit(code.ptx))
-    params = iter(name for name, _ in kernel.params)
+    params = iter(kernel.params)
     args: dict[str, int] = {}
     tensor_maps: dict[str, TensorMap] = {}
     metas = iter(code.descriptors)

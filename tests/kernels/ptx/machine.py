@@ -55,20 +55,14 @@ def handles(pattern: str) -> Callable[[Handler], Handler]:
     return add
 
 
+@dataclass(eq=False)
 class Wait(Exception):
     """Ends a group's turn until `ready()`; then `done()` runs, and the group goes on."""
 
-    def __init__(
-        self,
-        ins: Instruction,
-        ready: Callable[[], bool],
-        done: Callable[[], None],
-        missing: Callable[[], str] = str,
-    ) -> None:
-        self.ins = ins
-        self.ready = ready
-        self.done = done
-        self.missing = missing
+    ins: Instruction
+    ready: Callable[[], bool]
+    done: Callable[[], None]
+    missing: Callable[[], str] = str
 
 
 @dataclass(eq=False)
@@ -102,6 +96,7 @@ TOGETHER = 3
 TURNS = 40
 
 
+@dataclass(eq=False)
 class Machine:
     """A kernel, and the state of the CTA that it runs.
 
@@ -112,22 +107,16 @@ class Machine:
         missing_fences: the first access by each instruction that lacks a proxy fence.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        args: Mapping[str, int],
-        memory: GlobalMemory,
-        shared_bytes: int,
-        tensor_maps: Mapping[str, Any],
-        random: random.Random | None,
-        missing_fences: dict[Instruction, NotFenced],
-    ) -> None:
-        self.random = random
-        self.missing_fences = missing_fences
-        self.kernel = kernel
-        self.args = args
-        self.memory = memory
-        self.shared_bytes = shared_bytes
+    kernel: Kernel
+    args: Mapping[str, int]
+    memory: GlobalMemory
+    shared_bytes: int
+    tensor_maps: Mapping[str, Any]
+    random: random.Random | None
+    missing_fences: dict[Instruction, NotFenced]
+
+    def __post_init__(self) -> None:
+        kernel = self.kernel
         self.num_threads = kernel.num_threads
         self.num_warps = kernel.num_threads // LANES
         self.threads = np.arange(self.num_threads)
@@ -140,9 +129,9 @@ class Machine:
         self.special["%tid.x"][:] = self.threads
         self.special["%ntid.x"][:] = self.num_threads
         self.special["%ntid.y"][:] = self.special["%ntid.z"][:] = 1
-        addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, (name, _) in enumerate(kernel.params)}
+        addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, name in enumerate(kernel.params)}
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
-        self.tensor_maps = {addresses[name]: x for name, x in tensor_maps.items()}
+        self.maps_by_address = {addresses[name]: x for name, x in self.tensor_maps.items()}
         # For registers of pending products: the last product group of each warp that uses them.
         self.pending_reads: dict[str, Array] = {}
         self.pending: dict[str, Array] = {}

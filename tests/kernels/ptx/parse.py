@@ -22,14 +22,12 @@ Operand = str | tuple["Operand", ...] | Address
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; `str` is its text.
+    """One instruction, of which `str` is the text.
 
     Attributes:
-        opcode: opcode with all modifiers, such as "add.s32".
-        operands: operands, destinations first.
-        guard: the predicate after @, without its "!".
-        negated: whether the guard has a "!".
-        line: number of the line in the text.
+        opcode: with all modifiers, such as "add.s32".
+        operands: destinations first.
+        guard: the predicate after @; `negated` if there is a "!" between.
     """
 
     opcode: str
@@ -49,16 +47,13 @@ class Kernel:
     """A parsed entry.
 
     Attributes:
-        params: (name, bytes) of each parameter, in order.
-        num_threads: threads of a CTA.
         max_registers: `.maxnreg`, the most registers of a thread; 0 where it is missing.
         registers: bits by name, 1 for predicates; "%r" stands for all of `%r<n>`.
-        instructions: instructions in the order of the text.
         labels: for each label, the index of the next instruction.
         targets: lists of labels for `brx.idx`, by the label of the list.
     """
 
-    params: list[tuple[str, int]] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
     num_threads: int = 0
     max_registers: int = 0
     registers: dict[str, int] = field(default_factory=dict)
@@ -70,9 +65,7 @@ class Kernel:
 COMMENT = re.compile(r"//.*")
 DIRECTIVE = re.compile(r"^[ \t]*\.(loc|file|pragma)\b.*", re.MULTILINE)
 ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)\s*([^{]*)\{")
-PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?(\w+)(?:\[(\d+)\])?\s*$"
-)
+PARAM = re.compile(r"(\w+)(?:\[\d+\])?\s*$")
 LABEL = re.compile(r"([$\w]+):(?!:)")
 REGISTER = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
 STATEMENT = re.compile(r"(?:@(!?)(\S+)\s+)?(\S+)\s*(.*)", re.DOTALL)
@@ -90,11 +83,7 @@ def parse(text: str) -> Kernel:
     if head is None:
         raise ValueError("no .entry")
     kernel = Kernel()
-    for param in filter(str.strip, head[1].split(",")):
-        found = PARAM.search(param)
-        if found is None:
-            raise ValueError(f"not a parameter: {param.strip()}")
-        kernel.params.append((found[2], bits_of(found[1]) // 8 * int(found[3] or 1)))
+    kernel.params = [PARAM.search(x)[1] for x in head[1].split(",") if x.strip()]
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", head[2])
     kernel.num_threads = int(threads[1]) if threads else 32
     registers = re.search(r"\.maxnreg\s+(\d+)", head[2])
