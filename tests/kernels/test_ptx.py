@@ -154,7 +154,6 @@ TARGETS: dict[str, tuple[str, str, Mask, int, int, Sequence[int | None]]] = {
     "hopper fwd": ("sm_90", "hopper_fwd", Mask(128, 160), 64, 4, range(3)),
     "hopper fwd, ragged": ("sm_90", "hopper_fwd", RAGGED, 64, 4, [None]),
     "hopper bwd": ("sm_90", "hopper_bwd", SQUARE, 64, 1, [0]),
-    "hopper bwd, 128 dims": ("sm_90", "hopper_bwd", SQUARE, 128, 1, [0]),
     "hopper bwd, turns": ("sm_90", "hopper_bwd", Mask(128, 512), 64, 1, range(4)),
 }
 RESULTS = ("out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
@@ -269,8 +268,10 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
     "hopper fwd": FAULTS_IN_GLUON,
     # Fences before the first copy, whose mbarrier is new, and after the zeros around a document.
     "hopper fwd, ragged": {"fences": (FENCE, "", NotFenced, 1.0)},
-    "hopper bwd": {"waits": (WAIT, "mov.pred complete, -1;", (Race, OtherBits), 0.7)},
-    "hopper bwd, 128 dims": {"fences": (FENCE, "", Fault, 0.0)},
+    "hopper bwd": {
+        "waits": (WAIT, "mov.pred complete, -1;", (Race, OtherBits), 0.7),
+        "fences": (FENCE, "", Fault, 0.0),
+    },
     "hopper bwd, turns": {
         "not waited for": (TURN, r"\1, \2;", OtherBits, 0.0),
         "not given on": (NEXT_TURN, "", Deadlock, 1.0),

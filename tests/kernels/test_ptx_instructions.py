@@ -1,17 +1,12 @@
-"""The executor of PTX (`ptx/`) against the ISA: hard numbers, refused instructions, fences.
+"""The executor of PTX (`ptx/`): refused instructions, and fences of asynchronous ones.
 
 The results of kernels, and faults planted into them (test_ptx.py), show that all else is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
@@ -20,112 +15,39 @@ from tests.kernels.ptx.faults import Deadlock, Fault, NotWaited, OutOfBounds, Ra
 from tests.kernels.ptx.machine import run_grid
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
-from tests.kernels.ptx.scalar import DTYPES, RULES
 
 
 def run(
     body: str,
     *,
     threads: int = 32,
-    words: int = 1,
     inputs: Tensor | None = None,
     head: str = "",
     tensor: Tensor | None = None,
-) -> tuple[NDArray[Any], int]:
-    """Runs PTX; %rd1 is the address of `words` output words of the thread, %rd2 of `inputs`.
+) -> int:
+    """Runs PTX; %rd2 is the address of `inputs`, %r0 the thread.
 
-    %r0 is the thread, and [tensor_map] describes `tensor`, which one copy takes as a whole. Returns
-    the words (threads, words) and the number of missing fences.
+    [tensor_map] describes `tensor`, which one copy takes as a whole. Returns the number of missing
+    fences.
     """
-    out = torch.zeros(threads, words, dtype=torch.int32)
     inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs
     tensor = torch.zeros(16, dtype=torch.int16) if tensor is None else tensor
     text = f"""
-    .visible .entry test(.param .u64 out, .param .u64 inputs,
-        .param .b8 tensor_map[128])
+    .visible .entry test(.param .u64 inputs, .param .b8 tensor_map[128])
     .reqntid {threads} {head}
     {{
-        .reg .pred %p<9>; .reg .b16 %rs<99>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b32 %f<99>;
-        ld.param.b64 %rd1, [out];
+        .reg .pred %p<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b32 %f<99>;
         ld.param.b64 %rd2, [inputs];
         mov.u32 %r0, %tid.x;
-        mad.wide.u32 %rd1, %r0, {4 * words}, %rd1;
         {body}
         ret;
     }}"""
-    memory = GlobalMemory([out, inputs, tensor])
-    args = {"out": memory.address(out), "inputs": memory.address(inputs)}
+    memory = GlobalMemory([inputs, tensor])
+    args = {"inputs": memory.address(inputs)}
     shape, width = tensor.shape, tensor.element_size()
     tensor_map = TensorMap(memory.address(tensor), shape, tensor.stride(), width, shape, 128)
     missing = run_grid(parse(text), args, memory, 1 << 16, tensor_maps={"tensor_map": tensor_map})
-    memory.write_back()
-    return out.numpy().view(np.uint32), len(missing)
-
-
-# -- one thread
-
-NAN, INF = 0x7FC00000, 0x7F800000
-# By the size of a result in bytes.
-REGISTERS = {1: "%p1", 2: "%rs1", 4: "%r10", 8: "%rd3"}
-
-
-def result_of(opcode: str, operands: Sequence[int]) -> int:
-    """The bits that an instruction of RULES makes of immediates."""
-    size = DTYPES[RULES[opcode].result].itemsize
-    name = REGISTERS[size]
-    store = f"st.global.b{8 * size} [%rd1], {name};"
-    if size == 1:
-        store = f"selp.b32 %r30, 1, 0, {name}; st.global.b32 [%rd1], %r30;"
-    words, _ = run(f"{opcode} {name}, {', '.join(map(str, operands))}; {store}", words=2)
-    return int(words[0].copy().view(np.uint64)[0])
-
-
-CASES: list[tuple[str, tuple[int, ...], int]] = [
-    ("mul.hi.s32", (-2, 3), 0xFFFFFFFF),
-    ("div.s32", (-7, 2), 2**32 - 3),
-    ("rem.s32", (-7, 2), 2**32 - 1),
-    ("shl.b32", (1, 32), 0),  # shifts are clamped to the width, not taken modulo it
-    ("shr.s32", (0x80000000, 40), 0xFFFFFFFF),
-    ("bfe.u32", (0x80000000, 28, 8), 8),
-    ("bfe.s32", (0x80000000, 28, 8), 0xFFFFFFF8),
-    ("bfe.s32", (0x80000000, 4, 0), 0),
-    ("setp.lt.u32", (-1, 0), 0),
-    ("setp.lt.f32", (NAN, 0), 0),
-    ("cvt.rn.f32.s32", (2**24 + 1,), 0x4B800000),  # halfway: to the even one
-    ("cvt.rn.bf16.f32", (0x3F808000,), 0x3F80),  # halfway: to the even one
-    ("cvt.rn.bf16.f32", (NAN + 1,), 0x7FFF),
-    ("cvt.rn.bf16.f32", (0x7F7FFFFF,), 0x7F80),
-    ("cvt.rn.f16.f32", (NAN,), 0x7FFF),
-    ("fma.rn.ftz.f32", (0x00400000, 0x7F000000, 0), 0),
-    ("fma.rn.f32", (0x3F800800, 0x3F7FF000, 0xBF800000), 0xB3800000),  # rounded once
-    ("max.f32", (NAN, 0x3F800000), 0x3F800000),
-    ("ex2.approx.ftz.f32", (0xFF800000,), 0),
-    ("div.full.f32", (0x3F800000, 0), INF),
-]
-
-
-@pytest.mark.parametrize(("opcode", "operands", "expected"), CASES)
-def test_bits(opcode: str, operands: tuple[int, ...], expected: int) -> None:
-    assert result_of(opcode, operands) == expected
-
-
-def test_threads_part_and_meet_again() -> None:
-    """Thread n makes n passes of a loop; after it the warp exchanges values."""
-    words, _ = run("""
-        mov.b32 %r1, 0;
-        mov.b32 %r2, 0;
-    again:
-        setp.ge.s32 %p1, %r1, %r0;
-        @%p1 bra done;
-        add.s32 %r1, %r1, 1;
-        add.s32 %r2, %r2, %r1;
-        bra.uni again;
-    done:
-        shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;
-        st.global.b32 [%rd1], %r3;
-        """)
-    thread = np.arange(32) ^ 1
-    assert words[:, 0].tolist() == (thread * (thread + 1) // 2).tolist()
+    return len(missing)
 
 
 def test_rows_of_a_strided_tensor_are_all_that_is_there() -> None:
@@ -167,7 +89,7 @@ def test_what_is_refused_is_named(body: str, threads: int, error: type[Fault], t
 def outcome(body: str, **options: object) -> int | Fault:
     """The fault that ends a kernel, or the number of missing fences."""
     try:
-        return run(body, **options)[1]
+        return run(body, **options)
     except Fault as fault:
         return fault
 
