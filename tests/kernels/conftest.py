@@ -6,6 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+# The interpreter says that it is slow; and numpy warns in it, for branches not taken and for pairs
+# that are masked later.
+WARNINGS = (
+    "backend='triton' on CPU:UserWarning",
+    "overflow encountered:RuntimeWarning",
+    "invalid value:RuntimeWarning",
+    "All-NaN slice:RuntimeWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for warning in WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:

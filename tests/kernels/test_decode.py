@@ -18,11 +18,6 @@ from ring_attn.testing import Inputs, poisoned_empty
 from tests.bounds import assert_holds, expect, same_bits, whole
 from tests.kernels.calls import DTYPES, inputs_for
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),
-]
-
 SHORT = 128  # of parts, in tests
 
 

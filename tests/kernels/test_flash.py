@@ -39,15 +39,6 @@ from tests.kernels.calls import (
     same,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
-    # numpy warns in the interpreter: for tanh of large scores, in the branch not taken, and for
-    # exponentials of pairs that are masked later.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-]
-
-
 # -- against float64; test_options.py draws any options over any masks
 
 CAUSAL = Mask(63, 97, causal=True)

@@ -37,8 +37,6 @@ from tests.kernels.calls import Step, cut_keys, cut_rows, in_interpreter, same
 from tests.kernels.ptx import launching
 from tests.kernels.test_aot import run_compiling
 
-pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
-
 CPU = torch.device("cpu")
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
 DOCUMENTS = (0, 40, 160, 257)

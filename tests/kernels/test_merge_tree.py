@@ -14,8 +14,6 @@ from tests.kernels.calls import DEVICE, DTYPES
 
 SETS = (*range(1, 10), 17, 64)
 
-pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
-
 
 def results(
     sets: int, *, batch: int = 1, rows: int = 3, nheads: int = 2, headdim_v: int = 20
@@ -72,15 +70,10 @@ def test_against_float64(sets: int, dtype: torch.dtype) -> None:
         assert_holds(out, lse, sinks, dtype)
 
 
-SIZES = [(2, 1, 1, 20), (5, 63, 1, 20), (2, 1, 97, 20), (5, 113, 1, 20)]
-SIZES += [(17, 1, 2, headdim_v) for headdim_v in (1, 64, 128, 512)]
-
-
-@pytest.mark.parametrize(("sets", "rows", "nheads", "headdim_v"), SIZES)
-@pytest.mark.sweep(2)
-def test_sizes(sets: int, rows: int, nheads: int, headdim_v: int) -> None:
-    given = results(sets, rows=rows, nheads=nheads, headdim_v=headdim_v)
-    assert_holds(*given, None, torch.float32)
+@pytest.mark.parametrize("rows", [1, 97])
+@pytest.mark.parametrize("headdim_v", [1, 64, 512])
+def test_sizes(rows: int, headdim_v: int) -> None:
+    assert_holds(*results(5, rows=rows, headdim_v=headdim_v), None, torch.float32)
 
 
 @pytest.mark.parametrize("gap", [1e3, 1e4, 1e30])

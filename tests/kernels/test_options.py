@@ -17,13 +17,6 @@ from ring_attn.testing import Layouts, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect
 from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select, ring
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
-    # numpy warns in the interpreter, for branches not taken and pairs that are masked later.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-]
-
 # Large heads only in small blocks, which fit into a GPU.
 SMALL_BLOCKS = ((32, 32), (16, 64))
 BLOCKS = (*SMALL_BLOCKS, (64, 16), (64, 32), (64, 64), (128, 32))

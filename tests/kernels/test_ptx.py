@@ -27,10 +27,7 @@ from tests.kernels.calls import cut_keys, in_interpreter
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
 
-pytestmark = [
-    in_interpreter,
-    pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
-]
+pytestmark = in_interpreter
 
 ROWS = 193
 MASKS = {

@@ -21,8 +21,6 @@ from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.testing import MASKS, RESULTS, AllRanks, Case, Heads, Layouts, run_all_ranks
 from tests.kernels.calls import DEVICE, blocks, patched_select
 
-pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
-
 # Cuts are at multiples of the longest block that any config may have.
 SHARD = 128
 ONE_HEAD = Heads(1, 1, 16, 16)

@@ -36,8 +36,6 @@ from tests.kernels.calls import (
 )
 from tests.kernels.test_aot import run_compiling
 
-pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
-
 SPEC = AttentionSpec(DEVICE, torch.float16, 1, 4, 2, 64, 64)
 
 
