@@ -1,15 +1,12 @@
-"""The call as one value: its text, and the types of its options."""
+"""The call as one value, and its text."""
 
-import inspect
 import json
-from collections.abc import Callable
-from typing import Any
 
 import numpy
 import pytest
 
-from ring_attn import Strategy, TransportOptions, check, ring_attention, tree_decode
-from ring_attn.call import AttentionOptions, DecodeOptions, How, Request, SdpaOptions, What
+from ring_attn import Strategy, TransportOptions, check
+from ring_attn.call import Request
 
 PLAIN = Request(
     causal=False,
@@ -55,22 +52,3 @@ def test_numbers_of_numpy_are_numbers() -> None:
         softmax_scale=0.5, softcap=2.0, window_size=(3, 0), transport=transport
     )
     assert Request.from_text(call.text) == expected
-
-
-@pytest.mark.parametrize(
-    ("function", "options"), [(ring_attention, AttentionOptions), (tree_decode, DecodeOptions)]
-)
-def test_every_option_of_the_signature_has_its_type(
-    function: Callable[..., Any], options: type
-) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    given = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert given - {"return_lse", "return_max_logits"} == set(options.__annotations__)
-
-
-def test_what_and_how_share_no_option() -> None:
-    what, how = set(What.__annotations__), set(How.__annotations__)
-    assert not what & how
-    refused = {"dropout_p", "alibi_slopes"}
-    assert what | how | refused == set(AttentionOptions.__annotations__)
-    assert what - set(SdpaOptions.__annotations__) == {"causal", "softmax_scale"}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 
 from ring_attn import testing
-from ring_attn.core.strategy import Strategy
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.local import LocalTransport
 
@@ -41,19 +39,6 @@ def test_cases_cover_what_they_say() -> None:
         }
 
 
-def test_strategies_of_cases() -> None:
-    least = Strategy(ulysses_degree=2)
-    hybrids = {
-        "hybrid": least, "hybrid all_gather": replace(least, core="all_gather"),
-        "double_ring": Strategy(inner_degree=2),
-    }  # fmt: skip
-    for name, world_size in product(testing.STRATEGIES, (4, 6, 8)):
-        assert testing.strategy_of(name, world_size) == hybrids.get(name, name)
-    for name, world_size in product(hybrids, (1, 2, 3)):
-        with pytest.raises(NotImplementedError, match=f"two factors, got {world_size}"):
-            testing.strategy_of(name, world_size)
-
-
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "q_exchange"])
 def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receive buffer stays as it was allocated."""
@@ -70,8 +55,3 @@ def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.Monk
     assert {name for name in ("out", "dq", "dk", "dv") if f" {name}: " in str(failures)} == {
         "out", "dq", "dk", "dv",
     }  # fmt: skip
-
-
-def test_a_transport_of_another_world_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="world_size=3 ranks, got 0 results"):
-        run_all_ranks(Case("causal"), 3, lambda *_: [])

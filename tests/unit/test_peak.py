@@ -32,13 +32,6 @@ from ring_attn.transport.buffers import Pool
 SHARE = 0.05
 ROWS = 128
 
-# The side that travels in the backward, and whether gradients are continued rank by rank.
-ORDERS: dict[str, tuple[Traveller, bool]] = {
-    "kv": ("kv", False),
-    "q": ("q", False),
-    "continued": ("kv", True),
-}
-
 
 class Echo:
     """A transport, for any number of ranks, that delivers zeros."""
@@ -66,22 +59,26 @@ class Echo:
         pass
 
 
-def call_of(
+def calls_of(
+    strategy: Strategy,
     world_size: int,
-    layout: str = "zigzag",
+    gradients: tuple[Traveller, bool] | None = None,
+    *,
+    layout: str = "contiguous",
     dtype: torch.dtype = torch.float32,
     nheads_kv: int = 8,
-    order: str = "kv",
     causal: bool = True,
-    inner_degree: int = 1,
-) -> Call:
-    seqlen, rank = ROWS * world_size, world_size - 1
-    one = SequenceLayout.from_name(layout, seqlen, world_size)
+    backend: str = "aten",
+) -> list[Call]:
+    one = SequenceLayout.from_name(layout, ROWS * world_size, world_size)
     spec = AttentionSpec("cpu", dtype, 1, 8, nheads_kv, 64, 64)
-    mask = Mask(seqlen, seqlen, causal)
-    strategy = Strategy(inner_degree=inner_degree)
-    call = Call(spec, (one, one), mask, rank, strategy, 0.125, "aten")
-    return replace(call, gradients=ORDERS[order])
+    mask = Mask(one.seqlen, one.seqlen, causal)
+    return [
+        replace(
+            make_call(strategy, spec, (one, one), mask, rank, backend=backend), gradients=gradients
+        )
+        for rank in range(world_size)
+    ]
 
 
 def measured(call: Call, *, backward: bool) -> int:
@@ -99,16 +96,20 @@ def measured(call: Call, *, backward: bool) -> int:
     return peak_bytes(work)
 
 
-@pytest.mark.parametrize(
-    ("inner_degree", "world_sizes"), [(1, (4, 16, 32)), (2, (8, 12, 32))], ids=["ranks", "nodes"]
-)
-@pytest.mark.parametrize("order", ORDERS)
+# The side that travels in a ring's backward, and whether gradients are continued rank by rank.
+ORDERS: list[tuple[Traveller, bool]] = [("kv", False), ("q", False), ("kv", True)]
+
+
+@pytest.mark.parametrize(("inner_degree", "world_sizes"), [(1, (4, 16, 32)), (2, (8, 12, 32))])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_nothing_grows_with_the_ranks(
-    order: str, inner_degree: int, world_sizes: tuple[int, ...]
+    order: tuple[Traveller, bool], inner_degree: int, world_sizes: tuple[int, ...]
 ) -> None:
     """Compares more and fewer ranks with the same rows on each rank."""
-    options: dict[str, Any] = {"order": order, "causal": False, "inner_degree": inner_degree}
-    calls = [call_of(world_size, **options) for world_size in world_sizes]
+    calls = [
+        calls_of(Strategy(inner_degree=inner_degree), world_size, order, causal=False)[-1]
+        for world_size in world_sizes
+    ]
     for backward in (False, True):
         assert len({count.peak_bytes(call, backward=backward) for call in calls}) == 1
         few, many = (measured(call, backward=backward) for call in calls[:2])
@@ -136,97 +137,69 @@ class Idle(AtenBackend):
         return 0
 
 
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every module use the idle backend."""
-    modules = ("strategies.ring", "strategies.all_gather", "machines.run", "machines.count")
-    for module in modules:
-        monkeypatch.setattr(f"ring_attn.{module}.get_backend", lambda _: Idle())
-
-
-def assert_predicted(call: Call, *, backward: bool) -> None:
-    predicted = count.peak_bytes(call, backward=backward)
-    assert abs(measured(call, backward=backward) - predicted) <= SHARE * predicted
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nheads_kv", [8, 2])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize(
-    ("world_size", "inner_degree"), [(1, 1), (2, 1), (4, 1), (4, 2), (6, 2), (8, 4)]
-)
-@pytest.mark.sweep(3)
-def test_a_ring_holds_what_is_predicted(
-    world_size: int,
-    inner_degree: int,
-    layout: str,
-    nheads_kv: int,
-    dtype: torch.dtype,
-    order: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    call = call_of(world_size, layout, dtype, nheads_kv, order, inner_degree=inner_degree)
-    for backward in (False, True):
-        assert_predicted(call, backward=backward)
-    idle(monkeypatch)
-    assert_predicted(call, backward=True)
-
-
-# -- every strategy
-
-
-STRATEGIES = {
-    "all_gather of one": (1, Strategy("all_gather")),
-    "all_gather": (2, Strategy("all_gather")),
-    "all_gather, two heads": (4, Strategy("all_gather", heads_per_chunk=2)),
-    "all_gather, four heads": (4, Strategy("all_gather", heads_per_chunk=4)),
-    "ulysses": (4, Strategy(ulysses_degree=4)),
-    "ulysses of three": (3, Strategy(ulysses_degree=3)),
-    "hybrid": (4, Strategy(ulysses_degree=2)),
-    "hybrid of threes": (6, Strategy(ulysses_degree=3)),
-    "exchange": (4, Strategy("exchange")),
-    "hybrid all_gather": (4, Strategy("all_gather", ulysses_degree=2)),
-    "q_exchange": (4, Strategy("all_gather", exchange_q=True)),
-    "q_exchange ring": (4, Strategy("ring", exchange_q=True)),
+RING = Strategy()
+CELLS: dict[str, tuple[int, Strategy, Any]] = {
+    "ring of one": (1, RING, ORDERS[0]),
+    **{f"ring of {n}, {order}": (n, RING, order) for n in (2, 4) for order in ORDERS},
+    **{f"double ring, {order}": (6, Strategy(inner_degree=2), order) for order in ORDERS},
+    "double ring of 8": (8, Strategy(inner_degree=4), ORDERS[1]),
+    "all_gather of one": (1, Strategy("all_gather"), None),
+    "all_gather": (2, Strategy("all_gather"), None),
+    "all_gather, in order": (2, Strategy("all_gather"), ("kv", True)),
+    "all_gather, two heads": (4, Strategy("all_gather", heads_per_chunk=2), None),
+    "all_gather, two heads, in order": (4, Strategy("all_gather", heads_per_chunk=2), ("kv", True)),
+    "all_gather, four heads": (4, Strategy("all_gather", heads_per_chunk=4), None),
+    "ulysses": (4, Strategy(ulysses_degree=4), None),
+    "ulysses of three": (3, Strategy(ulysses_degree=3), None),
+    "hybrid": (4, Strategy(ulysses_degree=2), None),
+    "hybrid of threes": (6, Strategy(ulysses_degree=3), None),
+    "exchange": (4, Strategy("exchange"), None),
+    "hybrid all_gather": (4, Strategy("all_gather", ulysses_degree=2), None),
+    "q_exchange": (4, Strategy("all_gather", exchange_q=True), None),
+    "q_exchange ring": (4, Strategy("ring", exchange_q=True), None),
 }
 
-GATHERINGS = [name for name in STRATEGIES if name.startswith("all_gather")]
 
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nheads_kv", [4, 1])
-@pytest.mark.parametrize(
-    ("name", "bare", "in_order"),
-    [(name, False, False) for name in STRATEGIES]
-    + [(name, True, in_order) for name in GATHERINGS for in_order in (False, True)],
-)
-@pytest.mark.sweep(3)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.sweep(5)
 def test_every_strategy_holds_what_is_predicted(
-    name: str,
-    nheads_kv: int,
-    dtype: torch.dtype,
-    bare: bool,
-    in_order: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: str, nheads_kv: int, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world_size, strategy = STRATEGIES[name]
-    layout = SequenceLayout.contiguous(ROWS * world_size, world_size)
-    spec = AttentionSpec("cpu", dtype, 1, 8, nheads_kv, 64, 64)
-    args = (strategy, spec, (layout, layout), Mask(layout.seqlen, layout.seqlen, causal=True))
-    calls = [make_call(*args, rank, backend="aten") for rank in range(world_size)]
-    if name in GATHERINGS:
-        calls = [replace(call, gradients=("kv", in_order)) for call in calls]
-    if bare:
-        idle(monkeypatch)
+    """Measures all of the memory, and in gatherings and rings the strategy's alone."""
+    world_size, strategy, gradients = CELLS[name]
+    if strategy.exchange_q:
+        layout = "contiguous"  # the only one
+    calls = calls_of(
+        strategy, world_size, gradients, layout=layout, dtype=dtype, nheads_kv=nheads_kv
+    )
     # The last rank or group has most tiles, the first rank of a group most heads.
     fullest = {0, world_size - strategy.ulysses_degree, world_size - 1}
 
-    for backward in (False, True):
-        most = max(measured(calls[rank], backward=backward) for rank in fullest)
+    def assert_predicted(*, backward: bool) -> None:
+        last = measured(calls[-1], backward=backward)
+        if strategy.core == "ring" and strategy.ulysses_degree == 1:
+            predicted = count.peak_bytes(calls[-1], backward=backward)
+            assert abs(last - predicted) <= SHARE * predicted
+        most = max(last, *(measured(calls[rank], backward=backward) for rank in fullest))
         predicted = peak_of(calls[0], backward=backward)
         assert abs(most - predicted) <= SHARE * predicted
+
+    in_order = gradients is not None and gradients[1]
+    if not in_order or strategy.core == "ring":
+        assert_predicted(backward=False)
+        assert_predicted(backward=True)
+    if gradients or strategy.heads_per_chunk:
+        for module in (
+            "strategies.ring",
+            "strategies.all_gather",
+            "machines.run",
+            "machines.count",
+        ):
+            monkeypatch.setattr(f"ring_attn.{module}.get_backend", lambda _: Idle())
+        assert_predicted(backward=True)
 
 
 # -- Triton
@@ -238,14 +211,15 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptLaunches, "run", lambda *_: None)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("nheads_kv", [8, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_kernels_leave_what_is_predicted(
-    world_size: int, nheads_kv: int, order: str, no_kernels: None
+    world_size: int, nheads_kv: int, order: tuple[Traveller, bool], no_kernels: None
 ) -> None:
     """Peaks agree within one lse: results come last, and a backward has a base-2 lse."""
-    call = replace(call_of(world_size, nheads_kv=nheads_kv, order=order), backend="triton")
+    options: dict[str, Any] = {"nheads_kv": nheads_kv, "backend": "triton", "layout": "zigzag"}
+    call = calls_of(RING, world_size, order, **options)[-1]
     for backward in (False, True):
         most = measured(call, backward=backward)
         assert abs(most - count.peak_bytes(call, backward=backward)) < ROWS * call.spec.nheads * 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.rates import PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy
-from ring_attn.machines.count import peak_bytes
-from ring_attn.planning import agreement, devices, planner
+from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
@@ -33,15 +31,12 @@ from ring_attn.planning.devices import (
     find_cluster,
     to_json,
 )
-from ring_attn.planning.memory import peak_of
 from ring_attn.planning.planner import choose, explain
 from ring_attn.strategies import ring
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 
-GIB = 1 << 30
 MASKS = masks(61)
 
 
@@ -153,39 +148,19 @@ def test_too_little_memory_leaves_the_ring() -> None:
     assert choice.reason == "ring: every other is refused"
     with pytest.raises(ValueError, match="no strategy can run .* needs"):
         plan(**args, memory_bytes=1.0)
-
-
-def test_one_rank_has_nothing_to_choose() -> None:
-    choice = plan(world_size=1, layout="contiguous")
-    assert [c.label for c in choice.candidates] == ["ring"]
-    assert choice.reason == "ring: the only one"
-    assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
-
-
-# -- determinism and ties
-
-
-def test_the_same_arguments_give_the_same_choice() -> None:
-    args: dict[str, Any] = {"cluster": builtin_cluster("H100"), "nheads_kv": 4}
-    assert plan(**args).to_dict() == plan(**args).to_dict()
-    few = plan(strategies=["hybrid", "ring", "all_gather"], **args)
-    turned = plan(strategies=["all_gather", "ring", "hybrid"], **args)
-    assert (few.strategy, few.layouts) == (turned.strategy, turned.layouts)
+    alone = plan(world_size=1, layout="contiguous")
+    assert alone.reason == "ring: the only one"
+    assert alone.best.prediction is not None and alone.best.prediction.total.bytes_sent == 0
 
 
 def test_of_those_as_fast_as_the_fastest_the_first_is_taken() -> None:
     choice = plan(layout="zigzag", effort="all")
     seconds = [c.seconds for c in choice.candidates if c.prediction]
     tied = [c for c in choice.candidates if c.seconds <= (1.0 + planner.TIE) * min(seconds)]
-    assert len(tied) > 1
     order = [label(strategy, 8) for strategy in strategies_for(choice.problem.spec, 8, 64)]
+    assert len(tied) > 1 and choice.best is tied[0]
     assert [c.label for c in tied] == sorted((c.label for c in tied), key=order.index)
-    assert choice.candidates[: len(tied)] == tuple(tied) and choice.best is tied[0]
-    slower = seconds[len(tied) :]
-    assert slower == sorted(slower)
-
-
-# -- bounds and efforts
+    assert seconds[len(tied) :] == sorted(seconds[len(tied) :])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -199,38 +174,27 @@ def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
     args: dict[str, Any] = {"cluster": on, "causal": causal, "nheads_kv": 4, "seqlen": 1 << 13}
     args["world_size"] = 4
     every = plan(**args, effort="all")
-    for candidate in every.candidates:
-        assert candidate.at_least <= candidate.seconds * (1 + 1e-9)
     quick = plan(**args)
     assert quick.best.seconds == pytest.approx(every.best.seconds, rel=0.01)
     assert (quick.strategy, quick.layouts) == (every.strategy, every.layouts)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cu_seqlens": [0, 2872, 2915, 3077, 3799, 4096], "causal": False, "world_size": 2},
-        {"window_size": (0, 0), "seqlen": 257, "world_size": 4},
+    for uneven in (
+        {"cu_seqlens": [0, 2872, 2915, 3077, 3799, 4096], "causal": False, "seqlen": 4096},
+        {"window_size": (0, 0), "seqlen": 257},
         {"seqlen": 256, "seqlen_k": 4096, "world_size": 3},
-    ],
-)
-def test_a_bound_holds_where_work_is_uneven(options: dict[str, Any]) -> None:
-    args: dict[str, Any] = {"seqlen": 4096, "nheads": 3, "backend": "aten", **options}
-    choice = plan(**args, cluster=cpu_cluster(4), dtype=torch.float32, effort="all")
-    told = [c for c in choice.candidates if c.prediction is not None]
-    assert all(c.at_least <= c.seconds * (1 + 1e-9) for c in told)
-    assert any(c.travels == "q" for c in told) or "window_size" in options
+    ):
+        every = plan(**{**args, "layout": "contiguous", **uneven}, effort="all")
+        for candidate in every.candidates:
+            assert candidate.at_least <= candidate.seconds * (1 + 1e-9)
 
 
 def test_every_name_is_simulated_where_it_is_asked_for() -> None:
-    choice = plan(layout="contiguous", effort="names", cluster=builtin_cluster("A100"))
+    args: dict[str, Any] = {"layout": "contiguous", "effort": "names"}
+    choice = plan(**args, cluster=builtin_cluster("A100"))
+    assert choice.to_dict() == plan(**args, cluster=builtin_cluster("A100")).to_dict()
     told = {c.family for c in choice.candidates if c.prediction is not None}
     assert told == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
     assert left and all(c.ruled_out and "computes for at least" in str(c.reason) for c in left)
-
-
-# -- refusals
 
 
 def test_every_refusal_has_its_reason() -> None:
@@ -284,73 +248,24 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
             assert (candidate.travels, candidate.in_order) == ring.choose_gradients(core)
 
 
-# -- memory
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-@pytest.mark.parametrize("inner_degree", [1, 2, 4])
-def test_the_peak_of_a_ring_is_that_of_its_plan(kind: str, backend: str, inner_degree: int) -> None:
-    layouts = layouts_of(kind, Mask(4096, 4096), 8)
-    spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 32, 32)
-    strategy = Strategy(inner_degree=inner_degree)
-    for mask in (Mask(4096, 4096, causal=True), Mask(4096, 4096)):
-        for travels in ("kv", "q"):
-            call = Call(
-                spec,
-                layouts,
-                mask,
-                0,
-                strategy,
-                1.0,
-                backend,
-                None,
-                (travels, False),  # type: ignore[arg-type]
-            )
-            exact = max(peak_bytes(replace(call, rank=rank), backward=True) for rank in range(8))
-            got = peak_of(call)
-            assert exact == pytest.approx(got, rel=0.1)
-            assert got >= 0.99 * exact
-
-
-# -- layouts
-
-
 def test_auto_layout_has_four() -> None:
+    """A balanced layout is aligned, and leaves padding without work."""
     choice = plan(effort="all", strategies=["ring"])
     assert {c.layout_name for c in choice.candidates} == {
         "contiguous", "zigzag", "striped", "balanced",
     }  # fmt: skip
     balanced = found(choice, "ring", "balanced").layouts[0]
-    areas = balanced.mask_area(choice.problem.mask)
-    assert max(areas) <= 1.05 * sum(areas) / len(areas)
     assert all(cut % 128 == 0 for cut in balanced.cuts or ())
-
-
-def test_balanced_documents_and_unequal_lengths() -> None:
-    cuts = [0, 5000, 5100, 9000, 12000]
-    choice = plan(seqlen=12000, cu_seqlens=cuts, layout="balanced", strategies=["ring"])
-    areas = choice.layout.mask_area(choice.problem.mask)
-    assert max(areas) <= 1.1 * sum(areas) / len(areas)
+    documents = plan(cu_seqlens=[0, 4096, 12000], layout="balanced", strategies=["ring"])
+    assert "2 documents, 4384 rows of padding" in str(documents)
+    for layout, mask in (
+        (balanced, choice.problem.mask),
+        (documents.layout, documents.problem.mask),
+    ):
+        areas = layout.mask_area(mask)
+        assert max(areas) <= 1.1 * sum(areas) / len(areas) and sum(areas) == mask.area
     longer = plan(seqlen=1000, seqlen_k=3000, layout="balanced", strategies=["ring"])
     assert [layout.seqlen for layout in longer.layouts] == [1000, 3000]
-    assert choice.layout is choice.layouts[1]
-
-
-# -- words
-
-
-def test_the_table_marks_the_best_and_says_why() -> None:
-    choice = plan(cluster=builtin_cluster("H100", node_size=4), effort="names", layout="zigzag")
-    text = str(choice).splitlines()
-    assert "16384 rows on 8 x H100" in text[0] and "exposed" in text[1].split()
-    assert text[2].startswith("*") and choice.best.label in text[2]
-    assert sum(line.startswith("*") for line in text) == 1
-    assert any(line.startswith("refused: zigzag: q_exchange") for line in text)
-    assert text[-1] == choice.reason
-    assert re.fullmatch(
-        rf"{choice.best.label}: (\d+ % faster than|as fast as) .+, (which|whose) .+", choice.reason
-    )
 
 
 @pytest.mark.parametrize(
@@ -364,19 +279,17 @@ def test_the_reason_names_the_fault(fault: str, on: Cluster, names: list[str]) -
     choice = plan(cluster=on, layout="contiguous", strategies=names, effort="all")
     assert choice.best.family == names[1]
     assert "faster than ring" in choice.reason and fault in choice.reason
+    text = str(choice).splitlines()
+    assert text[2].startswith("*") and choice.best.label in text[2] and text[-1] == choice.reason
 
 
-@pytest.mark.parametrize("most", [8, 16, 100])
-def test_a_choice_simulates_no_more_than_it_may(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "MOST_RANK_STEPS", most)
+def test_a_choice_simulates_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MOST_RANK_STEPS", 16)
     choice = plan(effort="names")
     simulated = [c for c in choice.candidates if c.prediction is not None]
     assert simulated
-    assert sum(8 * c.num_steps(choice.problem.spec) for c in simulated) <= most
+    assert sum(8 * c.num_steps(choice.problem.spec) for c in simulated) <= 16
     assert any("not simulated" in str(c.reason) for c in choice.candidates)
-
-
-# -- the cluster
 
 
 def test_the_cluster_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,9 +315,6 @@ def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
         find_cluster("cuda", 64)
 
 
-# -- arguments
-
-
 # Wrong types are tested in tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
     ("options", "text"),
@@ -418,8 +328,6 @@ def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
         ({"strategies": ["hybrid"], "world_size": 7}, "no degree for 7 ranks"),
         ({"effort": "some"}, "effort must be one of"),
         ({"backend": "spiral"}, "backend must be 'auto' or one of"),
-        ({"window_size": (-2, 4)}, "window_size .* at least -1, got -2"),
-        ({"cu_seqlens": torch.tensor([8])}, "at least two boundaries"),
         ({"cu_seqlens": [0, 16385]}, "must end at most at the global length 16384"),
     ],
 )  # fmt: skip
@@ -428,40 +336,15 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None
         plan(**options)
 
 
-def test_padding_is_told_and_costs_no_work() -> None:
-    choice = plan(cu_seqlens=[0, 4096, 12000], strategies=["ring"], layout="zigzag")
-    assert "2 documents, 4384 rows of padding" in str(choice)
-    assert sum(choice.layout.mask_area(choice.problem.mask)) == (4096 * 4097 + 7904 * 7905) // 2
-
-
-# -- the same on every rank
-
-
-SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
-
-
-def fail_to_agree(
-    rank: int, transport: LocalTransport, *, nheads: int, error: type[Exception], text: str
-) -> None:
-    """Ranks choose together, the second with `nheads` heads; each raises the error."""
-    layout = SequenceLayout.zigzag(256, transport.world_size)
-    spec = replace(SPEC, nheads=nheads) if rank == 1 else SPEC
-    with pytest.raises(error, match=text):
-        agreed_strategy(
-            spec, (layout, layout), Mask(256, 256, True), transport, backend="aten",
-            same_bits=None, backward=True,
-        )  # fmt: skip
-
-
 def test_other_arguments_are_named_on_all_ranks() -> None:
-    text = r"ranks \[1\] have others than rank 0"
-    run_local(3, partial(fail_to_agree, nheads=8, error=ValueError, text=text))
+    layout, spec = SequenceLayout.zigzag(256, 3), AttentionSpec("cpu", torch.float32, 1, 4, 2, 8, 8)
 
+    def fail_to_agree(rank: int, transport: LocalTransport) -> None:
+        mine = replace(spec, nheads=8) if rank == 1 else spec
+        with pytest.raises(ValueError, match=r"ranks \[1\] have others than rank 0"):
+            agreed_strategy(
+                mine, (layout, layout), Mask(256, 256, True), transport, backend="aten",
+                same_bits=None, backward=True,
+            )  # fmt: skip
 
-def test_a_long_error_is_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise NotImplementedError("too long: " + 3000 * "é")
-
-    monkeypatch.setattr(agreement, "find_cluster", fail)
-    text = r"too long: é+ \.\.\.$"
-    run_local(2, partial(fail_to_agree, nheads=4, error=NotImplementedError, text=text))
+    run_local(3, fail_to_agree)
