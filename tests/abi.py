@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -37,14 +36,10 @@ MEMBERS = (
 
 
 class Name(NamedTuple):
-    """A name that belongs to torch or NCCL.
+    """A name that belongs to torch or NCCL."""
 
-    Attributes:
-        kind: "module" for a name of one of torch's modules, with dots; "method" of an object of
-            torch's; "text" in torch's sources; "NCCL option"; "NCCL variable"; "torch variable".
-        name: the name.
-    """
-
+    # "module" for a name of one of torch's modules, with dots; "method" of an object of torch's;
+    # "text" in torch's sources; "NCCL option"; "NCCL variable"; "torch variable".
     kind: str
     name: str
 
@@ -151,59 +146,17 @@ class Wheels:
         raise ValueError(name.kind)
 
     def _in_modules(self, parts: list[str]) -> str | None:
-        """The file of the longest prefix that is a module, if it defines the rest of the name."""
+        """The file of the longest prefix that is a module, if the file has the rest of the name."""
         for length in range(len(parts), 0, -1):
-            file = self._module(parts[:length])
-            if file is None:
-                continue
-            if length == len(parts):
-                return file
-            if not self._defines(file, parts[length], frozenset()):
-                return None
-            # The remaining parts are members of a class.
-            rest = [self._method(part) for part in parts[length + 1 :]]
-            return None if None in rest else file
+            path = "/".join(parts[:length])
+            ends = (".py", ".pyi", "/__init__.py", "/__init__.pyi")
+            file = next((path + end for end in ends if path + end in self._files), None)
+            if file is not None:
+                text = self._torch.read(file).decode()
+                there = [re.search(rf"\b{name}\b", text) for name in parts[length : length + 1]]
+                members = [self._method(name) for name in parts[length + 1 :]]
+                return file if all(there) and all(members) else None
         return None
-
-    def _module(self, parts: list[str]) -> str | None:
-        path = "/".join(parts)
-        names = [f"{path}{end}" for end in (".py", ".pyi", "/__init__.py", "/__init__.pyi")]
-        return next((name for name in names if name in self._files), None)
-
-    def _defines(self, file: str, name: str, seen: frozenset[str]) -> bool:
-        names, stars = self._top_level(file)
-        if name in names:
-            return True
-        package = file.rsplit("/", 1)[0].split("/")
-        for star in stars - seen:
-            module = package + star[1:].split(".") if star.startswith(".") else star.split(".")
-            other = self._module(module)
-            if other and self._defines(other, name, seen | {star}):
-                return True
-        return False
-
-    @cache  # noqa: B019
-    def _top_level(self, file: str) -> tuple[set[str], set[str]]:
-        """Names that a module defines or imports, and modules that it star-imports."""
-        names, stars = set(), set()
-        left: list[ast.AST] = [ast.parse(self._torch.read(file))]
-        while left:
-            node = left.pop()
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.ImportFrom):
-                names |= {alias.asname or alias.name for alias in node.names}
-                if "*" in names:
-                    stars.add("." * node.level + (node.module or ""))
-            elif isinstance(node, ast.Import):
-                names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names |= {ast.unparse(target) for target in targets}
-            else:
-                left += ast.iter_child_nodes(node)
-            names.discard("*")
-        return names, stars
 
     def _method(self, name: str) -> str | None:
         pattern = re.compile(rf"^ +((def|class) {name}\b|{name}: )", re.MULTILINE)

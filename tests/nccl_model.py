@@ -56,21 +56,13 @@ def last(moments: Iterable[Moment]) -> Moment:
 
 
 class Launch(NamedTuple):
-    """A kernel that a host launches.
-
-    Attributes:
-        communicator: the kernel's communicator.
-        turn: the kernel's number among the communicator's kernels on this rank.
-        sends: ranks that the kernel sends to.
-        receives: ranks that the kernel receives from.
-        after: the earliest moment at which the kernel may start.
-    """
+    """A kernel that a host launches."""
 
     communicator: Hashable
-    turn: int
+    turn: int  # the kernel's number among the communicator's kernels on this rank
     sends: Ranks
     receives: Ranks
-    after: Moment
+    after: Moment  # the earliest moment at which the kernel may start
 
     @property
     def end(self) -> Moment:
@@ -79,16 +71,11 @@ class Launch(NamedTuple):
 
 
 class Line:
-    """One rank's host program: the kernels launched, and the moment that compute waits for.
-
-    Attributes:
-        launches: the kernels, in order.
-        now: the moment to which the compute stream has been made to wait so far.
-    """
+    """One rank's host program: the kernels launched, and the moment that compute waits for."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.now: Moment = {}
+        self.now: Moment = {}  # to which the compute stream has been made to wait so far
         self._turns: Counter[Hashable] = Counter()
         # Last uses of the free message buffers, by the buffers' room.
         self._free: dict[int, deque[Uses]] = defaultdict(deque)
@@ -106,21 +93,15 @@ class Line:
     def collective(
         self, communicator: Hashable, others: Ranks, after: Moment | None = None
     ) -> Launch:
-        """Adds a kernel that needs all other ranks of its communicator."""
         return self.launch(communicator, others, others, after)
 
     def wait(self, kernel: Launch) -> None:
-        """Makes the compute stream wait for a kernel."""
         self.now = last([self.now, kernel.end])
 
     def run(self, program: Program, rank: int, ranks: Ranks, begun: Moment | None = None) -> None:
         """Adds the exchanges of a call, each behind the last uses of its two buffers.
 
-        Args:
-            program: the program of `rank`.
-            rank: this rank.
-            ranks: the ranks of the program.
-            begun: for a program within another: the moment when the call began.
+        `begun` is the moment when the call began, for a program within another.
         """
         begun = self.now if begun is None else begun
         pending: dict[Hashable, Launch] = {}
@@ -188,7 +169,6 @@ def _some(ranks: Ranks, chosen: Ranks | None) -> Ranks:
 
 
 def others(members: Ranks, rank: int) -> Ranks:
-    """All members but that rank."""
     return tuple(member for member in members if member != rank)
 
 
@@ -210,11 +190,7 @@ class Needed:
 class Devices:
     """All devices, by stream: a communicator on a device.
 
-    States are (n, streams) numbers of the kernels that have started.
-
-    Attributes:
-        streams: (rank, communicator) of each stream.
-        end: the state in which everything has started.
+    States are (n, streams) numbers of the kernels that have started; `end` is the last state.
     """
 
     def __init__(self, lines: Sequence[Line], places: int, *, in_order: bool) -> None:
@@ -307,14 +283,9 @@ def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[
 
 
 class Search(NamedTuple):
-    """Result of a search over all orders.
+    """Result of a search over all orders."""
 
-    Attributes:
-        deadlock: communicators whose kernels hold the places for ever, by rank; None where every
-            order ends.
-        num_states: the number of states visited.
-    """
-
+    # Communicators whose kernels hold the places for ever, by rank; None where every order ends.
     deadlock: list[set[Hashable]] | None
     num_states: int
 
@@ -324,11 +295,8 @@ def search(
 ) -> Search:
     """Tries every order in which the devices may start kernels.
 
-    Args:
-        lines: one Line for each rank.
-        places: the number of places of each device.
-        in_order: kernels of a device start in the order of their launch.
-        reduced: skips orders that reach the same states as other orders.
+    Kernels of a device start in the order of their launch if `in_order`; `reduced` skips orders
+    that reach the same states as other orders.
     """
     devices = Devices(lines, places, in_order=in_order)
     states, num_states = np.zeros((1, len(devices.end)), np.uint8), 1

@@ -17,6 +17,7 @@ from tests.deferred.program import Program
 from tests.deferred.ranks import record
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+TRANSPORT = TransportOptions(timeout=60.0)
 NOTHING_SENT = (Sent(0, 0), Sent(0, 0))
 
 
@@ -24,13 +25,7 @@ class Layers:
     """A few layers of attention, forward and backward, on any rank."""
 
     def __init__(self, case: Case, world_size: int, *, layers: int = 1) -> None:
-        """Makes the shards of all ranks, before anything is recorded.
-
-        Args:
-            case: case of each layer; the next layer's queries are `query + out`.
-            world_size: number of ranks.
-            layers: number of layers.
-        """
+        """Makes the shards of all ranks; the next layer's queries are `query + out`."""
         self.case, self.world_size, self.layers = case, world_size, layers
         mask, layouts = case.build_mask(), case.build_layouts(world_size)
         inputs, self._sinks = case.build_inputs(), case.build_sinks()
@@ -47,7 +42,7 @@ class Layers:
             "strategy": case.build_strategy(world_size),
             "backend": case.backend,
             "same_bits": case.same_bits,
-            "transport": TransportOptions(timeout=5.0),
+            "transport": TRANSPORT,
             **_mask_arguments(mask),
         }
 

@@ -69,27 +69,17 @@ class Ref:
 
 @dataclass(eq=False)
 class Node:
-    """An entry of a stream.
-
-    Attributes:
-        what: name of the node in messages.
-        after: nodes of the rank that must be done before this node starts.
-        reads: tensors that the node reads.
-        writes: tensors that the node writes.
-        run: executes the node in the memories of the rank; None for a transfer.
-        stream: the stream that has the node; None for the next user of a memory.
-    """
+    """An entry of a stream."""
 
     what: str
-    after: tuple[Node, ...]
+    after: tuple[Node, ...]  # nodes of the rank that must be done before this node starts
     reads: list[Ref]
     writes: list[Ref]
-    run: Callable[[Sequence[Tensor]], object] | None = None
-    stream: Stream | None = None
+    run: Callable[[Sequence[Tensor]], object] | None = None  # None for a transfer
+    stream: Stream | None = None  # None for the next user of a memory
 
     @property
     def touches(self) -> list[Ref]:
-        """All tensors that the node reads or writes."""
         return self.reads + self.writes
 
 
@@ -102,24 +92,15 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class Transfer(Node):
-    """A group of operations of a communicator.
-
-    Attributes:
-        communicator: name of the communicator, the same on all members.
-        member: number of this rank in the communicator.
-        sends: parts to send, in the order of their start; likewise `receives`.
-        sums: pairs of a target and the received parts that are summed there, in rank order.
-        aborted: the communicator was aborted before the host knew the transfer to be over.
-        cut_after: nodes that the host knew to be over before the abort.
-    """
+    """A group of operations of a communicator."""
 
     communicator: str = ""
-    member: int = 0
+    member: int = 0  # number of this rank in the communicator
     sends: list[Part] = field(default_factory=list)
     receives: list[Part] = field(default_factory=list)
-    sums: list[tuple[Ref, list[Ref]]] = field(default_factory=list)
-    aborted: bool = False
-    cut_after: tuple[Node, ...] = ()
+    sums: list[tuple[Ref, list[Ref]]] = field(default_factory=list)  # targets, and their parts
+    aborted: bool = False  # before the host knew the transfer to be over
+    cut_after: tuple[Node, ...] = ()  # nodes that the host knew to be over before the abort
 
 
 class Event:
@@ -129,8 +110,7 @@ class Event:
         self.after = after
 
     def query(self) -> bool:
-        """False: the host never knows how far the device has got."""
-        return False
+        return False  # the host never knows how far the device has got
 
     def synchronize(self) -> None:
         raise HostSyncError("an event is waited for by the host")
@@ -145,36 +125,22 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.tail = (*self.tail, *(node for node in event.after if node not in self.tail))
 
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(Event(other.tail))
-
 
 @dataclass
 class Memory:
-    """Memory of a rank.
-
-    Attributes:
-        nbytes: size of the memory.
-        initial: bytes at the start; None for memory that an operator allocates.
-        stream: stream that the memory is allocated on; None if `initial` is set.
-        on_device: the memory is the device's, or an operator used it with such memory.
-    """
+    """Memory of a rank: with initial bytes, or allocated on a stream."""
 
     nbytes: int
     initial: np.ndarray | None
     stream: Stream | None
-    on_device: bool = False
+    on_device: bool = False  # the device's, or an operator used it with such memory
 
 
 class Recorder(TorchDispatchMode):
     """Records the work that one rank queues on its device."""
 
     def __init__(self, fail_at: int = 0) -> None:
-        """Starts with an empty record.
-
-        Args:
-            fail_at: number, from 1, of the device operator that raises; 0 for none.
-        """
+        """Starts with an empty record; the operator with that number, from 1, raises."""
         super().__init__()
         self.nodes: list[Node] = []
         self.memories: list[Memory] = []
@@ -183,7 +149,7 @@ class Recorder(TorchDispatchMode):
         self.num_ops = 0  # operators on tensors of the device
         self._fail_at = fail_at
         self._ids: dict[int, int] = {}
-        self._ended: tuple[Node, ...] = ()
+        self.ended: tuple[Node, ...] = ()  # nodes that the host knows to be over
         self._kept: list[Tensor] = []
         self._active = True
 
@@ -244,7 +210,7 @@ class Recorder(TorchDispatchMode):
             if self.num_ops == self._fail_at:
                 raise PlantedError(f"at operator {self.num_ops}, {node.what}")
         stream = node.stream = stream or self.stream
-        node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self._ended)))
+        node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self.ended)))
         self.nodes.append(node)
         stream.tail = (node,)
 
@@ -255,14 +221,9 @@ class Recorder(TorchDispatchMode):
         self.queue(node, Stream())
         self.end((node,))
 
-    @property
-    def ended(self) -> tuple[Node, ...]:
-        """Nodes that the host knows to be over."""
-        return self._ended
-
     def end(self, nodes: Iterable[Node]) -> None:
         """Notes that the host knows these nodes to be over."""
-        self._ended = (*self._ended, *nodes)
+        self.ended = (*self.ended, *nodes)
 
     def result(self, name: str, x: Tensor) -> None:
         """Adds the current value of a tensor to the results of the rank."""
@@ -281,16 +242,14 @@ class Recorder(TorchDispatchMode):
         """The memory of a tensor; if no operator made the tensor, its bytes are initial."""
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._ids:
-            self._adopt(x, storage.nbytes(), None)
+            self._adopt(x, None)
         return self._ids[storage.data_ptr()]
 
-    def _adopt(self, x: Tensor, nbytes: int, stream: Stream | None) -> None:
+    def _adopt(self, x: Tensor, stream: Stream | None) -> None:
         storage = x.untyped_storage()
-        initial = None
-        if stream is None:
-            initial = _bytes_of(storage)
+        initial = _bytes_of(storage) if stream is None else None
         address, number = storage.data_ptr(), len(self.memories)
-        self.memories.append(Memory(nbytes, initial, stream))
+        self.memories.append(Memory(storage.nbytes(), initial, stream))
         self._ids[address] = number
         weakref.finalize(storage, self._give_back, address, number)
 
@@ -302,7 +261,7 @@ class Recorder(TorchDispatchMode):
         # The node stands for the next user of the memory; no other node waits for it.
         node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
         node.run = _poison(number)
-        node.after = tuple(dict.fromkeys((*memory.stream.tail, *self._ended)))
+        node.after = tuple(dict.fromkeys((*memory.stream.tail, *self.ended)))
         self.nodes.append(node)
 
     def scratch(self, like: Ref) -> Ref:
@@ -336,7 +295,7 @@ class Recorder(TorchDispatchMode):
         ]
         for x in fresh:
             if x.untyped_storage().data_ptr() not in self._ids:
-                self._adopt(x, x.untyped_storage().nbytes(), self.stream)
+                self._adopt(x, self.stream)
         writes = [self.ref(x) for x in _written(func, args, kwargs) if _has_bytes(x)]
         if (not fresh and not writes) or name == "detach_":
             return out  # a view

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,17 +158,13 @@ Schedule = Callable[["Run", "list[Action]"], "Action"]
 class Action:
     """A thing that a device can do next.
 
-    Attributes:
-        kind: "node", a piece of a message to "read" or "write", or to "abort" a communicator.
-        node: node to start, transfer of the piece, or a transfer of the aborted communicator.
-        message: message of the piece.
-        number: number of the piece in its message.
+    To start a "node", "read" or "write" a piece of a message, or "abort" the node's communicator.
     """
 
     kind: str
     node: Node
     message: Message | None = None
-    number: int = 0
+    number: int = 0  # of the piece in its message
 
 
 class Run:
@@ -359,19 +354,8 @@ def _extent(ref: Ref) -> tuple[int, int]:
 
 
 def _overlap(a: Ref, b: Ref) -> bool:
-    """Whether two tensors of a memory have bytes in common."""
+    """Whether the extents of two tensors of a memory have bytes in common."""
     if 0 in a.shape or 0 in b.shape:
         return False
     (lo_a, hi_a), (lo_b, hi_b) = _extent(a), _extent(b)
-    if hi_a <= lo_b or hi_b <= lo_a:
-        return False
-    end = max(hi_a, hi_b)
-    return bool((_bytes(a, end) & _bytes(b, end)).any())
-
-
-def _bytes(ref: Ref, nbytes: int) -> np.ndarray:
-    size = ref.dtype.itemsize
-    marks = np.zeros(nbytes, bool)
-    strides = (*(s * size for s in ref.stride), 1)
-    np.lib.stride_tricks.as_strided(marks[ref.offset :], (*ref.shape, size), strides)[...] = True
-    return marks
+    return lo_a < hi_b and lo_b < hi_a

@@ -172,11 +172,7 @@ def record_rank(
 ) -> Recorder:
     """Records the work that `work(rank, recorder)` queues on the device of a rank.
 
-    Args:
-        rank: number of the rank, below `world_size`.
-        world_size: number of ranks.
-        work: passes its results to `recorder.result`.
-        fail_at: number of the operator that raises, from 1; 0 for none.
+    The work passes its results to `recorder.result`; operator `fail_at` raises.
     """
     recorder = Recorder(fail_at)
     with rank_of(rank, world_size), device_of(recorder):

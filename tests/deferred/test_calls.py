@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, tree_decode
+from ring_attn import SequenceLayout, tree_decode
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
 from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
 from ring_attn.transport import streams
 from ring_attn.transport.p2p import P2PTransport
 from ring_attn.transport.ranks.media import Lane
-from tests.deferred.calls import Layers
+from tests.deferred.calls import TRANSPORT, Layers
 from tests.deferred.device import Event, HostSyncError, Recorder
 from tests.deferred.program import at_random, in_host_order, same
 from tests.deferred.ranks import record
@@ -67,7 +69,7 @@ def test_two_layers_are_under_way(strategy: str) -> None:
 
 
 class Decoding:
-    """Decodes a token over a cache of 7 rows; if not `told` the layout, ranks exchange it."""
+    """Decodes a token over 7 rows; if not `told` the layout, ranks exchange their lengths."""
 
     def __init__(self, *, told: bool) -> None:
         self.layout, self.told = SequenceLayout.contiguous(7, 3), told
@@ -77,16 +79,9 @@ class Decoding:
     def __call__(self, rank: int, recorder: Recorder) -> None:
         q, k, v = (x.clone() for x in self.shards[rank])
         recorder.given(q, k, v)
-        out = tree_decode(
-            q,
-            k,
-            v,
-            causal=True,
-            window_size=(4, -1),
-            layout=self.layout if self.told else None,
-            backend="reference",
-            transport=TransportOptions(timeout=5.0),
-        )
+        layout = self.layout if self.told else None
+        options: dict[str, Any] = {"window_size": (4, -1), "transport": TRANSPORT}
+        out = tree_decode(q, k, v, layout=layout, backend="reference", **options)
         recorder.result("out", out)
 
 
@@ -104,15 +99,29 @@ def test_decode_that_asks_for_lengths_waits() -> None:
         record(3, Decoding(told=False))
 
 
-# Each mask with two strategies, which vary.
-PAIRS = [(list(QUICK)[(i + more) % len(QUICK)], m) for i, m in enumerate(MASKS) for more in (0, 3)]
+@pytest.mark.parametrize(
+    "read", [Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.nonzero, bool, Tensor.cpu]
+)
+def test_the_host_waits_for_nothing(read: Callable[[Tensor], object]) -> None:
+    def work(_: int, recorder: Recorder) -> None:
+        given = torch.tensor([2.0])
+        assert given.item() == 2.0  # a tensor of the host
+        recorder.given(given)
+        with pytest.raises(HostSyncError):
+            read(given + 1)
+
+    record(1, work)
+
+
+# Each mask with a strategy; the strategies take turns.
+PAIRS = [(list(QUICK)[i % len(QUICK)], mask) for i, mask in enumerate(MASKS)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "mask"), PAIRS)
 def test_every_mask(strategy: str, mask: str) -> None:
     sinks, world_size = mask in ("causal", "documents"), QUICK[strategy][1]
-    check(Layers(case_of(strategy, mask, sinks=sinks), world_size, layers=2), orders=3)
+    check(Layers(case_of(strategy, mask, sinks=sinks), world_size, layers=2))
 
 
 def wait_for_nothing(self: P2PTransport, channel: Channel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,17 +25,12 @@ Results = list[dict[str, torch.Tensor]]
 INSIDE = {"_attention", "_attention_backward"}
 
 
-class Heard:
+def heard(layers: Layers, rank: int, recorder: Recorder) -> None:
     """Runs a rank's layers; adds whether its device met messages of another call."""
-
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
-
-    def __call__(self, rank: int, recorder: Recorder) -> None:
-        self._layers(rank, recorder)
-        assert dist.group.WORLD is not None
-        calls = rank_group(dist.group.WORLD).headers._results
-        recorder.result("heard", torch.stack([differs for _, differs, _ in calls]))
+    layers(rank, recorder)
+    assert dist.group.WORLD is not None
+    calls = rank_group(dist.group.WORLD).headers._results
+    recorder.result("heard", torch.stack([differs for _, differs, _ in calls]))
 
 
 class Failing:
@@ -63,13 +59,13 @@ def compared(results: Results, right: Results) -> tuple[set[int], set[int]]:
         for rank, some in enumerate(results)
         if not all(x.equal(right[rank][name]) for name, x in some.items() if name != "heard")
     }
-    heard = {rank for rank, some in enumerate(results) if "heard" in some and some["heard"].any()}
-    return wrong, heard
+    told = {rank for rank, some in enumerate(results) if "heard" in some and some["heard"].any()}
+    return wrong, told
 
 
 def sweep(strategy: str, every: int, orders: int) -> int:
     """Plants an error at every `every`-th operator; returns how many were inside calls."""
-    layers = Heard(Layers(case_of(strategy, "causal"), RANKS))
+    layers = partial(heard, Layers(case_of(strategy, "causal"), RANKS))
     ranks = [record_rank(rank, RANKS, layers) for rank in range(RANKS)]
     right, tried = Program(ranks).run(in_host_order), 0
     for number in range(1, ranks[FAILING].num_ops + 1, every):
@@ -81,16 +77,13 @@ def sweep(strategy: str, every: int, orders: int) -> int:
         program = Program(ranks)
         assert program.races() == [], number
         for seed in range(orders):
-            wrong, heard = compared(program.run(at_random(seed)), right)
-            assert wrong <= heard, (number, seed, wrong, heard)
+            wrong, told = compared(program.run(at_random(seed)), right)
+            assert wrong <= told, (number, seed, wrong, told)
     return tried
 
 
 def cut_off(program: Program, channel: str, seed: int) -> Schedule:
-    """An order that aborts `channel` after its last send, if possible before its last receive.
-
-    Aborts of other channels come last.
-    """
+    """An order that aborts `channel` after its last send, if possible before its last receive."""
     base = at_random(seed)
     last = [x for x in program.transfers if x.aborted and channel in x.communicator][-1]
 
@@ -114,7 +107,7 @@ def test_channels_are_aborted_one_after_the_other() -> None:
     Once its shards are cut off, its device goes on, and sends gradients of missing shards.
     """
     for spoils in (True, False):
-        layers = Heard(Layers(case_of("ring", "causal"), RANKS))
+        layers = partial(heard, Layers(case_of("ring", "causal"), RANKS))
         ranks = [record_rank(rank, RANKS, layers) for rank in range(RANKS)]
         right, num_ops = Program(ranks).run(in_host_order), ranks[FAILING].num_ops
         failing = Failing(layers)
@@ -122,8 +115,8 @@ def test_channels_are_aborted_one_after_the_other() -> None:
             ranks[FAILING] = record_rank(FAILING, RANKS, failing, num_ops - 10)
         assert failing.inside
         program = Program(ranks)
-        wrong, heard = compared(program.run(cut_off(program, "shards", 0)), right)
-        assert wrong and heard == (wrong if spoils else set())
+        wrong, told = compared(program.run(cut_off(program, "shards", 0)), right)
+        assert wrong and told == (wrong if spoils else set())
 
 
 def test_an_error_leaves_no_wrong_result() -> None:
@@ -134,4 +127,4 @@ def test_an_error_leaves_no_wrong_result() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "exchange"])
 def test_an_error_at_any_operator(strategy: str) -> None:
-    assert sweep(strategy, every=3, orders=2) > 30
+    assert sweep(strategy, every=11, orders=2) > 8

@@ -9,6 +9,7 @@ way in it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import multiprocessing
@@ -59,12 +60,7 @@ STOP = 5.0
 
 
 def on_ranks(world_size: int, **options: float) -> Callable[[Callable[..., None]], Any]:
-    """Runs a test on each of `world_size` ranks; the test must pass on all of them.
-
-    Args:
-        world_size: how many ranks of the fixture `ranks`.
-        options: options of `Pool.run`.
-    """
+    """Runs a test on all ranks of the fixture `ranks`, with options of `Pool.run`."""
 
     def mark(test: Callable[..., None]) -> Any:
         return pytest.mark.usefixtures("ranks")(pytest.mark.on_ranks(world_size, **options)(test))
@@ -90,21 +86,18 @@ class Ended:
     error: type[BaseException] | None
     text: str
     seconds: float
-    alone: bool
+    alone: bool = True
 
 
 def ended(call: Callable[[], object]) -> Ended:
     """Runs a call and returns how it ended, whether it ran or raised."""
-    error, start = None, time.monotonic()
+    start = time.monotonic()
     try:
         call()
-    except Exception as raised:
-        error = raised
-    seconds = time.monotonic() - start
-    if error is None:
-        return Ended(None, "it ran", seconds, True)
-    alone = error.__cause__ is None and error.__context__ is None
-    return Ended(type(error), str(error), seconds, alone)
+    except Exception as error:
+        alone = error.__cause__ is None and error.__context__ is None
+        return Ended(type(error), str(error), time.monotonic() - start, alone)
+    return Ended(None, "it ran", time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -140,13 +133,7 @@ class Pool:
     def __init__(
         self, world_size: int, *, group_timeout: float = GROUP_TIMEOUT, queued: bool = False
     ) -> None:
-        """Starts the processes; returns before they are ready.
-
-        Args:
-            world_size: the number of processes.
-            group_timeout: timeout of the default process group, in seconds.
-            queued: treats CPU tensors as CUDA's (module `queued`).
-        """
+        """Starts the processes, with CPU tensors as CUDA's if `queued`; does not wait for them."""
         self.world_size = world_size
         context = forkserver()
         # The store lives here: its port is known before any rank starts, and it outlives them all.
@@ -169,10 +156,7 @@ class Pool:
         return [process.pid or 0 for process in self._processes]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Calls `fn(*args)` on every rank; returns the ranks' results in rank order.
-
-        `fn` is on the top level of a module. A RankError has tracebacks; the pool is then closed.
-        """
+        """Calls a function of a module on every rank; returns the results in rank order."""
         self.start(fn, *args)
         return self.results(timeout=timeout)
 
@@ -219,16 +203,13 @@ class Pool:
     def close(self, *, now: bool = False, lost: Collection[int] = ()) -> list[int | None]:
         """Ends the processes and returns their exit codes, negative where a signal was needed.
 
-        A process that has not ended by itself gets the signal, at once if `now`; the ranks in
-        `lost` are stopped, so nothing waits for them.
+        The signal is sent at once if `now`; nothing waits for the ranks in `lost`.
         """
         self.closed = True
         if not now:
             for pipe in self._pipes:
-                try:
+                with contextlib.suppress(OSError):  # the process is gone
                     pipe.send(None)
-                except OSError:  # the process is gone
-                    continue
             deadline = time.monotonic() + STOP
             for rank, process in enumerate(self._processes):
                 if rank not in lost:

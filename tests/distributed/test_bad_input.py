@@ -39,6 +39,8 @@ from tests.distributed.pool import Ended, ended, on_ranks
 from tests.refusals import refused, says
 from tests.unit.test_wrong_values import KINDS, WRONG, defaults
 
+pytestmark = pytest.mark.gloo  # nothing is sent
+
 # Global length; each of the two ranks holds half.
 SEQLEN = 12
 ROWS = SEQLEN // 2

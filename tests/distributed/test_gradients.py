@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ring_attn import sync_gradients
 from tests.distributed.pool import on_ranks
 from tests.refusals import refused
+
+pytestmark = pytest.mark.gloo  # torch's own collectives
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (2, 2, 2)]
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,8 @@ from ring_attn import ring_attention, tree_decode, unshard
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bad_input import ROWS, SEQLEN, good, no_communication, x, zigzag
 from tests.refusals import refused
+
+pytestmark = pytest.mark.gloo  # nothing is sent
 
 
 @on_ranks(2)

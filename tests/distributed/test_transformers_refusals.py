@@ -15,6 +15,8 @@ from tests.distributed.pool import on_ranks
 from tests.hf_models import make_batch, make_model
 from tests.refusals import refused
 
+pytestmark = pytest.mark.gloo  # nothing is sent
+
 SEQLEN = 83
 NUM_PROMPT = 37
 PROMPT = make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]

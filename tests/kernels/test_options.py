@@ -107,7 +107,7 @@ def test_any_call(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(USUAL, max_examples=60 if DEVICE == "cpu" else 30)
+@settings(USUAL, max_examples=24 if DEVICE == "cpu" else 30)
 @given(calls())
 def test_many_calls(call: dict[str, Any]) -> None:
     exercise(call)

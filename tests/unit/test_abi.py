@@ -29,7 +29,7 @@ class ProcessGroupNCCL:
     def abort(self): ...
 """
     with ZipFile(paths[0], "w") as torch:
-        torch.writestr("torch/__init__.py", "if True:\n    from .inner import *\n")
+        torch.writestr("torch/__init__.py", "from .inner import visible\n")
         torch.writestr("torch/inner.py", "def visible():\n    def hidden(): ...\n")
         torch.writestr("torch/_C/_distributed_c10d.pyi", stub)
         torch.writestr("torch/distributed/__init__.py", "from torch._C import ProcessGroupNCCL\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -107,14 +107,16 @@ def every_call(world_size: int) -> Iterator[list[Call]]:
 )
 def test_no_program_has_a_fault(world_size: int) -> None:
     count = 0
-    for calls, backward in product(every_call(world_size), (False, True)):
+    # With six ranks all calls take a minute.
+    chosen = islice(every_call(world_size), 0, None, 3 if world_size == 6 else 1)
+    for calls, backward in product(chosen, (False, True)):
         assert check_calls(calls, backward=backward) == [], calls[0]
         count += 1
     assert count > 300
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6))]
+    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6))]
 )
 def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
     for turn, (calls, backward) in enumerate(product(every_call(world_size), (False, True))):
