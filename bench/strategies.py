@@ -38,7 +38,14 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
-from ring_attn.tools.arguments import new_table, parse_input, parse_size, parse_sizes, show
+from ring_attn.tools.arguments import (
+    is_first_rank,
+    new_table,
+    parse_input,
+    parse_size,
+    parse_sizes,
+    show,
+)
 from ring_attn.tools.calibrate import calibrate
 from ring_attn.tools.launch import run_ranks, send_part
 
@@ -199,6 +206,8 @@ def run(args: argparse.Namespace) -> int:
             cluster = load_cluster(args.cluster, world_size)
         bench.clusters[str(world_size)] = to_json(cluster)
         sweep(bench, world_size, cluster)
+    if not is_first_rank():
+        return 0  # rank 0 alone has the rows
     bench.save(last=True)
     verdicts = judged(bench.rows)
     within = [v for v in verdicts if v.ratio <= 1 + SHARE]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,17 @@ def test_a_small_sweep(report_of: Any, tmp_path: Path, capsys: pytest.CaptureFix
         assert verdict["best_ms"] == min(row["median_ms"] for row in rows)
         assert sum(row["is_auto"] for row in rows) == 1 and verdict["ratio"] >= 1.0
         assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_under_torchrun_the_first_rank_prints(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps({"clusters": {"2": to_json(cpu_cluster(2))}}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["bench", "strategies", "--quick", "--world-sizes", "2", "--iters", "1", "--quiet"]
+    words += ["--shapes", "mha 512", "--cluster", str(machine)]
+    run = [*torchrun, "-m", "ring_attn", *words]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("auto is within") == 1
