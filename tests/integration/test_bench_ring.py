@@ -21,6 +21,7 @@ import ring_attn
 from ring_attn import SequenceLayout, Strategy
 from ring_attn.bench import ring, ring_implementations
 from ring_attn.bench.ring_implementations import GPU_PACKAGES, RingAttentionPytorch, Setting
+from ring_attn.integrations import ring_flash_attn as names_of_ring_flash_attn
 from ring_attn.testing import Verdict
 from ring_attn.tools.cli import main
 from tests.distributed.pool import Pools
@@ -118,17 +119,7 @@ def stand_in_ring_attention_pytorch() -> None:
 
 
 def stand_in_ring_flash_attn() -> None:
-    def zigzag_ring_flash_attn_func(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-        alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None,
-    ):  # fmt: skip
-        assert causal
-        return attend(q, k, v, True, "zigzag")
-
-    def ring_flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
-        return attend(q, k, v, causal, "contiguous")
-
-    module("ring_flash_attn", zigzag_ring_flash_attn_func, ring_flash_attn_func)
+    sys.modules["ring_flash_attn"] = names_of_ring_flash_attn
 
 
 def stand_in_yunchang() -> None:
