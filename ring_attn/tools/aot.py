@@ -144,60 +144,46 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# The most used variants, and the variants that need most registers.
-VARIANTS = (
-    Variant("fwd", "full"),
-    Variant("fwd", "full", first=True, last=True),
-    Variant("fwd", "causal"),
-    Variant("fwd", "window", ragged=True),
-    Variant("fwd", "causal", first=True, last=True),
-    Variant("fwd", "causal", last=True, softcap=True, sinks=True),
-    Variant("hopper_fwd", "full"),
-    Variant("hopper_fwd", "full", first=True, last=True),
-    Variant("hopper_fwd", "causal", first=True),
-    Variant("hopper_fwd", "causal"),
-    Variant("hopper_fwd", "causal", last=True, softcap=True, sinks=True),
-    Variant("hopper_fwd", "causal", first=True, last=True),
-    Variant("hopper_fwd", "window", ragged=True),
-    Variant("hopper_bwd", "full"),
-    Variant("hopper_bwd", "causal"),
-    Variant("hopper_bwd", "window", ragged=True),
-    Variant("dkdv", "full"),
-    Variant("dkdv", "causal"),
-    Variant("dkdv", "window", ragged=True),
-    Variant("dkdv", "causal", softcap=True),
-    Variant("dkdv", "full", few=True),
-    Variant("dkdv", "causal", few=True),
-    Variant("dkdv", "window", ragged=True, few=True),
-    Variant("dq", "full"),
-    Variant("dq", "causal"),
-    Variant("dq", "window", ragged=True),
-    Variant("dq", "causal", softcap=True),
-    Variant("delta"),
-    Variant("decode", first=True),
-    Variant("decode", ragged=True, first=True, softcap=True),
-    Variant("part_table"),
-    Variant("merge"),
-    Variant("merge_tree", sinks=True),
-)
 # Bytes that the backward in Gluon may spill. The sums of a thread take 208 to 224 of 232 registers;
 # the compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
 # addresses. Most bytes: 64 on triton 3.7.1, 232 on 3.6.0, 260 on 3.9.0; the last two fail.
 ADDRESSES = 224
 
 WITHOUT_PRODUCTS = Expected(products=None)
-EXPECTED = {
-    "fwd": Expected(),
-    "hopper_fwd": Expected(warp_specialize=True, overlaps=True),
-    "hopper_bwd": Expected(warp_specialize=True, spilled=ADDRESSES),
-    "dkdv": Expected(),
-    "dq": Expected(),
-    "delta": WITHOUT_PRODUCTS,
-    "decode": Expected(products="any"),
-    "part_table": WITHOUT_PRODUCTS,
-    "merge": WITHOUT_PRODUCTS,
-    "merge_tree": WITHOUT_PRODUCTS,
-}
+
+# Kernels, their requirements, and their most used variants and those that need most registers: the
+# band and the options that are set.
+KERNELS = {
+    "fwd": (
+        Expected(),
+        ("full", "full first last", "causal", "window ragged", "causal first last",
+         "causal last softcap sinks"),
+    ),
+    "hopper_fwd": (
+        Expected(warp_specialize=True, overlaps=True),
+        ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
+         "causal first last", "window ragged"),
+    ),
+    "hopper_bwd": (
+        Expected(warp_specialize=True, spilled=ADDRESSES), ("full", "causal", "window ragged")
+    ),
+    "dkdv": (
+        Expected(),
+        ("full", "causal", "window ragged", "causal softcap", "full few", "causal few",
+         "window ragged few"),
+    ),
+    "dq": (Expected(), ("full", "causal", "window ragged", "causal softcap")),
+    "delta": (WITHOUT_PRODUCTS, ("full",)),
+    "decode": (Expected(products="any"), ("full first", "full ragged first softcap")),
+    "part_table": (WITHOUT_PRODUCTS, ("full",)),
+    "merge": (WITHOUT_PRODUCTS, ("full",)),
+    "merge_tree": (WITHOUT_PRODUCTS, ("full sinks",)),
+}  # fmt: skip
+VARIANTS = tuple(
+    Variant(kernel, band, **dict.fromkeys(options, True))
+    for kernel, (_, variants_of) in KERNELS.items()
+    for band, *options in map(str.split, variants_of)
+)
 
 
 @dataclass(frozen=True)
@@ -410,7 +396,7 @@ def judged(
 
 def compile_cell(cell: Cell) -> Row:
     # Configs for few programs may spill: the alternative would leave half the GPU idle.
-    expected = replace(EXPECTED[cell.variant.kernel], spills=cell.variant.few)
+    expected = replace(KERNELS[cell.variant.kernel][0], spills=cell.variant.few)
     return _row(cell, *judged(cell.launch(), cell.arch, expected))
 
 
@@ -435,7 +421,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--arch", SHARED_BYTES, ", ".join(ARCHS)),
         ("--head-dim", (*HEAD_DIMS, *ODD_HEAD_DIMS), ", ".join(HEAD_DIMS)),
         ("--dtype", DTYPES, "all"),
-        ("--kernel", EXPECTED, "all"),
+        ("--kernel", KERNELS, "all"),
     ):
         names = f"of {', '.join(known)} (default {default})"
         add(option, nargs="+", choices=tuple(known), metavar="NAME", help=names)
@@ -471,7 +457,7 @@ def run(args: argparse.Namespace) -> int:
     archs, head_dims, dtypes = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
     setting = Setting(
         args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
-        args.kernel or tuple(EXPECTED), args.jobs,
+        args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
     bench = Report[Setting, Row](setting, Outputs(args.json, quiet=args.quiet))
