@@ -11,7 +11,6 @@ stopping criteria, processors and beams, sees the whole sequence on every rank.
 from __future__ import annotations
 
 import inspect
-import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -80,8 +79,7 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
             f"{type(model).__name__}.forward passes no keywords on to its attention, which needs "
             f"{keyword}"
         )
-    cache_class, _ = _classes()
-    cache = cache_class(check.check_group(group), kind, block, keyword)
+    cache = _cache_class()(check.check_group(group), kind, block, keyword)
     if _before not in model._forward_pre_hooks.values():  # copies of models have hooks already
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
@@ -89,43 +87,14 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
 
 
 @lru_cache(maxsize=1)
-def _classes() -> tuple[type[Any], type[Any]]:
-    """The classes of a cache and of its layers, made late as their bases need transformers."""
+def _cache_class() -> Any:
+    """The class of a cache, made late as its base needs transformers."""
     from transformers.cache_utils import Cache, DynamicLayer
-
-    class RingLayer(DynamicLayer):
-        """This rank's keys and values of one layer, (batch, nheads_kv, rows, headdim) each."""
-
-        def __init__(self, cache: RingCache) -> None:
-            super().__init__()
-            self._cache = weakref.ref(cache)
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            """Appends the new rows if this rank keeps them; returns all rows of this rank."""
-            cache = self._cache()
-            assert cache is not None, "a layer does not outlive its cache"
-            if not cache.keeps:
-                key_states, value_states = key_states[:, :, :0], value_states[:, :, :0]
-            return super().update(key_states, value_states, *args, **kwargs)
-
-        def get_seq_length(self, *args: Any) -> int:
-            """Length of the whole sequence, without the rows that this forward adds."""
-            cache = self._cache()
-            return 0 if cache is None else cache.num_seen
-
-        is_croppable = False
-
-        def crop(self, *args: Any) -> None:
-            """Raises: several ranks would have to drop rows."""
-            raise NotImplementedError(
-                "a cache that is split over ranks cannot be cropped: assisted generation is not "
-                "built"
-            )
 
     class RingCache(Cache):
         """This rank's rows of the keys and values of all layers, by `layout`."""
+
+        is_croppable = False
 
         def __init__(self, group: dist.ProcessGroup, kind: str, block: int, keyword: str) -> None:
             super().__init__(layers=[])
@@ -159,13 +128,15 @@ def _classes() -> tuple[type[Any], type[Any]]:
             *args: Any,
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor]:
-            """Does what transformers' method does, but only in a forward of the cache's model."""
+            """Appends new rows if this rank keeps them; only in a forward of the cache's model."""
             if self.num_seen == self.layout.seqlen:
                 raise RuntimeError(
                     "this cache belongs to another model: make one by Registration.cache(model)"
                 )
             while len(self.layers) <= layer_idx:
-                self.layers.append(RingLayer(self))
+                self.layers.append(DynamicLayer())
+            if not self.keeps:
+                key_states, value_states = key_states[:, :, :0], value_states[:, :, :0]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -179,12 +150,19 @@ def _classes() -> tuple[type[Any], type[Any]]:
             """
             return self.num_seen + (new.size(0) if isinstance(new, Tensor) else new), 0
 
+        def crop(self, *args: Any) -> None:
+            """Raises: several ranks would have to drop rows."""
+            raise NotImplementedError(
+                "a cache that is split over ranks cannot be cropped: assisted generation is not "
+                "built"
+            )
+
         def reset(self) -> None:
             self.layers.clear()
             self.layout = SequenceLayout.from_name(self.kind, 0, self.world_size)
             self.num_seen = 0
 
-    return RingCache, RingLayer
+    return RingCache
 
 
 def _before(
@@ -192,7 +170,7 @@ def _before(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Cuts the loop's arguments to this rank's rows, and adds the step for the attention."""
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, _classes()[0]):
+    if not isinstance(cache, _cache_class()):
         return None
     kwargs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     _check_forward(kwargs, cache.keyword)
@@ -219,7 +197,7 @@ def _before(
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Completes the logits, with the same bits on all ranks."""
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, _classes()[0]):
+    if not isinstance(cache, _cache_class()):
         return None
     cache.end()
     step: CacheStep = kwargs[cache.keyword]
