@@ -59,8 +59,8 @@ from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.integrations.transformers_masks import (
+    BatchMask,
     Rule,
-    Told,
     chunk_of,
     counts_rows,
     mask_of,
@@ -167,7 +167,7 @@ class Registration:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Told | None,
+        attention_mask: BatchMask | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
@@ -221,7 +221,7 @@ class Registration:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        batch_mask: Told | None,
+        batch_mask: BatchMask | None,
         rule: Rule,
         place: tuple[str | SequenceLayout | CacheStep, tuple[Tensor | None, Tensor | None]],
         options: AttentionOptions,
@@ -268,7 +268,7 @@ class Registration:
         total = cuts[-1] if cuts and world_size > 1 else rows * world_size
         return SequenceLayout.from_name(placed, total, world_size)
 
-    def mask(self, *args: Any, **kwargs: Any) -> Told | None:
+    def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """The mask function that models call; see `read_mask`."""
         try:
             return read_mask(*args, **kwargs)
@@ -391,7 +391,7 @@ def _check_arguments(
     attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
 ) -> None:
     """Refuses arguments of the attention that are neither supported nor to be ignored."""
-    if not isinstance(attention_mask, (Told, type(None))):
+    if not isinstance(attention_mask, (BatchMask, type(None))):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
             f"attention_mask must be (batch, seqlen), got {type(attention_mask).__name__} of shape "
@@ -508,7 +508,7 @@ def _for_decode(options: AttentionOptions) -> Any:
 
 
 def _check_batch_mask(
-    batch_mask: Told | None,
+    batch_mask: BatchMask | None,
     cuts: tuple[int, ...] | None,
     documents: tuple[Tensor | None, Tensor | None],
     placed: SequenceLayout | CacheStep,

@@ -5,8 +5,8 @@
     chunked attention             attention_chunk_size of a config    documents of one chunk each
 
 Both tensors cover the whole sequence, on every rank. The model passes them to the mask function,
-which returns a `Told` instead of a mask. The attention, which knows the layout, turns the `Told`
-into slices.
+which returns a `BatchMask` instead of a mask. The attention, which knows the layout, makes slices
+of the `BatchMask`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Row = tuple[int, tuple[Span, ...]]
 
 
 @dataclass(frozen=True)
-class Told:
+class BatchMask:
     """Spans and padding of a batch, read from the arguments of a mask function.
 
     Attributes:
@@ -80,7 +80,7 @@ def read_mask(
     q_length: int | None = None,
     config: Any = None,
     **kwargs: Any,
-) -> Told | None:
+) -> BatchMask | None:
     """Reads padding and spans from the arguments of a mask function; refuses other masks.
 
     `mask_function` computes visibility from indices, `use_vmap` marks it as the user's own;
@@ -105,7 +105,7 @@ def read_mask(
     if blocks is None or not bool((blocks >= 0).any()):
         if attention_mask is None or lengths is None:
             return None
-        return Told(attention_mask.size(1), tuple((length, ()) for length in lengths))
+        return BatchMask(attention_mask.size(1), tuple((length, ()) for length in lengths))
     if attention_mask is not None and (lengths or attention_mask.size(1) != q_length):
         # A model pads block ids to the length of this mask, which hides whether they covered the
         # whole sequence.
@@ -115,7 +115,7 @@ def read_mask(
         )
     seqlen = blocks.size(1)
     rows = tuple((seqlen, spans) for spans in _spans(blocks))
-    return Told(seqlen, rows, beyond_windows=union is not None and union.has_window)
+    return BatchMask(seqlen, rows, beyond_windows=union is not None and union.has_window)
 
 
 class _Union(NamedTuple):

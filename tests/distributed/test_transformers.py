@@ -109,7 +109,7 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     "how",
     [
         *(How(family) for family in CONFIGS),
-        *(How(family, padded=True) for family in ("llama", "qwen2", "llama4", "bert")),
+        *(How(family, padded=True) for family in ("qwen2", "bert")),
         How("llama4", "striped", 3, "ulysses"),
         How("gemma3_images", "contiguous", 3, "all_gather"),
         How("llama4", "striped", 3, "all_gather", padded=True),
