@@ -7,16 +7,15 @@ layers, predictions of several tokens across the edge of a shard.
     positions                                   0 1 2 3            4 5 6 7
     halo                                        . . 0 1 2 3 4      2 3 4 5 6 7 .
 
-A rank needs the rows that a window mask of `left` and `right` sees, so the rows travel as in an
-exchange with this mask (`core.turns`): each once, straight from its owner.
+Each row travels once to each rank that needs it, straight from its owner, in one exchange.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,39 +24,14 @@ from torch import Tensor
 from ring_attn import check
 from ring_attn.call import Group
 from ring_attn.core.layout import Segment, SequenceLayout
-from ring_attn.core.mask import Mask
-from ring_attn.core.messages import Message, packet_of
-from ring_attn.core.program import (
-    Array,
-    Assign,
-    Buffer,
-    Channel,
-    Copy,
-    Free,
-    Hop,
-    Join,
-    New,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Unpack,
-    View,
-    Wait,
-    copies_of_runs,
-)
-from ring_attn.core.ranks import OneRank, Turn
-from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
-from ring_attn.core.tiles import needed_runs
+from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import as_int, check_dim, check_type
-from ring_attn.machines.run import execute
+from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
-from ring_attn.transport.base import Agreement
+from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
-
-LANES: tuple[Channel, Channel] = ("shards", "outer")
 
 # (layout, rows before, rows after, rank)
 Place = tuple[SequenceLayout, int, int, int]
@@ -120,7 +94,7 @@ def halo(
         tell_refusal(error, process_group)
         raise
     rows = x.movedim(dim, 0)
-    flat = rows.reshape(1, rows.size(0), 1, math.prod(rows.shape[1:]))
+    flat = rows.reshape(rows.size(0), math.prod(rows.shape[1:]))
     numbers = list(layout.numbers)
     around: Tensor = _halo(flat, numbers, left, right, process_group.group_name, False)
     lengths = _lengths((layout, left, right, rank))
@@ -133,7 +107,7 @@ def halo(
 def _halo(
     x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool
 ) -> Tensor:
-    """(1, rows, 1, features) -> the runs with their neighbours; `back` maps gradients back."""
+    """(rows, features) -> the runs with their neighbours; `back` maps gradients back."""
     check.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
@@ -144,25 +118,24 @@ def _halo(
     }  # fmt: skip
     if debug_enabled():
         check_agreement(described, process_group, TransportOptions())
-    spec = AttentionSpec(x.device.type, x.dtype, 1, 1, 1, x.size(-1), x.size(-1))
-    program = _program(place, x.size(-1), x.dtype, back=back)
+    plan = _plan(place, x.device)
     try:
         transport = open_p2p(process_group, TransportOptions())
-        with transport.call("halo", Agreement(described), x.device):
-            inputs = {"around" if back else "x": x}
-            scores, kind = Scores(1.0, 0.0), f"halo {left} {right}"
-            run = execute(program, spec, scores, "reference", inputs, transport, None, kind)
+        with (
+            transport.call("halo", Agreement(described), x.device),
+            observe("backward" if back else "forward", x.device, transport.stats),
+        ):
+            return plan.back(x, transport) if back else plan.there(x, transport)
     except BaseException as error:
         refused(process_group, error)
         raise
-    return run.tensors["x" if back else "around"]
 
 
 @_halo.register_fake
 def _(x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool) -> Tensor:
     whole, rank = SequenceLayout.from_numbers(layout), dist.get_rank(group_by_name(group))
     rows = whole.shard_len(rank) if back else sum(_lengths((whole, left, right, rank)))
-    return x.new_empty(1, rows, 1, x.size(-1))
+    return x.new_empty(rows, x.size(-1))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -178,121 +151,103 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 _halo.register_autograd(_gradient, setup_context=_setup)
 
 
-# -- the program
+# -- rows that travel
+
+
+class _Plan(NamedTuple):
+    """Rows that one rank sends and receives, as indices on a device.
+
+    Attributes:
+        own: number of own rows.
+        around: for each row of the runs, its place among the own rows, then the received rows, then
+            one row of zeros.
+        sums: rounds of (places, rows of the runs) to add gradients up: no round has a place twice.
+        sent: own rows for each rank.
+        received: number of rows from each rank.
+    """
+
+    own: int
+    around: Tensor
+    sums: tuple[tuple[Tensor, Tensor], ...]
+    sent: tuple[Tensor, ...]
+    received: tuple[int, ...]
+
+    def there(self, x: Tensor, transport: Transport) -> Tensor:
+        """The runs with their neighbours, from the rows of all ranks."""
+        counts = [len(rows) for rows in self.sent]
+        received = _exchanged(x[torch.cat(self.sent)], counts, self.received, transport)
+        return torch.cat([x, received, x.new_zeros(1, x.size(1))])[self.around]
+
+    def back(self, around: Tensor, transport: Transport) -> Tensor:
+        """The gradients of the own rows, added up in the order of the ranks."""
+        sums = around.new_zeros(self.own + sum(self.received), around.size(1))
+        for places, rows in self.sums:
+            sums[places] += around[rows]
+        own, others = sums.split([self.own, sum(self.received)])
+        counts = [len(rows) for rows in self.sent]
+        returned = _exchanged(others, self.received, counts, transport)
+        own = own.clone()
+        for rows, part in zip(self.sent, returned.split(counts), strict=True):
+            own[rows] += part
+        return own
+
+
+def _exchanged(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], transport: Transport
+) -> Tensor:
+    """Sends rows, sorted by ranks, so many to each rank; returns the received rows, likewise."""
+    got = rows.new_empty(sum(received), rows.size(1))
+    if rows.size(1):
+        row_bytes = rows.size(1) * rows.element_size()
+        send, recv = (x.contiguous().view(-1).view(torch.uint8) for x in (rows, got))
+        counts = ([row_bytes * n for n in each] for each in (sent, received))
+        transport.all_to_all("shards", 0, send, next(counts), recv, next(counts))
+        transport.wait("shards")
+    return got
 
 
 @lru_cache(maxsize=256)
-def _program(place: Place, features: int, dtype: torch.dtype, *, back: bool) -> Program:
-    """The program that brings neighbouring rows or, if `back`, returns their gradients."""
+def _plan(place: Place, device: torch.device) -> _Plan:
     layout, left, right, rank = place
-    window = Mask(layout.seqlen, layout.seqlen, window_size=(left, right))
-    work = _Halo(place, window, features, dtype)
-    ops = tuple(work.back() if back else work.there())
-    source = "around" if back else "x"
-    return Program(layout.world_size, rank, back, ops, {source: work.arrays[source]})
+    ranks, num_own = range(layout.world_size), layout.shard_len(rank)
+    owners, rows = torch.full((2, layout.seqlen), -1)
+    for r in ranks:
+        held = layout.position_ids(r)
+        owners[held], rows[held] = r, torch.arange(len(held))
 
+    def wanted(r: int) -> Tensor:
+        """Positions of a rank's runs with their neighbours; -1 outside of the sequence."""
+        runs = _runs(layout, r)
+        spans = [torch.arange(x.start - left, x.start + x.length + right) for x in runs]
+        positions = torch.cat(spans)
+        end = layout.seqlen if layout.shard_len(r) else 0
+        return positions.masked_fill_(positions >= end, -1).clamp_(min=-1)
 
-class _Halo:
-    """Ops of one rank; `x` are its rows, `around` its runs with their neighbours."""
+    def sent(source: int, r: int) -> Tensor:
+        """Positions of the rows that a rank sends to another rank."""
+        positions = wanted(r).unique()
+        positions = positions[positions >= 0]
+        return positions[(owners[positions] == source) & (source != r)]
 
-    def __init__(self, place: Place, window: Mask, features: int, dtype: torch.dtype) -> None:
-        self._place, self._window = place, window
-        layout, *_, rank = place
-        self._rank, self._own = rank, slice(0, layout.shard_len(rank))
-        rows = {"x": self._own.stop, "around": sum(_lengths(place))}
-        self.arrays = {name: Array(1, n, 1, features, dtype) for name, n in rows.items()}
-        self._turns = OneRank((layout, layout), window, rank).turns("kv")
-
-    def there(self) -> Iterator[Op]:
-        """Makes `around` from the rows of all ranks."""
-        yield New("around", self.arrays["around"], zero=True)
-        for target, source in self._places(self._rank, (self._own,)):
-            yield Assign(View("around", target), View("x", source))
-
-        def out(turn: Turn) -> tuple[Copy, ...]:
-            return copies_of_runs(("x",), turn.runs)
-
-        def into(turn: Turn) -> tuple[Copy, ...]:
-            pairs = self._received(turn)
-            return tuple(Copy(0, View("around", target), source) for target, source in pairs)
-
-        yield from self._exchange([(t, t.hop, t.sent, t.received) for t in self._turns], out, into)
-
-    def back(self) -> Iterator[Op]:
-        """Adds up the gradients of `x`, turn by turn, from the gradients of `around`."""
-        yield New("x", self.arrays["x"], zero=True)
-        own, message = Buffer("own", self._message(self._own.stop).nbytes), self._own.stop
-        places = list(self._places(self._rank, (self._own,)))
-        yield Pack(own, self._message(message), _sums(places))
-        yield Unpack(own, self._message(message), (Copy(0, View("x"), None, True),))
-
-        def out(turn: Turn) -> tuple[Copy, ...]:
-            return _sums(self._received(turn))
-
-        def into(turn: Turn) -> tuple[Copy, ...]:
-            return copies_of_runs(("x",), turn.runs, add=True)
-
-        turns = [(t, Hop(t.hop.recv_from, t.hop.send_to), t.received, t.sent) for t in self._turns]
-        yield from self._exchange(turns, out, into)
-
-    def _exchange(
-        self,
-        turns: list[tuple[Turn, Hop, int, int]],
-        out: Callable[[Turn], tuple[Copy, ...]],
-        into: Callable[[Turn], tuple[Copy, ...]],
-    ) -> Iterator[Op]:
-        """Runs `turns` of (turn, hop, rows sent, rows received), two under way at a time."""
-        sizes = [self._message(n).nbytes for *_, sent, received in turns for n in (sent, received)]
-        room = max(sizes, default=0)
-        sends, receives = ([Buffer(f"{x} {i}", room) for i in range(len(turns))] for x in "oi")
-
-        def land(number: int) -> Iterator[Op]:
-            turn, *_, received = turns[number]
-            if number < 0 or turn.hop.send_to == self._rank:
-                return
-            yield Wait(LANES[number % 2])
-            yield Free((sends[number],))
-            yield Unpack(receives[number], self._message(received), into(turn))
-
-        for number, (turn, hop, sent, received) in enumerate(turns):
-            message = self._message(sent)
-            if hop.send_to == self._rank:
-                yield Join(LANES[number % 2])
-            else:
-                yield Pack(sends[number], message, out(turn))
-                yield Post(
-                    LANES[number % 2], number, hop, sends[number], receives[number],
-                    self._message(received), message.nbytes,
-                )  # fmt: skip
-            yield from land(number - 1)
-        if turns:
-            yield from land(len(turns) - 1)
-
-    def _message(self, rows: int) -> Message:
-        array = self.arrays["x"]
-        return packet_of([((1, rows, 1, array.dim or 0), array.dtype)])
-
-    def _received(self, turn: Turn) -> list[tuple[slice, slice]]:
-        """Pairs of slices for the rows received in a turn: in `around`, and in the message."""
-        layout, source = self._place[0], turn.hop.recv_from
-        if not turn.received:
-            return []
-        sent = needed_runs(layout, layout, self._window, (self._rank, source), "kv")
-        return list(self._places(source, sent))
-
-    def _places(self, source: int, sent: tuple[slice, ...]) -> Iterator[tuple[slice, slice]]:
-        """Yields slices in `around`, and in a message that holds the runs `sent` of `source`."""
-        layout, left, right, rank = self._place
-        before = 0
-        for run in _runs(layout, rank):
-            first, stop = run.start - left, run.start + run.length + right
-            for segment, at in _pieces(layout.segments(source), sent):
-                begin, end = segment.rows_between(first, stop)
-                for rows in _steps(begin, end, segment.stride):
-                    target = before + segment.start + rows.start * segment.stride - first
-                    n, row = rows.stop - rows.start, at + rows.start
-                    yield slice(target, target + n), slice(row, row + n)
-            before += stop - first
+    received = [sent(r, rank) for r in ranks]
+    num_places = num_own + sum(map(len, received))
+    # The last place is the row of zeros, for position -1.
+    places = torch.full((layout.seqlen + 1,), num_places)
+    places[layout.position_ids(rank)] = torch.arange(num_own)
+    places[torch.cat(received)] = torch.arange(num_own, num_places)
+    around = places[wanted(rank)]
+    # A row of the runs is in the round of as many earlier rows as have its place.
+    order = around.argsort(stable=True)
+    order = order[around[order] < num_places]
+    rounds = torch.arange(len(order)) - torch.searchsorted(around[order], around[order])
+    sums = [order[rounds == n] for n in rounds.unique().tolist()]
+    return _Plan(
+        num_own,
+        around.to(device),
+        tuple((around[index].to(device), index.to(device)) for index in sums),
+        tuple(rows[sent(rank, r)].to(device) for r in ranks),
+        tuple(map(len, received)),
+    )
 
 
 def _lengths(place: Place) -> list[int]:
@@ -311,31 +266,3 @@ def _runs(layout: SequenceLayout, rank: int) -> list[Segment]:
         else:
             runs.append(Segment(segment.start, segment.length))
     return runs or [Segment(0, 0)]
-
-
-def _pieces(
-    segments: tuple[Segment, ...], sent: tuple[slice, ...]
-) -> Iterator[tuple[Segment, int]]:
-    """Yields the parts of segments that a message holds, and the row of each in the message."""
-    row = at = 0
-    for segment in segments:
-        for rows in sent:
-            a, b = max(rows.start - row, 0), min(rows.stop - row, segment.length)
-            if a < b:
-                yield Segment(segment.start + a * segment.stride, b - a, segment.stride), at
-                at += b - a
-        row += segment.length
-
-
-def _sums(places: list[tuple[slice, slice]]) -> tuple[Copy, ...]:
-    """Copies that add gradients in a message: a row may occur several times in `around`."""
-    added = (Copy(0, View("around", target), row, True) for target, row in places)
-    return (Copy(0, None), *added)
-
-
-def _steps(begin: int, end: int, stride: int) -> Iterator[slice]:
-    """Yields the rows `[begin, end)` at once if their positions are consecutive, else singly."""
-    if begin < end and stride == 1:
-        yield slice(begin, end)
-    elif begin < end:
-        yield from (slice(row, row + 1) for row in range(begin, end))
