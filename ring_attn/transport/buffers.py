@@ -25,16 +25,12 @@ from ring_attn.transport.streams import Event
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A message buffer and its last uses.
+    """A message buffer and its last uses."""
 
-    Attributes:
-        data: (nbytes,) uint8.
-        written: event after the last operator on `data`, or the last exchange into it.
-        sent: ends of the exchanges that have sent `data` after `written`.
-    """
-
-    data: Tensor
+    data: Tensor  # (nbytes,) uint8
+    # After the last operator on `data`, or the last exchange into it.
     written: Event | None = None
+    # Ends of the exchanges that have sent `data` since then.
     sent: list[Event] = field(default_factory=list)
 
 
@@ -58,7 +54,6 @@ class Pool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Makes an empty pool for buffers on a device."""
         self._device, self.lasts = device, streams.are_used(device)
         self._free: dict[int, deque[Block]] = {}
         self._calls = 0
@@ -73,7 +68,6 @@ class Pool:
             self._free.pop(size, None)
 
     def take(self, nbytes: int) -> Block:
-        """A buffer of that size."""
         self._taken[nbytes] = self._calls
         free = self._free.get(nbytes)
         if free:

@@ -34,12 +34,7 @@ def debug_enabled() -> bool:
 def check_agreement(
     described: Mapping[str, object], group: dist.ProcessGroup, options: TransportOptions
 ) -> None:
-    """Compares the arguments of all ranks of the group.
-
-    Args:
-        described: name -> value of everything that must be equal on all ranks.
-        group: the ring's group; all its ranks take part.
-        options: the transport's options, for the timeout.
+    """Compares everything that must be equal on all ranks of the group; all its ranks take part.
 
     Raises:
         ValueError: on every rank, naming each differing argument, its ranks and their values.
@@ -77,16 +72,11 @@ def values_of(**tensors: Tensor | None) -> dict[str, object]:
 
 
 def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
-    """Tells the other ranks that this rank has refused a call.
+    """Tells the other ranks that this rank has refused a call; group and options are unchecked.
 
     Counts the call, so that this rank's next call cannot be mistaken for it. With RING_ATTN_DEBUG,
     takes part in the comparison: then all other ranks raise at once, and name this rank. Does
-    nothing for an error that was counted before.
-
-    Args:
-        error: the error that refused the call.
-        group: the caller's argument, unchecked; does nothing if it is no group.
-        options: the caller's transport options, unchecked.
+    nothing for an error that was counted before, or without a group.
     """
     process_group = None
     with suppress(Exception):

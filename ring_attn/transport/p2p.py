@@ -45,24 +45,17 @@ from ring_attn.transport.streams import Event, Stream
 PREPARE_S = 600.0
 
 RECEIVE, SEND = "receive from", "send to"
-Started = tuple[dist.Work, str, int]
+Started = tuple[dist.Work, str, int]  # the work, RECEIVE or SEND, and the peer
 
 
 @dataclass(slots=True)
 class Pending:
-    """An exchange under way.
-
-    Attributes:
-        step: step of the ring, or number of the collective within the call.
-        works: torch.distributed's works, each with "receive from" or "send to" and the peer.
-        end: event of the exchange's end, for which streams wait; None without streams.
-        finish: called when all works are complete.
-    """
+    """An exchange under way."""
 
     step: int
     works: list[Started]
-    end: Event | None
-    finish: Callable[[], None] | None
+    end: Event | None  # None without streams
+    finish: Callable[[], None] | None  # called when all works are complete
 
 
 class P2PTransport(Transport):
@@ -76,15 +69,7 @@ class P2PTransport(Transport):
         members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
-        """Makes no connections: the ranks make them together at the first call.
-
-        Args:
-            shared: state shared by all transports of the group.
-            options: equal on every rank.
-            timeout_s: longest wait of a rank for another rank, in seconds.
-            members: ranks of the group that take part; all by default.
-            stats: counts to add to; new by default.
-        """
+        """Makes no connections: the ranks, all or `members`, make them at the first call."""
         super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
         self._shared, self._options, self._timeout_s = shared, options, timeout_s
         self._scope = zlib.crc32(repr(self._members).encode())
@@ -99,12 +84,7 @@ class P2PTransport(Transport):
         values: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> Iterator[int]:
-        """See `Transport.call`; an error raised within the call ends the ring.
-
-        Raises:
-            RuntimeError: the ring has failed before, a rank did not come, this process was forked
-                from a rank, or another thread is in a call on this group.
-        """
+        """See `Transport.call`; an error raised within the call ends the ring."""
         shared = self._shared
         if self.world_size == 1:
             yield 0
@@ -112,7 +92,9 @@ class P2PTransport(Transport):
         shared.refuse_fork()
         shared.occupy()
         try:
-            self._check_headers()
+            mismatch = shared.headers.found()
+            if mismatch is not None:
+                shared.fail(mismatch)
             shared.refuse_failed()
             check = checksum(values) if values else None
             number = shared.next_number() if number is None else number
@@ -162,20 +144,14 @@ class P2PTransport(Transport):
         return True
 
     def pool(self, device: torch.device) -> Pool:
-        """Message buffers for the current stream: with streams the group's pool, else a new one."""
         return self._shared.pool(device) if streams.are_used(device) else Pool(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Helps to make the channel's communicator, which needs all ranks, without a message."""
+        """Helps to make the channel's communicator, which needs all ranks."""
         if self.world_size > 1 and streams.are_used(device):
             self._lane(channel, device)
 
     def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
-        """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank.
-
-        Raises:
-            RuntimeError: naming the ranks that did not come, or did not get ready in time.
-        """
         shared = self._shared
         if kind in shared.prepared:
             return
@@ -324,11 +300,6 @@ class P2PTransport(Transport):
                 raise RuntimeError("timed out")
         finally:
             self._shared.waiting = None
-
-    def _check_headers(self) -> None:
-        mismatch = self._shared.headers.found()
-        if mismatch is not None:
-            self._shared.fail(mismatch)
 
     def _error(
         self, step: int, what: str, peer: int, elapsed: float, error: Exception

@@ -22,11 +22,9 @@ class Board:
     """One rank's access to the notes of a group in its store."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
-        """Keeps the notes under the unique name of a meeting."""
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
 
     def tell_calls(self, calls: Iterable[Identity]) -> None:
-        """Writes down the last calls of this rank."""
         text = json.dumps([self._reported(call) for call in calls])
         self._store.set(f"{self._prefix}/calls/{self._rank}", text)
 

@@ -37,13 +37,10 @@ class MissingRanksError(RuntimeError):
 
 
 def bounded(work: Callable[[], T], seconds: float) -> T:
-    """The result of `work`, which runs in a new thread.
+    """The result of `work`, which runs in a new thread; a TimeoutError if it takes longer.
 
     A request to a store whose host is gone cannot be interrupted: its thread is left behind, and
     ends by itself.
-
-    Raises:
-        TimeoutError: `work` took longer.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -65,11 +62,7 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
 
 
 class UnlikeRanksError(RuntimeError):
-    """Ranks reported different texts where all must report the same text.
-
-    Attributes:
-        told: the text of every rank, in rank order.
-    """
+    """Ranks reported different texts, `told` in rank order, where all must report the same."""
 
     def __init__(self, told: list[str]) -> None:
         super().__init__(f"ranks told {told}")
@@ -82,30 +75,17 @@ class RollCall:
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], verb: str = "come"
     ) -> None:
-        """Prepares a roll-call without taking part in it.
-
-        Args:
-            store: store of the group.
-            name: key in the store; never used before.
-            rank: this rank, one of the members.
-            members: ranks of the group.
-            verb: what the members do, for messages.
-        """
+        """Prepares a roll-call by a key `name` never used before; `verb` is for messages."""
         self._store, self._name, self._rank = store, name, rank
         self._members, self._verb = members, verb
 
     def come(self, told: str = "") -> None:
-        """Counts this rank, and writes down its text `told`."""
         self._store.set(f"{self._name}/here/{self._rank}", told)
         self._store.add(f"{self._name}/told/{told}", 1)
         self._store.add(f"{self._name}/count", 1)
 
     def check_alike(self, told: str) -> None:
-        """Refuses members that reported different texts; all members must have come.
-
-        Raises:
-            UnlikeRanksError: with the text of each member.
-        """
+        """Refuses members, all of which must have come, that reported different texts."""
         if self._store.add(f"{self._name}/told/{told}", 0) < len(self._members):
             texts = [self._store.get(f"{self._name}/here/{m}") for m in self._members]
             raise UnlikeRanksError([text.decode() for text in texts])
@@ -115,11 +95,7 @@ class RollCall:
         self._store.set(f"{self._name}/gave_up", f"rank {self._rank} has given up: {why}")
 
     def wait(self, seconds: float) -> None:
-        """Waits until all members have come.
-
-        Raises:
-            MissingRanksError: naming the ranks that did not come in time, or the rank that gave up.
-        """
+        """Waits until all members have come; else names the missing ranks, or who gave up."""
         gave_up = f"{self._name}/gave_up"
         deadline = time.monotonic() + seconds
         pause = 0.001
@@ -142,12 +118,7 @@ class RollCall:
 def meet(
     store: Store, name: str, rank: int, members: Sequence[int], seconds: float, told: str = ""
 ) -> str:
-    """Waits until all members have come; returns a name in the store, unique to this meeting.
-
-    Raises:
-        MissingRanksError: a rank did not come in time, or the store's host is gone.
-        UnlikeRanksError: the members reported different texts.
-    """
+    """Waits until all members have come; returns a name in the store, unique to this meeting."""
 
     def come_and_wait() -> str:
         # Numbered: a process that meets the same ranks again must not read old notes.
@@ -172,20 +143,17 @@ class PollingStore(Store):
     """
 
     def __init__(self, store: Store) -> None:
-        """Uses the client of `store`."""
         super().__init__()
         self._store = store
 
     def set(self, key: str, value: str) -> None:
-        """Sets a key."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, which exists: gloo waits for each key before reading it."""
+        # The key exists: gloo waits for each key before reading it.
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
-        """Waits until all keys exist."""
         deadline = time.monotonic() + timeout.total_seconds()
         pause = 0.001
         while not self._store.check(keys):
@@ -198,11 +166,7 @@ class PollingStore(Store):
 def connect_gloo(
     store: Store, meeting: str, rank: int, world_size: int, seconds: float
 ) -> dist.ProcessGroupGloo:
-    """gloo's connections between all ranks; returns when every rank is connected.
-
-    Raises:
-        MissingRanksError: naming the ranks that went away while connecting.
-    """
+    """gloo's connections between all ranks; returns when every rank is connected."""
     everyone = range(world_size)
     connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect")
     connections: list[dist.ProcessGroupGloo] = []

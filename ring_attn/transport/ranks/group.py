@@ -1,7 +1,5 @@
 """One rank's state in a process group, shared by all transports of that group.
 
-    RankGroup    the call under way, connections, the first failure, notes to the other ranks
-
 A call that is left half done makes every later message ambiguous. So a group fails as a whole: the
 failing rank writes down its error for the others and closes its connections, which they notice, and
 every later call on the group raises.
@@ -79,28 +77,19 @@ class Waiting:
 
 
 class RankGroup:
-    """One rank's state in a group, made at its first call.
-
-    Attributes:
-        rank: this process's rank in the group.
-        global_ranks: global ranks of all members, in the order of the group.
-        failed: the first error, after which no call is possible.
-        call: the call under way.
-        seed: seed of the message tags of `call`.
-        headers: headers of the messages of `call`, where the medium has no tags.
-        waiting: the wait under way, for the watch.
-        prepared: kinds of calls that all ranks have prepared.
-    """
+    """One rank's state in a group. The ranks connect together at the first call."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Makes no connections: the ranks make them together at the first call."""
         self.rank = dist.get_rank(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
+        # The first error, after which no call is possible.
         self.failed: RuntimeError | None = None
+        # The call under way, the seed of its messages' tags, or their headers without tags.
         self.call: Identity | None = None
         self.seed = 0
         self.headers = Headers()
         self.waiting: Waiting | None = None
+        # Kinds of calls that all ranks have prepared.
         self.prepared: set[Hashable] = set()
         self._store = store_client(group)
         self._sequence = 0
@@ -117,15 +106,10 @@ class RankGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.global_ranks)
 
     def occupy(self) -> None:
-        """Keeps other threads out, until `end`.
-
-        Raises:
-            RuntimeError: in a second thread.
-        """
+        """Keeps other threads out, until `end`."""
         if not self._occupied.acquire(blocking=False):
             raise RuntimeError(
                 f"thread {threading.current_thread().name} calls while {self.call or 'a call'} is "
@@ -134,12 +118,10 @@ class RankGroup:
             )
 
     def begin(self, call: Identity) -> None:
-        """Begins a call, which lasts until `end`."""
         self._calls.append(call)
         self.call, self.seed = call, call.seed()
 
     def end(self) -> None:
-        """Ends the call."""
         self.call = None
         self._occupied.release()
 
@@ -162,9 +144,7 @@ class RankGroup:
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
 
-        Raises:
-            RuntimeError: a rank did not come in time, the ring has failed before, or the ranks have
-                different files of configs.
+        Refuses missing ranks, a ring that has failed before, and different files of configs.
         """
         self.refuse_failed()
         if device.type not in self._media:
@@ -192,7 +172,6 @@ class RankGroup:
         return RollCall(self._store, name, self.rank, everyone, verb)
 
     def pool(self, device: torch.device) -> Pool:
-        """The message buffers for the current stream."""
         stream = streams.current(device)
         if stream not in self._pools:
             self._pools[stream] = Pool(device)
@@ -271,11 +250,7 @@ class RankGroup:
         board.tell_failure(text)
 
     def refuse_failed(self) -> None:
-        """Refuses a ring that has failed: messages of its unfinished call may still come.
-
-        Raises:
-            RuntimeError: with the first error.
-        """
+        """Refuses a ring that has failed: messages of its unfinished call may still come."""
         if self.failed is not None:
             raise RuntimeError(
                 "this ring has failed before and cannot go on, its ranks are not at the same call "
@@ -284,11 +259,7 @@ class RankGroup:
             ) from self.failed
 
     def refuse_fork(self) -> None:
-        """Refuses a process forked from a rank: connections and threads stayed with the parent.
-
-        Raises:
-            RuntimeError: in such a process.
-        """
+        """Refuses a process forked from a rank: connections and threads stayed with the parent."""
         if _forked:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from rank {self.rank} after "
@@ -308,7 +279,6 @@ class RankGroup:
 
 
 def _hash_of_configs() -> str:
-    """The hash of the file that RING_ATTN_CONFIGS names; "none" if it is unset."""
     path = os.environ.get(CONFIGS_VARIABLE)
     if not path:
         return "none"
@@ -320,11 +290,9 @@ def _hash_of_configs() -> str:
 
 
 def _unlike_configs(hashes: list[str]) -> str:
-    """The error for ranks whose files of configs differ."""
-    ranks = {
-        text: [r for r, other in enumerate(hashes) if other == text]
-        for text in dict.fromkeys(hashes)
-    }
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(hashes):
+        ranks.setdefault(text, []).append(rank)
     shown = "; ".join(f"ranks {members}: {text}" for text, members in ranks.items())
     return (
         f"all ranks must use one file of configs, got in {CONFIGS_VARIABLE} files with the hashes "
@@ -337,7 +305,6 @@ _groups_lock = threading.Lock()
 
 
 def rank_group(group: dist.ProcessGroup) -> RankGroup:
-    """This rank's state in a group; lives as long as the group."""
     with _groups_lock:
         if group not in _groups:
             _groups[group] = RankGroup(group)

@@ -28,7 +28,6 @@ class Headers:
     """Headers of one group's messages on one rank."""
 
     def __init__(self) -> None:
-        """Holds no call yet."""
         self._own: Tensor | None = None
         self._begun: Event | None = None
         self._pool: Pool | None = None
@@ -42,11 +41,8 @@ class Headers:
     ) -> None:
         """Writes the header of a call.
 
-        Args:
-            call: the call, whose number, kind and digest make the header.
-            device: device of the messages.
-            values: 0-dim int64, the checksum of tensors that must be equal on all ranks.
-            pool: buffers to receive into.
+        `values` is a checksum, 0-dim int64, of tensors that must be equal on all ranks; other
+        ranks' headers are received into buffers of the pool.
         """
         words = torch.tensor([*call.words(), *(WORDS - 5) * (0,)])
         queued = streams.are_used(device)

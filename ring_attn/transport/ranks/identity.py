@@ -35,27 +35,16 @@ _MESSAGE = struct.Struct("<BIQ")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of one call of this rank.
-
-    Attributes:
-        sequence: position of the call among this rank's calls on the group, from 1.
-        number: number of the forward; a backward has the number of its forward.
-        kind: "forward", "backward", "decode" or another call of all ranks.
-        agreement: arguments that must be equal on all ranks.
-        values: checksum of the tensors that must be equal on all ranks; 0 on CUDA, where only the
-            device knows it.
-        note: text for error messages of other ranks; need not be equal.
-    """
+    """Identity of one call of this rank."""
 
     sequence: int
     number: int
     kind: str
     agreement: Agreement
-    values: int = 0
-    note: str = ""
+    values: int = 0  # 0 on CUDA, where only the device knows the checksum
+    note: str = ""  # for error messages of other ranks; need not be equal
 
     def __str__(self) -> str:
-        """The call's kind and numbers, for messages."""
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
 
     def words(self) -> tuple[int, ...]:

@@ -35,12 +35,13 @@ GRACE_S = 10.0
 
 
 class Medium(Protocol):
-    """Connections between the ranks of a group; a peer is its rank in that group."""
+    """Connections between the ranks of a group; a peer is its rank in that group.
+
+    `honours_tags`: a receive gets only messages with its tag.
+    """
 
     @property
-    def honours_tags(self) -> bool:
-        """Whether a receive gets only messages with its tag."""
-        ...
+    def honours_tags(self) -> bool: ...
 
     def late(self) -> Late | None:
         """An exchange past its timeout, on a medium where the host does not wait; else None."""
@@ -64,17 +65,15 @@ class Gloo:
         self._gloo: Any = connect_gloo(store, meeting, rank, world_size, seconds)
 
     def receive(self, part: Tensor, peer: int, tag: int) -> dist.Work:
-        """Starts to receive a message."""
         work: dist.Work = self._gloo.recv([part], peer, tag)
         return work
 
     def send(self, part: Tensor, peer: int, tag: int) -> dist.Work:
-        """Starts to send a message."""
         work: dist.Work = self._gloo.send([part], peer, tag)
         return work
 
     def late(self) -> None:
-        """None: the host waits for each exchange."""
+        """Returns None: the host waits for each exchange."""
 
     def close(self) -> None:
         """See `Medium`.
@@ -93,40 +92,22 @@ CLOSING_TAG = 0x7FFFFFFF
 
 
 class Late(NamedTuple):
-    """An exchange that has not ended in time.
-
-    Attributes:
-        step: step of the ring, or number of the collective within the call.
-        channel: channel of the exchange.
-        peer: the sender's rank in the group.
-        seconds: time since the post.
-        begun: whether this rank's device has begun the exchange.
-    """
+    """An exchange that has not ended in time."""
 
     step: int
     channel: Channel
-    peer: int
-    seconds: float
-    begun: bool
+    peer: int  # the sender's rank in the group
+    seconds: float  # since the post
+    begun: bool  # by this rank's device
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A channel among some ranks, on a device with streams.
-
-    Attributes:
-        members: the ranks, as ranks of the group.
-        channel: channel of the exchanges.
-        seconds: time limit of an exchange.
-        communicator: NCCL's communicator of the members.
-        stream: stream on which the exchanges run one after another.
-        device: device of the messages.
-        progress: the lane's exchanges under way.
-    """
+    """A channel among some ranks, on a device with streams: exchanges run one after another."""
 
     members: Ranks
     channel: Channel
-    seconds: float
+    seconds: float  # time limit of an exchange
     communicator: Any
     stream: Stream
     device: torch.device
@@ -137,11 +118,7 @@ class Lane:
     ) -> Event:
         """Starts an exchange after some events; returns the event of its end.
 
-        Args:
-            step: step of the ring, or number of the collective within the call.
-            peer: index of a rank in `members`, for the watch.
-            start: posts the exchange.
-            after: events to wait for; None means all work queued on the current stream.
+        `peer` is an index in `members`; `after` None means all work queued on the current stream.
         """
         moments = [streams.record(self.device)] if after is None else after
         with streams.use(self.stream):
@@ -156,17 +133,10 @@ class Lane:
 
     def late(self) -> Late | None:
         """The oldest exchange under way, if it has passed its time limit."""
-        under_way = self.progress.first_under_way()
-        if under_way is None:
+        posted, begun = self.progress.first_under_way() or (None, False)
+        if posted is None or (seconds := time.monotonic() - posted.since) <= self.seconds:
             return None
-        posted, begun = under_way
-        seconds = time.monotonic() - posted.since
-        peer = self.members[posted.peer]
-        return (
-            Late(posted.step, self.channel, peer, seconds, begun)
-            if seconds > self.seconds
-            else None
-        )
+        return Late(posted.step, self.channel, self.members[posted.peer], seconds, begun)
 
 
 class Nccl:
@@ -207,18 +177,15 @@ class Nccl:
             # Allocated on this stream, the only one that uses the numbers.
             with streams.use(stream):
                 progress = Progress(device)
-            self._lanes[key] = Lane(
-                members, channel, seconds, communicator, stream, device, progress
-            )
+            place = members, channel, seconds
+            self._lanes[key] = Lane(*place, communicator, stream, device, progress)
         return self._lanes[key]
 
     def late(self) -> Late | None:
-        """See `Medium`."""
         late_ones = (lane.late() for lane in list(self._lanes.values()))
         return next((late for late in late_ones if late is not None), None)
 
     def close(self) -> None:
-        """See `Medium`."""
         for lane in self._lanes.values():
             lane.communicator.abort()
 

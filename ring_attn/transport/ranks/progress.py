@@ -21,26 +21,18 @@ NUMBERS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """An exchange that has not ended.
+    """An exchange that has not ended."""
 
-    Attributes:
-        number: number among the channel's exchanges, modulo NUMBERS.
-        step: step of the ring, or number of the collective within the call.
-        peer: index of the sender among the channel's ranks.
-        since: time of the post, in seconds of `time.monotonic`.
-    """
-
-    number: int
+    number: int  # among the channel's exchanges, modulo NUMBERS
     step: int
-    peer: int
-    since: float
+    peer: int  # index of the sender among the channel's ranks
+    since: float  # time of the post, of `time.monotonic`
 
 
 class Progress:
     """The exchanges of one channel that have been posted and have not ended."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the flags and numbers; no exchange is posted yet."""
         self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
         self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32))
         self._posted: deque[Posted] = deque()
@@ -66,6 +58,5 @@ class Progress:
                 posted.popleft()
         if not posted:
             return None
-        return posted[0], begun in numbers and posted[0].number in numbers[
-            : numbers.index(begun) + 1
-        ]
+        seen = numbers[: numbers.index(begun) + 1] if begun in numbers else []
+        return posted[0], posted[0].number in seen
