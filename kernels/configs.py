@@ -44,25 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiling of a kernel.
+    """Tiling of a kernel."""
 
-    Attributes:
-        BLOCK_M: q rows of a tile.
-        BLOCK_N: kv rows of a tile.
-        num_warps: warps of a program.
-        num_stages: depth of the pipeline of loads.
-        note: source of the choice.
-        l2_bytes: most bytes of the columns of heads computed together; 0 means all heads together.
-        programs_per_sm: programs of a persistent grid per multiprocessor, for the forward in Gluon;
-            0 means one program for each task, as in all other kernels.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
+    BLOCK_M: int  # q rows of a tile
+    BLOCK_N: int  # kv rows of a tile
     num_warps: int
     num_stages: int
     note: str = ""
+    # Most bytes of the columns of heads computed together; 0 means all heads together.
     l2_bytes: int = 0
+    # Programs of a persistent grid per multiprocessor, for the forward in Gluon; 0 means one
+    # program for each task, as in all other kernels.
     programs_per_sm: int = 0
 
     @property
@@ -71,14 +63,14 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Compute capability -> column of the table. Others use sm_86, for GPUs with 99 KiB of shared memory
+# Architecture -> column of the table. Others use sm_86, for GPUs with 99 KiB of shared memory
 # per program (sm_86, sm_89, sm_120). sm_80 and sm_87 have 163 KiB, sm_90 and sm_100 have 227 KiB.
 CAPABILITIES = {
-    (8, 0): "sm_80",
-    (8, 7): "sm_80",
-    (9, 0): "sm_90",
-    (10, 0): "sm_100",
-    (10, 3): "sm_100",
+    "sm_80": "sm_80",
+    "sm_87": "sm_80",
+    "sm_90": "sm_90",
+    "sm_100": "sm_100",
+    "sm_103": "sm_100",
 }
 ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
@@ -281,13 +273,7 @@ _searched: dict[tuple[object, ...], Config] = {}
 
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
-    """The frozen config of a kernel.
-
-    Args:
-        kind: one of the kinds in this module's docstring.
-        x: a tensor of the call, for its device, dtype and head dim.
-        headdim_v: head dim of v.
-    """
+    """The frozen config of a kernel, for a tensor of the call and the head dim of v."""
     headdim = max(x.size(-1), headdim_v)
     return frozen(kind, architecture(x.device), headdim, x.dtype)
 
@@ -311,11 +297,7 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
 def filling(config: Config, programs: int, sms: int, few: Config | None) -> Config:
     """The config of dk and dv: `few` if `config` would leave multiprocessors without a program.
 
-    Args:
-        config: config for launches with many programs.
-        programs: number of programs of this launch with `config`.
-        sms: number of multiprocessors.
-        few: entry of `FEW`; not taken if it folds other blocks of q rows.
+    `few` is not taken if it folds other blocks of q rows.
     """
     if few is None or programs >= sms or few.BLOCK_M != config.BLOCK_M:
         return config
@@ -323,7 +305,6 @@ def filling(config: Config, programs: int, sms: int, few: Config | None) -> Conf
 
 
 def few_programs(x: Tensor, headdim_v: int) -> Config | None:
-    """The entry of `FEW` for tensors like x."""
     if x.dtype == torch.float32:
         return None
     return FEW.get((architecture(x.device), bucket(max(x.size(-1), headdim_v))))
@@ -378,7 +359,6 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
 
 
 def autotune_enabled() -> bool:
-    """Whether RING_ATTN_AUTOTUNE=1 is set."""
     return os.environ.get("RING_ATTN_AUTOTUNE") == "1"
 
 
@@ -387,12 +367,8 @@ def search(
 ) -> Config:
     """The candidate with the fastest launch, searched once per process and kind of call.
 
-    Args:
-        kind: as in `select`.
-        x: as in `select`.
-        headdim_v: head dim of v.
-        key: sizes and options of the call on which the best config may depend.
-        launch: makes a launch with scratch results, which can be repeated.
+    `key` has the sizes and options of the call on which the best config may depend; `launch` makes
+    a launch with scratch results, which can be repeated.
     """
     arch, headdim = architecture(x.device), max(x.size(-1), headdim_v)
     call = (kind, arch, headdim, x.dtype, key)
@@ -410,17 +386,12 @@ def architecture(device: torch.device) -> str:
         return "interpreter"
     if torch.version.hip is not None:
         return "gfx942"
-    return _column(*torch.cuda.get_device_capability(device))
+    return column("sm_{}{}".format(*torch.cuda.get_device_capability(device)))
 
 
 def column(arch: str) -> str:
     """The column of the table for an architecture, such as "sm_89"."""
-    name = arch.removeprefix("sm_")
-    return _column(int(name[:-1]), int(name[-1])) if name != arch else arch
-
-
-def _column(major: int, minor: int) -> str:
-    return CAPABILITIES.get((major, minor), "sm_86")
+    return CAPABILITIES.get(arch, "sm_86") if arch.startswith("sm_") else arch
 
 
 def _base(kind: str) -> str:

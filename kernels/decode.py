@@ -53,13 +53,9 @@ class Parts(NamedTuple):
 
 
 def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
-    """Just enough parts to fill the GPU.
+    """Just enough parts of the columns [first, last) to fill a GPU of `num_sms`.
 
-    Args:
-        first: the first column that any row sees.
-        last: the column after the last that any row sees.
-        programs: programs of one part: kv heads x blocks of rows x batch.
-        num_sms: multiprocessors.
+    `programs` of one part: kv heads x blocks of rows x batch.
     """
     start = first // PART_UNIT * PART_UNIT
     wanted = -(-PROGRAMS_PER_SM * num_sms // programs)
@@ -71,14 +67,7 @@ def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
 def part_rectangles(
     rectangles: Sequence[Rectangle], num_rows: int, group: int, parts: Parts
 ) -> list[Rectangle]:
-    """Rectangles without bounds for the stacked rows of all parts.
-
-    Args:
-        rectangles: queries x keys.
-        num_rows: queries.
-        group: query heads of a kv head.
-        parts: parts that contain all columns of the rectangles.
-    """
+    """Rectangles without bounds for the stacked rows of all parts, `group` rows for each query."""
     pieces = list[Rectangle]()
     for row_start, row_stop, col_start, col_stop in _unbounded(rectangles):
         for part in range(parts.num_parts):
@@ -142,18 +131,12 @@ def part_table(
 ) -> tuple[StepTable, Launch]:
     """The table of parts whose rows all see the rectangle's columns, and the launch that fills it.
 
-    Args:
-        rectangle: all rows x the columns that they see, without bounds.
-        num_rows: rows of a part.
-        parts: parts that cover the rectangle's columns.
-        config: the config, for its block sizes.
-        device: device of the table.
+    Each part has `num_rows` rows; the rectangle has no bounds.
     """
     _, _, col_start, col_stop, _, _ = rectangle
     num_blocks = -(-num_rows // config.BLOCK_M)
     blocks = parts.num_parts * num_blocks
     rows = torch.empty(blocks + parts.num_parts, COLUMNS, dtype=torch.int32, device=device)
-    first, last = col_start // config.BLOCK_N, -(-col_stop // config.BLOCK_N)
     table = StepTable(
         blocks=rows[:blocks],
         runs=rows[blocks:],
@@ -162,7 +145,6 @@ def part_table(
         has_lo=False,
         has_hi=False,
         ragged=bool(col_start % config.BLOCK_N or col_stop % config.BLOCK_N),
-        visits=num_blocks * (last - first),
     )
     launch = Launch(
         part_table_kernel,

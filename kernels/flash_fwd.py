@@ -250,28 +250,17 @@ def flash_fwd_kernel(
 
 @dataclass
 class Carried:
-    """The state between two launches, or the results of the last launch.
+    """The state between two launches, or the results of the last launch."""
 
-    Attributes:
-        acc: (batch, rows, nheads, headdim_v) float32; None if one launch does everything.
-        m: (batch, nheads, rows) float32, in base 2.
-        l: (batch, nheads, rows) float32.
-        out: (batch, rows, nheads, headdim_v) in the input type; None before the last launch.
-        lse: (batch, nheads, rows) float32, natural logarithm.
-        sinks: (nheads,) float32 or None.
-        counter: int32 zero, the task counter of `hopper_fwd`, which each launch resets; or None.
-    """
-
-    acc: Tensor | None = None
-    m: Tensor | None = None
-    l: Tensor | None = None
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    sinks: Tensor | None = None
-    counter: Tensor | None = None
+    acc: Tensor | None = None  # (batch, rows, nheads, headdim_v) float32; not in a single launch
+    m: Tensor | None = None  # (batch, nheads, rows) float32, in base 2
+    l: Tensor | None = None  # (batch, nheads, rows) float32
+    out: Tensor | None = None  # (batch, rows, nheads, headdim_v) in the input type; at the end
+    lse: Tensor | None = None  # (batch, nheads, rows) float32, natural logarithm
+    sinks: Tensor | None = None  # (nheads,) float32
+    counter: Tensor | None = None  # int32 zero: tasks of `hopper_fwd`, which each launch resets
 
     def copy(self) -> Carried:
-        """A copy in new memory."""
         values = (getattr(self, field.name) for field in fields(self))
         return Carried(*(None if x is None else x.clone() for x in values))
 

@@ -15,28 +15,18 @@ from .interpreter import keep_order
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a @triton.jit kernel.
+    """One launch of a @triton.jit kernel."""
 
-    Attributes:
-        kernel: the jit function (the interpreter's where TRITON_INTERPRET=1).
-        grid: number of programs per axis.
-        args: name -> run-time argument, in the signature's order: tensors, descriptors, ints,
-            floats, None.
-        constants: name -> constexpr argument.
-        options: num_warps, num_stages.
-    """
-
-    kernel: Any
+    kernel: Any  # the jit function (the interpreter's where TRITON_INTERPRET=1)
     grid: tuple[int, ...]
-    args: Mapping[str, Any]
+    args: Mapping[str, Any]  # in the signature's order: tensors, descriptors, ints, floats, None
     constants: Mapping[str, Any]
     options: Mapping[str, int]
 
     def run(self) -> Any:
-        """Enqueues the launch on the current stream; does nothing for an empty grid.
+        """Enqueues the launch on the current stream; returns the compiled kernel.
 
-        Returns:
-            The compiled kernel; None for an empty grid, or in the interpreter.
+        None for an empty grid, which is not launched, and in the interpreter.
         """
         if not all(self.grid):
             return None
@@ -54,12 +44,9 @@ class Repeat:
     """
 
     def __init__(self, launch: Launch, compiled: Any, num_tensors: int) -> None:
-        """
-        Args:
-            launch: the launch that was run; tensors that repeats replace are not kept alive.
-            compiled: the result of `launch.run()`.
-            num_tensors: number of the kernel's first arguments, which repeats replace: tensors,
-                descriptors of tensors, or None.
+        """Repeats replace the first `num_tensors` arguments, and do not keep them alive.
+
+        These are tensors, descriptors of tensors, or None; `compiled` is from `launch.run()`.
         """
         by_name = {**launch.args, **launch.constants}
         values = [by_name[name] for name in launch.kernel.arg_names]
@@ -74,11 +61,10 @@ class Repeat:
         self._enqueue = compiled[(*launch.grid, 1, 1)[:3]]
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Enqueues the kernel on the current stream.
+        """Enqueues the kernel on the current stream, for the addresses of the new tensors.
 
-        Args:
-            addresses: addresses of the new tensors, 0 for None; multiples of 16 where the old ones
-                were, since triton compiles another kernel for other addresses.
+        0 stands for None. Addresses are multiples of 16 where the old ones were, since triton
+        compiles another kernel for other addresses.
         """
         args: list[Any] = [*addresses, *self._rest]
         for index, descriptor in self._descriptors:

@@ -83,27 +83,15 @@ def visible_pairs(rows, cols, run, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
 
 @dataclass(frozen=True)
 class StepTable:
-    """A launch's blocks and runs on a device, and their properties, known on the host.
+    """A launch's blocks and runs on a device, and their properties, known on the host."""
 
-    Attributes:
-        blocks: (num_blocks, 4) int32.
-        runs: (num_runs, 4) int32.
-        num_blocks: tasks per head.
-        num_cols: distance from the first to the last column of the rectangles.
-        has_lo: some run has a lower bound.
-        has_hi: some run has an upper bound.
-        ragged: some run begins or ends within a block of columns.
-        visits: number of blocks (of rows x columns) that a head's programs compute.
-    """
-
-    blocks: Tensor
-    runs: Tensor
-    num_blocks: int
-    num_cols: int
-    has_lo: bool
-    has_hi: bool
-    ragged: bool
-    visits: int
+    blocks: Tensor  # (num_blocks, 4) int32
+    runs: Tensor  # (num_runs, 4) int32
+    num_blocks: int  # tasks per head
+    num_cols: int  # distance from the first to the last column of the rectangles
+    has_lo: bool  # some run has a lower bound
+    has_hi: bool  # some run has an upper bound
+    ragged: bool  # some run begins or ends within a block of columns
 
     @property
     def constants(self) -> dict[str, bool]:
@@ -155,16 +143,21 @@ def make_step_table(
     blocks.sort(key=lambda block: -block[COLUMNS])
     blocks_there, runs_there = tables_on(device, [block[:COLUMNS] for block in blocks], runs)
     return StepTable(
-        blocks=blocks_there,
-        runs=runs_there,
-        num_blocks=len(blocks),
-        num_cols=max((r[3] for r in rectangles), default=0)
-        - min((r[2] for r in rectangles), default=0),
-        has_lo=any(r[4] is not None for r in rectangles),
-        has_hi=any(r[5] is not None for r in rectangles),
-        ragged=any(r[2] % block_cols or r[3] % block_cols for r in rectangles),
-        visits=sum(block[COLUMNS] for block in blocks),
+        blocks_there,
+        runs_there,
+        len(blocks),
+        *properties(rectangles, block_cols),
     )
+
+
+def properties(rectangles: Sequence[Rectangle], block_cols: int) -> tuple[int, bool, bool, bool]:
+    """num_cols, has_lo, has_hi and ragged of a table."""
+    num_cols = max((r[3] for r in rectangles), default=0) - min(
+        (r[2] for r in rectangles), default=0
+    )
+    has_lo, has_hi = (any(r[side] is not None for r in rectangles) for side in (4, 5))
+    ragged = any(r[2] % block_cols or r[3] % block_cols for r in rectangles)
+    return num_cols, has_lo, has_hi, ragged
 
 
 def _row_runs(

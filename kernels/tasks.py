@@ -43,19 +43,12 @@ def block_and_head(task, num_blocks, heads_together):
 
 
 class Schedule(NamedTuple):
-    """A launch's programs, and the order of its tasks.
+    """A launch's programs, and the order of its tasks."""
 
-    Attributes:
-        num_programs: programs of a persistent grid.
-        num_blocks: blocks of rows of each head.
-        num_heads: heads of all batch entries.
-        heads_together: heads of a group; divides num_heads.
-    """
-
-    num_programs: int
-    num_blocks: int
-    num_heads: int
-    heads_together: int
+    num_programs: int  # of a persistent grid
+    num_blocks: int  # blocks of rows of each head
+    num_heads: int  # of all batch entries
+    heads_together: int  # of a group; divides num_heads
 
     @property
     def num_tasks(self) -> int:
@@ -65,10 +58,7 @@ class Schedule(NamedTuple):
     @property
     def args(self) -> dict[str, int]:
         """The schedule as arguments of a kernel."""
-        return {
-            "num_blocks": self.num_blocks,
-            "heads_together": self.heads_together,
-        }
+        return {"num_blocks": self.num_blocks, "heads_together": self.heads_together}
 
 
 def make_schedule(
@@ -80,15 +70,9 @@ def make_schedule(
     heads_per_kv: int,
     bytes_per_column: int,
 ) -> Schedule:
-    """The schedule of a launch.
+    """The schedule of a launch; `num_heads` are of all batch entries.
 
-    Args:
-        table: the launch's step table.
-        config: the kernel's config.
-        device: the kernel's device.
-        num_heads: heads of all batch entries.
-        heads_per_kv: number of consecutive heads that read the same columns.
-        bytes_per_column: bytes that these heads read of a column.
+    `heads_per_kv` consecutive heads read the same columns, `bytes_per_column` bytes of each.
     """
     heads_together = num_heads
     if config.l2_bytes:
@@ -104,7 +88,6 @@ def make_schedule(
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
     if device.type != "cuda":
         return INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .step_table import Rectangle, StepTable, bounded, tables_on, visited_columns
+from .step_table import Rectangle, StepTable, bounded, properties, tables_on, visited_columns
 
 
 @triton.jit
@@ -51,28 +51,16 @@ def load_piece(pieces_ptr, piece):
 
 @dataclass(frozen=True)
 class TurnTable(StepTable):
-    """A `StepTable` with turns.
+    """A `StepTable` with turns."""
 
-    Attributes:
-        pieces: (num_pieces, 2) int32.
-        partial: some run lacks rows of its block.
-    """
-
-    pieces: Tensor
-    partial: bool
+    pieces: Tensor  # (num_pieces, 2) int32
+    partial: bool  # some run lacks rows of its block
 
 
 def make_turn_table(
     rectangles: Sequence[Rectangle], block_rows: int, block_cols: int, device: torch.device
 ) -> TurnTable:
-    """The table of a step.
-
-    Args:
-        rectangles: kv rows x q columns (`transposed`), in local indices, without a common pair.
-        block_rows: rows of a program.
-        block_cols: columns of one visit.
-        device: device of the tables.
-    """
+    """The table of a step; see `make_step_table`, with `transposed` rectangles."""
     parts: dict[int, list[Rectangle]] = defaultdict(list)
     for r0, r1, c0, c1, lo, hi in rectangles:
         for row in range(r0 // block_rows * block_rows, r1, block_rows):
@@ -83,7 +71,6 @@ def make_turn_table(
     blocks: list[tuple[int, ...]] = []
     pieces: list[tuple[int, int]] = []
     turns = _Turns()
-    visits = 0
     for row in sorted(parts, reverse=True):
         # By the first column that a row sees: cutting the sequence does not change this order.
         seen = sorted(
@@ -94,21 +81,10 @@ def make_turn_table(
             runs.append((*bounded(part), part[0], part[1], len(pieces), 0))
             columns = visited_columns(part, block_cols)
             pieces += turns.take(columns.start, columns.stop, len(runs))
-            visits += len(columns)
     blocks_there, runs_there, pieces_there = tables_on(device, blocks, runs, pieces)
-    return TurnTable(
-        blocks=blocks_there,
-        runs=runs_there,
-        num_blocks=len(blocks),
-        num_cols=max((r[3] for r in rectangles), default=0)
-        - min((r[2] for r in rectangles), default=0),
-        has_lo=any(r[4] is not None for r in rectangles),
-        has_hi=any(r[5] is not None for r in rectangles),
-        ragged=any(r[2] % block_cols or r[3] % block_cols for r in rectangles),
-        visits=visits,
-        pieces=pieces_there,
-        partial=any(r[0] % block_rows or r[1] % block_rows for r in rectangles),
-    )
+    partial = any(r[0] % block_rows or r[1] % block_rows for r in rectangles)
+    known = properties(rectangles, block_cols)
+    return TurnTable(blocks_there, runs_there, len(blocks), *known, pieces_there, partial)
 
 
 class _Turns:

@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +40,6 @@ from ring_attn.torch_private import profiler_enabled
 from ring_attn.transport.base import TransportStats
 
 Direction = Literal["forward", "backward"]
-
 
 STATS_ALWAYS = os.environ.get("RING_ATTN_STATS", "0") not in ("", "0")
 
@@ -263,17 +262,11 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 
 
 class Observer:
-    """Names and times the parts of one call on one rank.
-
-    Attributes:
-        step: the current step; None between steps.
-        steps: number of steps done so far.
-        merges: number of tiles folded so far.
-    """
+    """Names the parts of one call on one rank, and with a clock times them."""
 
     def __init__(self, clock: Clock | None) -> None:
-        """Without a clock, opens ranges but measures nothing."""
-        self.step: int | None = None
+        self.step: int | None = None  # None between steps
+        # Steps done, and tiles folded so far.
         self.steps = self.merges = 0
         self.clock = clock
         self.spans: dict[str, list[_Span]] = defaultdict(list)
@@ -297,12 +290,7 @@ class Observer:
         return self.clock.mark() if self.clock else None
 
     def arrival(self, start: Any, follow: Follow) -> None:
-        """Records the start of a transfer and, if the device can mark it, its arrival.
-
-        Args:
-            start: the mark taken before the transfer started.
-            follow: makes a stream wait for the transfer; returns whether it can.
-        """
+        """Records a transfer's start and, if `follow` can make a stream wait, its arrival."""
         if self.clock:
             end = self.clock.mark_behind(follow)
             self.transfers.append(None if end is None else _Span(self.clock, start, end))
@@ -322,34 +310,29 @@ def is_observed() -> bool:
 def observe(direction: Direction, device: torch.device, sent: TransportStats) -> Iterator[Observer]:
     """Observes one call; where figures are collected, keeps them when the call ends.
 
-    Args:
-        direction: direction of the call.
-        device: where the tensors of the call are.
-        sent: counts of the rank's transport.
+    `sent` are the counts of the rank's transport.
 
     Raises:
         RuntimeError: the call is captured into a CUDA graph, and figures are collected.
     """
-    collects = _collected.depth > 0
-    if not collects:
+    if not _collected.depth:
         with _named(f"ring_attn::{direction}"):
             yield Observer(None)
         return
     clock = _clock_of(device)
     _collected.forget(direction)
     memory = _Memory(device)
-    before = _counts(sent)
-    observer = Observer(clock)
+    observer, before = Observer(clock), replace(sent)
     with _named(f"ring_attn::{direction}"):
         start = clock.mark()
         yield observer
         whole = _Span(clock, start, clock.mark())
-    counts = tuple(b - a for a, b in zip(before, _counts(sent), strict=True))
+    counts = (
+        sent.bytes_sent - before.bytes_sent,
+        sent.bytes_received - before.bytes_received,
+        sent.messages - before.messages,
+    )
     _collected.last[direction] = _Record(whole, observer, counts, memory.read())
-
-
-def _counts(stats: TransportStats) -> tuple[int, int, int]:
-    return stats.bytes_sent, stats.bytes_received, stats.messages
 
 
 # -- clocks
@@ -441,42 +424,25 @@ class _Record:
 
     whole: _Span
     observer: Observer
-    counts: tuple[int, ...]
+    counts: tuple[int, int, int]
     memory: tuple[int | None, int | None, int | None]
 
     def figures(self) -> Figures:
         """The figures; on CUDA waits for the call to end."""
         seen = self.observer
         arrived = [span for span in seen.transfers if span is not None]
-
-        def total(*names: str) -> float:
-            return _total(span for name in names for span in seen.spans[name])
-
-        sent, received, messages = self.counts
-        return Figures(
-            self.whole.seconds(),
-            total(*COMPUTE),
-            total("wait"),
-            total("post"),
-            _total(seen.flights),
-            _total(arrived) if len(arrived) == len(seen.transfers) else None,
-            sent,
-            received,
-            messages,
-            seen.steps,
-            seen.merges,
-            *self.memory,
-        )
+        compute_s = sum(_total(seen.spans[name]) for name in COMPUTE)
+        wait_s, post_s = _total(seen.spans["wait"]), _total(seen.spans["post"])
+        transfer_s = _total(arrived) if len(arrived) == len(seen.transfers) else None
+        times = self.whole.seconds(), compute_s, wait_s, post_s, _total(seen.flights), transfer_s
+        return Figures(*times, *self.counts, seen.steps, seen.merges, *self.memory)
 
 
 @dataclass
 class _Collected:
-    """Records of the last calls, and the number of open requests (`depth`) to collect them.
+    """Records of the last calls of all threads: on CUDA, autograd has its own for a backward."""
 
-    Shared by all threads: on CUDA, autograd runs a backward in its own thread.
-    """
-
-    depth: int
+    depth: int  # number of open requests to collect
     last: dict[str, _Record] = field(default_factory=dict)
     syncs: list[_Span] = field(default_factory=list)
 
@@ -522,7 +488,7 @@ class _Memory:
 
 
 def reset_resident_peak() -> bool:
-    """Resets the peak of the resident set; returns whether the system allows it, as Linux does."""
+    """Resets the peak of the resident set; returns whether the system allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -32,15 +32,11 @@ ALIGNMENT = 16
 
 
 class KeptLaunches:
-    """Cached tables and launches of one backend.
-
-    Attributes:
-        tables: key -> (tiles, table); the key holds the id of the tiles. An entry keeps its tiles
-            alive, so that no other tuple can reuse their id.
-        repeats: key -> (tiles, launch), likewise.
-    """
+    """Cached tables and launches of one backend."""
 
     def __init__(self) -> None:
+        # Keys hold the id of the tiles. An entry keeps its tiles alive, so that no other tuple can
+        # reuse their id.
         self.tables: OrderedDict[tuple[Any, ...], tuple[Any, Any]] = OrderedDict()
         self.repeats: dict[tuple[Any, ...], tuple[Any, Repeat]] = {}
 
@@ -69,9 +65,8 @@ class KeptLaunches:
         Args:
             call: the tiles, compared by identity, and all other values but tensors on which the
                 launch depends.
-            inputs: (batch, rows, heads, dim) tensors of any strides, the kernel's first arguments.
-            others: the kernel's next arguments, contiguous tensors whose shapes and dtypes follow
-                from `call` and `inputs`.
+            inputs: the kernel's first arguments, tensors of any strides.
+            others: its next arguments, contiguous tensors whose shapes follow from the rest.
             make: makes a launch with these tensors.
         """
         tiles, *rest = call
@@ -105,8 +100,7 @@ def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
 
 
 def _first_run(make: Callable[[], Launch]) -> tuple[Launch, Any]:
-    """Makes a launch and runs it; `make` may search for a config, which needs the launch's GPU."""
-    launch = make()
+    launch = make()  # may search for a config, which needs the launch's GPU
     return launch, launch.run()
 
 

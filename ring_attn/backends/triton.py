@@ -51,23 +51,14 @@ MOST_DECODED_ROWS = 64
 
 @dataclass
 class TritonState:
-    """State that the launches of a call share, and results of the last launch.
-
-    Attributes:
-        q: the queries.
-        headdim_v: head dim of v.
-        carried: (acc, m in base 2, l), or out and lse after the last launch.
-        gluon: whether the Gluon kernel computes the forward, not the portable kernel.
-        started: whether a launch has written the state.
-        out_dtype: dtype of out; None means the dtype of q.
-    """
+    """State that the launches of a call share, and results of the last launch."""
 
     q: Tensor
     headdim_v: int
     carried: Carried
-    gluon: bool = False
-    started: bool = False
-    out_dtype: torch.dtype | None = None
+    gluon: bool = False  # the Gluon kernel computes the forward
+    started: bool = False  # a launch has written the state
+    out_dtype: torch.dtype | None = None  # None means the dtype of q
 
 
 class TritonBackend(Backend):
@@ -265,11 +256,7 @@ class TritonBackend(Backend):
         return spec.device_type == "cuda" and architecture() == "sm_90" and takes_gluon_bwd(spec)
 
     def _in_turns(
-        self,
-        inputs: BackwardInputs,
-        tiles: Tiles,
-        gradients: SomeGradients,
-        scores: Scores,
+        self, inputs: BackwardInputs, tiles: Tiles, gradients: SomeGradients, scores: Scores
     ) -> bool:
         """Adds the tiles' gradients by the Gluon kernel; returns False if it refuses the call."""
         from ring_attn.kernels import tuned
@@ -285,17 +272,22 @@ class TritonBackend(Backend):
         config = self._configs.get("gluon_bwd") or tuned.select("gluon_bwd", q, v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
         turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
+
+        def launch() -> Launch:
+            table = self._launches.table(
+                tiles,
+                (blocks, q.device, "turns"),
+                lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, q.device),
+            )
+            scale = scores.softmax_scale
+            return bwd_launch(*inputs, *gradients, turns, table, config, softmax_scale=scale)
+
         self._launches.run(
             (tiles, "bwd", dq is None, dk is None, scores),
             (q, k, v, dout),
             (*inputs[4:], *gradients, turns),
-            lambda: bwd_launch(
-                *inputs, *gradients, turns, self._launches.table(
-                    tiles, (blocks, q.device, "turns"),
-                    lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, q.device),
-                ), config, softmax_scale=scores.softmax_scale,
-            ),
-        )  # fmt: skip
+            launch,
+        )
         return True
 
     def gradient_factor(self, scores: Scores) -> float:
@@ -349,14 +341,9 @@ class TritonBackend(Backend):
     ) -> Launch:
         make: Callable[..., Launch]
         if gluon:
-            from ring_attn.kernels.hopper_fwd import hopper_launch
-
-            make = hopper_launch
+            from ring_attn.kernels.hopper_fwd import hopper_launch as make
         else:
-            from ring_attn.kernels.flash_fwd import forward_launch
-
-            make = forward_launch
-
+            from ring_attn.kernels.flash_fwd import forward_launch as make
         # The first and the last launch write every row, even rows without keys.
         num_rows = q.size(1) if first or last else 0
 
@@ -438,12 +425,7 @@ class TritonBackend(Backend):
         return not portable and tuned.takes_gluon_bwd(q, v.size(3), scores.softcap)
 
     def _config(
-        self,
-        kind: str,
-        q: Tensor,
-        v: Tensor,
-        call: object,
-        scratch_launch: Callable[[Config], Launch],
+        self, kind: str, q: Tensor, v: Tensor, call: object, scratch: Callable[[Config], Launch]
     ) -> Config:
         """A kernel's config: the backend's own, or from RING_ATTN_CONFIGS, or the frozen config.
 
@@ -454,7 +436,7 @@ class TritonBackend(Backend):
         if kind in self._configs:
             return self._configs[kind]
         if configs.autotune_enabled():
-            return configs.search(kind, q, v.size(3), call, scratch_launch)
+            return configs.search(kind, q, v.size(3), call, scratch)
         return tuned.select(kind, q, v.size(3))
 
     def _table(
