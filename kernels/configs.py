@@ -1,9 +1,7 @@
 """Tile sizes, warps and stages of the kernels, frozen per architecture, head dim and kernel.
 
-Nothing is tuned at run time by default, since ranks that tune separately could choose differently.
-A file holds the configs that `ring-attn tune` has found on a GPU: see `tuned.py`. With
-RING_ATTN_AUTOTUNE=1 each process times the candidates at the first call of each kind, and takes the
-fastest; then ranks may differ in their last bits.
+Nothing is tuned at run time, since ranks that tune separately could choose differently. A file
+holds the configs that `ring-attn tune` has found on a GPU: see `tuned.py`.
 
 Full and masked tiles have one forward config: with the same BLOCK_N on and off the diagonal, a
 ring's sums are those of a single pass. The kinds are
@@ -13,7 +11,7 @@ ring's sums are those of a single pass. The kinds are
     dq      dq_whole      dq_softcap       dq
     delta                                  rowsum(out * dout)
     gluon                                  out and lse, where `takes_gluon`
-    gluon_bwd                              dq, dk and dv, where `takes_gluon_bwd`
+    gluon_bwd                              dq, dk and dv, where `takes_gluon`
     decode                                 out and lse of a few queries
 
 A kind without a config takes that of the first kind in its line. Steps without a mask or a ragged
@@ -26,8 +24,6 @@ triton 3.7.1. They name every spill of a 16-bit config, and spills seen with tri
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -39,7 +35,7 @@ from torch import Tensor
 from .gluon_guard import gluon_missing
 
 if TYPE_CHECKING:
-    from .launch import Launch
+    pass
 
 
 @dataclass(frozen=True)
@@ -269,8 +265,6 @@ DELTA = Config(32, 0, 4, 1, "bound by memory")
 # Large enough to amortise the interpreter's cost per block, small enough for short tests.
 INTERPRETER = Config(64, 64, 4, 1, "interpreter")
 
-_searched: dict[tuple[object, ...], Config] = {}
-
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     """The frozen config of a kernel, for a tensor of the call and the head dim of v."""
@@ -310,36 +304,26 @@ def few_programs(x: Tensor, headdim_v: int) -> Config | None:
     return FEW.get((architecture(x.device), bucket(max(x.size(-1), headdim_v))))
 
 
-def takes_gluon(x: Tensor, headdim_v: int) -> bool:
-    """Whether calls use the forward in Gluon; see `GLUON`.
+def takes_gluon(kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0) -> bool:
+    """Whether calls can use a kernel in Gluon, "gluon" or "gluon_bwd".
 
     The answer is the same at every step, on every rank and at every world size: the two kernels may
-    fold blocks of different lengths, and a call that mixed them would have other bits.
+    fold blocks of different lengths, and a call that mixed them would have other bits. The backward
+    takes no softcap, which would need more registers than there are.
     """
+    headdims = {x.size(-1), headdim_v}
+    if kind == "gluon_bwd" and (softcap or len(headdims) > 1 or not headdims <= GLUON_BWD.keys()):
+        return False
     return (
         x.dtype in (torch.float16, torch.bfloat16)
-        and {x.size(-1), headdim_v} <= GLUON.keys()
+        and headdims <= GLUON.keys()
         and architecture(x.device) == "sm_90"
         and gluon_missing() is None
     )
 
 
-def takes_gluon_bwd(x: Tensor, headdim_v: int, softcap: float) -> bool:
-    """Whether calls use the backward in Gluon; the same at every step, as in `takes_gluon`.
-
-    Not with softcap, which would need more registers than there are.
-    """
-    alike = x.size(-1) == headdim_v and x.size(-1) in GLUON_BWD
-    return alike and not softcap and takes_gluon(x, headdim_v)
-
-
-def name_backward(kinds: Iterable[str]) -> bool:
-    """Whether any of the kinds belongs to the portable backward."""
-    return any(_base(kind) in ("dq", "dkdv") for kind in kinds)
-
-
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The configs that `search` tries: the frozen one, and others that may suit the device.
+    """The configs that `ring-attn tune` tries: the frozen one, and others that may suit the device.
 
     On sm_90, except for decoding, tiles come first: another tile can gain 25 %. Groups of heads
     gain less, and only if the columns of all heads do not fit into the L2 cache.
@@ -356,27 +340,6 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     if arch != "sm_90" or kind == "decode":
         return tiles
     return (*tiles, *(replace(x, note="", l2_bytes=L2_BYTES) for x in tiles[:REORDERED]))
-
-
-def autotune_enabled() -> bool:
-    return os.environ.get("RING_ATTN_AUTOTUNE") == "1"
-
-
-def search(
-    kind: str, x: Tensor, headdim_v: int, key: object, launch: Callable[[Config], Launch]
-) -> Config:
-    """The candidate with the fastest launch, searched once per process and kind of call.
-
-    `key` has the sizes and options of the call on which the best config may depend; `launch` makes
-    a launch with scratch results, which can be repeated.
-    """
-    arch, headdim = architecture(x.device), max(x.size(-1), headdim_v)
-    call = (kind, arch, headdim, x.dtype, key)
-    if call not in _searched:
-        tried = search_space(kind, arch, headdim, x.dtype)
-        alone = len(tried) == 1
-        _searched[call] = tried[0] if alone else min(tried, key=lambda c: _seconds(launch, c))
-    return _searched[call]
 
 
 @cache
@@ -409,16 +372,3 @@ def _distinct(*configs: Config) -> tuple[Config, ...]:
     for config in configs:
         distinct.setdefault(replace(config, note=""), config)
     return tuple(distinct.values())
-
-
-def _seconds(launch: Callable[[Config], Launch], config: Config) -> float:
-    """Median time of a launch; infinite if the tile does not fit or the compiler fails."""
-    try:
-        seconds: float = triton.testing.do_bench(launch(config).run, return_mode="median")
-    except triton.runtime.errors.OutOfResources:
-        return float("inf")
-    except RuntimeError as error:
-        if "PassManager::run failed" not in str(error):
-            raise
-        return float("inf")
-    return seconds

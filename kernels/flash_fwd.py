@@ -26,7 +26,7 @@ Dao et al., arXiv 2205.14135 and 2307.08691; ring use, Liu et al., arXiv 2310.01
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -259,10 +259,6 @@ class Carried:
     lse: Tensor | None = None  # (batch, nheads, rows) float32, natural logarithm
     sinks: Tensor | None = None  # (nheads,) float32
     counter: Tensor | None = None  # int32 zero: tasks of `hopper_fwd`, which each launch resets
-
-    def copy(self) -> Carried:
-        values = (getattr(self, field.name) for field in fields(self))
-        return Carried(*(None if x is None else x.clone() for x in values))
 
 
 def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:

@@ -43,6 +43,10 @@ POWERS = ("BLOCK_M", "BLOCK_N", "num_warps")
 
 # Kind -> config, for one bucket of head dims.
 Chosen = Mapping[str, Config]
+NONE: Chosen = {}
+
+# Kind in Gluon -> the portable kernels that it replaces.
+PORTABLE = {GLUON: {"fwd"}, "gluon_bwd": {"dq", "dkdv"}}
 
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
@@ -50,11 +54,23 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     return _chosen(x, headdim_v).get(kind) or configs.select(kind, x, headdim_v)
 
 
-def takes_gluon(x: Tensor, headdim_v: int) -> bool:
-    """Whether calls use the forward in Gluon: not if the file configures the portable forward."""
-    chosen = _chosen(x, headdim_v)
-    portable = GLUON not in chosen and not {"fwd", "fwd_whole"}.isdisjoint(chosen)
-    return not portable and configs.takes_gluon(x, headdim_v)
+def takes_gluon(
+    kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0, own: Chosen = NONE
+) -> bool:
+    """Whether calls use a kernel in Gluon: not if `own` or the file configures a portable kernel.
+
+    Raises:
+        NotImplementedError: `own` configures a kernel that does not take these tensors.
+    """
+    able = configs.takes_gluon(kind, x, headdim_v, softcap)
+    if kind in own and not able:
+        raise NotImplementedError(f"the kernel {kind!r} does not take these tensors")
+    for chosen in (own, _chosen(x, headdim_v)):
+        if kind in chosen:
+            return able
+        if not PORTABLE[kind].isdisjoint(other.partition("_")[0] for other in chosen):
+            return False
+    return able
 
 
 def section(
@@ -73,26 +89,16 @@ def section(
     }
 
 
-def takes_gluon_bwd(x: Tensor, headdim_v: int, softcap: float) -> bool:
-    """Whether calls use the backward in Gluon, likewise."""
-    portable = configs.name_backward(_chosen(x, headdim_v))
-    return not portable and configs.takes_gluon_bwd(x, headdim_v, softcap)
-
-
 def check_file(device: torch.device) -> None:
     """Refuses the file of RING_ATTN_CONFIGS if it is not valid for this device.
 
     Raises:
         ValueError: the file cannot be read, is not from `ring-attn tune`, is for another version or
-            architecture, or has invalid configs; or RING_ATTN_AUTOTUNE=1 is also set.
+            architecture, or has invalid configs.
     """
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    if configs.autotune_enabled():
-        raise ValueError(
-            f"RING_ATTN_AUTOTUNE=1 searches what {VARIABLE}={path} has found, got both: unset one"
-        )
     _read(path, architecture(device))
 
 

@@ -288,17 +288,11 @@ def resolve(
 
 
 def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:
-    """Values that must be equal on all ranks, by the names of the arguments."""
+    """Values that must be equal on all ranks, by name."""
     mask = resolved.mask
     flash = mask.arguments or FlashArguments(False, (-1, -1), None, None)
     return {
-        "batch": spec.batch,
-        "nheads": spec.nheads,
-        "nheads_kv": spec.nheads_kv,
-        "headdim": spec.headdim,
-        "headdim_v": spec.headdim_v,
-        "dtype": spec.dtype,
-        "device": spec.device_type,
+        **vars(spec),
         "seqlen_q": mask.seqlen_q,
         "seqlen_k": mask.seqlen_k,
         "causal": flash.causal,
@@ -306,9 +300,6 @@ def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str
         "cu_seqlens": flash.cu_seqlens_q,
         "cu_seqlens_k": flash.cu_seqlens_k,
         "mask": None if mask.arguments else mask.slices,
-        "softcap": spec.softcap,
-        "sinks": spec.sinks,
-        "return_max_logits": spec.max_logits,
         "layout": tuple(str(layout) for layout in resolved.layouts),
         "transport": call.transport,
         "requires_grad": call.differentiated,

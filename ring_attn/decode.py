@@ -50,13 +50,7 @@ def prepare(
     mask: Mask | None,
     call: Request,
 ) -> Decoding:
-    """Plans a call from its arguments; sends nothing.
-
-    Raises:
-        ValueError: the layout does not fit this rank's rows, or options do not fit the group.
-        NotImplementedError: the named backend does not support the call.
-        ImportError: the named backend's package is not installed.
-    """
+    """Plans a call from its arguments; sends nothing."""
     group = call.process_group
     check.check_max_ctas(call.transport, group)
     if layout is not None:

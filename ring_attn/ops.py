@@ -85,15 +85,9 @@ def _make_call(
     resolved = resolve(request, rows, documents, given_mask, numbers, rank, world_size)
     strategy = request.given_strategy(world_size)
     call = make_call(
-        strategy,
-        spec,
-        *resolved,
-        rank,
-        softmax_scale=request.softmax_scale,
-        backend=request.backend,
-        same_bits=request.same_bits,
-        backward=request.differentiated,
-    )
+        strategy, spec, *resolved, rank, softmax_scale=request.softmax_scale,
+        backend=request.backend, same_bits=request.same_bits, backward=request.differentiated,
+    )  # fmt: skip
     chosen = {
         "softmax_scale": call.softmax_scale,
         "strategy": str(strategy),
@@ -112,21 +106,10 @@ torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Attention of this rank's queries to all keys.
+    """Attention of this rank's queries to all keys; `fields` are those of `Arguments`.
 
-    Args:
-        q: (batch, rows, nheads, headdim), this rank's shard.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        sinks: (nheads,), the same on every rank.
-        *fields: fields of `Arguments`.
-
-    Returns:
-        `out` (batch, rows, nheads, headdim_v); `lse` (batch, nheads, rows); `max_logits` (nheads,),
-        empty unless requested; and `saved`, empty unless the call is differentiated.
-
-    Raises:
-        NotImplementedError: a CUDA graph is being captured; other errors as `ring_attention`.
+    Returns `out` (batch, rows, nheads, headdim_v); `lse` (batch, nheads, rows); `max_logits`
+    (nheads,), empty unless requested; and `saved`, empty unless the call is differentiated.
     """
     arguments = Arguments(*fields)
     check.check_capture("ring_attention", q)
@@ -251,7 +234,6 @@ def _save(
     arguments: Arguments,
     output: tuple[Tensor, Tensor, Tensor, list[Tensor]],
 ) -> None:
-    """Saves the backward's inputs on `ctx`."""
     (q, k, v), (out, lse, most, extra) = inputs, output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, most)
@@ -283,34 +265,18 @@ torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
 def _attention_backward(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of this rank's shards.
+    """dq, dk, dv, and this rank's share of dsinks, which is empty without sinks.
 
-    Args:
-        saved: the inputs and results that the strategy keeps, then `saved` of the forward.
-        dout: (batch, rows, nheads, headdim_v).
-        sinks: as in the forward.
-        sizes: batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
-        *fields: fields of `Arguments`.
-
-    Returns:
-        dq, dk, dv, and this rank's share of dsinks, which is empty without sinks.
+    `saved` are the inputs and results that the strategy keeps, then `saved` of the forward;
+    `fields` are those of `Arguments`.
     """
     arguments = Arguments(*fields)
     check.check_capture("ring_attention", dout)
     call = arguments.call
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
-    spec = AttentionSpec(
-        device_type=dout.device.type,
-        dtype=dout.dtype,
-        batch=batch,
-        nheads=nheads,
-        nheads_kv=nheads_kv,
-        headdim=headdim,
-        headdim_v=headdim_v,
-        softcap=call.softcap,
-        sinks=sinks is not None,
-        max_logits=call.max_logits,
-    )
+    heads = nheads, nheads_kv, headdim, headdim_v
+    options = call.softcap, sinks is not None, call.max_logits
+    spec = AttentionSpec(dout.device.type, dout.dtype, batch, *heads, *options)
     group = call.process_group
     try:
         run, agreement = _prepare(spec, (rows, rows_kv), arguments)
@@ -351,7 +317,6 @@ def _(
 
 
 def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and sinks."""
     if not ctx.arguments.call.differentiated:
         raise RuntimeError("ring_attn::attention was called without differentiated=True")
     if dout is None:
@@ -397,7 +362,6 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
     ) -> tuple[Tensor, ...]:
-        """out, lse, max_logits and the saved tensors, as one flat tuple."""
         out, lse, most, extra = attention(q, k, v, sinks, *arguments)
         if arguments.cu_seqlens is not None:
             # Copied: the next batch may overwrite the boundaries before the backward.
@@ -408,7 +372,6 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, dsinks."""
         return (*_gradients(ctx, dout), None)
 
 

@@ -87,10 +87,11 @@ class TritonBackend(Backend):
         return why_not(spec, explicit=explicit)
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
+        from ring_attn.kernels import tuned
         from ring_attn.kernels.flash_fwd import Carried
 
         sinks = None if sinks is None else sinks.contiguous()
-        gluon = self._takes_gluon(q, headdim_v)
+        gluon = tuned.takes_gluon("gluon", q, headdim_v, own=self._configs)
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if gluon else None
         return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks, counter=counter), gluon)
 
@@ -264,12 +265,15 @@ class TritonBackend(Backend):
         from ring_attn.kernels.step_table import transposed
         from ring_attn.kernels.turn_table import make_turn_table
 
-        if not self._takes_gluon_bwd(inputs.q, inputs.v, scores):
+        q, _, v, *_ = inputs
+        kind, own = "gluon_bwd", self._configs
+        few = v.size(0) * v.size(2) < GLUON_BWD_KV_HEADS and kind not in own
+        if few or not tuned.takes_gluon(kind, q, v.size(3), scores.softcap, own):
             return False
         q, k, v, dout = map(_copyable, inputs[:4])
         inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
         dq, dk, dv = gradients
-        config = self._configs.get("gluon_bwd") or tuned.select("gluon_bwd", q, v.size(3))
+        config = self._config(kind, q, v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
         turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
 
@@ -344,17 +348,11 @@ class TritonBackend(Backend):
             from ring_attn.kernels.hopper_fwd import hopper_launch as make
         else:
             from ring_attn.kernels.flash_fwd import forward_launch as make
+        config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
         # The first and the last launch write every row, even rows without keys.
         num_rows = q.size(1) if first or last else 0
-
-        def launch(config: Config, carried: Carried) -> Launch:
-            table = self._table(tiles, config, q.device, num_rows=num_rows)
-            return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
-
-        call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
-        kind = "gluon" if gluon else _kind("fwd", tiles)
-        config = self._config(kind, q, v, call, lambda config: launch(config, carried.copy()))
-        return launch(config, carried)
+        table = self._table(tiles, config, q.device, num_rows=num_rows)
+        return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
     def _backward_launch(
         self,
@@ -371,73 +369,35 @@ class TritonBackend(Backend):
 
         q, k, v, *_ = inputs
         kv_rows = kernel == "dkdv"
-        make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
-
-        def launch(config: Config, gradients: Sequence[Tensor]) -> Launch:
-            table = self._table(tiles, config, q.device, kv_rows=kv_rows)
-            return make(*inputs, *gradients, table, config, **vars(scores))
-
-        call = (q.shape, k.shape, tiles[0].kind, scores)
         kind = f"{kernel}_softcap" if scores.softcap else _kind(kernel, tiles)
-        config = self._config(
-            kind, q, v, call, lambda config: launch(config, [x.clone() for x in gradients])
-        )
+        make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
+        config = self._config(kind, q, v.size(3))
+        table = self._table(tiles, config, q.device, kv_rows=kv_rows)
         if kv_rows and kind not in self._configs:
-            blocks = self._table(tiles, config, q.device, kv_rows=True).num_blocks
-            programs, few = blocks * k.size(0) * k.size(2), configs.few_programs(q, v.size(3))
+            programs = table.num_blocks * k.size(0) * k.size(2)
+            few = configs.few_programs(q, v.size(3))
             config = configs.filling(config, programs, num_sms(q.device), few)
-        return launch(config, gradients)
+            table = self._table(tiles, config, q.device, kv_rows=True)
+        return make(*inputs, *gradients, table, config, **vars(scores))
 
     def _parts(
         self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int
     ) -> tuple[Config, Parts]:
         """The config and the parts of the keys, for `rows` rows of each of `heads` kv heads."""
-        from ring_attn.kernels import decode, tuned
+        from ring_attn.kernels import decode
         from ring_attn.kernels.tasks import num_sms
 
-        config = self._configs.get("decode") or tuned.select("decode", q, headdim_v)
+        config = self._config("decode", q, headdim_v)
         first = min(tile.kv.start for tile in tiles)
         last = max(tile.kv.stop for tile in tiles)
         blocks = -(-rows // config.BLOCK_M) * heads
         return config, decode.choose_parts(first, last, blocks, num_sms(q.device))
 
-    def _takes_gluon(self, q: Tensor, headdim_v: int) -> bool:
-        """Whether the forward uses Gluon; a config of a portable forward rules that out."""
-        from ring_attn.kernels import configs, tuned
+    def _config(self, kind: str, q: Tensor, headdim_v: int) -> Config:
+        """A kernel's config: the backend's own, or from RING_ATTN_CONFIGS, or the frozen config."""
+        from ring_attn.kernels import tuned
 
-        if "gluon" in self._configs:
-            if not configs.takes_gluon(q, headdim_v):
-                raise NotImplementedError("the forward in Gluon does not take these tensors")
-            return True
-        portable = not {"fwd", "fwd_whole"}.isdisjoint(self._configs)
-        return not portable and tuned.takes_gluon(q, headdim_v)
-
-    def _takes_gluon_bwd(self, q: Tensor, v: Tensor, scores: Scores) -> bool:
-        """Whether the backward uses Gluon, likewise; with few kv heads only if configured."""
-        from ring_attn.kernels import configs, tuned
-
-        if "gluon_bwd" in self._configs:
-            if not configs.takes_gluon_bwd(q, v.size(3), scores.softcap):
-                raise NotImplementedError("the backward in Gluon does not take these tensors")
-            return True
-        many = v.size(0) * v.size(2) >= GLUON_BWD_KV_HEADS
-        portable = configs.name_backward(self._configs) or not many
-        return not portable and tuned.takes_gluon_bwd(q, v.size(3), scores.softcap)
-
-    def _config(
-        self, kind: str, q: Tensor, v: Tensor, call: object, scratch: Callable[[Config], Launch]
-    ) -> Config:
-        """A kernel's config: the backend's own, or from RING_ATTN_CONFIGS, or the frozen config.
-
-        With RING_ATTN_AUTOTUNE=1, a search replaces the last two.
-        """
-        from ring_attn.kernels import configs, tuned
-
-        if kind in self._configs:
-            return self._configs[kind]
-        if configs.autotune_enabled():
-            return configs.search(kind, q, v.size(3), call, scratch)
-        return tuned.select(kind, q, v.size(3))
+        return self._configs.get(kind) or tuned.select(kind, q, headdim_v)
 
     def _table(
         self,

@@ -29,7 +29,6 @@ from ring_attn.tools.launch import num_cores
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 
 VARIABLES = (
-    "RING_ATTN_AUTOTUNE",
     "RING_ATTN_CLUSTER",
     "RING_ATTN_CONFIGS",
     "RING_ATTN_DEBUG",

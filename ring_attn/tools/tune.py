@@ -129,7 +129,7 @@ class Setting(OneDevice):
     def kinds(self) -> list[str]:
         x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
         # The backward in Gluon has one config per head dim: there is nothing to search.
-        one_pass = configs.takes_gluon_bwd(x, self.head_dim, 0.0)
+        one_pass = configs.takes_gluon("gluon_bwd", x, self.head_dim)
         kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
@@ -275,7 +275,7 @@ class Tuning(Report[Setting, Row]):
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
         in_gluon, frozen = list[Row](), configs.frozen(kind, *sizes)
         default: Config | None = frozen
-        if kernel_of(kind) == "fwd" and configs.takes_gluon(x, setting.head_dim):
+        if kernel_of(kind) == "fwd" and configs.takes_gluon("gluon", x, setting.head_dim):
             gluon, default = configs.search_space(GLUON, *sizes), None
             in_gluon = [candidate(kind, config, gluon[0], gluon=True) for config in gluon]
         space = [frozen, *configs.search_space(kind, *sizes)]

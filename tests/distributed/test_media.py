@@ -15,7 +15,7 @@ from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import group as ranks_group
-from ring_attn.transport.ranks import media, progress
+from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.media import Lane, Late
 from tests.distributed.pool import ended, on_ranks
@@ -114,9 +114,9 @@ def test_communicators_end_with_their_owner() -> None:
 
 def test_a_late_exchange_is_named() -> None:
     """The device is in the second exchange, while the host has posted a third."""
-    streams = mock.Mock(pinned=lambda x: x)
-    with mock.patch.multiple(progress, streams=streams), mock.patch.object(media, "streams"):
-        lane = Lane((1, 4, 6), "gradients", 0.0, None, None, CPU, progress.Progress(CPU))
+    streams = mock.MagicMock(pinned=lambda x: x)
+    with mock.patch.object(media, "streams", streams):
+        lane = Lane((1, 4, 6), "gradients", 0.0, None, None, CPU, media.Progress(CPU))
         assert lane.late() is None
         for step in range(3):
             lane.run(step, 2, mock.Mock, ())

@@ -6,7 +6,6 @@ are listed for sm_90 and skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import next_rank
 from ring_attn.kernels import configs
-from ring_attn.kernels.configs import Config
 from ring_attn.machines import run as machine
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
@@ -168,27 +166,6 @@ def test_offsets_beyond_32_bits() -> None:
         three = (getattr(x, name) for x in (got, oracle, plain))
         last = [x.narrow(dim, x.size(dim) - rows, rows) for x in three]
         assert_close(name, *last)
-
-
-def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RING_ATTN_AUTOTUNE=1 times candidates on scratch results; the chosen configs are right."""
-    monkeypatch.setenv("RING_ATTN_AUTOTUNE", "1")
-    searched: list[str] = []
-    search: Callable[..., Config] = configs.search
-
-    def recorded(kind: str, *args: object) -> Config:
-        searched.append(kind)
-        return search(kind, *args)
-
-    monkeypatch.setattr(configs, "search", recorded)
-    few = {key: tiles[:2] for key, tiles in configs.SEARCHED.items()}
-    monkeypatch.setattr(configs, "SEARCHED", few)
-    monkeypatch.setattr(configs, "REORDERED", 0)
-    mask = Mask(1024, 1024, causal=True)
-    inputs = random_inputs(mask, 8, 2, 128)
-    got = ring(inputs, mask, layouts_of("contiguous", mask, 1))
-    assert_holds(got, *expect(inputs, mask))
-    assert {"fwd", "dq", "dkdv"} <= set(searched)
 
 
 # -- every strategy; the ranks are in this process, and the local transport copies on the device

@@ -2,9 +2,8 @@
 
 identity     the identity of a call, equal on all ranks
 formation    the roll-call at the first call, and connections
-media        gloo and NCCL
-group        this rank's state: the call under way, connections, the first failure
-board watch  notes in the group's store, read when a wait takes long
+media        gloo and NCCL, and the exchanges that the device has begun and ended
+group        this rank's state: the call under way, connections, the first failure; the watch
+board        notes in the group's store, read when a wait takes long
 headers      identities beside messages, for media without tags
-progress     exchanges that the device has begun and ended, for the watch
 """

@@ -7,6 +7,7 @@ every later call on the group raises.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -31,7 +32,6 @@ from ring_attn.transport.ranks.formation import RollCall, UnlikeRanksError, boun
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
-from ring_attn.transport.ranks.watch import LONGEST_S, PERIOD_S, watch
 from ring_attn.transport.streams import Stream
 
 T = TypeVar("T")
@@ -47,6 +47,11 @@ CALLS_REPORTED = 8
 
 # Time limit for the store, in seconds, after a call has failed: the store's host may be gone.
 STORE_S = 1.0
+
+# Seconds between looks of the thread that watches long waits. A long wait is looked at after
+# PERIOD_S; the pause before each further look doubles, up to LONGEST_S.
+PERIOD_S = 0.1
+LONGEST_S = 5.0
 
 # Seconds between the note of a failure and closing connections, so that other ranks can read the
 # note. When a connection is lost within a message, gloo does not always wake the receiver (4 of
@@ -162,7 +167,7 @@ class RankGroup:
                 if isinstance(error, Exception):
                     raise RuntimeError(text) from error
                 raise
-            watch(self)
+            _watch(self)
         return self._media[device.type]
 
     def roll_call(self, verb: str) -> RollCall:
@@ -298,6 +303,48 @@ def _unlike_configs(hashes: list[str]) -> str:
         f"all ranks must use one file of configs, got in {CONFIGS_VARIABLE} files with the hashes "
         f"{shown}: copy one file to every machine, and set the variable alike on every rank"
     )
+
+
+# -- the watch
+
+
+_watched: weakref.WeakSet[RankGroup] = weakref.WeakSet()
+_watch_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def _watch(group: RankGroup) -> None:
+    """Looks at the group's waits every PERIOD_S seconds, as long as the group lives.
+
+    A wait for a message cannot be left before its timeout, and a message of another call never
+    comes. So a thread compares this rank's notes with its peers' notes. If calls differ or a rank
+    has failed, it closes the group's connections, and pending waits raise.
+    """
+    global _thread
+    with _watch_lock:
+        _watched.add(group)
+        if _thread is None:
+            _thread = threading.Thread(target=_look_on, name="ring_attn_watch", daemon=True)
+            _thread.start()
+
+
+def _look_on() -> None:
+    global _thread
+    while True:
+        time.sleep(PERIOD_S)
+        with _watch_lock:
+            everyone = list(_watched)
+            if not everyone:
+                _thread = None
+                return
+        for group in everyone:
+            # If the store is gone, the wait under way ends by its own timeout.
+            with contextlib.suppress(Exception):
+                group.look()
+        del everyone, group
+
+
+# -- all groups
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,6 @@ from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
 from ring_attn.transport.ranks.formation import connect_gloo, meet
-from ring_attn.transport.ranks.progress import Progress
 from ring_attn.transport.streams import Event, Stream
 
 Ranks = tuple[int, ...]
@@ -99,6 +99,58 @@ class Late(NamedTuple):
     peer: int  # the sender's rank in the group
     seconds: float  # since the post
     begun: bool  # by this rank's device
+
+
+# Larger than the number of exchanges ever queued, so that the numbers of queued ones are distinct.
+NUMBERS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """An exchange that has not ended."""
+
+    number: int  # among the channel's exchanges, modulo NUMBERS
+    step: int
+    peer: int  # index of the sender among the channel's ranks
+    since: float  # time of the post, of `time.monotonic`
+
+
+class Progress:
+    """The exchanges of one channel that have been posted and have not ended.
+
+    On a device with streams the host waits for no exchange, and a thread that queried a CUDA event
+    would break a graph capture in another thread. So the device writes the number of each exchange
+    into pinned memory, before the exchange begins and after its end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
+        self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32))
+        self._posted: deque[Posted] = deque()
+        self._last = 0
+
+    def begin(self, step: int, peer: int) -> None:
+        """Records an exchange, before its operators are queued on the current stream."""
+        self._last = (self._last + 1) % NUMBERS
+        self._posted.append(Posted(self._last, step, peer, time.monotonic()))
+        self._flags[0].copy_(self._numbers[self._last], non_blocking=True)
+
+    def end(self) -> None:
+        """Records its end, after its operators are queued on the current stream."""
+        self._flags[1].copy_(self._numbers[self._last], non_blocking=True)
+
+    def first_under_way(self) -> tuple[Posted, bool] | None:
+        """The oldest exchange that has not ended, and whether the device has begun it."""
+        begun, ended = self._flags.tolist()
+        posted = self._posted
+        numbers = [exchange.number for exchange in list(posted)]
+        if ended in numbers:
+            for _ in range(numbers.index(ended) + 1):
+                posted.popleft()
+        if not posted:
+            return None
+        seen = numbers[: numbers.index(begun) + 1] if begun in numbers else []
+        return posted[0], posted[0].number in seen
 
 
 @dataclass(frozen=True, eq=False)
