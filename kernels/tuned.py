@@ -64,7 +64,7 @@ def takes_gluon(
     """
     able = configs.takes_gluon(kind, x, headdim_v, softcap)
     if kind in own and not able:
-        raise NotImplementedError(f"the kernel {kind!r} does not take these tensors")
+        raise NotImplementedError(f"the kernel in Gluon, {kind!r}, does not take these tensors")
     for chosen in (own, _chosen(x, headdim_v)):
         if kind in chosen:
             return able

@@ -109,30 +109,20 @@ class DecodeOptions(_Basics, _Scores, _Mask, _Ranks, _Execution, total=False):
 
 
 class Request(NamedTuple):
-    """All options of a call, except tensors and layouts passed by value.
-
-    Attributes not listed here are as in `ring_attention`.
-
-    Attributes:
-        group: torch's name of the process group.
-        mesh_shape: sizes of the mesh's axes if the group is a mesh, else ().
-        layout: name of the layout; None if `Arguments` has the numbers of two layouts.
-        differentiated: whether a backward may follow.
-        max_logits: whether to return the greatest score of each head.
-    """
+    """All options of a call, except tensors and layouts passed by value; as in `ring_attention`."""
 
     causal: bool
     window_size: tuple[int, int]
     softmax_scale: float | None
     softcap: float
-    group: str
+    group: str  # torch's name of the process group
     backend: str
     transport: TransportOptions
-    mesh_shape: tuple[int, ...] = ()
-    layout: str | None = None
+    mesh_shape: tuple[int, ...] = ()  # sizes of the mesh's axes if the group is a mesh
+    layout: str | None = None  # None if `Arguments` has the numbers of two layouts
     strategy: str | Strategy = "ring"
     same_bits: bool | None = None
-    differentiated: bool = False
+    differentiated: bool = False  # a backward may follow
     max_logits: bool = False
 
     @property
@@ -156,7 +146,6 @@ class Request(NamedTuple):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """All ranks of the call."""
         return group_by_name(self.group)
 
     @property
@@ -192,23 +181,14 @@ def _text(call: Request) -> str:
 
 
 class Arguments(NamedTuple):
-    """Arguments of the operators beside q, k, v and sinks, in the order of their schema.
-
-    Attributes:
-        cu_seqlens: boundaries of the queries' documents.
-        cu_seqlens_k: boundaries of the keys' documents, if they differ.
-        mask: `Mask.tensor` of a mask passed by value.
-        layout_q: `SequenceLayout.numbers` of the queries' layout; empty if the request names it.
-        layout_k: `SequenceLayout.numbers` of the keys' layout, likewise.
-        text: `Request.text`.
-    """
+    """Arguments of the operators beside q, k, v and sinks, in the order of their schema."""
 
     cu_seqlens: Tensor | None
-    cu_seqlens_k: Tensor | None
-    mask: Tensor | None
-    layout_q: Sequence[int]
+    cu_seqlens_k: Tensor | None  # only if it differs
+    mask: Tensor | None  # `Mask.tensor` of a mask passed by value
+    layout_q: Sequence[int]  # `SequenceLayout.numbers`; empty if the request names the layout
     layout_k: Sequence[int]
-    text: str
+    text: str  # `Request.text`
 
     @property
     def call(self) -> Request:
@@ -216,15 +196,10 @@ class Arguments(NamedTuple):
 
     @property
     def numbers(self) -> LayoutNumbers:
-        """Numbers of both layouts, as hashable tuples."""
         return tuple(self.layout_q), tuple(self.layout_k)
 
     def documents(self) -> Documents:
-        """Boundaries of the queries' documents and of the keys', on the host.
-
-        Raises:
-            ValueError: boundaries do not ascend from 0, or the numbers of documents differ.
-        """
+        """Boundaries of the queries' documents and of the keys', checked, on the host."""
         cu_q = check.check_cu_seqlens("cu_seqlens", self.cu_seqlens)
         cu_k = check.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
         check.check_documents(cu_q, cu_k)
@@ -251,8 +226,6 @@ LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Resolved(NamedTuple):
-    """Layouts and mask of a call."""
-
     layouts: tuple[SequenceLayout, SequenceLayout]
     mask: Mask
 
@@ -266,11 +239,7 @@ def resolve(
     rank: int,
     world_size: int,
 ) -> Resolved:
-    """Layouts and mask, checked against each other and against this rank's rows of q and kv.
-
-    Raises:
-        ValueError: layout or documents do not fit.
-    """
+    """Layouts and mask, checked against each other and against this rank's rows of q and kv."""
     cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
     if given_mask is not None:

@@ -25,7 +25,7 @@ from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import as_int, check_flag, check_int, check_number, check_type
-from ring_attn.torch_private import flattened, functorch
+from ring_attn.torch_private import flattened, is_transformed
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
 # are normal float32 numbers, and so are scaled scores of products up to 2**64.
@@ -36,7 +36,6 @@ SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
 
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
-    """Refuses options of flash-attention that this package lacks."""
     check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -55,7 +54,6 @@ def check_inputs(
     cu_seqlens_k: Tensor | None,
     mask: object,
 ) -> None:
-    """Checks types, dtypes, devices and shapes of all tensors of `ring_attention`."""
     check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
     check_sinks(sinks, q)
     check_boundaries("cu_seqlens", cu_seqlens, q.device)
@@ -103,11 +101,7 @@ def check_plain(name: str, x: Tensor) -> None:
             f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
         )
     # A compiler cannot trace these functions, and refuses such tensors itself.
-    if not torch.compiler.is_compiling() and (
-        functorch.is_batchedtensor(x)
-        or functorch.is_legacy_batchedtensor(x)
-        or functorch.is_gradtrackingtensor(x)
-    ):
+    if not torch.compiler.is_compiling() and is_transformed(x):
         raise NotImplementedError(
             f"transforms of torch.func (grad, jvp, vmap, ...) are not built, got {name} inside "
             "one; use backward() or torch.autograd.grad without is_grads_batched, and a batch dim"
@@ -177,7 +171,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
 
 
 def check_scale(softmax_scale: float | None) -> float | None:
-    """Checks the factor of the scores; None is the default."""
     if softmax_scale is None:
         return None
     check_number("softmax_scale", softmax_scale)
@@ -185,7 +178,6 @@ def check_scale(softmax_scale: float | None) -> float | None:
 
 
 def check_softcap(softcap: float) -> float:
-    """Checks the cap of the scores; 0 is no cap."""
     check_number("softcap", softcap)
     return 0.0 if softcap == 0 else _check_factor("softcap", softcap, "; 0 for none")
 
@@ -250,7 +242,6 @@ def check_decode(
 
 
 def check_same_bits(same_bits: bool | None) -> bool | None:
-    """Checks True, False, or None (same bits if possible)."""
     if same_bits is not None:
         check_type("same_bits", same_bits, bool, "a bool or None")
     return same_bits
@@ -320,7 +311,6 @@ def _on_host(x: Tensor) -> tuple[int, ...]:
 
 
 def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) -> None:
-    """Refuses different numbers of documents for queries and keys."""
     if cu_k is not None and cu_q is None:
         raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
     if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
@@ -355,7 +345,6 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
 
 
 def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns the group; refuses a destroyed one."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -367,7 +356,6 @@ def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
-    """Sizes of the axes if the group is a mesh, else ()."""
     return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
 
 
@@ -397,10 +385,8 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
                 f"the ranks of a mesh with two axes must ascend, row by row, got {ranks}"
             )
         world = check_group(None)
-        if ranks == dist.get_process_group_ranks(world):
-            _flat_groups[mesh] = world
-        else:
-            _flat_groups[mesh] = flattened(mesh)
+        everyone = dist.get_process_group_ranks(world)
+        _flat_groups[mesh] = world if ranks == everyone else flattened(mesh)
     return _flat_groups[mesh]
 
 
@@ -442,7 +428,6 @@ def check_options(function: str, given: Mapping[str, object], known: type) -> No
 
 
 def check_transport(options: object) -> TransportOptions:
-    """Checks types and ranges of the transport's options."""
     check_type("transport", options, TransportOptions, "TransportOptions")
     options = cast(TransportOptions, options)
     timeout, max_ctas = options.timeout, options.nccl_max_ctas
@@ -468,14 +453,9 @@ def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and keys, from one layout for both or a pair."""
-    if isinstance(layout, SequenceLayout):
-        return layout, layout
-    if (
-        isinstance(layout, (tuple, list))
-        and len(layout) == 2
-        and all(isinstance(x, SequenceLayout) for x in layout)
-    ):
-        return layout[0], layout[1]
+    pair = layout if isinstance(layout, (tuple, list)) else (layout, layout)
+    if len(pair) == 2 and all(isinstance(x, SequenceLayout) for x in pair):
+        return pair[0], pair[1]
     raise TypeError(
         f"layout must be one of {list(LAYOUTS)}, a SequenceLayout or a pair of them, got {layout!r}"
     )
@@ -488,14 +468,9 @@ def resolve_layouts(
     rank: int,
     world_size: int,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys, checked against this rank's rows.
+    """The layouts of queries and keys, checked against this rank's numbers of q rows and kv rows.
 
-    Args:
-        layout: a name, a layout for both, or a pair.
-        rows: this rank's numbers of q rows and kv rows.
-        totals: ends of the last documents of q and kv; None without cu_seqlens.
-        rank: rank of this process.
-        world_size: number of ranks.
+    `totals` are the ends of the last documents of q and kv; None without cu_seqlens.
     """
     if isinstance(layout, str):
         # Among several ranks, one rank cannot tell padding from a shorter shard of another rank.
@@ -534,13 +509,12 @@ def check_layout(
 
 
 def check_mask(mask: Mask) -> Mask:
-    """Checks that a mask's document boundaries end within its lengths."""
     flash = mask.arguments
-    cu_q, cu_k = (flash.cu_seqlens_q, flash.cu_seqlens_k) if flash else (None, None)
-    for name, cu, total in (
-        ("cu_seqlens", cu_q, mask.seqlen_q),
-        ("cu_seqlens_k", cu_k, mask.seqlen_k),
-    ):
+    ends = {
+        "cu_seqlens": (flash and flash.cu_seqlens_q, mask.seqlen_q),
+        "cu_seqlens_k": (flash and flash.cu_seqlens_k, mask.seqlen_k),
+    }
+    for name, (cu, total) in ends.items():
         if cu is not None and cu[-1] > total:
             raise ValueError(f"{name} must end at most at the global length {total}, got {cu[-1]}")
     return mask

@@ -24,10 +24,16 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-functorch, profiler_enabled = _functorch, _autograd._profiler_enabled
+profiler_enabled = _autograd._profiler_enabled
 
 # For comparison by identity: torch.nn.functional's name for it may be patched.
 native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a transform of torch.func wraps the tensor."""
+    batched = _functorch.is_batchedtensor(x) or _functorch.is_legacy_batchedtensor(x)
+    return batched or _functorch.is_gradtrackingtensor(x)
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

@@ -33,21 +33,13 @@ PREFERENCE = {
 
 
 class Purpose(NamedTuple):
-    """Properties of a call, beside its spec, on which the choice of a backend depends.
+    """Properties of a call, beside its spec, on which the choice of a backend depends."""
 
-    Attributes:
-        backward: a backward may follow.
-        same_bits: as in `ring_attention`.
-        window: the mask has a lower bound.
-        several: the mask has several slices, such as documents.
-        decoding: a few queries attend to a cache, which is bound by memory.
-    """
-
-    backward: bool = False
+    backward: bool = False  # a backward may follow
     same_bits: bool | None = None
-    window: bool = False
-    several: bool = False
-    decoding: bool = False
+    window: bool = False  # the mask has a lower bound
+    several: bool = False  # the mask has several slices, such as documents
+    decoding: bool = False  # a few queries attend to a cache, which is bound by memory
 
     @classmethod
     def of(cls, mask: Mask, *, backward: bool, same_bits: bool | None) -> Purpose:

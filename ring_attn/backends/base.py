@@ -22,24 +22,18 @@ Tiles = Sequence[Tile]
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors that the backward of a step reads.
+    """Tensors that the backward of a step reads; q, k, v and dout may have any strides.
 
-    Attributes:
-        q: (batch, rows, nheads, headdim); q, k, v and dout may have any strides.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        dout: (batch, rows, nheads, headdim_v).
-        lse: (batch, nheads, rows), contiguous, in the state's dtype: the lse over all keys of the
-            call, as the backend's `row_statistics` returns it.
-        delta: rowsum(dO * O), in the same shape and dtype.
+    lse and delta, in the state's dtype and contiguous, are those of `Backend.row_statistics`, over
+    all keys of the call.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor
+    q: Tensor  # (batch, rows, nheads, headdim)
+    k: Tensor  # (batch, rows_kv, nheads_kv, headdim)
+    v: Tensor  # (batch, rows_kv, nheads_kv, headdim_v)
+    dout: Tensor  # (batch, rows, nheads, headdim_v)
+    lse: Tensor  # (batch, nheads, rows)
+    delta: Tensor  # rowsum(dO * O), likewise
 
 
 # dq, dk, dv to add to: contiguous, in the state's dtype. None leaves a gradient out.
@@ -359,14 +353,6 @@ def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
     In the backward, flash-attention's operators read `out` only to form delta. When the Q side
     travels, delta travels with it and `out` does not. The stand-in is the projection of `out` on
     dout, `dout * delta / |dout|^2`. Rows are scaled first, lest small gradients underflow.
-
-    Args:
-        dout: (batch, rows, nheads, headdim_v).
-        delta: (batch, nheads, rows) float32.
-        dtype: dtype of the result.
-
-    Returns:
-        A tensor of the shape of dout.
     """
     wide = dout.to(delta.dtype)
     unit = wide.abs()
