@@ -185,11 +185,13 @@ def as_operand(p, buffers, acc):
 
 
 @gluon.jit
-def _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
+def _row_ptrs(ptr, place, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
     """Pointers (ROWS, HEAD_DIM_V) from a row on, in (batch, rows, nheads, HEAD_DIM_V).
 
-    Rows are added before dims, so that a thread keeps pointers per row, not per element.
+    A place is (batch, head, row, row_stop, num_rows, nheads). Rows are added before dims, so that a
+    thread keeps pointers per row, not per element.
     """
+    batch, head, row, row_stop, num_rows, nheads = place
     first = gl.cast((batch * num_rows + row) * nheads + head, gl.int64)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     dims = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, L))
@@ -197,30 +199,29 @@ def _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V: gl.constexpr,
 
 
 @gluon.jit
-def _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L: gl.constexpr):
+def _stat_ptrs(ptr, place, L: gl.constexpr):
     """Pointers (ROWS,) from a row on, in (batch, nheads, rows)."""
+    batch, head, row, row_stop, num_rows, nheads = place
     first = (batch * nheads + head) * num_rows + row
     return (ptr + first) + gl.arange(0, ROWS, gl.SliceLayout(1, L))
 
 
 @gluon.jit
-def load_rows(ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM: gl.constexpr, L):
-    """Rows (ROWS, HEAD_DIM) from `row` on; rows from `row_stop` on are zeros."""
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
-    ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM, L)
+def load_rows(ptr, place, HEAD_DIM: gl.constexpr, L):
+    """Rows (ROWS, HEAD_DIM) of a place; rows from `row_stop` on are zeros."""
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < place[3] - place[2]
+    ptrs = _row_ptrs(ptr, place, HEAD_DIM, L)
     return gl.load(ptrs, inside[:, None], 0.0)
 
 
 @gluon.jit
-def load_state(state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT):
+def load_state(state, place, HEAD_DIM_V, S_LAYOUT, O_LAYOUT):
     """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); rows beyond the block have an empty state."""
     acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
-    acc = load_rows(acc_ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < row_stop - row
-    ptrs = _stat_ptrs(m_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
-    m_i = gl.load(ptrs, inside, float("-inf"))
-    ptrs = _stat_ptrs(l_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
-    return acc, m_i, gl.load(ptrs, inside, 0.0)
+    acc = load_rows(acc_ptr, place, HEAD_DIM_V, O_LAYOUT)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < place[3] - place[2]
+    m_i = gl.load(_stat_ptrs(m_ptr, place, S_LAYOUT), inside, float("-inf"))
+    return acc, m_i, gl.load(_stat_ptrs(l_ptr, place, S_LAYOUT), inside, 0.0)
 
 
 @gluon.constexpr_function
@@ -240,24 +241,24 @@ def _stored_layout(product: gl.constexpr, num_dims: int, num_bits: int) -> gl.Di
 
 
 @gluon.jit
-def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads, row_start=None):
-    """Stores x (ROWS, HEAD_DIM_V) to rows from `row` on, within [`row_start`, `row_stop`)."""
+def store_rows(ptr, x, place, row_start=None):
+    """Stores x (ROWS, HEAD_DIM_V) to the rows of a place, from `row_start` on."""
     x = x.to(ptr.dtype.element_ty)
     L: gl.constexpr = _stored_layout(x.type.layout, x.shape[1], x.dtype.primitive_bitwidth)
-    ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
+    ptrs = _row_ptrs(ptr, place, x.shape[1], L)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    inside = rows < row_stop - row
+    inside = rows < place[3] - place[2]
     if row_start is not None:
-        inside &= rows >= row_start - row
+        inside &= rows >= row_start - place[2]
     gl.store(ptrs, gl.convert_layout(x, L), inside[:, None])
 
 
 @gluon.jit
-def store_stats(ptr, x, batch, head, row, row_stop, num_rows, nheads):
-    """Stores x (ROWS,) to rows from `row` on, below `row_stop`."""
+def store_stats(ptr, x, place):
+    """Stores x (ROWS,) to the rows of a place."""
     L: gl.constexpr = x.type.layout.parent
-    ptrs = _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    ptrs = _stat_ptrs(ptr, place, L)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < place[3] - place[2]
     gl.store(ptrs, x, inside)
 
 

@@ -315,12 +315,9 @@ def _consume(
             full_first = gl.where(partial, last, full_first)
             full_last = gl.where(partial, last, full_last)
         if DKV:
-            dk = load_rows(
-                dk_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
-            )
-            dv = load_rows(
-                dv_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
-            )
+            place = (batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv)
+            dk = load_rows(dk_ptr, place, HEAD_DIM, G_LAYOUT)
+            dv = load_rows(dv_ptr, place, HEAD_DIM, G_LAYOUT)
         else:
             dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, G_LAYOUT)
             dv = dk
@@ -345,12 +342,9 @@ def _consume(
             row = first_row + INDEX * ROWS
             run = load_visited(work[1], i + zero)
             # Not stored: rows outside the run, whose sums are zeros, or NaN if the run has NaN.
-            store_rows(
-                dk_ptr, dk, batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero, run[4]
-            )
-            store_rows(
-                dv_ptr, dv, batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero, run[4]
-            )
+            target = (batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero)
+            store_rows(dk_ptr, dk, target, run[4])
+            store_rows(dv_ptr, dv, target, run[4])
 
 
 @gluon.jit

@@ -352,9 +352,8 @@ def _consume(
             m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
             l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
         else:
-            acc, m_i, l_i = load_state(
-                state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT
-            )
+            place = (batch, head, row, row_stop, num_rows, nheads)
+            acc, m_i, l_i = load_state(state, place, HEAD_DIM_V, S_LAYOUT, O_LAYOUT)
 
         if first_run < last_run:
             mbarrier.wait(q_full.index(INDEX), parity)
@@ -374,6 +373,7 @@ def _consume(
         batch, head, block = _task(task + opaque_zero(task), work)
         row_start, row_stop, _, _ = load_block_row(blocks_ptr, block)
         row = row_start + INDEX * ROWS
+        target = (batch, head, row, row_stop, num_rows, nheads)
         if LAST:
             m_o = gl.convert_layout(m_i, O_ROWS)
             l_o = gl.convert_layout(l_i, O_ROWS)
@@ -381,12 +381,12 @@ def _consume(
                 sink = gl.load(sinks_ptr + head) * LOG2E
                 acc, m_o, l_o = online_softmax_add_sink(acc, m_o, l_o, sink)
             acc, lse = online_softmax_finalize(acc, m_o, l_o)
-            store_rows(out_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
-            store_stats(lse_ptr, lse, batch, head, row, row_stop, num_rows, nheads)
+            store_rows(out_ptr, acc, target)
+            store_stats(lse_ptr, lse, target)
         else:
-            store_rows(acc_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
-            store_stats(m_ptr, m_i, batch, head, row, row_stop, num_rows, nheads)
-            store_stats(l_ptr, l_i, batch, head, row, row_stop, num_rows, nheads)
+            store_rows(acc_ptr, acc, target)
+            store_stats(m_ptr, m_i, target)
+            store_stats(l_ptr, l_i, target)
         task = _next_task(drawn, barriers, drawn_parity)
         drawn_parity ^= 1
 
