@@ -76,15 +76,7 @@ def online_softmax_rescale(acc, m_i, l_i, m_new):
 
 
 @triton.jit
-def online_softmax_update(
-    acc,
-    m_i,
-    l_i,
-    qk,
-    v,
-    qk_scale,
-    MASKED: tl.constexpr = True,
-):
+def online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED: tl.constexpr = True):
     """Folds one block of keys into the state.
 
     acc (M, D) float32, m_i l_i (M,) float32, qk (M, N) float32 raw products with -inf where masked,

@@ -142,12 +142,7 @@ def make_step_table(
     # Programs start in this order: the longest first, so that no long program runs last and alone.
     blocks.sort(key=lambda block: -block[COLUMNS])
     blocks_there, runs_there = tables_on(device, [block[:COLUMNS] for block in blocks], runs)
-    return StepTable(
-        blocks_there,
-        runs_there,
-        len(blocks),
-        *properties(rectangles, block_cols),
-    )
+    return StepTable(blocks_there, runs_there, len(blocks), *properties(rectangles, block_cols))
 
 
 def properties(rectangles: Sequence[Rectangle], block_cols: int) -> tuple[int, bool, bool, bool]:

@@ -19,12 +19,7 @@ from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.machines import run
-from ring_attn.strategies.tree_decode import (
-    DecodeCall,
-    decode_tiles,
-    gather_numbers,
-    make_call,
-)
+from ring_attn.strategies.tree_decode import DecodeCall, decode_tiles, gather_numbers, make_call
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.debug import check_agreement, debug_enabled, values_of
 from ring_attn.transport.p2p import open_p2p

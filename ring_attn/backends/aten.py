@@ -113,12 +113,7 @@ class AtenBackend(OperatorBackend):
         return gradients
 
     def workspace_bytes(
-        self,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        *,
-        backward: bool = False,
-        rebuilds: bool = False,
+        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
         """Bytes of the largest piece's outputs and copies, and of the CPU operator's scratch."""
         most = 0

@@ -210,12 +210,7 @@ class Backend:
         raise NotImplementedError
 
     def workspace_bytes(
-        self,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        *,
-        backward: bool = False,
-        rebuilds: bool = False,
+        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
         """Peak bytes that this backend allocates in one step, beside the arguments.
 

@@ -121,12 +121,7 @@ class FlashAttnBackend(OperatorBackend):
         operator(*inputs, *grads, **options)
 
     def workspace_bytes(
-        self,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        *,
-        backward: bool = False,
-        rebuilds: bool = False,
+        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
         """Bytes of the largest tile's outputs, and of a rebuilt `out`."""
         dim, most = max(spec.headdim, spec.headdim_v), 0

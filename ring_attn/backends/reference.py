@@ -65,12 +65,7 @@ class ReferenceBackend(Backend):
         dk[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype))
 
     def workspace_bytes(
-        self,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        *,
-        backward: bool = False,
-        rebuilds: bool = False,
+        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
         """Bytes of the largest tile's score matrices, and of copies of its K and V.
 

@@ -316,12 +316,7 @@ class TritonBackend(Backend):
         return spec.batch * rows * spec.nheads * results
 
     def workspace_bytes(
-        self,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        *,
-        backward: bool = False,
-        rebuilds: bool = False,
+        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
         """Bytes of the turn counters of the backward in Gluon; other kernels need no workspace."""
         if not (backward and tiles and self.in_one_pass(spec)):
