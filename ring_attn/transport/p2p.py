@@ -102,13 +102,13 @@ class P2PTransport(Transport):
             known = 0 if queued or check is None else int(check)
             identity = Identity(shared.next_sequence(), number, kind, agreement, known)
             shared.begin(identity)
-            tagged = shared.medium(device, self._timeout_s).honours_tags
-            if not tagged:
+            shared.medium(device, self._timeout_s)
+            if queued:
                 pool = self.pool(device)
                 pool.begin()
                 shared.headers.begin(identity, device, check, pool)
             yield number
-            if not tagged:
+            if queued:
                 shared.headers.end(identity)
         except BaseException as error:
             shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
@@ -182,17 +182,15 @@ class P2PTransport(Transport):
         finish: Callable[[], None] | None = None,
     ) -> Event | None:
         device, peer = sends[0][1].device, receives[0][0]
-        medium, headers = self._shared.medium(device, self._timeout_s), self._shared.headers
+        medium = self._shared.medium(device, self._timeout_s)
         nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
-        begun: list[Event] = []
-        if not medium.honours_tags:
-            rows, begun = headers.incoming(len(receives))
-            receives = receives + [(r, row) for (r, _), row in zip(receives, rows, strict=True)]
-            sends = sends + [(r, headers.outgoing) for r, _ in sends]
         if isinstance(medium, Gloo):
             tagged = partial(self._send_tagged, medium, channel, step, sends, receives)
             return self._start(channel, step, peer, nbytes, tagged, finish)
-        lane = self._lane(channel, device)
+        lane, headers = self._lane(channel, device), self._shared.headers
+        rows, begun = headers.incoming(len(receives))
+        receives = receives + [(r, row) for (r, _), row in zip(receives, rows, strict=True)]
+        sends = sends + [(r, headers.outgoing) for r, _ in sends]
         nccl: Any = lane.communicator
         starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
         starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
@@ -201,11 +199,8 @@ class P2PTransport(Transport):
     def _send_tagged(
         self, gloo: Gloo, channel: Channel, step: int, sends: Parts, receives: Parts
     ) -> list[Started]:
-        # A medium without tags tells messages apart only by their order.
-        seed = self._shared.seed ^ self._scope if gloo.honours_tags else 0
-
         def tag(x: Tensor) -> int:
-            return message_tag(seed, channel, step, x.nbytes)
+            return message_tag(self._shared.seed ^ self._scope, channel, step, x.nbytes)
 
         # Receives first: `wait` takes the works in this order, and compute needs received data.
         works = [(gloo.receive(x, self._members[r], tag(x)), RECEIVE, r) for r, x in receives]

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ from torch import Tensor
 from ring_attn import SequenceLayout, TransportOptions, masks, ops, ring_attention, tree_decode
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
-from ring_attn.transport.ranks import media
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.refusals import refused as refused_by_name
 from tests.refusals import says
@@ -273,27 +271,6 @@ def test_decodes_that_differ(ranks: Pools) -> None:
 def test_every_difference(ranks: Pools, turn: int) -> None:
     """The differences are dealt out among the strategies; the first or the last rank is odd."""
     check(ranks, STRATEGIES[turn], 3 * (turn % 2), [*DIFFERENT, *HAPPENED][turn :: len(STRATEGIES)])
-
-
-@pytest.mark.parametrize("strategy", [*STRATEGIES[:-1], "decode"])
-@on_ranks(WORLD_SIZE)
-def test_headers_where_there_are_no_tags(strategy: str) -> None:
-    """As on NCCL: the device compares headers; at the next call all hosts raise if they differed.
-
-    Tries calls that agree, and a call after one in which rank 1 had other sinks.
-    """
-    with mock.patch.object(media.Gloo, "honours_tags", False):
-        groups = [dist.new_group() for _ in range(2)]
-        run = decode if strategy == "decode" else partial(call, strategy=strategy_of(strategy, 4))
-        outs = [run(groups[0], sinks=SINKS) for _ in range(2)]
-        run(groups[1], sinks=SINKS)
-        sinks = SINKS.flip(0) if dist.get_rank() == 1 else SINKS
-        ended(lambda: run(groups[1], sinks=sinks))
-        after = ended(lambda: run(groups[1], sinks=SINKS))
-    for group in groups:
-        dist.destroy_process_group(group)
-    assert torch.equal(*outs)
-    assert after.error is RuntimeError and "messages of another call" in after.text, after
 
 
 # -- debug mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from ring_attn import TransportOptions, ring_attention
 from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS
+from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.media import Lane, Late
-from tests.distributed.pool import ended, on_ranks
+from tests.distributed.pool import Ended, Pools, ended, on_ranks
+from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.refusals import says
 
 GPU = torch.device("cuda", 0)
@@ -153,3 +156,31 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     end = ended(lambda: ring_attention(x, x, x, group=group))
     texts += [end.text] * (rank == 0)
     assert all(says(text, "step 3|rank 1|'shards'|47 s") for text in texts), texts
+
+
+# -- identities beside the messages, as on NCCL, where messages have no tags
+
+
+def after_other_sinks(strategy: str) -> Ended:
+    """How a call ends after calls that agree, and after one in which rank 1 had other sinks."""
+    groups = [dist.new_group() for _ in range(2)]
+    run = decode if strategy == "decode" else partial(call, strategy=strategy_of(strategy, 4))
+    outs = [run(groups[0], sinks=SINKS) for _ in range(2)]
+    assert torch.equal(*outs)
+    run(groups[1], sinks=SINKS)
+    sinks = SINKS.flip(0) if dist.get_rank() == 1 else SINKS
+    ended(lambda: run(groups[1], sinks=sinks))
+    after = ended(lambda: run(groups[1], sinks=SINKS))
+    for group in groups:
+        dist.destroy_process_group(group)
+    return after
+
+
+@pytest.mark.queued
+@pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "auto"), "decode"])
+def test_headers_where_there_are_no_tags(ranks: Pools, strategy: str) -> None:
+    """The device compares headers; at the next call a host raises if they differed."""
+    ends = ranks(WORLD_SIZE).run(after_other_sinks, strategy)
+    assert {end.error for end in ends} == {RuntimeError}, ends
+    told = "messages of another call" if ranks.queued else "failed before"
+    assert any(told in end.text for end in ends), ends

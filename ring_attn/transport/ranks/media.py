@@ -35,13 +35,7 @@ GRACE_S = 10.0
 
 
 class Medium(Protocol):
-    """Connections between the ranks of a group; a peer is its rank in that group.
-
-    `honours_tags`: a receive gets only messages with its tag.
-    """
-
-    @property
-    def honours_tags(self) -> bool: ...
+    """Connections between the ranks of a group; a peer is its rank in that group."""
 
     def late(self) -> Late | None:
         """An exchange past its timeout, on a medium where the host does not wait; else None."""
@@ -54,8 +48,6 @@ class Medium(Protocol):
 
 class Gloo:
     """Tagged messages between all ranks of a group."""
-
-    honours_tags = True
 
     def __init__(
         self, store: Store, meeting: str, rank: int, world_size: int, seconds: float
@@ -193,8 +185,6 @@ class Lane:
 
 class Nccl:
     """NCCL's communicators, each made by its members together at its first use."""
-
-    honours_tags = False
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
         """Makes no communicators yet."""
