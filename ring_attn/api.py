@@ -26,7 +26,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, checked_strategy
-from ring_attn.core.values import check_dim, check_flag, check_type
+from ring_attn.core.values import check_flag
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport.base import Agreement
@@ -489,14 +489,9 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         RuntimeError: no process group.
     """
     process_group = check.check_group(group)
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     try:
-        check_dim("x", x, dim)
-        check.check_plain("x", x)
+        check.check_shard(x, dim, layout, process_group)
         check.check_capture("unshard", x)
-        check_type("layout", layout, SequenceLayout)
-        check.check_group_device(process_group, x.device)
-        check.check_layout("x", layout, x.size(dim), None, rank, world_size)
     except Exception as error:
         tell_refusal(error, process_group)
         raise
@@ -504,7 +499,7 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
     rows[: x.size(dim)] = x.detach().movedim(dim, 0)
-    gathered = rows.new_empty(world_size, *rows.shape)
+    gathered = rows.new_empty(layout.world_size, *rows.shape)
     described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": str(layout)}
     if debug_enabled():
         check_agreement(described, process_group, TransportOptions())

@@ -24,7 +24,7 @@ from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.values import as_int, check_flag, check_int, check_number, check_type
+from ring_attn.core.values import as_int, check_dim, check_flag, check_int, check_number, check_type
 from ring_attn.torch_private import flattened, is_transformed
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
@@ -506,6 +506,17 @@ def check_layout(
             f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ, "
             "or padding follows the documents, pass a SequenceLayout, not its name"
         )
+
+
+def check_shard(x: Tensor, dim: int, layout: object, group: dist.ProcessGroup) -> int:
+    """Checks this rank's rows of any tensor, in a dim; returns the rank."""
+    check_dim("x", x, dim)
+    check_plain("x", x)
+    check_type("layout", layout, SequenceLayout)
+    check_group_device(group, x.device)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    check_layout("x", cast(SequenceLayout, layout), x.size(dim), None, rank, world_size)
+    return rank
 
 
 def check_mask(mask: Mask) -> Mask:

@@ -25,7 +25,7 @@ from ring_attn import check
 from ring_attn.call import Group
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.values import as_int, check_dim, check_type
+from ring_attn.core.values import as_int
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
@@ -82,14 +82,9 @@ def halo(
         [[2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
     """
     process_group = check.check_group(group)
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     try:
-        check_dim("x", x, dim)
-        check.check_plain("x", x)
-        check_type("layout", layout, SequenceLayout)
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
-        check.check_group_device(process_group, x.device)
-        check.check_layout("x", layout, x.size(dim), None, rank, world_size)
+        rank = check.check_shard(x, dim, layout, process_group)
     except Exception as error:
         tell_refusal(error, process_group)
         raise
