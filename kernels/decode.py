@@ -234,15 +234,11 @@ def merge_parts_kernel(
 def merge_parts_launch(
     acc: Tensor, m: Tensor, l: Tensor, out: Tensor, lse: Tensor, num_parts: int
 ) -> Launch:
-    """The launch that merges the states of all parts into the results.
+    """The launch that merges the states of all parts into out and lse.
 
-    Args:
-        acc: (batch, num_parts * rows * group, nheads_kv, headdim_v) float32, contiguous.
-        m: (batch, nheads_kv, num_parts * rows * group) float32, contiguous, in base 2.
-        l: likewise.
-        out: (batch, rows, nheads, headdim_v) float32, contiguous; written.
-        lse: (batch, nheads, rows) float32, contiguous, natural logarithm; written.
-        num_parts: parts of each row.
+    acc (batch, num_parts * rows * group, nheads_kv, headdim_v), m in base 2 and l (batch,
+    nheads_kv, num_parts * rows * group), out (batch, rows, nheads, headdim_v), lse (batch, nheads,
+    rows): all float32 and contiguous.
     """
     batch, num_rows, nheads, headdim_v = out.shape
     nheads_kv = acc.size(2)

@@ -318,13 +318,8 @@ def delta_launch(
 ) -> Launch:
     """The launch that writes delta, and -lse in base 2.
 
-    Args:
-        out: (batch, rows, nheads, headdim_v); any strides, but 1 in the last dim.
-        dout: likewise.
-        lse: (batch, nheads, rows) float32, contiguous, natural logarithm.
-        minus_lse: likewise, -lse in base 2; written.
-        delta: likewise; written.
-        config: for BLOCK_M and warps only.
+    out and dout (batch, rows, nheads, headdim_v), any strides, but 1 in the last dim; lse,
+    minus_lse and delta (batch, nheads, rows) float32, contiguous.
     """
     batch, num_rows, nheads, headdim_v = out.shape
     return Launch(
@@ -372,8 +367,8 @@ def dkdv_launch(
         delta: (batch, nheads, rows) float32, contiguous.
         dk: shape of k, float32, contiguous; added to.
         dv: shape of v, likewise.
-        table: table of kv rows x q rows (`transposed`), ascending.
-        config: tile sizes, warps and stages.
+        table: kv rows x q rows (`transposed`), ascending.
+        config: for whose blocks the table is.
         softmax_scale: positive.
         softcap: 0 means none.
     """

@@ -339,13 +339,12 @@ def forward_launch(
     """The launch that folds one step.
 
     Args:
-        q: (batch, rows, nheads, headdim); any strides, but 1 in the last dim.
-        k: (batch, rows_kv, nheads_kv, headdim), likewise.
-        v: (batch, rows_kv, nheads_kv, headdim_v), likewise.
+        q: (batch, rows, nheads, headdim); q, k, v with any strides, but 1 in the last dim.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
         state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
-        table: table of q rows x kv rows, descending, for this config's blocks; if first or last,
-            with blocks for all rows.
-        config: tile sizes, warps and stages.
+        table: q rows x kv rows, descending; if first or last, with blocks for all rows.
+        config: for whose blocks the table is.
         softmax_scale: positive.
         softcap: 0 means none.
         first: start from the empty state, and load none.

@@ -15,10 +15,7 @@ from typing import Any
 def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
     """a (..., m, k) times b (..., k, n); rounds each product and adds it in the order of k.
 
-    Args:
-        a: numpy array with as many dims as b.
-        b: numpy array with two columns or more; for one column einsum would sum in parts.
-        dtype: dtype of sums and products; None means that of a.
+    b has two columns or more: for one column einsum would sum in parts.
     """
     from triton.runtime.interpreter import np
 

@@ -132,12 +132,8 @@ def merge_tree_launch(
 ) -> Launch:
     """The launch that merges the results of disjoint sets of keys.
 
-    Args:
-        out: (sets, batch, rows, nheads, headdim_v) float32, contiguous but for the first dim.
-        lse: (sets, batch, nheads, rows) likewise.
-        root_out: (batch, rows, nheads, headdim_v), contiguous; written.
-        root_lse: (batch, nheads, rows) float32, contiguous; written.
-        sinks: (nheads,), contiguous.
+    out (sets, batch, rows, nheads, headdim_v) and lse (sets, batch, nheads, rows) are float32,
+    contiguous but for the first dim; root_out and root_lse, written, lack that dim.
     """
     num_sets, batch, num_rows, nheads, headdim_v = out.shape
     config = config_of(headdim_v)

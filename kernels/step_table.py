@@ -122,8 +122,8 @@ def make_step_table(
         rectangles: the step's rectangles, in local indices, without a common pair.
         block_rows: rows of a program.
         block_cols: columns of one iteration.
-        device: device of the tables.
-        descending: whether a row's runs are folded from the last column down, not up.
+        device: of the tables.
+        descending: a row's runs are folded from the last column down, not up.
         num_rows: if not 0, rows of [0, num_rows) outside all rectangles get blocks without runs:
             for launches that write every row.
     """

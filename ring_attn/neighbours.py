@@ -150,22 +150,15 @@ _halo.register_autograd(_gradient, setup_context=_setup)
 
 
 class _Plan(NamedTuple):
-    """Rows that one rank sends and receives, as indices on a device.
+    """Rows that one rank sends and receives, as indices on a device."""
 
-    Attributes:
-        own: number of own rows.
-        around: for each row of the runs, its place among the own rows, then the received rows, then
-            one row of zeros.
-        sums: rounds of (places, rows of the runs) to add gradients up: no round has a place twice.
-        sent: own rows for each rank.
-        received: number of rows from each rank.
-    """
-
-    own: int
+    own: int  # number of own rows
+    # The place of each row of the runs: among the own, then the received rows, then a row of zeros.
     around: Tensor
+    # Rounds of (places, rows of the runs) to add gradients up: no round has a place twice.
     sums: tuple[tuple[Tensor, Tensor], ...]
-    sent: tuple[Tensor, ...]
-    received: tuple[int, ...]
+    sent: tuple[Tensor, ...]  # own rows for each rank
+    received: tuple[int, ...]  # number of rows from each rank
 
     def there(self, x: Tensor, transport: Transport) -> Tensor:
         """The runs with their neighbours, from the rows of all ranks."""

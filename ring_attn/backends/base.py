@@ -50,27 +50,23 @@ class Backend:
     A state passes from step to step: `new_state` makes it, and `finalize` consumes it. By default
     the tiles of a step are computed one by one, in `forward_tile` and `backward_tile`, and folded
     into a `core.state.State`. A backend that computes them together replaces all methods.
-
-    Attributes:
-        name: as in `PREFERENCE`.
-        tile_by_tile: each tile takes launches and a merge of its own.
-        in_order: results have the same bits however the tiles are spread over calls, if the calls
-            come in folding order, accumulate in place into one state and one set of gradients, and
-            are cut at multiples of `bits_unit` positions.
-        bits_unit: see `in_order`.
-        decodes: `decode` is another algorithm, for a few queries against many keys.
-        carries_state: its kernels load and store the state; the last one writes out and lse.
-        deterministic: two runs of a backward on CUDA have the same bits; on CPUs they always do.
-        converts_lse: `row_statistics` makes a new lse, and does not return its argument.
     """
 
-    name: str
+    name: str  # as in `PREFERENCE`
+    # Each tile takes launches and a merge of its own.
     tile_by_tile = True
+    # Results have the same bits however the tiles are spread over calls, if the calls come in
+    # folding order, accumulate in place into one state and one set of gradients, and are cut at
+    # multiples of `bits_unit` positions.
     in_order = False
     bits_unit = 1
+    # `decode` is another algorithm, for a few queries against many keys.
     decodes = False
+    # The kernels load and store the state; the last one writes out and lse.
     carries_state = False
+    # Two runs of a backward on CUDA have the same bits; on CPUs they always do.
     deterministic = True
+    # `row_statistics` makes a new lse, and does not return its argument.
     converts_lse = False
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:

@@ -39,25 +39,15 @@ RELEASED = 1 << 30
 
 
 class FlashAttnBackend(OperatorBackend):
-    """FlashAttention 2 from the package flash-attn.
-
-    Attributes:
-        package: name of the package in package indexes.
-        install: how to install it.
-        oldest: oldest supported version; earlier versions have other arguments or results.
-        architectures: GPUs for which the package has kernels; empty means all.
-        most_headdim: largest supported headdim.
-        names: of the operators for forward and backward.
-        options: arguments of both operators, beside tensors, window and scores.
-        forward_options: further arguments of the forward.
-    """
+    """FlashAttention 2 from the package flash-attn."""
 
     name = "flash_attn"
-    package = "flash-attn"
+    package = "flash-attn"  # its name in package indexes
     install = "pip install 'ring-attn[flash]'"
-    oldest: Version = (2, 8, 0, 0)
-    architectures: tuple[str, ...] = ()
+    oldest: Version = (2, 8, 0, 0)  # earlier versions have other arguments or results
+    architectures: tuple[str, ...] = ()  # empty means all GPUs
     most_headdim = 256
+    # The operators for forward and backward, and their arguments beside tensors, window and scores.
     names = ("_flash_attn_forward", "_flash_attn_backward")
     options: Mapping[str, Any] = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
     forward_options: Mapping[str, Any] = {"return_softmax": False}

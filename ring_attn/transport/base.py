@@ -258,12 +258,9 @@ def gather_texts(transport: Transport, text: str, device: torch.device) -> list[
 
 
 def check_ranks(ranks: Ranks, rank: int, world_size: int) -> None:
-    """Refuses ranks that cannot form a transport.
+    """Refuses ranks without `rank`, or that do not ascend within the world size.
 
     torch.distributed numbers a group's ranks in ascending order, in whatever order they are listed.
-
-    Raises:
-        ValueError: `rank` is not among them, or they do not ascend within the world size.
     """
     if rank not in ranks:
         raise ValueError(f"rank {rank} must be among the ranks of its transport, got {ranks}")
