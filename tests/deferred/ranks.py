@@ -7,13 +7,11 @@ Ranks do not meet: no host waits for another, and every roll-call finds all rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,8 +20,7 @@ from ring_attn.transport import streams
 from ring_attn.transport.ranks import formation, group, media
 from tests.deferred.device import Event, HostReads, Part, Recorder, Stream, Transfer
 from tests.deferred.program import Program
-
-Parts = Sequence[tuple[Tensor, int]]
+from tests.stand_in import Parts, StandIn
 
 
 class Work:
@@ -38,42 +35,19 @@ class Work:
         return True
 
 
-class Communicator:
-    """Stands for torch's ProcessGroupNCCL; records transfers on a stream of its own.
+class Communicator(StandIn):
+    """Records transfers on a stream of its own.
 
     As in torch, each start makes that stream wait for the current stream. Keeps no buffer alive.
     """
 
-    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
     recorder: Recorder
 
     def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
-        self._name, self._rank, self._size = options.group_name, rank, size
+        super().__init__(store, rank, size, options)
         self._stream = Stream()
         self._group: Transfer | None = None
         self._transfers: list[Transfer] = []
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Does nothing: there is nothing to connect to."""
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return self._add(sends=[(x, peer) for x in tensors])
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return self._add(receives=[(x, peer) for x in tensors])
-
-    def _allgather_base(self, recv: Tensor, send: Tensor) -> Work:
-        parts = enumerate(recv.chunk(self._size))
-        return self._add([(send, r) for r in range(self._size)], [(x, r) for r, x in parts])
-
-    def _reduce_scatter_base(self, recv: Tensor, send: Tensor) -> Work:
-        return self._add([(x, r) for r, x in enumerate(send.chunk(self._size))], summed=recv)
-
-    def alltoall_base(
-        self, recv: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
-    ) -> Work:
-        sides = (send.split(send_counts), recv.split(recv_counts))
-        return self._add(*([(x, r) for r, x in enumerate(parts)] for parts in sides))
 
     def _start_coalescing(self) -> None:
         self._group = self._new()
@@ -89,26 +63,19 @@ class Communicator:
             transfer.aborted, transfer.cut_after = True, self.recorder.ended
         self.recorder.end(self._transfers)
 
-    def shutdown(self) -> None:
-        """Does nothing: there is nothing to release."""
-
     def _new(self) -> Transfer:
-        return Transfer("", (), [], [], communicator=self._name, member=self._rank)
+        name = self.options.group_name
+        return Transfer("", (), [], [], communicator=name, member=self.rank)
 
-    def _add(
-        self,
-        sends: Parts = (),
-        receives: Parts = (),
-        summed: Tensor | None = None,
-    ) -> Work | None:
+    def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Work | None:
         transfer = self._group or self._new()
         ref = self.recorder.ref
         self.recorder.given(*(x for x, _ in (*sends, *receives)))
         outgoing = [Part(ref(x), peer) for x, peer in sends if x.numel()]
         incoming = [Part(ref(x), peer) for x, peer in receives if x.numel()]
-        if summed is not None:
-            target = ref(summed)
-            parts = [self.recorder.scratch(target) for _ in range(self._size)]
+        if total is not None:
+            target = ref(total)
+            parts = [self.recorder.scratch(target) for _ in receives]
             incoming = [Part(part, peer) for peer, part in enumerate(parts)]
             transfer.sums.append((target, parts))
             transfer.writes.append(target)
@@ -119,7 +86,7 @@ class Communicator:
         return None if self._group else self._start(transfer)
 
     def _start(self, transfer: Transfer) -> Work:
-        transfer.what = f"transfer {len(self._transfers)} of {self._name}"
+        transfer.what = f"transfer {len(self._transfers)} of {self.options.group_name}"
         transfer.after = self.recorder.stream.tail
         self.recorder.queue(transfer, self._stream)
         self._transfers.append(transfer)

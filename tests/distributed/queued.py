@@ -7,9 +7,8 @@ or too late is noticed on the deferred device (`tests/deferred`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from ring_attn import profiling
 from ring_attn.transport import streams
 from ring_attn.transport.ranks.media import Gloo
+from tests.stand_in import Parts, StandIn
 
 
 class Moment:
@@ -37,89 +37,50 @@ class Moment:
         """Does nothing."""
 
 
-class Communicator:
-    """The used part of torch's ProcessGroupNCCL; messages are matched by their order."""
-
-    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+class Communicator(StandIn):
+    """Sends over gloo; messages are matched by their order."""
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self._rank, self._size = rank, size
+        super().__init__(store, rank, size, options)
         self._gloo = Gloo(store, "communicator", rank, size, options._timeout.total_seconds())
         self._sent, self._received = [0] * size, [0] * size
         self._group: list[Callable[[], object]] | None = None
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Does nothing: gloo is connected from the start."""
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Moment:
-        with self._ended() as ends:
-            self._send(ends, tensors[0], peer)
+    def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Moment:
+        """Starts an operation, which ends with the open group, or at once."""
+        ends = list[Callable[[], object]]() if self._group is None else self._group
+        to_itself = [x for x, peer in sends if peer == self.rank]
+        for x, peer in sends:
+            if peer != self.rank:
+                ends.append(self._gloo.send(x, peer, self._sent[peer]).wait)
+                self._sent[peer] += 1
+        for x, peer in receives:
+            if peer == self.rank:
+                x.copy_(to_itself.pop(0))
+            else:
+                ends.append(self._gloo.receive(x, peer, self._received[peer]).wait)
+                self._received[peer] += 1
+        if total is not None:
+            ends.append(lambda: total.copy_(torch.stack([x for x, _ in receives]).sum(0)))
+        if self._group is None:
+            _call(ends)
         return Moment()
-
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Moment:
-        with self._ended() as ends:
-            self._receive(ends, tensors[0], peer)
-        return Moment()
-
-    def _allgather_base(self, recv: Tensor, send: Tensor) -> Moment:
-        return self._exchange(self._size * [send], recv.chunk(self._size))
-
-    def alltoall_base(
-        self, recv: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
-    ) -> Moment:
-        return self._exchange(send.split(send_counts), recv.split(recv_counts))
-
-    def _reduce_scatter_base(self, recv: Tensor, send: Tensor) -> Moment:
-        parts = torch.empty_like(send).chunk(self._size)
-        total = lambda: recv.copy_(torch.stack(parts).sum(0))  # noqa: E731
-        return self._exchange(send.chunk(self._size), parts, total)
 
     def _start_coalescing(self) -> None:
         self._group = []
 
     def _end_coalescing(self) -> Moment:
         ends, self._group = self._group or [], None
-        for end in ends:
-            end()
+        _call(ends)
         return Moment()
 
     def abort(self) -> None:
         self._gloo.close()
 
-    def shutdown(self) -> None:
-        """Does nothing: there is nothing to release."""
 
-    @contextmanager
-    def _ended(self) -> Iterator[list[Callable[[], object]]]:
-        """Ends the operations started in the block, with those of the open group if any."""
-        alone = self._group is None
-        if alone:
-            self._start_coalescing()
-        assert self._group is not None
-        yield self._group
-        if alone:
-            self._end_coalescing()
-
-    def _exchange(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *more: Callable[[], object]
-    ) -> Moment:
-        with self._ended() as ends:
-            for peer, (send, recv) in enumerate(zip(outgoing, incoming, strict=True)):
-                if peer == self._rank:
-                    recv.copy_(send)
-                else:
-                    self._send(ends, send, peer)
-                    self._receive(ends, recv, peer)
-            ends.extend(more)
-        return Moment()
-
-    def _send(self, ends: list[Callable[[], object]], x: Tensor, peer: int) -> None:
-        ends.append(self._gloo.send(x, peer, self._sent[peer]).wait)
-        self._sent[peer] += 1
-
-    def _receive(self, ends: list[Callable[[], object]], x: Tensor, peer: int) -> None:
-        ends.append(self._gloo.receive(x, peer, self._received[peer]).wait)
-        self._received[peer] += 1
+def _call(ends: list[Callable[[], object]]) -> None:
+    for end in ends:
+        end()
 
 
 class Clock(profiling._HostClock):

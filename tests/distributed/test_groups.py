@@ -29,7 +29,6 @@ from ring_attn import (
 from ring_attn.core.mask import Mask
 from ring_attn.testing import STRATEGIES, Expected, Inputs, random_qkv, strategy_of
 from ring_attn.transport import p2p, streams
-from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
 from tests.distributed.pool import on_ranks
 
@@ -182,19 +181,6 @@ def test_everything_goes_with_the_group() -> None:
         time.sleep(0.02)
 
 
-def connections() -> list[str]:
-    """Media by which the ring of the world is connected after a call."""
-    world = dist.group.WORLD
-    assert world is not None
-    ring_attention(*(torch.ones(1, 3, 2, 8) for _ in range(3)))
-    return list(rank_group(world)._media)
-
-
-def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
-    assert ranks(1).run(connections) == [[]]
-    assert ranks(2).run(connections) == [["cpu"], ["cpu"]]
-
-
 @on_ranks(4)
 def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
     """The world's bound device is hidden while torch flattens a mesh smaller than the world."""
@@ -219,9 +205,6 @@ def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
         world.bound_device_id = None
     # A mesh of the whole world needs no group at all.
     assert seen in ([None, device], [device]), seen
-
-
-# -- threads and forks
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -23,19 +22,19 @@ from ring_attn.transport.ranks.media import Lane, Late
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.refusals import says
+from tests.stand_in import StandIn
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 
-class Recorder:
-    """A ProcessGroupNCCL that connects to nothing."""
+class Recorder(StandIn):
+    """Records how it is made and ended."""
 
     made: ClassVar[list[Recorder]] = []
-    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.rank, self.size, self.options = rank, size, options
+        super().__init__(store, rank, size, options)
         self.connected: list[torch.device] = []
         self.ended: list[str] = []
         # All members meet under one name in the store.
