@@ -1,10 +1,8 @@
 """Ranks for the distributed tests: processes with a gloo group, started once for many tests.
 
-A `Pool` is `world_size` processes, forked from a server that has torch loaded, so that one starts
-in well under a second. `pool.run(fn, *args)` calls a function of a test module on every rank and
-returns what the ranks returned. A rank that raises, dies or hangs ends in a `RankError` with what
-is known of every rank, and the pool is not used again: messages of half a ring may still be under
-way in it.
+Processes are forked from a server that has torch loaded, so that one starts in well under a second.
+A rank that raises, dies or hangs ends in a `RankError`, and the pool is not used again: messages of
+half a ring may still be under way in it.
 """
 
 from __future__ import annotations
@@ -100,15 +98,6 @@ def ended(call: Callable[[], object]) -> Ended:
     return Ended(None, "it ran", time.monotonic() - start)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A rank's value or traceback, and the rank's present number of groups."""
-
-    value: Any = None
-    error: str | None = None
-    groups: int = 1
-
-
 def forkserver() -> Any:
     """The context whose processes are forked from a server that has loaded what ranks need."""
     context = multiprocessing.get_context("forkserver")
@@ -169,7 +158,7 @@ class Pool:
 
     def results(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> list[Any]:
         """Second half of `run`: results, None for ranks in `lost`, which a test stops or kills."""
-        answers: dict[int, Answer] = {}
+        values, failed = dict[int, Any](), dict[int, str]()
         waiting = set(range(self.world_size)) - set(lost)
         deadline = time.monotonic() + timeout
         while waiting:
@@ -179,26 +168,22 @@ class Pool:
                 break
             for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
                 waiting.remove(rank)
-                answers[rank] = self._answer(rank)
-                if answers[rank].error is not None:
+                try:
+                    values[rank], error, self.num_groups = pickle.loads(
+                        self._pipes[rank].recv_bytes()
+                    )
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(GRACE)
+                    error = f"the process ended, exit code {self._processes[rank].exitcode}"
+                if error is not None:
+                    failed[rank] = error
                     deadline = min(deadline, time.monotonic() + GRACE)
-        answers |= {rank: Answer(error="no answer in time") for rank in waiting}
-        failed = {rank: a.error for rank, a in answers.items() if a.error is not None}
+        failed |= dict.fromkeys(waiting, "no answer in time")
         if failed:
             self.close(now=True)
             text = "\n".join(f"--- rank {rank}: {failed[rank]}" for rank in sorted(failed))
             raise RankError(f"ranks {sorted(failed)} of {self.world_size} failed\n{text}")
-        return [answers.get(rank, Answer()).value for rank in range(self.world_size)]
-
-    def _answer(self, rank: int) -> Answer:
-        try:
-            answer: Answer = pickle.loads(self._pipes[rank].recv_bytes())
-        except (EOFError, ConnectionError):
-            process = self._processes[rank]
-            process.join(GRACE)
-            return Answer(error=f"the process ended, exit code {process.exitcode}")
-        self.num_groups = answer.groups
-        return answer
+        return [values.get(rank) for rank in range(self.world_size)]
 
     def close(self, *, now: bool = False, lost: Collection[int] = ()) -> list[int | None]:
         """Ends the processes and returns their exit codes, negative where a signal was needed.
@@ -277,10 +262,10 @@ def _work(
             _provide(*message[:2])
             fn, args = pickle.loads(message[2])
             value = fn(*args)
-            answer = pickle.dumps(Answer(value, groups=len(distributed_c10d._world.pg_map)))
+            # Bytes, not objects: multiprocessing would send tensors as shared memory.
+            answer = pickle.dumps((value, None, len(distributed_c10d._world.pg_map)))
         except BaseException:
-            answer = pickle.dumps(Answer(error=traceback.format_exc()))
-        # Bytes, not objects: multiprocessing would send tensors as shared memory.
+            answer = pickle.dumps((None, traceback.format_exc(), 1))
         pipe.send_bytes(answer)
 
 
@@ -290,10 +275,5 @@ def _provide(name: str, path: str) -> None:
         return
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
