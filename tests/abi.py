@@ -36,8 +36,6 @@ MEMBERS = (
 
 
 class Name(NamedTuple):
-    """A name that belongs to torch or NCCL."""
-
     # "module" for a name of one of torch's modules, with dots; "method" of an object of torch's;
     # "text" in torch's sources; "NCCL option"; "NCCL variable"; "torch variable".
     kind: str
@@ -48,7 +46,6 @@ class Name(NamedTuple):
 
 
 def used() -> list[Name]:
-    """All names, in order."""
     found = set(private_names((PACKAGE / "torch_private.py").read_text("utf-8")))
     transport = [path.read_text("utf-8") for path in (PACKAGE / "transport").rglob("*.py")]
     found |= set(communicator_names(transport))
@@ -58,7 +55,6 @@ def used() -> list[Name]:
 
 
 def private_names(source: str) -> Iterator[Name]:
-    """Names of `torch_private.py`."""
     tree = ast.parse(source)
     modules = {"torch": "torch"}
     for node in ast.walk(tree):
@@ -122,14 +118,11 @@ def variables(source: str) -> Iterator[Name]:
 
 
 class Wheels:
-    """A torch wheel and the wheel of its NCCL."""
-
     def __init__(self, torch: Path, nccl: Path) -> None:
         self._torch, self._nccl = ZipFile(torch), ZipFile(nccl)
         self._files = set(self._torch.namelist())
 
     def where(self, name: Name) -> str | None:
-        """The file that has the name; None if no file has it."""
         match name.kind:
             case "module":
                 return self._in_modules(name.name.split("."))
@@ -198,7 +191,6 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def nccl_of(torch: Path) -> str:
-    """The NCCL requirement of a torch wheel."""
     with ZipFile(torch) as wheel:
         file = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         found = re.search(r"Requires-Dist: (nvidia-nccl-\w+)==([\d.]+)", wheel.read(file).decode())

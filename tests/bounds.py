@@ -30,7 +30,6 @@ MASKS = masks(97) | {"wide window": Mask(97, 97, window_size=(60, 40))}
 
 
 def whole(mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of one rank that holds everything."""
     layouts = (SequenceLayout.contiguous(n, 1) for n in (mask.seqlen_q, mask.seqlen_k))
     return pair_tiles(*layouts, mask, 0, 0)
 
@@ -93,7 +92,6 @@ def assert_holds(
 
 
 def assert_close(name: str, got: Tensor, oracle: Tensor, plain: Tensor) -> None:
-    """Asserts a result other than attention's within the bound of `check`."""
     verdict = check(name, got, oracle, plain)
     assert verdict.ok, str(verdict)
 
@@ -112,7 +110,6 @@ def visible_pairs(tile: Tile) -> Tensor:
 
 
 def painted(tiles: Sequence[Tile], rows: int, cols: int) -> Tensor:
-    """How often each pair is in one of the tiles."""
     count = torch.zeros(rows, cols, dtype=torch.int64)
     for tile in tiles:
         count[tile.q, tile.kv] += visible_pairs(tile)
@@ -128,7 +125,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def note_calls(
     monkeypatch: pytest.MonkeyPatch, cls: type, name: str, note: Callable[..., None]
 ) -> None:
-    """Calls note(self, *args) before every call of a method."""
     method = getattr(cls, name)
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,6 @@ def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     seen: Tensor, softcap: float = 0.0, into: tuple[Tensor, ...] = (),
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk, dv; also copied into the tensors of `into`."""
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
     delta = (dout * out).sum(-1).transpose(1, 2)
     grads = textbook_backward(q, k, v, dout, lse, delta, seen, scale, softcap)
@@ -70,13 +69,11 @@ def flash_4_visible(rows: int, cols: int, left: int | None, right: int | None) -
 
 
 def cudnn_visible(rows: int, cols: int, is_causal: bool) -> Tensor:
-    """Causal from the top left corner."""
     seen = torch.ones(rows, cols, dtype=torch.bool)
     return seen.tril() if is_causal else seen
 
 
 def require_kernel_shapes(*tensors: Tensor) -> None:
-    """Asserts the shapes and strides that the CUDA kernels require."""
     assert len({x.size(-1) for x in tensors}) == 1, "one headdim"
     assert tensors[0].size(-1) % 8 == 0, "headdim in multiples of 8"
     assert all(x.stride(-1) == 1 for x in tensors), "a contiguous headdim"

@@ -32,7 +32,6 @@ def texts(num: int) -> list[dict[str, Tensor]]:
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch with padding at the end, and some ignored labels."""
     ids = [row["input_ids"] for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     batch = {
@@ -74,7 +73,6 @@ class Notes(transformers.TrainerCallback):
 
 
 def whole(x: Any) -> Tensor:
-    """The whole tensor, gathered if FSDP2 has sharded it."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x.detach()
 
 
@@ -123,7 +121,6 @@ LOGGED = ("loss", "grad_norm", "eval_loss")
 
 
 def trained(trainer: Any, logged: tuple[str, ...] = LOGGED, **options: Any) -> Run:
-    """Evaluates, trains, evaluates."""
     notes = Notes()
     trainer.add_callback(notes)
     before = trainer.evaluate()

@@ -56,8 +56,6 @@ def last(moments: Iterable[Moment]) -> Moment:
 
 
 class Launch(NamedTuple):
-    """A kernel that a host launches."""
-
     communicator: Hashable
     turn: int  # the kernel's number among the communicator's kernels on this rank
     sends: Ranks
@@ -66,7 +64,6 @@ class Launch(NamedTuple):
 
     @property
     def end(self) -> Moment:
-        """The moment when the kernel has ended."""
         return {self.communicator: self.turn + 1}
 
 
@@ -156,7 +153,6 @@ class Uses:
 
 
 def _buffers(value: object) -> Iterator[Buffer]:
-    """Buffers that an op names."""
     if isinstance(value, Buffer):
         yield value
     elif isinstance(value, tuple):
@@ -182,7 +178,6 @@ class Needed:
         self._least = np.array([*rows, [0] * len(self._streams)], np.uint8)
 
     def met(self, numbers: States, kernels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Whether, in each state, the needs of the numbered kernel are met; kernel -1 has none."""
         met: NDArray[np.bool_] = (numbers[:, self._streams] >= self._least[kernels]).all(1)
         return met
 
@@ -283,8 +278,6 @@ def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[
 
 
 class Search(NamedTuple):
-    """Result of a search over all orders."""
-
     # Communicators whose kernels hold the places for ever, by rank; None where every order ends.
     deadlock: list[set[Hashable]] | None
     num_states: int

@@ -47,7 +47,6 @@ class Layers:
         }
 
     def __call__(self, rank: int, recorder: Recorder) -> None:
-        """Runs a rank's part; its backward runs in a thread of its own, as on CUDA."""
         *given, dout = (x.clone() for x in self._shards[rank])
         if self._sinks is not None:
             given.append(self._sinks.clone())
@@ -64,7 +63,6 @@ class Layers:
             recorder.result(name, x)
 
     def whole(self, results: list[dict[str, Tensor]]) -> Any:
-        """The results of all ranks, put together."""
         ranks = [
             RankResult(
                 tuple(x[None] if self.case.packed else x for x in one.values()), NOTHING_SENT
@@ -74,12 +72,10 @@ class Layers:
         return put_together(self.case, ranks).whole
 
     def record(self) -> Program:
-        """Records all ranks."""
         return record(self.world_size, self)
 
 
 def in_thread(recorder: Recorder, work: Callable[[], Any]) -> Any:
-    """The result of `work`, run in a new thread on the forward's stream, as autograd does."""
     results: list[Any] = []
     errors: list[BaseException] = []
 

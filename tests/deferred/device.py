@@ -56,21 +56,17 @@ class Ref:
     dtype: torch.dtype
 
     def of(self, memories: Sequence[Tensor]) -> Tensor:
-        """The same tensor within the given memories."""
         whole = memories[self.memory][self.offset :]
         whole = whole[: whole.numel() // self.dtype.itemsize * self.dtype.itemsize]
         return whole.view(self.dtype).as_strided(self.shape, self.stride)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a contiguous tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(eq=False)
 class Node:
-    """An entry of a stream."""
-
     what: str
     after: tuple[Node, ...]  # nodes of the rank that must be done before this node starts
     reads: list[Ref]
@@ -84,16 +80,12 @@ class Node:
 
 
 class Part(NamedTuple):
-    """Bytes that a rank sends to, or receives from, a member of a communicator."""
-
     ref: Ref
     peer: int
 
 
 @dataclass(eq=False)
 class Transfer(Node):
-    """A group of operations of a communicator."""
-
     communicator: str = ""
     member: int = 0  # number of this rank in the communicator
     sends: list[Part] = field(default_factory=list)
@@ -104,8 +96,6 @@ class Transfer(Node):
 
 
 class Event:
-    """A moment of a stream."""
-
     def __init__(self, after: tuple[Node, ...]) -> None:
         self.after = after
 
@@ -117,8 +107,6 @@ class Event:
 
 
 class Stream:
-    """A queue of operators."""
-
     def __init__(self) -> None:
         self.tail: tuple[Node, ...] = ()
 
@@ -226,7 +214,6 @@ class Recorder(TorchDispatchMode):
         self.ended = (*self.ended, *nodes)
 
     def result(self, name: str, x: Tensor) -> None:
-        """Adds the current value of a tensor to the results of the rank."""
         copy = torch.empty_like(x, memory_format=torch.contiguous_format)
         copy.copy_(x)
         self.given(copy)
@@ -234,7 +221,6 @@ class Recorder(TorchDispatchMode):
         self._kept.append(copy)
 
     def ref(self, x: Tensor) -> Ref:
-        """The bytes of a tensor: its memory, offset, shape and strides."""
         offset = x.storage_offset() * x.element_size()
         return Ref(self._memory(x), offset, tuple(x.shape), x.stride(), x.dtype)
 
@@ -340,7 +326,6 @@ def _has_bytes(x: object) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator writes to."""
     named = [*zip(func._schema.arguments, args, strict=False)]
     named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
     return [
@@ -353,7 +338,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
-    """Arguments of an operator with each value changed."""
     if isinstance(x, (list, tuple)):
         return type(x)(_mapped(change, one) for one in x)
     if isinstance(x, dict):
@@ -362,7 +346,6 @@ def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _leaves(x: Any) -> list[Any]:
-    """The values among arguments or results of an operator."""
     leaves: list[Any] = []
     _mapped(leaves.append, x)
     return leaves

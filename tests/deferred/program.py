@@ -27,8 +27,6 @@ PIECES = 2
 
 @dataclass(eq=False)
 class Message:
-    """Bytes from one rank to another."""
-
     sender: Transfer
     source: Ref
     receiver: Transfer
@@ -36,8 +34,6 @@ class Message:
 
 
 class Program:
-    """The record of all ranks."""
-
     def __init__(self, ranks: Sequence[Recorder]) -> None:
         self.ranks = ranks
         self.nodes = [node for rank in ranks for node in rank.nodes]
@@ -105,7 +101,6 @@ class Program:
         return before
 
     def stuck(self) -> list[str]:
-        """The nodes that are never done, in the order of the host."""
         self._before()
         return [f"rank {self.rank_of[node]}: {node.what}" for node in self._never]
 
@@ -143,7 +138,6 @@ class Program:
 
 
 def same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bool:
-    """Whether two runs have the same results, to the bit."""
     return all(
         a.keys() == b.keys()
         and all(a[name].view(torch.uint8).equal(b[name].view(torch.uint8)) for name in a)
@@ -168,8 +162,6 @@ class Action:
 
 
 class Run:
-    """Devices of all ranks, with memory of their own."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self.memories = [[_initial(m) for m in rank.memories] for rank in program.ranks]
@@ -197,11 +189,9 @@ class Run:
         self._ready |= {Action("abort", node): None for node in ready}
 
     def ready(self) -> list[Action]:
-        """All actions that are possible next."""
         return list(self._ready)
 
     def do(self, action: Action) -> None:
-        """Performs an action."""
         del self._ready[action]
         node, message = action.node, action.message
         if action.kind == "abort":
@@ -294,11 +284,9 @@ class Run:
         return x.view(-1).view(torch.uint8)
 
     def is_sent(self, node: Transfer) -> bool:
-        """Whether all messages of a transfer have left."""
         return all(self._read[message] == PIECES for message in self.program.outgoing[node])
 
     def results(self) -> list[dict[str, Tensor]]:
-        """Results that the devices have reached, by rank and name."""
         results = []
         for rank, memories in zip(self.program.ranks, self.memories, strict=True):
             made = {
@@ -354,7 +342,6 @@ def _extent(ref: Ref) -> tuple[int, int]:
 
 
 def _overlap(a: Ref, b: Ref) -> bool:
-    """Whether the extents of two tensors of a memory have bytes in common."""
     if 0 in a.shape or 0 in b.shape:
         return False
     (lo_a, hi_a), (lo_b, hi_b) = _extent(a), _extent(b)

@@ -24,13 +24,10 @@ from tests.stand_in import Parts, StandIn
 
 
 class Work:
-    """A group of operations that has been started."""
-
     def __init__(self, recorder: Recorder, transfer: Transfer) -> None:
         self._recorder, self._transfer = recorder, transfer
 
     def wait(self) -> bool:
-        """Makes the current stream wait for the group."""
         self._recorder.stream.wait_event(Event((self._transfer,)))
         return True
 
@@ -149,5 +146,4 @@ def record_rank(
 
 
 def record(world_size: int, work: Callable[[int, Recorder], object]) -> Program:
-    """Records the work of all ranks."""
     return Program([record_rank(rank, world_size, work) for rank in range(world_size)])

@@ -94,7 +94,6 @@ def test_decode() -> None:
 
 
 def test_decode_that_asks_for_lengths_waits() -> None:
-    """The host needs the lengths of the other ranks' shards."""
     with pytest.raises(HostSyncError):
         record(3, Decoding(told=False))
 
@@ -134,7 +133,6 @@ def post_at_once(self: Lane, step: int, peer: int, start: Any, after: Any) -> Ev
 
 
 def send_a_copy(self: P2PTransport, *given: Any, after: Any = None) -> Event | None:
-    """Sends a copy, whose memory is freed as soon as the exchange is posted."""
     channel, step, hop, send, recv = given
     return POST(self, channel, step, hop, send.clone(), recv)
 

@@ -34,8 +34,6 @@ def heard(layers: Layers, rank: int, recorder: Recorder) -> None:
 
 
 class Failing:
-    """A rank that catches the error, and calls again."""
-
     def __init__(self, layers: Callable[[int, Recorder], None]) -> None:
         self.layers = layers
         self.inside = False

@@ -84,8 +84,6 @@ def _call(ends: list[Callable[[], object]]) -> None:
 
 
 class Clock(profiling._HostClock):
-    """The host's clock, which also tells when an exchange has ended."""
-
     def mark_behind(self, follow: Callable[[Any], bool]) -> Any:
         return self.mark() if follow(Moment()) else None
 

@@ -45,7 +45,6 @@ def clusters() -> tuple[Cluster, Cluster]:
 
 
 def choose_on(path: Path, calls: int = 2, headdim: int = 16) -> tuple[Strategy, int, int]:
-    """A rank's choice with its own file; messages sent by the first choice, and by the rest."""
     os.environ[devices.CLUSTER_VARIABLE] = str(path)
     transport = open_p2p(dist.group.WORLD, TransportOptions(timeout=20.0))
     spec = replace(SPEC, headdim=headdim)
@@ -94,7 +93,6 @@ def test_an_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_a_timeout() -> None:
-    """Rank 1 has formed the ring, but does not take part in the choice."""
     transport = open_p2p(dist.new_group(), TransportOptions(timeout=1.5))
     if dist.get_rank() == 0:
         with refused(RuntimeError, "strategy='auto': the ranks choose together|1.5"):

@@ -22,7 +22,6 @@ def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
 
 
 def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], Inputs]:
-    """A causal call with that strategy, and this rank's shards, which require gradients."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     case = Case("causal", "contiguous" if name == "q_exchange" else "zigzag", heads=heads, batch=1)
     layout, _ = case.build_layouts(world_size)
@@ -33,7 +32,6 @@ def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], I
 
 
 def calls_in_flight(name: str) -> None:
-    """Two forwards, then both backwards in either order: same bits as one call after the other."""
     (ring, a), (_, b) = _ring(name), _ring(name, Heads(4, 1, 16, 16))
     alone = [torch.autograd.grad(ring(*x[:3]), x[:3], x.dout) for x in (a, b)]
     for order in ((0, 1), (1, 0)):
@@ -70,7 +68,6 @@ def lse_takes_no_gradient(name: str) -> None:
 
 
 def sinks_keep_their_dtype(name: str) -> None:
-    """The sinks' gradient has the sinks' dtype, which changes no other gradient."""
     ring, (q, k, v, dout) = _ring(name)
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -95,7 +92,6 @@ def saves_five_tensors(name: str) -> None:
 
 
 def some_inputs_without_gradient(name: str) -> None:
-    """Any subset of inputs gets the gradient bits of the full call; no inputs, no graph."""
     ring, (q, k, v, dout) = _ring(name)
     usual = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
     for chosen in range(8):
@@ -126,7 +122,6 @@ def graphs_that_are_kept(name: str) -> None:
 
 
 def the_ring_has_its_own_groups(name: str) -> None:
-    """An unfinished collective on the caller's group does not block the ring."""
     ring, (q, k, v, _) = _ring(name)
     usual = ring(q, k, v)
     x = torch.full((1000,), float(dist.get_rank() + 1))
@@ -159,7 +154,6 @@ def test_autograd(ranks: Any, name: str, world_size: int) -> None:
 
 
 def unshard_round_trips() -> None:
-    """unshard undoes shard for every layout, dim and dtype, uneven and empty shards included."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for kind in LAYOUTS:
         for seqlen in (1, 2, 113):

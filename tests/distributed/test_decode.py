@@ -82,7 +82,6 @@ def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, toke
 
 
 def latent(sizes: dict[str, int]) -> Results:
-    """Two queries against a zigzag cache."""
     rank, layout = dist.get_rank(), SequenceLayout.zigzag(33, dist.get_world_size())
     q, k, v, _ = random_qkv(seqlen_q=2, seqlen_k=33, **sizes)
     k, v = (layout.shard(x, rank) for x in (k, v))
@@ -90,7 +89,6 @@ def latent(sizes: dict[str, int]) -> Results:
 
 
 def test_sizes_of_mla(ranks: Pools) -> None:
-    """Sizes of MLA, and a mask as a value."""
     sizes = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
     inputs = random_qkv(seqlen_q=2, seqlen_k=33, **sizes)
     for got in ranks(2).run(latent, sizes):
@@ -103,7 +101,6 @@ def test_sizes_of_mla(ranks: Pools) -> None:
 @pytest.mark.parametrize("starts_full", [True, False])
 @on_ranks(3)
 def test_none_stands_for_no_rows(starts_full: bool) -> None:
-    """None as k and v of a rank whose cache is empty, while the cache fills rank by rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     ends = open_p2p(group, TransportOptions())
@@ -130,7 +127,6 @@ LENGTHS: tuple[tuple[int, dict[str, Any], int], ...] = (
 
 @on_ranks(3)
 def test_lengths_are_asked_for_where_the_mask_needs_them() -> None:
-    """Ranks that hold one run each exchange their lengths only if the mask needs them."""
     rows, ends = (40, 0, 31), open_p2p(dist.group.WORLD, TransportOptions())
     for tokens, options, messages in LENGTHS:
         q, k, v, _ = inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
@@ -142,7 +138,6 @@ def test_lengths_are_asked_for_where_the_mask_needs_them() -> None:
 
 
 def prefill(kind: str, cuts: tuple[int, ...]) -> Results:
-    """A prompt in chunks through `ring_attention`, each against the cache up to its end."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = random_qkv(seqlen_q=cuts[-1], **SIZES)
     cache = SequenceLayout.from_name(kind, 0, world_size)

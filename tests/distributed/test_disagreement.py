@@ -119,7 +119,6 @@ MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softca
 
 
 def call(group: Group, **arguments: Any) -> Tensor:
-    """A forward and its backward."""
     options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group} | arguments
     sizes = {name: options.pop(name, usual) for name, usual in SIZES.items()}
     layout = options["layout"]
@@ -147,21 +146,18 @@ def call(group: Group, **arguments: Any) -> Tensor:
 
 
 def skipped(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank leaves out the first of two different calls."""
     if not odd:
         call(group, **arguments)
     call(group, softmax_scale=0.75, **arguments)
 
 
 def skipped_forward(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank leaves out one of three equal forwards, and begins its backward."""
     outs = [call(group, requires_grad=False, **arguments) for _ in range(2 if odd else 3)]
     assert outs
     call(group, **arguments)
 
 
 def refused(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank's first call is refused on that rank only; all ranks make the next call."""
     if odd:
         with pytest.raises(ValueError):
             call(group, **{**arguments, "softcap": -1.0})
@@ -171,7 +167,6 @@ def refused(group: Group, odd: bool, **arguments: Any) -> None:
 
 
 def late(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank makes its call when the other ranks have given up."""
     call(group, **arguments)
     if odd:
         time.sleep(3.0)
@@ -185,14 +180,12 @@ def forward(group: Group, **arguments: Any) -> Tensor:
 
 
 def backwards_swapped(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank runs the backwards of two equal layers in another order."""
     outs = [forward(group, **arguments) for _ in range(2)]
     for out in outs if odd else reversed(outs):
         out.sum().backward()
 
 
 def backward_left_out(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank skips its backward and makes the next forward."""
     out = forward(group, **arguments)
     if not odd:
         out.sum().backward()
@@ -224,7 +217,6 @@ def decode(
 
 
 def all_trials(strategy: str, odd_rank: int, names: list[str]) -> list[Ended]:
-    """Every way to differ in one strategy, each in a group of its own."""
     odd, results = dist.get_rank() == odd_rank, []
     for name in names:
         group = dist.new_group()
@@ -279,7 +271,6 @@ def test_every_difference(ranks: Pools, turn: int) -> None:
 
 @contextmanager
 def debug(value: str | None = "1") -> Iterator[None]:
-    """Sets or unsets the environment variable."""
     with mock.patch.dict(os.environ):
         os.environ.pop("RING_ATTN_DEBUG", None)
         if value is not None:
@@ -292,7 +283,6 @@ ODD = 1
 
 @on_ranks(WORLD_SIZE)
 def test_every_rank_is_told_who_differs_in_what() -> None:
-    """For every difference, before a message is sent."""
     stats = open_p2p(dist.group.WORLD, TransportOptions(timeout=TIMEOUT)).stats  # type: ignore[arg-type]
     before = stats.messages
     for name, arguments in DIFFERENT.items():

@@ -39,7 +39,6 @@ MESSAGE = re.compile(
 
 
 def layer(rows: int = 16, group: Group = None, strategy: str | Strategy = "ring") -> Tensor:
-    """The gradient after a forward and a backward."""
     x = torch.ones(1, rows, 2, 8, requires_grad=True)
     out = ring_attention(x, x, x, transport=OPTIONS, group=group, strategy=strategy)
     return torch.autograd.grad(out.sum(), x)[0]
@@ -134,7 +133,6 @@ def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
 
 
 def killed_while_connecting(victim: int) -> Ended:
-    """Kills a rank between the roll-call and the connections."""
     if dist.get_rank() == victim:
         connect = media.connect_gloo
 
@@ -156,7 +154,6 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
 
 @on_ranks(3)
 def test_a_rank_that_comes_late_to_the_first_call() -> None:
-    """Rank 1 makes its first call when the others have given up."""
     group, late = dist.new_group(), dist.get_rank() == 1
     if late:
         time.sleep(TIMEOUT + 1)
@@ -201,7 +198,6 @@ def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
 
 
 def after_a_new_start() -> None:
-    """Destroys the process group and makes it again: the ring makes new groups too."""
     layout = SequenceLayout.zigzag(31, dist.get_world_size())
     x = torch.randn(1, 31, 2, 8, generator=torch.Generator().manual_seed(0))
     shard = layout.shard(x, dist.get_rank())

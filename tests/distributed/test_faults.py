@@ -55,7 +55,6 @@ def shards(batch: int = 0) -> list[Tensor]:
 def run(
     case: str, group: Group, batch: int = 0, options: TransportOptions = OPTIONS
 ) -> list[Tensor]:
-    """A forward and backward, or a decode, of a batch."""
     q, k, v = shards(batch)
     if case == "decode":
         queries = torch.full((1, 1, 4, 8), 0.5 + batch)
@@ -91,7 +90,6 @@ def events(at: int | None = None) -> Iterator[list[str]]:
 
 
 def trial(case: str, group: Group, expected: list[Tensor]) -> tuple[Ended, bool]:
-    """How a call ended on this rank, and whether its results are right."""
     got: list[Tensor] = []
     how = ended(lambda: got.extend(run(case, group)))
     return how, len(got) == len(expected) and all(map(torch.equal, got, expected))
@@ -146,7 +144,6 @@ def check(ranks: Pools, case: str, chosen: list[tuple[int, tuple[int, ...]]]) ->
     ],
 )
 def test_a_fault_anywhere_on_any_ranks(ranks: Pools, case: str, every: int) -> None:
-    """Raises at every so many events, each with another choice of ranks."""
     number = max(ranks(WORLD_SIZE).run(count_events, case))
     choices = [odd for n in (1, 2, 3) for odd in combinations(range(WORLD_SIZE), n)]
     start = CASES.index(case) % 3

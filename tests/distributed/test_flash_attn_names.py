@@ -30,7 +30,6 @@ class Call(NamedTuple):
 
     @property
     def mask(self) -> Any:
-        """The mask as arguments of flash-attention."""
         return self.case.build_mask().arguments
 
 
@@ -69,7 +68,6 @@ def arguments_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
 
 
 def shards_of(call: Call, world_size: int) -> list[Tensor]:
-    """This rank's q, k, v and dout."""
     of_q, of_k = call.case.build_layouts(world_size)
     sides = zip(call.case.build_inputs(), (of_q, of_k, of_k, of_q), strict=True)
     shards = [layout.shard(x, dist.get_rank()) for x, layout in sides]
@@ -77,7 +75,6 @@ def shards_of(call: Call, world_size: int) -> list[Tensor]:
 
 
 def run_call(call: Call) -> RankResult:
-    """This rank's results, as if there were a batch."""
     *leaves, dout = shards_of(call, call.world_size)
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     layouts: Any = call.case.build_layouts(call.world_size)
@@ -139,7 +136,6 @@ def test_refusals() -> None:
 
 @on_ranks(2)
 def test_functions_compile_whole() -> None:
-    """Compiled whole, also with documents, with the bits of eager."""
     for call in (CALLS[0], CALLS[3]):
         given = arguments_of(call, *shards_of(call, 2)[:3])
         given = [int(x) if isinstance(x, numpy.integer) else x for x in given]

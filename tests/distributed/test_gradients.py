@@ -36,7 +36,6 @@ def parameters_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
 
 @on_ranks(3)
 def test_over_the_default_group() -> None:
-    """Syncs with every dtype, operation and bucket size."""
     sums = product((torch.float32, torch.bfloat16), ("sum",), (1, 64, 1 << 20))
     for dtype, op, bucket_bytes in (*sums, (torch.float64, "mean", 64)):
         parameters = parameters_of(dist.get_rank(), dtype)
@@ -81,7 +80,6 @@ def test_axes_of_a_mesh() -> None:
 
 @on_ranks(4)
 def test_shards_of_tensor_parallelism() -> None:
-    """On a (cp, tp) mesh: summed over cp, refused over tp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     rank, whole = dist.get_rank(), torch.zeros(4, 3)
     parameter = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))

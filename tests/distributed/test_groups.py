@@ -67,7 +67,6 @@ def expected(ring: int) -> tuple[Expected, Expected]:
 
 
 def assert_exact(ring: int, *given: Any) -> None:
-    """Runs a ring; checks its results against the oracle of its sequence."""
     assert_holds(run_ring(ring, *given), *expected(ring), (ring, *given))
 
 
@@ -90,7 +89,6 @@ def test_an_axis_of_a_mesh() -> None:
 
 @on_ranks(3)
 def test_a_mesh_with_one_axis_is_the_ring() -> None:
-    """The ring has the order of the mesh's ranks."""
     assert_exact(0, DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("cp",)))
 
 
@@ -120,7 +118,6 @@ def test_group_of_unsorted_ranks() -> None:
 
 @on_ranks(4)
 def test_other_ranks_take_no_part() -> None:
-    """Only members make the call, and they do not wait for other ranks."""
     for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
         group = dist.new_group(members)  # new_group sorts the ranks
         if dist.get_rank() in members:
@@ -209,7 +206,6 @@ def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
 
 @on_ranks(2)
 def test_threads_on_two_groups() -> None:
-    """First calls on two groups from two threads, while the user makes other groups."""
     groups = [dist.new_group() for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         rings = [threads.submit(run_ring, i, group) for i, group in enumerate(groups)]
@@ -223,7 +219,6 @@ def test_threads_on_two_groups() -> None:
 @pytest.mark.gloo
 @on_ranks(2)
 def test_two_threads_on_one_group() -> None:
-    """Each call is right or refused by name."""
     group = dist.new_group()
     expected = run_ring(0, group)
 
@@ -238,7 +233,6 @@ def test_two_threads_on_one_group() -> None:
 
 
 def forked_child() -> str:
-    """The error that a child process forked from a rank gets."""
     run_ring(0, None)
     read, write = os.pipe()
     pid = os.fork()

@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 
 
 class Recorder(StandIn):
-    """Records how it is made and ended."""
-
     made: ClassVar[list[Recorder]] = []
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
@@ -98,7 +96,6 @@ def test_communicators_are_made_by_their_members(fresh_ranks: Any) -> None:
 
 
 def test_communicators_end_with_their_owner() -> None:
-    """Communicators are shut down once nothing holds them, and aborted when the ring fails."""
     store = dist.HashStore()
     Recorder.made.clear()
     with (

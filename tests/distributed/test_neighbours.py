@@ -22,7 +22,6 @@ SIDES = ((0, 0), (3, 0), (0, 2), (2, 1), (40, 40))
 
 
 def layouts(seqlen: int, world_size: int) -> list[SequenceLayout]:
-    """Every named layout, and one of scattered segments."""
     named = [layouts_of(name, Mask(seqlen, seqlen), world_size)[0] for name in LAYOUTS]
     cuts = [*range(0, seqlen, 5), seqlen]
     parts: list[list[Segment]] = [[] for _ in range(world_size)]
@@ -93,7 +92,6 @@ def test_other_shapes() -> None:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_convolution(compiled: bool) -> None:
-    """A causal convolution of a split sequence, and the gradients of its weight and input."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.zigzag(37, world_size)
     torch.manual_seed(1)

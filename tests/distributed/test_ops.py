@@ -28,7 +28,6 @@ pytestmark = pytest.mark.gloo
 
 
 def inputs(rows: int) -> list[Tensor]:
-    """q, k, v of this rank; equal sizes give equal values."""
     torch.manual_seed(1000 * rows + dist.get_rank())
     return [torch.randn(1, rows, n, 8, requires_grad=True) for n in (4, 2, 2)]
 
@@ -45,7 +44,6 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def counted(fn: Callable[[], object]) -> int:
-    """Number of messages of this rank in a call."""
     stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
     before = stats.messages
     fn()
@@ -95,7 +93,6 @@ def segments() -> SequenceLayout:
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiles_with_options() -> None:
-    """New layouts, documents, sinks, a window and a mesh reach the operator."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         name: (partial(SequenceLayout.boundaries, [0, 9, 20]), options)
@@ -162,7 +159,6 @@ def test_graphs_of_several_layouts() -> None:
 
 @on_ranks(2)
 def test_boundaries_are_those_of_the_forward() -> None:
-    """The backward uses the forward's boundaries, even if a loader has overwritten the tensor."""
     layout = SequenceLayout.contiguous(20, 2)
     x = inputs(10)
     grads = []
@@ -177,7 +173,6 @@ def test_boundaries_are_those_of_the_forward() -> None:
 
 @on_ranks(2)
 def test_auto_stands_between_graphs() -> None:
-    """ "auto" with a graph break has the bits of eager; with fullgraph it is refused."""
     x, auto = inputs(4), partial(ring_attention, strategy="auto")
     compiled, _ = compile_cold(auto)
     assert torch.equal(compiled(*x), auto(*x))

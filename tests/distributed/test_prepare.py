@@ -24,7 +24,6 @@ PREPARED = [name for name in STRATEGIES if name != "auto"]
 @pytest.mark.sweep(3)
 @on_ranks(4)
 def test_calls_are_the_same_behind_prepare(name: str) -> None:
-    """A call after `prepare` has the bits and messages of a call without it."""
     strategy = strategy_of(name, 4)
     layout = SequenceLayout.contiguous(13, 4)
     outs = []

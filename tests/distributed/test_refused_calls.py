@@ -38,7 +38,6 @@ def test_scores_are_finite_at_their_bounds() -> None:
 
 @on_ranks(2)
 def test_transforms_are_refused() -> None:
-    """Refuses transforms of torch.func and forward-mode differentiation, also of a backward."""
     q, k, v = good().values()
     attend, decode = partial(ring_attention, k=k, v=v), partial(tree_decode, k=k, v=v)
 
@@ -81,7 +80,6 @@ def test_functionalize_changes_nothing() -> None:
 
 @on_ranks(2)
 def test_lost_groups_are_named() -> None:
-    """A group that was destroyed, and on rank 1 a mesh that this rank is not in."""
     group = dist.new_group([0, 1])
     dist.barrier()  # the other rank may still connect
     dist.destroy_process_group(group)

@@ -32,7 +32,6 @@ Counts = tuple[int, int, int, int]
 
 
 def planned(program: Program) -> Counts:
-    """Counts of a program."""
     steps = merges = 0
     for op in program.ops:
         if isinstance(op, Inner):
@@ -46,7 +45,6 @@ def planned(program: Program) -> Counts:
 
 
 def run_measured(kind: str, strategy: str | Strategy) -> tuple[Stats, list[Counts], list[float]]:
-    """Stats, planned counts and seconds of a call and of its backward."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.from_name(kind, SEQLEN, world_size)
     q, k, v, dout = (layout.shard(x, rank) for x in random_qkv(seqlen_q=SEQLEN, **SIZES))

@@ -101,7 +101,6 @@ def test_odd_calls(ranks: Any, one_thread: None, case: Case) -> None:
 
 @on_ranks(4)
 def test_a_mesh_with_two_axes_gives_the_degree() -> None:
-    """The bits are those of the strategy with the same degree."""
     layout = SequenceLayout.zigzag(97, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
     inputs = random_qkv(seqlen_q=97, nheads=4, nheads_kv=2, headdim=16)
@@ -138,7 +137,6 @@ SHARED = Heads(2, 1, 20, 16)
     ids=str,
 )
 def test_triton(ranks: Any, one_thread: None, world_size: int, case: Case) -> None:
-    """Some cases between processes; tests/kernels/test_options.py combines masks and options."""
     case = replace(case, backend="triton", seqlen=61, batch=1)
     assert not run_all_ranks(case, world_size, ranks(world_size).run).failures
 

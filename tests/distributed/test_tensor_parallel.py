@@ -37,7 +37,6 @@ def block(kv_heads: int) -> Layer:
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """x and dout of the whole sequence."""
     generator = torch.Generator().manual_seed(1)
     x, dout = torch.randn(2, 2, SEQLEN, 48, generator=generator)
     return x, dout

@@ -139,7 +139,6 @@ def test_what_is_not_honoured_is_refused() -> None:
 
 @on_ranks(2)
 def test_a_rank_alone_with_a_part_of_the_padding_is_named() -> None:
-    """The last rank has padding at its end, the first has none."""
     rank, layout = dist.get_rank(), SequenceLayout.contiguous(SEQLEN, 2)
     mask = torch.ones(2, SEQLEN, dtype=torch.int64)
     mask[0, -2:] = 0

@@ -44,7 +44,6 @@ def file_of(folder: Path, block: int) -> Path:
 
 
 def run_in_configs(path: Path) -> tuple[set[tuple[str, int]], RankResult]:
-    """Kinds and blocks of the kernels that ran, and this rank's results."""
     from ring_attn.backends.triton import TritonBackend
 
     used, choose = set[tuple[str, int]](), TritonBackend._config
