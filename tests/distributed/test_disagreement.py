@@ -68,7 +68,6 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
             ("requires_grad", True, False),
         )
     },
-    "another itemsize": ({}, {"dtype": torch.float64}, "dtype: rank 1 has torch.float64"),
     "rows": (
         {},
         {"rows": ROWS + 2},
@@ -108,7 +107,6 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
         {"layout": SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])},
         "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'",
     ),
-    "named layout": ({}, {"layout": "zigzag"}, "layout: rank 1 has ('zigzag(seqlen=24"),
     "strategy": ({}, {"strategy": "exchange"}, "strategy: rank 1 has"),
     "backend": ({}, {"backend": "reference"}, "backend: rank 1 has 'reference', the other"),
     "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: rank 1 has"),
