@@ -37,12 +37,10 @@ def run_wrong(case: str) -> None:
 
         if case == "mask":
             options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
-        elif case in ("cut types", "types and mask", "cached types", "pixels"):
+        elif case in ("cut types", "cached types", "pixels"):
             model, types = make_model("gemma3_images", "ring_attn"), torch.ones_like(mask)
             options["token_type_ids"] = types
-            if case == "types and mask":
-                options["token_type_ids"] = options["attention_mask"] = torch.ones(2, SEQLEN)
-            elif case == "cached types":
+            if case == "cached types":
                 short = {"input_ids": PROMPT[:, :3], "token_type_ids": types[:, :3]}
                 options = short | {"past_key_values": ring.cache(model)}
             elif case == "pixels":
@@ -56,8 +54,6 @@ def run_wrong(case: str) -> None:
             else:
                 model = make_model("llama4", "ring_attn")
                 options["cu_seq_lens_k"] = torch.tensor([0, 41, SEQLEN], dtype=torch.int32)
-        elif case == "weights":
-            options["output_attentions"] = True
         elif case == "router":
             model = make_model("gpt_oss", "ring_attn")
             options["output_router_logits"] = True
@@ -90,8 +86,6 @@ def run_wrong(case: str) -> None:
             options = prompt(labels=PROMPT)
         elif case == "cached documents":
             options = prompt(cu_seq_lens_q=torch.tensor([0, NUM_PROMPT]))
-        elif case == "no layout":
-            options["sequence_layout"] = (layout, layout)
         elif case == "token types":
             options = prompt(token_type_ids=torch.zeros(2, NUM_PROMPT))
         elif case == "changed in place":
@@ -105,12 +99,10 @@ def run_wrong(case: str) -> None:
 REFUSALS = {
     "mask": (NotImplementedError, "attention_mask must be (batch, seqlen), got Tensor of shape (2"),
     "cut types": (ValueError, "must be those of the whole sequence, (2, 83), got (2, 4"),
-    "types and mask": (NotImplementedError, "attention_mask beside token_type_ids that mark"),
     "cached types": (NotImplementedError, "images with a cache that is split over ranks"),
     "padded documents": (ValueError, "cu_seq_lens_q says where documents end"),
     "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be the same"),
     "pixels": (NotImplementedError, "the patches of images are not split over ranks"),
-    "weights": (NotImplementedError, "output_attentions reached the attention"),
     "router": (NotImplementedError, "output_router_logits reached the attention: the auxiliary"),
     "positions": (ValueError, "must be those of its rows, ["),
     "other layout": (ValueError, "position_ids of rank "),
@@ -123,7 +115,6 @@ REFUSALS = {
     "states": (NotImplementedError, "output_hidden_states"),
     "labels": (NotImplementedError, "labels with a KV cache"),
     "cached documents": (NotImplementedError, "cu_seq_lens_q with a KV cache"),
-    "no layout": (TypeError, "sequence_layout must be a SequenceLayout or one of"),
     "token types": (NotImplementedError, "token_type_ids of shape (2, 37) seems to have"),
     "changed in place": (ValueError, "must be those of its rows, ["),
     "cache of another": (RuntimeError, "this cache belongs to another model"),
