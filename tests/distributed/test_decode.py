@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds, expect
 from tests.cold import compile_cold
-from tests.distributed.pool import Pools, everyone, on_ranks
+from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
 SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
@@ -39,62 +40,41 @@ def assert_exact(got: Results, inputs: Any, mask: Mask, **scores: Any) -> None:
     assert_holds(dict(zip(("out", "lse"), got, strict=True)), *expect(inputs, mask, **scores))
 
 
-def grow(dtype: torch.dtype, tokens: int, num_calls: int) -> list[tuple[Results, int, int]]:
-    """Decodes `tokens` per call; the cache starts with 20 rows on the last rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 3), (torch.float32, 1)], ids=str)
+@on_ranks(3)
+def test_a_growing_cache(dtype: torch.dtype, tokens: int) -> None:
+    """The cache starts on the last rank; messages are as large as planned."""
+    rank, layout = dist.get_rank(), SequenceLayout.boundaries([0, 0, 0, 20])
     ends = open_p2p(dist.group.WORLD, TransportOptions())
-    layout = SequenceLayout.boundaries([0] * world_size + [20])
-    q, k, v, _ = random_qkv(seqlen_q=tokens, seqlen_k=20, dtype=dtype, **SIZES)
-    # At the first call of each kind the ranks exchange heads and headdim.
-    tree_decode(q, layout.shard(k, rank), layout.shard(v, rank), layout=layout)
-    calls = []
-    for step in range(num_calls):
-        layout = layout.appended(next_rank(layout, block=3), tokens)
-        q, k, v, _ = random_qkv(
+    for step in range(6):
+        q, k, v, _ = inputs = random_qkv(
             seqlen_q=tokens, seqlen_k=layout.seqlen, dtype=dtype, seed=step, **SIZES
         )
         ends.stats.reset()
         with poisoned_empty():
-            results = tree_decode(
+            got = tree_decode(
                 q, layout.shard(k, rank), layout.shard(v, rank), layout=layout,
                 sinks=random_sinks(4), return_lse=True,
             )  # fmt: skip
-        calls.append((results, ends.stats.messages, ends.stats.bytes_sent))
-    return calls
+        assert_exact(got, inputs, Mask(tokens, layout.seqlen, causal=True), sinks=random_sinks(4))
+        assert all(all(map(torch.equal, got, others)) for others in everyone(got))
+        if step:  # at the first call the ranks exchange heads and headdim
+            nbytes = decode_packet(AttentionSpec.of(q, k, v), tokens).nbytes
+            assert (ends.stats.messages, ends.stats.bytes_sent) == (1, 2 * nbytes)
+        layout = layout.appended(next_rank(layout, block=3), tokens)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "tokens"),
-    [(1, torch.bfloat16, 3), (3, torch.float32, 1), (4, torch.bfloat16, 3)],
-    ids=str,
-)
-def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, tokens: int) -> None:
-    everyone = ranks(world_size).run(grow, dtype, tokens, 5)
-    for step, calls in enumerate(zip(*everyone, strict=True)):
-        seqlen = 20 + (step + 1) * tokens
-        inputs = random_qkv(seqlen_q=tokens, seqlen_k=seqlen, dtype=dtype, seed=step, **SIZES)
-        first, _, _ = calls[0]
-        assert_exact(first, inputs, Mask(tokens, seqlen, causal=True), sinks=random_sinks(4))
-        nbytes = decode_packet(AttentionSpec.of(*inputs[:3]), tokens).nbytes
-        for results, messages, sent in calls:
-            assert all(map(torch.equal, results, first))
-            assert (messages, sent) == (min(1, world_size - 1), (world_size - 1) * nbytes)
-
-
-def latent(sizes: dict[str, int]) -> Results:
-    rank, layout = dist.get_rank(), SequenceLayout.zigzag(33, dist.get_world_size())
-    q, k, v, _ = random_qkv(seqlen_q=2, seqlen_k=33, **sizes)
-    k, v = (layout.shard(x, rank) for x in (k, v))
-    return tree_decode(q, k, v, layout=layout, mask=Mask(2, 33, causal=True), return_lse=True)
-
-
-def test_sizes_of_mla(ranks: Pools) -> None:
-    sizes = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
-    inputs = random_qkv(seqlen_q=2, seqlen_k=33, **sizes)
-    for got in ranks(2).run(latent, sizes):
-        assert_exact(got, inputs, Mask(2, 33, causal=True))
+@on_ranks(2)
+def test_sizes_of_mla() -> None:
+    layout, mask = SequenceLayout.zigzag(33, 2), Mask(2, 33, causal=True)
+    q, k, v, _ = inputs = random_qkv(
+        seqlen_q=2, seqlen_k=33, nheads=4, nheads_kv=1, headdim=576, headdim_v=512
+    )
+    shards = (layout.shard(x, dist.get_rank()) for x in (k, v))
+    got = tree_decode(q, *shards, layout=layout, mask=mask, return_lse=True)
+    assert_exact(got, inputs, mask)
     assert "up to 256, got 576 and 512" in str(
-        get_backend("triton").supports(AttentionSpec.of(*inputs[:3]), explicit=True)
+        get_backend("triton").supports(AttentionSpec.of(q, k, v), explicit=True)
     )
 
 
@@ -137,14 +117,17 @@ def test_lengths_are_asked_for_where_the_mask_needs_them() -> None:
         assert_exact(got, inputs, Mask(tokens, sum(rows), **{"causal": True, **options}))
 
 
-def prefill(kind: str, cuts: tuple[int, ...]) -> Results:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = random_qkv(seqlen_q=cuts[-1], **SIZES)
-    cache = SequenceLayout.from_name(kind, 0, world_size)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@on_ranks(3)
+def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(kind: str) -> None:
+    """Chunks go through `ring_attention`, each against the cache up to its end."""
+    rank, cuts = dist.get_rank(), (0, 50, 61, 113)
+    whole = random_qkv(seqlen_q=113, **SIZES)
+    cache = SequenceLayout.from_name(kind, 0, 3)
     held = [x[:, :0] for x in (whole.k, whole.v)]
     outs, lses = [], []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        chunk = SequenceLayout.from_name(kind, stop - start, world_size)
+    for start, stop in pairwise(cuts):
+        chunk = SequenceLayout.from_name(kind, stop - start, 3)
         cache = cache.followed_by(chunk)
         q, *new = (chunk.shard(x[:, start:stop], rank) for x in whole[:3])
         held = [torch.cat(pair, 1) for pair in zip(held, new, strict=True)]
@@ -153,13 +136,7 @@ def prefill(kind: str, cuts: tuple[int, ...]) -> Results:
         lses.append(unshard(lse, chunk, dim=2))
     for x, rows in zip(held, (whole.k, whole.v), strict=True):
         assert torch.equal(unshard(x, cache), rows)
-    return torch.cat(outs, 1), torch.cat(lses, 2)
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(ranks: Pools, kind: str) -> None:
-    for got in ranks(3).run(prefill, kind, (0, 50, 61, 113)):
-        assert_exact(got, random_qkv(seqlen_q=113, **SIZES), Mask(113, 113, causal=True))
+    assert_exact((torch.cat(outs, 1), torch.cat(lses, 2)), whole, Mask(113, 113, causal=True))
 
 
 X = torch.zeros(1, 1, 4, 32)

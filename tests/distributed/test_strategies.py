@@ -15,10 +15,8 @@ from ring_attn import SequenceLayout, Strategy, ring_attention
 from ring_attn.core.mask import Mask
 from ring_attn.testing import (
     LAYOUTS,
-    AllRanks,
     Case,
     Heads,
-    Sent,
     cases,
     random_qkv,
     run_all_ranks,
@@ -27,22 +25,20 @@ from ring_attn.testing import (
 )
 from tests.distributed.pool import on_ranks
 
-# Numbers of ranks of each strategy; the cases are dealt out among these numbers and the layouts.
+# Numbers of ranks of each strategy.
 SIZES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("ring", "all_gather", "exchange", "q_exchange"), (1, 2, 3, 4)),
-    "ulysses": (2, 3, 4),
+    **dict.fromkeys(("ring", "all_gather", "exchange", "q_exchange"), (3, 4, 2, 1)),
+    "ulysses": (3, 4, 2),
     **dict.fromkeys(("double_ring", "hybrid", "hybrid all_gather"), (4,)),
 }
-GRID = [(name, world_size) for name, sizes in SIZES.items() for world_size in sizes]
 
 
-def assert_as_in_one_process(ranks: Any, case: Case, world_size: int) -> AllRanks:
+def assert_as_in_one_process(ranks: Any, case: Case, world_size: int) -> None:
     got = run_all_ranks(case, world_size, ranks(world_size).run)
     # `ring_attention` makes strided shards contiguous.
     alone = run_all_ranks(replace(case, noncontiguous=False), world_size)
     assert not got.failures
     assert got.differing(alone) == [] and got.sent == alone.sent, str(case)
-    return got
 
 
 def run_refused(case: Case) -> None:
@@ -51,25 +47,16 @@ def run_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "world_size"), GRID)
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.sweep(5)
-def test_as_in_one_process(
-    ranks: Any, one_thread: None, name: str, world_size: int, layout: str
-) -> None:
+def test_as_in_one_process(ranks: Any, one_thread: None, name: str, layout: str) -> None:
     if name == "q_exchange" and layout in ("zigzag", "striped"):
-        ranks(world_size).run(run_refused, Case("causal", layout, name))
+        ranks(2).run(run_refused, Case("causal", layout, name))
         return
     every = cases(True, backends=("auto", "reference"), layouts=[layout], strategies=[name])
-    sizes = [size for size in SIZES[name] if size > 1]
-    turn = LAYOUTS.index(layout)
-    if world_size == 1:
-        got = assert_as_in_one_process(ranks, every[turn], 1)
-        assert got.sent == ((Sent(0, 0), Sent(0, 0)),)
-        return
     # A part of the cases: tests/unit/test_strategies.py has all of them, without processes.
-    step = 2 * max(2, len(sizes))
-    for case in every[(2 * sizes.index(world_size) + turn) % step :: step]:
-        assert_as_in_one_process(ranks, case, world_size)
+    for number, case in enumerate(every[LAYOUTS.index(layout) % 2 :: 2]):
+        assert_as_in_one_process(ranks, case, SIZES[name][number % len(SIZES[name])])
 
 
 @pytest.mark.parametrize(
