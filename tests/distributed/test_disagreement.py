@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from ring_attn import SequenceLayout, TransportOptions, masks, ops, ring_attention, tree_decode
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
-from tests.distributed.pool import Ended, Pools, ended, on_ranks
+from tests.distributed.pool import ended, everyone, on_ranks
 from tests.refusals import refused as refused_by_name
 from tests.refusals import says
 
@@ -214,8 +214,9 @@ def decode(
     return tree_decode(rows, cache, cache, group=group, transport=transport, **arguments)
 
 
-def all_trials(strategy: str, odd_rank: int, names: list[str]) -> list[Ended]:
-    odd, results = dist.get_rank() == odd_rank, []
+def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
+    """Differs in every way, each in a group of its own."""
+    odd = dist.get_rank() == odd_rank
     for name in names:
         group = dist.new_group()
         if strategy == "decode":
@@ -226,14 +227,8 @@ def all_trials(strategy: str, odd_rank: int, names: list[str]) -> list[Ended]:
                 run = partial(call, group, **how | DIFFERENT[name][odd])
             else:
                 run = partial(HAPPENED[name], group, odd, **how)
-        results.append(ended(run))
+        told = everyone(ended(run))
         dist.destroy_process_group(group)
-    return results
-
-
-def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
-    results = ranks(WORLD_SIZE).run(all_trials, strategy, odd_rank, names, timeout=200)
-    for name, *told in zip(names, *results, strict=True):
         if strategy == "auto" and all(one.error is ValueError for one in told):
             continue  # the ranks raised while they chose
         assert all(one.error is RuntimeError for one in told), (strategy, name, told)
@@ -248,20 +243,23 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.sweep(2)
-def test_values_and_moments(ranks: Pools, strategy: str) -> None:
+@on_ranks(WORLD_SIZE)
+def test_values_and_moments(strategy: str) -> None:
     """Differences that change no size, and one that makes a message longer than its buffer."""
-    check(ranks, strategy, 2, ["values of sinks", "backwards swapped", "refused", "more rows"])
+    check(strategy, 2, ["values of sinks", "backwards swapped", "refused", "more rows"])
 
 
-def test_decodes_that_differ(ranks: Pools) -> None:
-    check(ranks, "decode", 2, list(DECODES))
+@on_ranks(WORLD_SIZE)
+def test_decodes_that_differ() -> None:
+    check("decode", 2, DECODES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(len(STRATEGIES)))
-def test_every_difference(ranks: Pools, turn: int) -> None:
+@on_ranks(WORLD_SIZE)
+def test_every_difference(turn: int) -> None:
     """The differences are dealt out among the strategies; the first or the last rank is odd."""
-    check(ranks, STRATEGIES[turn], 3 * (turn % 2), [*DIFFERENT, *HAPPENED][turn :: len(STRATEGIES)])
+    check(STRATEGIES[turn], 3 * (turn % 2), [*DIFFERENT, *HAPPENED][turn :: len(STRATEGIES)])
 
 
 # -- debug mode

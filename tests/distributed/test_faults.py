@@ -26,7 +26,7 @@ from ring_attn.backends import get_backend
 from ring_attn.core.strategy import NAMES
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport
-from tests.distributed.pool import Ended, Pools, ended
+from tests.distributed.pool import ended, everyone, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -89,51 +89,7 @@ def events(at: int | None = None) -> Iterator[list[str]]:
         yield seen
 
 
-def trial(case: str, group: Group, expected: list[Tensor]) -> tuple[Ended, bool]:
-    got: list[Tensor] = []
-    how = ended(lambda: got.extend(run(case, group)))
-    return how, len(got) == len(expected) and all(map(torch.equal, got, expected))
-
-
-def trials(case: str, chosen: list[tuple[int, tuple[int, ...]]]) -> list[tuple[Any, Any]]:
-    """Runs each trial in its own group: the call with the fault, then another call.
-
-    A fault is an event and ranks; a rank with fewer events raises at its last event.
-    """
-    with events() as counted:
-        expected = run(case, dist.new_group())
-    results = []
-    for at, odd in chosen:
-        group = dist.new_group()
-        run(case, group)  # connected
-        mine = min(at, len(counted) - 1) if dist.get_rank() in odd else None
-        with events(mine):
-            first = trial(case, group, expected)
-        results.append((first, trial(case, group, expected)))
-        dist.destroy_process_group(group)
-    return results
-
-
-def count_events(case: str) -> int:
-    with events() as counted:
-        run(case, dist.new_group())
-    return len(counted)
-
-
-def check(ranks: Pools, case: str, chosen: list[tuple[int, tuple[int, ...]]]) -> None:
-    results = ranks(WORLD_SIZE).run(trials, case, chosen, timeout=280)
-    for index, fault in enumerate(chosen):
-        for rank in range(WORLD_SIZE):
-            (first, is_right), (second, _) = results[rank][index]
-            where = (case, fault, rank, first, second)
-            if rank in fault[1]:
-                # Another rank's fault may have come before this rank's own.
-                assert first.error in (Fault, RuntimeError), where
-            else:
-                # A call that was complete on this rank before the fault has right results.
-                assert first.error is RuntimeError or is_right, where
-            assert second.error is RuntimeError, where
-            assert first.seconds < TIMEOUT and second.seconds < TIMEOUT, where
+CHOICES = [odd for n in (1, 2, 3) for odd in combinations(range(WORLD_SIZE), n)]
 
 
 @pytest.mark.parametrize(
@@ -143,12 +99,30 @@ def check(ranks: Pools, case: str, chosen: list[tuple[int, tuple[int, ...]]]) ->
         *(pytest.param(case, 3, marks=pytest.mark.slow) for case in CASES),
     ],
 )
-def test_a_fault_anywhere_on_any_ranks(ranks: Pools, case: str, every: int) -> None:
-    number = max(ranks(WORLD_SIZE).run(count_events, case))
-    choices = [odd for n in (1, 2, 3) for odd in combinations(range(WORLD_SIZE), n)]
-    start = CASES.index(case) % 3
-    # 14 choices in steps of 5: neighbouring events have other ranks, and other numbers of ranks.
-    check(ranks, case, [(at, choices[5 * at % len(choices)]) for at in range(start, number, every)])
+@on_ranks(WORLD_SIZE, timeout=280)
+def test_a_fault_anywhere_on_any_ranks(case: str, every: int) -> None:
+    """Each trial has its own group; a rank with fewer events raises at its last event."""
+    with events() as counted:
+        expected = run(case, dist.new_group())
+    for at in range(CASES.index(case) % 3, max(everyone(len(counted))), every):
+        # 14 choices in steps of 5: neighbouring events have other ranks, and other numbers of them.
+        odd = CHOICES[5 * at % len(CHOICES)]
+        group, got = dist.new_group(), list[Tensor]()
+        run(case, group)  # connected
+        with events(min(at, len(counted) - 1) if dist.get_rank() in odd else None):
+            first = ended(lambda group=group, got=got: got.extend(run(case, group)))
+        second = ended(lambda group=group: run(case, group))
+        where = (case, at, odd, first, second)
+        if dist.get_rank() in odd:
+            # Another rank's fault may have come before this rank's own.
+            assert first.error in (Fault, RuntimeError), where
+        else:
+            # A call that was complete on this rank before the fault has right results.
+            is_right = len(got) == len(expected) and all(map(torch.equal, got, expected))
+            assert first.error is RuntimeError or is_right, where
+        assert second.error is RuntimeError, where
+        assert first.seconds < TIMEOUT and second.seconds < TIMEOUT, where
+        dist.destroy_process_group(group)
 
 
 # -- interrupts
@@ -169,11 +143,13 @@ def is_inside(frame: FrameType | None) -> bool:
     return False
 
 
-def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
-    """Runs batch after batch; the odd rank, interrupted in one batch, continues with the next."""
-    num_batches = 40
-    reference = dist.new_group()
-    expected = [run(case, reference, batch) for batch in range(num_batches)]
+@pytest.mark.parametrize("case", ["ring", "decode"])
+@pytest.mark.parametrize("after_s", [0.001, pytest.param(0.0123, marks=pytest.mark.slow)])
+@on_ranks(WORLD_SIZE)
+def test_interrupts(case: str, after_s: float) -> None:
+    """Rank 2, interrupted in one of many batches, continues with the next."""
+    batches, reference = range(40), dist.new_group()
+    expected = [run(case, reference, batch) for batch in batches]
     group = dist.new_group()
 
     def interrupt(_: int, frame: FrameType | None) -> None:
@@ -183,33 +159,20 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
 
     before = signal.signal(signal.SIGALRM, interrupt)
     log = []
-    if dist.get_rank() == odd_rank:
+    if dist.get_rank() == 2:
         # The timer fires again until it hits a call.
         signal.setitimer(signal.ITIMER_REAL, after_s, 0.0007)
-    for batch in range(num_batches):
+    for batch in batches:
         try:
             got = run(case, group, batch, SOON)
-        except KeyboardInterrupt:
-            log.append("interrupted")
+        except (KeyboardInterrupt, RuntimeError) as error:
+            log.append(type(error).__name__)
             continue
-        except RuntimeError:
-            log.append("error")
-            continue
-        same = all(torch.equal(x, y) for x, y in zip(got, expected[batch], strict=True))
-        log.append("right" if same else "WRONG")
+        log.append("right" if all(map(torch.equal, got, expected[batch])) else "WRONG")
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGALRM, before)
     dist.destroy_process_group(group)
     dist.destroy_process_group(reference)
-    return log
-
-
-@pytest.mark.parametrize("case", ["ring", "decode"])
-@pytest.mark.parametrize("after_s", [0.001, pytest.param(0.0123, marks=pytest.mark.slow)])
-def test_interrupts(ranks: Pools, case: str, after_s: float) -> None:
-    for rank, log in enumerate(ranks(WORLD_SIZE).run(interrupted_batches, case, after_s, 2)):
-        assert "WRONG" not in log, (rank, log)
-        # Once a rank has been interrupted, every later call raises on every rank.
-        assert log[-1] == "error", (rank, log)
-        first = next(i for i, one in enumerate(log) if one != "right")
-        assert set(log[first + 1 :]) == {"error"}, (rank, log)
+    # Once a rank has been interrupted, every later call raises on every rank.
+    first = next(i for i, one in enumerate(log) if one != "right")
+    assert log[first] != "WRONG" and set(log[first + 1 :]) == {"RuntimeError"}, log
