@@ -5,8 +5,8 @@
     program.run(schedule)          # the results of one order; fresh memory is poison
     program.stuck()                # nodes that can never finish
 
-A message travels in pieces, through a queue between the ranks: each piece is read at any
-time after the sender starts, and written at any later time after the receiver starts.
+A message is read at any time after the sender starts, and written at any later time after the
+receiver starts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from tests.deferred.device import OVERWRITE, Node, Recorder, Ref, Transfer
-
-PIECES = 2
 
 
 @dataclass(eq=False)
@@ -152,13 +150,12 @@ Schedule = Callable[["Run", "list[Action]"], "Action"]
 class Action:
     """A thing that a device can do next.
 
-    To start a "node", "read" or "write" a piece of a message, or "abort" the node's communicator.
+    To start a "node", "read" or "write" a message, or "abort" the node's communicator.
     """
 
     kind: str
     node: Node
     message: Message | None = None
-    number: int = 0  # of the piece in its message
 
 
 class Run:
@@ -172,9 +169,8 @@ class Run:
         for node in program.nodes:
             for one in node.after:
                 self._next[one].append(node)
-        self._read = dict.fromkeys(program.messages, 0)
-        self._written = dict.fromkeys(program.messages, 0)
-        self._queued: dict[Message, Tensor] = {}
+        self._read: dict[Message, Tensor] = {}
+        self._written: set[Message] = set()
         self._ready = {
             Action("node", node): None for node, missing in self._missing.items() if not missing
         }
@@ -235,22 +231,17 @@ class Run:
 
     def _offer(self, message: Message) -> None:
         going = self.started - self.done
-        if message.sender in going and self._read[message] < PIECES:
-            self._ready[Action("read", message.sender, message, self._read[message])] = None
-        if message.receiver in going and self._written[message] < self._read[message]:
-            self._ready[Action("write", message.receiver, message, self._written[message])] = None
+        if message.sender in going and message not in self._read:
+            self._ready[Action("read", message.sender, message)] = None
+        if message.receiver in going and message in self._read and message not in self._written:
+            self._ready[Action("write", message.receiver, message)] = None
 
     def _move(self, action: Action, message: Message) -> None:
-        source = self._view(message.sender, message.source)
-        cuts = [len(source) * i // PIECES for i in range(PIECES + 1)]
-        piece = slice(cuts[action.number], cuts[action.number + 1])
-        queued = self._queued.setdefault(message, torch.empty_like(source))
         if action.kind == "read":
-            queued[piece] = source[piece]
-            self._read[message] += 1
+            self._read[message] = self._view(message.sender, message.source).clone()
         else:
-            self._view(message.receiver, message.target)[piece] = queued[piece]
-            self._written[message] += 1
+            self._view(message.receiver, message.target).copy_(self._read[message])
+            self._written.add(message)
         self._offer(message)
         self._finish_transfer(message.sender)
         self._finish_transfer(message.receiver)
@@ -258,9 +249,7 @@ class Run:
     def _finish_transfer(self, node: Transfer) -> None:
         if node not in self.started or node in self.done | self.program._alone:
             return
-        if any(self._written[m] < PIECES for m in self.program.incoming[node]):
-            return
-        if not self.is_sent(node):
+        if not self._written.issuperset(self.program.incoming[node]) or not self.is_sent(node):
             return
         memories = self.memories[self.program.rank_of[node]]
         for target, parts in node.sums:
@@ -284,24 +273,23 @@ class Run:
         return x.view(-1).view(torch.uint8)
 
     def is_sent(self, node: Transfer) -> bool:
-        return all(self._read[message] == PIECES for message in self.program.outgoing[node])
+        return self._read.keys() >= set(self.program.outgoing[node])
 
     def results(self) -> list[dict[str, Tensor]]:
-        results = []
-        for rank, memories in zip(self.program.ranks, self.memories, strict=True):
-            made = {
+        return [
+            {
                 name: ref.of(memories).clone()
                 for name, (ref, node) in rank.results.items()
                 if node in self.done
             }
-            results.append(made)
-        return results
+            for rank, memories in zip(self.program.ranks, self.memories, strict=True)
+        ]
 
 
 def in_host_order(run: Run, ready: list[Action]) -> Action:
     """Takes the action whose node a host has queued first."""
     number = run.program.number
-    return min(ready, key=lambda action: (number[action.node], action.number))
+    return min(ready, key=lambda action: number[action.node])
 
 
 def at_random(seed: int) -> Schedule:
