@@ -125,7 +125,7 @@ def test_what_a_step_does_not_hold_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("softcap", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["full", "causal", "wide window", "documents unequal"])
+@pytest.mark.parametrize("name", ["full", "causal", "bands", "documents unequal"])
 @pytest.mark.sweep(2)
 def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
     mask, config = MASKS[name], blocks(32, 32)
