@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import as_int, as_tuple, check_type
+from ring_attn.core.values import as_int, as_ints, check_type
 
 
 def shard_batch(
@@ -89,7 +89,7 @@ def _boundaries(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> list[
     """First positions of the documents, and the end of the sequence."""
     cuts = [0]
     if cu_seqlens is not None:
-        cuts = [as_int("each of cu_seqlens", cut) for cut in as_tuple("cu_seqlens", cu_seqlens)]
+        cuts = [*as_ints("cu_seqlens", cu_seqlens)]
         if cuts != sorted(cuts) or cuts[:1] != [0] or cuts[-1] > seqlen:
             raise ValueError(
                 f"cu_seqlens must not decrease, from 0 to at most {seqlen}, the rows of the "

@@ -18,14 +18,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class HeadRun:
-    """Consecutive q heads and the consecutive kv heads they use, with equal groups.
-
-    Attributes:
-        first: first q head.
-        num: number of q heads, a multiple of `num_kv`.
-        first_kv: first kv head.
-        num_kv: number of kv heads.
-    """
+    """Consecutive q heads and the consecutive kv heads they use, with equal groups."""
 
     first: int
     num: int
@@ -34,12 +27,10 @@ class HeadRun:
 
     @property
     def q(self) -> slice:
-        """The q heads."""
         return slice(self.first, self.first + self.num)
 
     @property
     def kv(self) -> slice:
-        """The kv heads."""
         return slice(self.first_kv, self.first_kv + self.num_kv)
 
 
@@ -47,21 +38,18 @@ class HeadRun:
 class HeadShare:
     """The heads of one rank, in ascending order.
 
-    Attributes:
-        runs: one if all kv heads have equal groups of q heads, up to three if groups are cut, none
-            on a rank without heads. A kv head is in one run only.
+    There is one run if all kv heads have equal groups of q heads, up to three if groups are cut,
+    none on a rank without heads. A kv head is in one run only.
     """
 
     runs: tuple[HeadRun, ...]
 
     @property
     def num(self) -> int:
-        """Number of q heads."""
         return sum(run.num for run in self.runs)
 
     @property
     def num_kv(self) -> int:
-        """Number of kv heads."""
         return sum(run.num_kv for run in self.runs)
 
 
@@ -72,11 +60,6 @@ def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ..
     Among such shares, picks the fewest runs beyond one a rank, then the fewest kv heads on several
     ranks, then the most equal sizes. So the q heads of one kv head stay together where that makes
     no rank's share larger.
-
-    Args:
-        nheads: q heads.
-        nheads_kv: kv heads, each used by `nheads / nheads_kv` consecutive q heads.
-        degree: number of ranks.
 
     Raises:
         ValueError: a number below 1, or kv heads that do not divide the q heads.

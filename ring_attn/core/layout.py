@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ring_attn.compiling import kept
 from ring_attn.core.mask import Mask
-from ring_attn.core.values import as_int, as_tuple, check_dim, check_one_of, check_type
+from ring_attn.core.values import as_int, as_ints, as_tuple, check_dim, check_one_of, check_type
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -34,9 +34,6 @@ KINDS = (*LAYOUTS, "boundaries", "segments")
 
 # `str` of a layout lists at most this many segments, and counts more.
 MOST_SHOWN = 32
-
-# For each group, for each member: the pairs (rows of the member, rows of the group).
-MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,21 @@ class SequenceLayout:
                     f"{name} must be a tuple for kind {kind!r} and None for others, got kind "
                     f"{self.kind!r} with {name} {value!r}; use a constructor of SequenceLayout"
                 )
+        sizes = self.seqlen, self.world_size
         if self.cuts is not None:
             _check_cuts(self.cuts)
-            _check_sizes(self, self.cuts[-1], len(self.cuts) - 1)
+            sizes = self.cuts[-1], len(self.cuts) - 1
+        stride = 1 if self.parts is None else _checked_stride(self.parts)
         if self.parts is not None:
-            stride = _checked_stride(self.parts)
             seqlen = sum(s.length for segments in self.parts for s in segments)
-            _check_sizes(self, seqlen, len(self.parts))
-            _check_cover(self.parts, stride, seqlen)
+            sizes = seqlen, len(self.parts)
+        if sizes != (self.seqlen, self.world_size):
+            raise ValueError(
+                f"seqlen and world_size must be those of {self}, {sizes[0]} and {sizes[1]}, got "
+                f"{self.seqlen} and {self.world_size}; use a constructor of SequenceLayout"
+            )
+        if self.parts is not None:
+            _check_cover(self.parts, stride, self.seqlen)
         _checked(self.seqlen, self.world_size)
 
     @classmethod
@@ -129,7 +133,7 @@ class SequenceLayout:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
             TypeError: a cut is not an int.
         """
-        cuts = tuple(as_int("each of cuts", cut) for cut in as_tuple("cuts", cuts))
+        cuts = as_ints("cuts", cuts)
         return cls("boundaries", cuts[-1] if cuts else 0, len(cuts) - 1, cuts)
 
     @classmethod
@@ -186,7 +190,6 @@ class SequenceLayout:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
-        """The layout from its `numbers`."""
         code, *rest = numbers
         if KINDS[code] == "boundaries":
             return cls.boundaries(rest)
@@ -293,12 +296,10 @@ class SequenceLayout:
         return _segments(self)[self._rank(rank)]
 
     def shard_len(self, rank: int) -> int:
-        """Number of rows that the rank holds."""
         return self.shard_lens[self._rank(rank)]
 
     @kept
     def shard_lens(self) -> tuple[int, ...]:
-        """Number of rows of each rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
 
     @kept
@@ -307,44 +308,6 @@ class SequenceLayout:
         if self.kind == "striped":
             return self.world_size
         return next((s.stride for part in self.parts or () for s in part), 1)
-
-    def merged(self, groups: Sequence[Sequence[int]]) -> tuple[SequenceLayout, MergedRows]:
-        """The layout of groups of ranks that pool their rows, in the order of their positions.
-
-            zigzag, 4 ranks, in pairs     rank 0: chunks 0 7, rank 1: 1 6   ->   0 1 6 7
-
-        Args:
-            groups: the ranks of each group; every rank is in one group.
-
-        Returns:
-            The layout with a rank for each group; and for each group and member the pairs
-            `(rows of the member, rows of the group)`, slices of equal length.
-
-        Raises:
-            ValueError: the groups leave a rank out or name a rank twice.
-        """
-        groups = [as_tuple("each of groups", group) for group in as_tuple("groups", groups)]
-        ranks = [as_int("each rank of groups", rank) for group in groups for rank in group]
-        if sorted(ranks) != list(range(self.world_size)):
-            raise ValueError(f"groups must hold each rank of {self} once, got {groups}")
-        parts, rows = [], []
-        for group in groups:
-            pieces = []
-            for member, rank in enumerate(group):
-                first = 0
-                for segment in self.segments(rank):
-                    pieces.append((segment, member, first))
-                    first += segment.length
-            pieces.sort(key=lambda piece: piece[0].start)
-            placed: list[list[tuple[slice, slice]]] = [[] for _ in group]
-            at = 0
-            for segment, member, first in pieces:
-                n = segment.length
-                placed[member].append((slice(first, first + n), slice(at, at + n)))
-                at += n
-            parts.append([segment for segment, _, _ in pieces])
-            rows.append(tuple(tuple(pairs) for pairs in placed))
-        return SequenceLayout.from_segments(parts), tuple(rows)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """(shard_len,) int64 global positions of the rank's rows, for RoPE."""
@@ -469,7 +432,6 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
 
 
 def _check_cuts(cuts: Sequence[int]) -> None:
-    """Refuses cuts that do not start at 0 or that decrease."""
     if len(cuts) < 2 or cuts[0] != 0:
         raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
     for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
@@ -477,15 +439,6 @@ def _check_cuts(cuts: Sequence[int]) -> None:
             raise ValueError(
                 f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
             )
-
-
-def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
-    """Refuses a layout whose length or number of ranks differs from that of its cuts or parts."""
-    if (layout.seqlen, layout.world_size) != (seqlen, world_size):
-        raise ValueError(
-            f"seqlen and world_size must be those of {layout}, {seqlen} and {world_size}, got "
-            f"{layout.seqlen} and {layout.world_size}; use a constructor of SequenceLayout"
-        )
 
 
 def _checked_stride(parts: tuple[tuple[Segment, ...], ...]) -> int:
@@ -557,7 +510,6 @@ def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -
 
 
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
-    """Segments of every rank."""
     if layout.parts is not None:
         # Not cached: while decoding, each token makes a new layout, so the cache would never hit.
         return layout.parts

@@ -42,15 +42,9 @@ UNBOUNDED = 1 << 50
 
 
 class Slice(NamedTuple):
-    """Pairs of queries `[q_start, q_end)` and keys `[k_start, k_end)` within a band.
+    """Queries `[q_start, q_end)`, keys `[k_start, k_end)`, and the band `lo <= j - i <= hi`.
 
-    Attributes:
-        q_start: first query, a global position.
-        q_end: end of the queries.
-        k_start: first key, a global position.
-        k_end: end of the keys.
-        lo: least `j - i`; None is unbounded.
-        hi: greatest `j - i`; None is unbounded.
+    Positions are global; a bound None is unbounded.
     """
 
     q_start: int
@@ -94,12 +88,10 @@ class Slice(NamedTuple):
 
     @property
     def transposed(self) -> Slice:
-        """The slice with queries and keys exchanged."""
         q0, q1, k0, k1, lo, hi = self
         return Slice(k0, k1, q0, q1, None if hi is None else -hi, None if lo is None else -lo)
 
     def moved(self, q: int, k: int) -> Slice:
-        """The slice shifted by `q` queries and `k` keys."""
         q0, q1, k0, k1, lo, hi = self
         shift = k - q
         lo, hi = (None if bound is None else bound + shift for bound in (lo, hi))
@@ -284,7 +276,6 @@ class Mask:
 
     @cached_property
     def transposed(self) -> Mask:
-        """The mask with queries and keys exchanged."""
         return Mask.of(self.seqlen_k, self.seqlen_q, (s.transposed for s in self.slices))
 
     # -- layers
@@ -315,7 +306,7 @@ class Mask:
         return tuple(tuple(s.q_end for s in layer) for layer in self.layers)
 
     def visible_runs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The run of keys `[start, stop)` that each query sees in each layer.
+        """The run of keys that each query sees in each layer.
 
         Args:
             positions: (n,) int64 global query positions.
@@ -344,9 +335,7 @@ class Mask:
     def dense(self, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
         """The mask as (n_q, n_k) booleans, True where visible: the reference for all other code.
 
-        Args:
-            q_positions: (n_q,) global positions; all queries by default.
-            k_positions: (n_k,) global positions; all keys by default.
+        Without global positions, all queries or keys.
         """
         if q_positions is None:
             q_positions = torch.arange(self.seqlen_q)
@@ -381,7 +370,6 @@ class Mask:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Mask:
-        """The mask from its `tensor`."""
         first, *rows = tensor.tolist()
         slices = []
         for q0, q1, k0, k1, lo, hi in rows:
@@ -391,7 +379,6 @@ class Mask:
 
 
 def _words(arguments: FlashArguments, seqlen_q: int) -> str:
-    """flash-attention's arguments in words."""
     words = ["causal" if arguments.causal else "full"]
     if arguments.window_size != (-1, -1):
         words.append(f"window {arguments.window_size[0]},{arguments.window_size[1]}")

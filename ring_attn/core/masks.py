@@ -373,7 +373,6 @@ def by_document(masks: Sequence[Mask]) -> Mask:
 
 
 def _check_disjoint(mask: Mask) -> None:
-    """Refuses two slices that share a pair."""
     open_slices: list[Slice] = []
     for piece in mask.slices:
         open_slices = [other for other in open_slices if other.q_end > piece.q_start]
@@ -431,7 +430,6 @@ def _of_blocks(seen: Tensor, sizes: tuple[int, int], seqlens: tuple[int, int]) -
 
 
 def _of_block_mask(mask: Any) -> Mask:
-    """The slices of a `BlockMask`."""
     lists = mask.kv_num_blocks
     if lists.size(0) != 1 or lists.size(1) != 1:
         raise NotImplementedError(

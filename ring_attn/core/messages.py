@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,27 +26,13 @@ from ring_attn.core.spec import ALIGNMENT, Packet
 Number = Any
 
 
-class Message(Protocol):
-    """Tensors in a byte buffer."""
-
-    @property
-    def nbytes(self) -> Number:
-        """Bytes of the message."""
-        ...
-
-    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """The tensors as views of a (>= nbytes,) uint8 buffer."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Bytes:
     """Lengths of the messages of every rank, (world_size,) int64, without tensors."""
 
-    nbytes: Tensor
+    nbytes: Number
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Raises NotImplementedError."""
         raise NotImplementedError("the messages of every rank have lengths and no tensors")
 
 
@@ -61,11 +47,7 @@ class Records:
         row 0    row 1    row 2        row 0    row 1 ...
         [K V..]  [K V..]  [K V..]      [K V..]  [K V..]            .. to multiples of 16 bytes
 
-    Attributes:
-        batch: number of batch entries.
-        rows: number of rows, at least 1.
-        heads: number of heads.
-        fields: dim and dtype of each tensor; dim None is a statistic.
+    There is at least one row. `fields` are dim and dtype of each tensor; dim None is a statistic.
     """
 
     batch: int
@@ -86,7 +68,6 @@ class Records:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a message."""
         return self.batch * self.rows * self.heads * self.offsets[-1]
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -101,8 +82,6 @@ class Records:
 
 @dataclass(frozen=True)
 class Parcels:
-    """Messages one after another."""
-
     parts: tuple[Packet, ...]
 
     @cached_property
@@ -112,11 +91,9 @@ class Parcels:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(self.counts)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of all parts, in their order."""
         buffers = buffer[: self.nbytes].split(self.counts)
         both = zip(self.parts, buffers, strict=True)
         return tuple(view for part, part_buffer in both for view in part.views(part_buffer))
@@ -134,11 +111,9 @@ class Gathered:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all messages."""
         return self.count * self.part.nbytes
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of all ranks."""
         buffer = buffer[: self.nbytes]
         if isinstance(self.part, Records):
             return self.part.views(buffer)
@@ -153,18 +128,28 @@ class Gathered:
         )
 
 
-def lengths(make: Callable[[int], Message], rows: Tensor) -> Bytes:
-    """The lengths of every rank's messages; calls `make` once for each number of rows."""
+# Tensors in a byte buffer: `views` gives them as views of a (>= nbytes,) uint8 buffer.
+Message = Packet | Records | Parcels | Gathered | Bytes
+
+
+def message_of(make: Callable[[int], Message], rows: Number) -> Message:
+    """The message with some rows, or the lengths of every rank's."""
+    if not isinstance(rows, Tensor):
+        return make(rows)
+    # Calls `make` once for each number of rows.
     counts, inverse = torch.unique(rows, return_inverse=True)
     sizes = [make(n).nbytes for n in counts.tolist()]
     return Bytes(torch.tensor(sizes, dtype=torch.int64)[inverse])
 
 
+def room_of(*messages: Message) -> int:
+    """Bytes of the longest of one rank's messages; 0 for every rank's."""
+    return max((x.nbytes for x in messages if isinstance(x.nbytes, int)), default=0)
+
+
 def packet_of(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Packet:
-    """The packet of tensors with these shapes and dtypes."""
     return Packet(tuple(shape for shape, _ in tensors), tuple(dtype for _, dtype in tensors))
 
 
 def _multiple(size: int, unit: int) -> int:
-    """`size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -11,7 +11,6 @@ process if it makes every sum in the same order:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 
@@ -33,14 +32,9 @@ def why_not_in_order(
 ) -> str | None:
     """None if the call makes every sum in the order of one process, else the reason why not.
 
-    Args:
-        strategy: strategy of the call.
-        heads: numbers of query heads and of KV heads.
-        layouts: of queries and keys in the core: after queries, or heads for rows, are exchanged.
-        mask: over the whole sequence.
-        backend: name of the backend, for the reason.
-        bits_unit: the backend folds in one order on a grid of blocks of so many positions; None if
-            its order varies.
+    `heads` are the numbers of query heads and of KV heads. `layouts` are those of the core, after
+    queries, or heads for rows, are exchanged. `bits_unit` is the number of positions of a block, if
+    the backend folds in one order on a grid of blocks; None if its order varies.
     """
     reason = why_not_by_heads(heads, strategy.ulysses_degree)
     if reason is not None:
@@ -55,11 +49,14 @@ def why_not_in_order(
         reason = _why_not_by_turns(layouts, mask, strategy.inner_degree)
         if reason is not None:
             return reason
-    for start in _starts(layouts):
-        if start % bits_unit:
-            return (
-                f"every rank's rows must start at a multiple of {bits_unit}, one's start at {start}"
-            )
+    for layout in layouts:
+        # The first positions of the shards after rank 0's; empty shards at the end have none.
+        for start in accumulate(layout.shard_lens):
+            if start % bits_unit and start != layout.seqlen:
+                return (
+                    f"every rank's rows must start at a multiple of {bits_unit}, one's start at "
+                    f"{start}"
+                )
     return None
 
 
@@ -87,9 +84,3 @@ def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | 
     if layouts[0].shard_lens != layouts[1].shard_lens:
         return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
     return None
-
-
-def _starts(layouts: Layouts) -> Iterator[int]:
-    """Yields the first position of every shard after rank 0's, without the end of the sequence."""
-    for layout in layouts:
-        yield from (start for start in accumulate(layout.shard_lens) if start != layout.seqlen)

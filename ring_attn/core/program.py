@@ -46,10 +46,8 @@ Tiles = Any
 class Buffer:
     """Memory for a message. No two live buffers have the same name.
 
-    Attributes:
-        name: name of the buffer.
-        room: bytes of the longest message of any buffer of this kind. A freed buffer is reused by
-            buffers with the same room.
+    `room` is the bytes of the longest message of any buffer of this kind. A freed buffer is reused
+    by buffers with the same room.
     """
 
     name: str
@@ -58,15 +56,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Array:
-    """Sizes of a tensor.
-
-    Attributes:
-        batch: number of batch entries.
-        rows: number of rows of one rank or of every rank.
-        heads: number of heads.
-        dim: size of the last dim; None is a statistic, (batch, heads, rows).
-        dtype: type of the elements.
-    """
+    """Sizes of a tensor, of one rank or (`rows`) of every rank; dim None is a statistic."""
 
     batch: int
     rows: Number
@@ -76,14 +66,13 @@ class Array:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one rank's tensor."""
+        """Shape of one rank's tensor: (batch, rows, heads, dim), or (batch, heads, rows)."""
         if self.dim is None:
             return (self.batch, self.heads, self.rows)
         return (self.batch, self.rows, self.heads, self.dim)
 
     @property
     def nbytes(self) -> Number:
-        """Bytes of one rank's tensor, or of every rank's."""
         return self.batch * self.rows * self.heads * (self.dim or 1) * self.dtype.itemsize
 
 
@@ -105,11 +94,15 @@ class Entry(NamedTuple):
 Operand = View | Entry
 
 
+def entries(buffer: Buffer, count: int) -> tuple[Operand, ...]:
+    """The `count` tensors of the message that a buffer holds."""
+    return tuple(Entry(buffer, number) for number in range(count))
+
+
 class Copy(NamedTuple):
-    """A copy between a tensor in a message and a tensor outside.
+    """A copy between tensor `entry` of a message and a tensor outside.
 
     Attributes:
-        entry: number of the tensor in the message.
         tensor: the tensor outside; None stands for zeros.
         rows: rows of the message's tensor; None is all.
         add: whether the copy adds to its destination.
@@ -134,8 +127,7 @@ class Collective(NamedTuple):
     Attributes:
         op: name of the transport's method.
         dtype: type of the summed elements.
-        send_counts: bytes of an all-to-all to each rank.
-        recv_counts: bytes of an all-to-all from each rank.
+        send_counts, recv_counts: bytes of an all-to-all to, and from, each rank.
         groups: (groups, ranks) all groups, in a program of every rank.
     """
 
@@ -168,11 +160,9 @@ class Post(NamedTuple):
     """Takes a buffer and starts an exchange into it.
 
     Attributes:
-        channel: channel of the exchange, which has at most one under way.
+        channel: has at most one exchange under way.
         step: number of the step, for errors.
         route: the peers.
-        send: buffer to send.
-        recv: buffer to receive into.
         message: message to receive.
         nbytes: bytes that leave the rank.
         ranks: ranks of the group, ascending; None is all ranks of the program.
@@ -205,8 +195,6 @@ class Join(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Frees buffers and tensors."""
-
     names: tuple[Buffer | str, ...]
 
 
@@ -292,11 +280,9 @@ class Delta(NamedTuple):
 
 
 class Differentiate(NamedTuple):
-    """Adds the gradients of tiles.
+    """Adds the gradients of tiles: all, only that of q, or only those of k and v.
 
     Attributes:
-        part: all gradients, only the gradient of q, or only the gradients of k and v.
-        tiles: tiles of the step.
         q_side: q, dout, lse, delta.
         kv: k, v.
         dq: sum to which dq is added.
@@ -329,11 +315,9 @@ class Inner(NamedTuple):
         program: the inner program, with its own names for tensors.
         spec: sizes and types of the inner call.
         ranks: the ranks, ascending.
-        inputs: pairs (inner name, outer name) of the tensors passed in.
-        results: pairs (inner name, outer name) of the results.
+        inputs, results: pairs (inner name, outer name) of the tensors.
         sinks: heads whose sinks the inner program takes.
-        members: (n,) ranks within a group that run it, in a program of every rank.
-        degree: ranks of a group, in a program of every rank.
+        members: (n,) ranks of each group of `degree` that run it, in a program of every rank.
     """
 
     program: Program
@@ -363,15 +347,10 @@ Op = (
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ops of one rank, or of every rank.
+    """The ops of one rank, or (`rank` None) of every rank.
 
-    Attributes:
-        world_size: number of ranks of the call.
-        rank: the rank; None is every rank.
-        backward: whether this is a backward.
-        ops: the ops, in order.
-        arrays: sizes of the input tensors, by name.
-        saved: names of a forward's tensors that its backward needs.
+    `arrays` are the sizes of the input tensors, by name. `saved` names the tensors of a forward
+    that its backward needs.
     """
 
     world_size: int
@@ -415,12 +394,9 @@ class Program:
         )
 
     def keeps(self, buffer: Buffer, index: int, *, pooled: bool) -> bool:
-        """Whether to keep a buffer that an op frees, for reuse.
+        """Whether to keep a buffer that op `index` frees, for reuse.
 
-        Args:
-            buffer: the freed buffer.
-            index: index of the op.
-            pooled: whether buffers of recycled rooms are also kept for the next call.
+        With `pooled`, buffers of recycled rooms are also kept for the next call.
         """
         if pooled and buffer.room in self.recycled:
             return True

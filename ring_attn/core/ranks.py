@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ring_attn.core.layout import Layouts, SequenceLayout
+from ring_attn.core import work
+from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.core.messages import Bytes, Message, Number, lengths
+from ring_attn.core.messages import Bytes, Message, Number, message_of
 from ring_attn.core.program import Hop, Tiles
 from ring_attn.core.tiles import (
     Displacement,
@@ -27,13 +28,11 @@ from ring_attn.core.tiles import (
     among_runs,
     counted_from,
     gathered_tiles,
-    needed_displacements,
     needed_runs,
     pair_tiles,
-    travelling_rows,
 )
 from ring_attn.core.turns import turns_of
-from ring_attn.core.work import StepWork, needed_rows, pair_work
+from ring_attn.core.work import StepWork
 
 
 class Turn(NamedTuple):
@@ -42,8 +41,7 @@ class Turn(NamedTuple):
     Attributes:
         hop: the two peers; a rank that takes no part has itself.
         active: (world_size,) bool ranks that take part; None from `OneRank`.
-        sent: number of rows.
-        received: number of rows.
+        sent, received: numbers of rows.
         runs: the rows to send; () from `EveryRank`.
         tiles: between own and received rows; received rows count in the order of the message.
     """
@@ -56,58 +54,61 @@ class Turn(NamedTuple):
     tiles: Tiles
 
 
-class Ranks(Protocol):
-    """The shards, peers and tiles of a rank, or of every rank, in one call.
+@dataclass(frozen=True)
+class _Ranks:
+    """Layouts of the queries and of the keys, and the mask over the whole sequence.
 
-    Arguments:
-        grid: the ranks as inner rings.
-        travels: the side whose shards travel.
-        by: displacement of the holding rank from the owner of the shard.
+    Arguments of the methods: `grid` is the ranks as inner rings, `travels` the side whose shards
+    travel, `by` the displacement of the holding rank from the owner of the shard.
     """
 
-    @property
-    def layouts(self) -> Layouts:
-        """Layouts of the queries and of the keys."""
-        ...
-
-    @property
-    def mask(self) -> Mask:
-        """Mask over the whole sequence."""
-        ...
+    layouts: Layouts
+    mask: Mask
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    @property
-    def rank(self) -> int | None:
-        """The rank; None for every rank."""
-        ...
+        return self.layouts[0].world_size
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
         """Displacements at which any rank needs a shard, in the order of the steps."""
-        ...
+        needed = work.needed_displacements(*self.layouts, self.mask, grid.inner)
+        if travels == "kv":
+            return needed
+        return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in needed))
+
+    def over(self, layouts: Layouts) -> Self:
+        """The same ranks with other layouts."""
+        return replace(self, layouts=layouts)
+
+
+@dataclass(frozen=True)
+class OneRank(_Ranks):
+    """One rank: tiles are tuples, numbers are ints."""
+
+    rank: int
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
         """The hop that moves a shard by a displacement."""
-        ...
+        return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
         """The exchange between ranks r and P - 1 - r, and which ranks are not their own partner."""
-        ...
+        other = self.world_size - 1 - self.rank
+        return Hop(other, other), None
 
-    def rows(self, side: Traveller) -> Number:
+    def rows(self, side: Traveller) -> int:
         """Number of rows of the shard of queries or keys."""
-        ...
+        return self.layouts[_index(side)].shard_len(self.rank)
 
-    def partner_rows(self) -> Number:
+    def partner_rows(self) -> int:
         """Number of query rows on rank P - 1 - r."""
-        ...
+        return self.layouts[0].shard_len(self.world_size - 1 - self.rank)
 
-    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
-        """Rows of the visiting shard that travel; None from `EveryRank`."""
-        ...
+    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
+        """Rows of the visiting shard that travel."""
+        owner = grid.moved(self.rank, by, -1)
+        rows = work.travelling_rows(*self.layouts, self.mask, travels)
+        return slice(int(rows.start[owner]), int(rows.stop[owner]))
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
@@ -116,65 +117,7 @@ class Ranks(Protocol):
 
         `make` builds a message from its number of rows.
         """
-        ...
 
-    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> Tiles:
-        """Tiles between the own and the visiting shard."""
-        ...
-
-    def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        """Exchanges that bring every rank exactly the rows that it needs, from their owners."""
-        ...
-
-    def gathered(self, gathers: Traveller, rows: int) -> Tiles:
-        """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
-        ...
-
-    def over(self, layouts: Layouts) -> Ranks:
-        """The same ranks with other layouts."""
-        ...
-
-    def groups(self, layouts: Layouts, degree: int) -> Ranks:
-        """The groups of `degree` consecutive ranks, each group as one rank of `layouts`."""
-        ...
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """One rank: tiles are tuples, numbers are ints."""
-
-    layouts: Layouts
-    mask: Mask
-    rank: int
-
-    @property
-    def world_size(self) -> int:
-        return self.layouts[0].world_size
-
-    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        needed = needed_displacements(*self.layouts, self.mask, grid.inner)
-        return mirrored(needed, grid, travels)
-
-    def hop(self, grid: Grid, by: Displacement) -> Hop:
-        return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
-
-    def partner(self) -> tuple[Hop, Tensor | None]:
-        other = self.world_size - 1 - self.rank
-        return Hop(other, other), None
-
-    def rows(self, side: Traveller) -> int:
-        return self.layouts[_index(side)].shard_len(self.rank)
-
-    def partner_rows(self) -> int:
-        return self.layouts[0].shard_len(self.world_size - 1 - self.rank)
-
-    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        owner = grid.moved(self.rank, by, -1)
-        return travelling_rows(*self.layouts, self.mask, owner, travels)
-
-    def moving_messages(
-        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
-    ) -> Callable[[Displacement], Message]:
         def message(by: Displacement) -> Message:
             rows = self.moving(grid, travels, by)
             return make(rows.stop - rows.start)
@@ -182,21 +125,16 @@ class OneRank:
         return message
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
-        """Tiles in folding order; visiting rows count from the first row that travels."""
+        """Tiles between the own and the visiting shard, whose rows count from the first moving."""
         owner = grid.moved(self.rank, by, -1)
-        pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
-        tiles = pair_tiles(*self.layouts, self.mask, *pair)
+        tiles = pair_tiles(*self.layouts, self.mask, *_pair(self.rank, owner, travels))
         if by == (0, 0):
             return tiles
         first = self.moving(grid, travels, by).start
         return tuple(counted_from(first, tile, travels) for tile in tiles)
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        """`turns.turns_of` as seen from this rank."""
-
-        def pair(holder: int, owner: int) -> tuple[int, int]:
-            return (holder, owner) if travels == "kv" else (owner, holder)
-
+        """Exchanges that bring every rank exactly the rows that it needs, from their owners."""
         turns = []
         for to, full in turns_of(*self.layouts, self.mask, travels):
             hop = Hop(int(to[self.rank]), int((to == self.rank).nonzero()))
@@ -204,10 +142,10 @@ class OneRank:
             received: tuple[slice, ...] = ()
             tiles: tuple[Tile, ...] = ()
             if full[self.rank]:
-                there = pair(hop.send_to, self.rank)
+                there = _pair(hop.send_to, self.rank, travels)
                 sent = needed_runs(*self.layouts, self.mask, there, travels)
             if full[hop.recv_from]:
-                here = pair(self.rank, hop.recv_from)
+                here = _pair(self.rank, hop.recv_from, travels)
                 received = needed_runs(*self.layouts, self.mask, here, travels)
                 tiles = pair_tiles(*self.layouts, self.mask, *here)
             counted = tuple(among_runs(received, tile, travels) for tile in tiles)
@@ -215,29 +153,21 @@ class OneRank:
         return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
+        """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
-    def over(self, layouts: Layouts) -> OneRank:
-        return replace(self, layouts=layouts)
-
     def groups(self, layouts: Layouts, degree: int) -> OneRank:
+        """The groups of `degree` consecutive ranks, each group as one rank of `layouts`."""
         return replace(self, layouts=layouts, rank=self.rank // degree)
 
 
 @dataclass(frozen=True)
-class EveryRank:
+class EveryRank(_Ranks):
     """Every rank at once: tiles are `StepWork`, numbers are int64 tensors (world_size,)."""
-
-    layouts: Layouts
-    mask: Mask
 
     @property
     def rank(self) -> None:
         return None
-
-    @property
-    def world_size(self) -> int:
-        return self.layouts[0].world_size
 
     @cached_property
     def _numbers(self) -> Tensor:
@@ -247,11 +177,7 @@ class EveryRank:
     def _work(self) -> dict[tuple[Grid, Traveller], list[StepWork]]:
         return {}
 
-    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        return every_order(*self.layouts, self.mask, grid, travels)
-
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """The hop as tensors (world_size,); equal displacements share tensors."""
         return Hop(_moved(grid, by), _moved(grid, (-by[0], -by[1])))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
@@ -264,15 +190,14 @@ class EveryRank:
     def partner_rows(self) -> Tensor:
         return self.rows("q").flip(0)
 
-    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
+    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> None:
         """None: one slice cannot hold the rows of every rank."""
-        return None
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
-        """Function from a displacement to the lengths of the messages, indexed by holder."""
-        owners = lengths(make, every_count(*self.layouts, self.mask, travels))
+        owners = message_of(make, work.travelling_rows(*self.layouts, self.mask, travels).count)
+        assert isinstance(owners, Bytes)
         sizes = owners.nbytes.view(grid.outer, grid.inner)
         if bool((sizes == sizes[0, 0]).all()):
             return lambda by: owners
@@ -281,41 +206,35 @@ class EveryRank:
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
         # Cached here too: hashing a mask of many documents takes long.
         if (grid, travels) not in self._work:
-            work = _by_displacement(*self.layouts, self.mask, grid, travels)
-            self._work[grid, travels] = work
+            steps = work.work_by_displacement(*self.layouts, self.mask, grid, travels)
+            self._work[grid, travels] = steps
         return self._work[grid, travels][by[0] * grid.inner + by[1]]
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        rows = needed_rows(*self.layouts, self.mask, travels)
-        work, ranks, turns = pair_work(*self.layouts, self.mask), self._numbers, []
+        rows = work.needed_rows(*self.layouts, self.mask, travels)
+        pairs, ranks, turns = work.pair_work(*self.layouts, self.mask), self._numbers, []
         for to, full in turns_of(*self.layouts, self.mask, travels):
             source = torch.empty_like(to).scatter_(0, to, ranks)
             comes = full[source]
-            here, there = (ranks, source), (to, ranks)
-            if travels == "q":
-                here, there = here[::-1], there[::-1]
-            tiles = StepWork(*(table[here] * comes for table in work.tables))
+            here, there = _pair(ranks, source, travels), _pair(to, ranks, travels)
+            tiles = StepWork(*(table[here] * comes for table in pairs.tables))
             sent, received = rows[there] * full, rows[here] * comes
             turns.append(Turn(Hop(to, source), to != ranks, sent, received, (), tiles))
         return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
-        return every_gathered(*self.layouts, self.mask, gathers)
-
-    def over(self, layouts: Layouts) -> EveryRank:
-        return replace(self, layouts=layouts)
+        return work.gathered_work(*self.layouts, self.mask, gathers)
 
     def groups(self, layouts: Layouts, degree: int) -> EveryRank:
         return replace(self, layouts=layouts)
 
 
-def mirrored(
-    order: tuple[Displacement, ...], grid: Grid, travels: Traveller
-) -> tuple[Displacement, ...]:
-    """The displacements for the side that travels, from an `order` for travelling keys."""
-    if travels == "kv":
-        return order
-    return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
+Ranks = OneRank | EveryRank
+
+
+def _pair(holder: Any, owner: Any, travels: Traveller) -> tuple[Any, Any]:
+    """(rank of the queries, rank of the keys), from the holder and the owner of a shard."""
+    return (holder, owner) if travels == "kv" else (owner, holder)
 
 
 def _count(runs: tuple[slice, ...]) -> int:
@@ -326,47 +245,8 @@ def _index(side: Traveller) -> int:
     return 0 if side == "q" else 1
 
 
+# Cached, so that equal displacements share tensors.
 @lru_cache(maxsize=64)
 def _moved(grid: Grid, by: Displacement) -> Tensor:
     ranks = torch.arange(grid.outer * grid.inner).view(grid.outer, grid.inner)
     return ranks.roll((-by[0], -by[1]), (0, 1)).flatten()
-
-
-@lru_cache(maxsize=64)
-def every_order(
-    layout_q: SequenceLayout,
-    layout_kv: SequenceLayout,
-    mask: Mask,
-    grid: Grid,
-    travels: Traveller,
-) -> tuple[Displacement, ...]:
-    """`Ranks.order` from the work of all pairs."""
-    needed = pair_work(layout_q, layout_kv, mask).displacements(grid)
-    return mirrored(needed, grid, travels)
-
-
-@lru_cache(maxsize=64)
-def every_count(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
-) -> Tensor:
-    """(world_size,) number of rows of each rank's shard that travel."""
-    return pair_work(layout_q, layout_kv, mask).travelling(travels).count
-
-
-@lru_cache(maxsize=64)
-def every_gathered(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, gathers: Traveller
-) -> StepWork:
-    """The work of each rank with the shards of all ranks at once."""
-    return pair_work(layout_q, layout_kv, mask).gathered(gathers)
-
-
-@lru_cache(maxsize=2)
-def _by_displacement(
-    layout_q: SequenceLayout,
-    layout_kv: SequenceLayout,
-    mask: Mask,
-    grid: Grid,
-    travels: Traveller,
-) -> list[StepWork]:
-    return pair_work(layout_q, layout_kv, mask).by_displacement(grid, travels)

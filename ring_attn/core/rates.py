@@ -40,10 +40,8 @@ class Rate:
 class Rates(NamedTuple):
     """Speed of a backend's kernels on an architecture, as our adapter calls them.
 
-    Attributes:
-        forward: rate of the forward.
-        backward: rate of the backward, deterministic if the kernels offer that.
-        source: "published: .." or "estimate: ..".
+    The backward is deterministic if the kernels offer that. The source is "published: .." or
+    "estimate: ..".
     """
 
     forward: Rate

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import Tensor
@@ -13,50 +14,61 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
-from ring_attn.core.work import needed_rows, pair_work
+from ring_attn.core.work import needed_rows, travelling_rows
 
 # Names of the tensors in the messages with a shard and with its gradients, by travelling side.
 SHARD: dict[Traveller, tuple[str, ...]] = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
 MOVING: dict[Traveller, tuple[str, ...]] = {"kv": ("dk", "dv"), "q": ("dq",)}
 
 
+# Makes a message from a spec, the travelling side and a number of rows.
+MakePacket = Callable[[AttentionSpec, Traveller, int], Packet]
+
+
+@lru_cache(maxsize=4096)
 def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
     """The message with `rows` rows of the travelling side: K and V, or Q, dO, lse and delta."""
-    return spec.kv_packet(rows) if travels == "kv" else spec.q_packet(rows)
+    heads, wide = spec.nheads_kv if travels == "kv" else spec.nheads, spec.accum_dtype
+    lead, statistic = (spec.batch, rows, heads), (spec.batch, heads, rows)
+    both = ((*lead, spec.headdim), (*lead, spec.headdim_v)), (spec.dtype, spec.dtype)
+    if travels == "kv":
+        return Packet(*both)
+    return Packet((*both[0], statistic, statistic), (*both[1], wide, wide))
 
 
+@lru_cache(maxsize=4096)
 def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
     """The message with gradients of the travelling side, in the accumulation type."""
-    return spec.kv_grad_packet(rows) if travels == "kv" else spec.q_grad_packet(rows)
+    if travels == "kv":
+        return shard_packet(replace(spec, dtype=spec.accum_dtype), travels, rows)
+    return Packet(((spec.batch, rows, spec.nheads, spec.headdim),), (spec.accum_dtype,))
 
 
 @lru_cache(maxsize=1024)
 def choose_traveller(
-    spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
+    spec: AttentionSpec,
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    *,
+    direct: bool = False,
 ) -> Traveller:
     """The side whose travel costs fewer bytes in the backward, over all ranks; KV if equal.
 
-    With 16-bit tensors and float32 gradients, KV costs 12 bytes an element of each row and KV head,
-    and the Q side 8 an element of each row and head. So KV travels with grouped heads, and Q with
-    few queries or ungrouped heads. Both sides take the same number of hops.
+    `direct`: each rank gets the rows that it needs straight from their owner; else shards go round
+    a ring, in as many hops for both sides. With 16-bit tensors and float32 gradients, KV costs 12
+    bytes an element of each row and KV head, and the Q side 8 an element of each row and head. So
+    KV travels with grouped heads, and Q with few queries or ungrouped heads.
     """
-    work = pair_work(layout_q, layout_kv, mask)
-    q, kv = (_backward_bytes(spec, side, work.travelling(side).count) for side in ("q", "kv"))
-    return "q" if q < kv else "kv"
 
+    def cost(side: Traveller) -> int:
+        if direct:
+            rows = needed_rows(layout_q, layout_kv, mask, side).clone().fill_diagonal_(0)
+        else:
+            rows = travelling_rows(layout_q, layout_kv, mask, side).count
+        return _backward_bytes(spec, side, rows)
 
-@lru_cache(maxsize=1024)
-def choose_sender(
-    spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
-) -> Traveller:
-    """The side that costs fewer bytes if each rank gets its needed rows straight from the owner."""
-    q, kv = (
-        _backward_bytes(
-            spec, side, needed_rows(layout_q, layout_kv, mask, side).clone().fill_diagonal_(0)
-        )
-        for side in ("q", "kv")
-    )
-    return "q" if q < kv else "kv"
+    return "q" if cost("q") < cost("kv") else "kv"
 
 
 def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> int:
@@ -70,10 +82,7 @@ def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> in
 def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:
     """Floating point operations for `area` visible pairs: 2 matmuls forward, 5 backward.
 
-    Args:
-        area: visible pairs, for example `mask.area`.
-        spec: sizes of the call.
-        backward: True counts the backward alone, False the forward.
+    `backward` True counts the backward alone, False the forward.
     """
     qk, pv = 2 * spec.headdim, 2 * spec.headdim_v
     per_pair = 3 * qk + 2 * pv if backward else qk + pv
@@ -124,22 +133,18 @@ class SequenceShare:
 
     @property
     def start(self) -> int:
-        """Position of the first row."""
         return sum(self._layout.shard_lens[: self.rank])
 
     @property
     def end(self) -> int:
-        """Position after the last row."""
         return self.start + self.local_len
 
     @property
     def local_len(self) -> int:
-        """Number of rows."""
         return self._layout.shard_len(self.rank)
 
     @property
     def headdim(self) -> int:
-        """Elements of a head."""
         return self.hidden_size // self.nheads
 
     @property
@@ -149,7 +154,6 @@ class SequenceShare:
 
     @property
     def memory_saving(self) -> float:
-        """Fraction of the sequence's activations that the rank need not store."""
         return memory_saving(self.world_size)
 
 

@@ -7,7 +7,7 @@ are one message.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 
 import torch
@@ -38,14 +38,7 @@ class Packet:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the message."""
         return max(self.offsets[-1], ALIGNMENT)
-
-    @cached_property
-    def padded(self) -> bool:
-        """Whether some bytes belong to no tensor."""
-        used = (prod(s) * dtype.itemsize for s, dtype in zip(self.shapes, self.dtypes, strict=True))
-        return sum(used) != self.nbytes
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors as views of a (>= nbytes,) uint8 buffer."""
@@ -118,42 +111,7 @@ class AttentionSpec:
 
     @property
     def accum_dtype(self) -> torch.dtype:
-        """Type of the state and of travelling gradients."""
         return accum_dtype(self.dtype)
-
-    def kv_packet(self, rows: int) -> Packet:
-        """The message with K and V of `rows` rows."""
-        return _kv_packet(self, rows, self.dtype)
-
-    def kv_grad_packet(self, rows: int) -> Packet:
-        """The message with dK and dV of `rows` rows, in the accumulation type."""
-        return _kv_packet(self, rows, self.accum_dtype)
-
-    def q_packet(self, rows: int) -> Packet:
-        """The message with the Q side of `rows` rows in the backward: Q, dO, lse, delta."""
-        return _q_packet(self, rows)
-
-    def q_grad_packet(self, rows: int) -> Packet:
-        """The message with dQ of `rows` rows, in the accumulation type."""
-        return _q_grad_packet(self, rows)
-
-
-@lru_cache(maxsize=4096)
-def _kv_packet(spec: AttentionSpec, rows: int, dtype: torch.dtype) -> Packet:
-    lead = (spec.batch, rows, spec.nheads_kv)
-    return Packet(((*lead, spec.headdim), (*lead, spec.headdim_v)), (dtype, dtype))
-
-
-@lru_cache(maxsize=4096)
-def _q_packet(spec: AttentionSpec, rows: int) -> Packet:
-    lead, statistics = (spec.batch, rows, spec.nheads), (spec.batch, spec.nheads, rows)
-    shapes = ((*lead, spec.headdim), (*lead, spec.headdim_v), statistics, statistics)
-    return Packet(shapes, (spec.dtype, spec.dtype, spec.accum_dtype, spec.accum_dtype))
-
-
-@lru_cache(maxsize=4096)
-def _q_grad_packet(spec: AttentionSpec, rows: int) -> Packet:
-    return Packet(((spec.batch, rows, spec.nheads, spec.headdim),), (spec.accum_dtype,))
 
 
 # Default number of thread blocks for NCCL's copies. In a model of 8 steps of 1 ms, 8 blocks cost

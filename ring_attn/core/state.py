@@ -43,8 +43,7 @@ class State:
             shape: (batch, rows, nheads, headdim_v).
             dtype: type of the state.
             device: device of the state.
-            sinks: (nheads,) of type `dtype`, a logit for each head; `finalize` adds it to the
-                denominators.
+            sinks: (nheads,) logits of type `dtype`, which `finalize` adds to the denominators.
         """
         self.shape = shape
         self.dtype = dtype
@@ -54,17 +53,14 @@ class State:
 
     @property
     def acc(self) -> Tensor:
-        """(batch, rows, nheads, headdim_v)."""
         return self._filled()[0]
 
     @property
     def m(self) -> Tensor:
-        """(batch, nheads, rows)."""
         return self._filled()[1]
 
     @property
     def l(self) -> Tensor:  # noqa: E743 - the field's name for it
-        """(batch, nheads, rows)."""
         return self._filled()[2]
 
     def fold(self, rows: slice, acc: Tensor, m: Tensor, l: Tensor | None = None) -> None:
@@ -90,10 +86,7 @@ class State:
         own_m.copy_(m_new)
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Normalises and rounds once; consumes the state.
-
-        Args:
-            dtype: type of `out`.
+        """Normalises and rounds `out` to `dtype`, once; consumes the state.
 
         Returns:
             `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
@@ -141,10 +134,7 @@ def merge_tree(
         out: (sets, batch, rows, nheads, headdim_v) in the type of the state.
         lse: (sets, batch, nheads, rows).
         sinks: (nheads,), merged at the root.
-        dtype: type of the result.
-
-    Returns:
-        `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
+        dtype: type of the resulting `out`.
     """
     every = slice(None)
     left, batch = out.shape[:2]

@@ -86,12 +86,9 @@ class Strategy:
     def from_name(cls, name: str, world_size: int, degree: int | None = None) -> Strategy:
         """The strategy of a name in the table, with a degree.
 
-        Args:
-            name: a name in the table.
-            world_size: number of ranks of the call.
-            degree: size of an inner ring for "double_ring", else of the groups that exchange heads
-                for rows; "ring", "all_gather" and "exchange" then run between the groups. None is
-                the default of the name; "hybrid" and "double_ring" have none.
+        The degree is the size of an inner ring for "double_ring", else of the groups that exchange
+        heads for rows; "ring", "all_gather" and "exchange" then run between the groups. None is the
+        default of the name; "hybrid" and "double_ring" have none.
 
         Raises:
             ValueError: an unknown name, a degree that the name cannot have, or a missing degree.
@@ -168,11 +165,8 @@ def resolve_strategy(
 ) -> Strategy:
     """The strategy as a value, with its degrees checked against the ranks.
 
-    Args:
-        strategy: a name in the table, or a value.
-        world_size: number of ranks of the call.
-        mesh_shape: sizes of the mesh's axes if the group is a mesh; the second axis is the degree
-            of "hybrid" and "double_ring".
+    If the group is a mesh of `mesh_shape`, the size of its second axis is the degree of "hybrid"
+    and "double_ring".
 
     Raises:
         ValueError: an unknown name, a missing degree, or a degree that does not divide the number

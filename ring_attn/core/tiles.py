@@ -23,11 +23,9 @@ So a tile is two runs and two integers, whatever the layout and the mask.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Literal, NamedTuple
 
 from ring_attn.core.layout import Segment, SequenceLayout
@@ -70,12 +68,10 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Number of q rows."""
         return int(self.q.stop - self.q.start)
 
     @property
     def cols(self) -> int:
-        """Number of kv rows."""
         return int(self.kv.stop - self.kv.start)
 
     @property
@@ -94,7 +90,6 @@ class Tile:
 
     @property
     def area(self) -> int:
-        """Visible pairs."""
         lo, hi = self.corner_band
         area = self.rows * self.cols if hi is None else _pairs_up_to(self.rows, self.cols, hi)
         return area - (0 if lo is None else _pairs_up_to(self.rows, self.cols, lo - 1))
@@ -131,88 +126,6 @@ def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
     return Grid(world_size // inner, inner)
 
 
-@lru_cache(maxsize=1024)
-def needed_displacements(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, inner_degree: int = 1
-) -> tuple[Displacement, ...]:
-    """All displacements from a KV owner to a rank that attends to it; (0, 0) is always included.
-
-    Sorted; in a plain ring they are (0, distance).
-    """
-    check_fit(layout_q, layout_kv, mask)
-    grid = ring_grid(layout_q.world_size, inner_degree)
-    displacements = tuple(product(range(grid.outer), range(grid.inner)))
-    if layout_q.stride == 1:
-        seen = _seen_displacements(layout_q, layout_kv, mask, grid)
-        return tuple(by for by in displacements if by in seen)
-    return tuple(
-        by
-        for by in displacements
-        if by == (0, 0)
-        or any(
-            next(_raw_tiles(layout_q, layout_kv, mask, rank, grid.moved(rank, by, -1)), None)
-            for rank in range(layout_q.world_size)
-        )
-    )
-
-
-def _seen_displacements(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, grid: Grid
-) -> set[Displacement]:
-    """`needed_displacements` as a set, for layouts of stride 1.
-
-    Neighbouring queries of a slice see one run of keys, so a run of queries is compared with the
-    keys once, not with every rank: planning 2,000 documents over 64 ranks takes 28 ms, not 470.
-    """
-    ranks = range(layout_q.world_size)
-    owned = sorted((seg.start, seg.length, rank) for rank in ranks
-                   for seg in layout_kv.segments(rank))  # fmt: skip
-    starts = [start for start, _, _ in owned]
-    seen_runs: list[tuple[int, int, int]] = []
-    for rank in ranks:
-        for segment in layout_q.segments(rank):
-            end = segment.start + segment.length
-            for piece in mask.overlapping(segment.start, end):
-                begin, stop = piece.k_start, piece.k_end
-                if piece.lo is not None:
-                    begin = max(begin, max(segment.start, piece.q_start) + piece.lo)
-                if piece.hi is not None:
-                    stop = min(stop, min(end, piece.q_end) + piece.hi)
-                if begin < stop:
-                    run = bisect_right(starts, begin) - 1, bisect_left(starts, stop)
-                    seen_runs.append((*run, rank))
-    seen: set[Displacement] = {(0, 0)}
-    # Longest runs first: with a dense mask, a few of them have all displacements.
-    for begin, stop, rank in sorted(seen_runs, key=lambda run: run[0] - run[1]):
-        if len(seen) == layout_q.world_size:
-            break
-        o, i = divmod(rank, grid.inner)
-        for _, _, owner in owned[begin:stop]:
-            owner_o, owner_i = divmod(owner, grid.inner)
-            seen.add(((o - owner_o) % grid.outer, (i - owner_i) % grid.inner))
-    return seen
-
-
-@lru_cache(maxsize=16384)
-def travelling_rows(
-    layout_q: SequenceLayout,
-    layout_kv: SequenceLayout,
-    mask: Mask,
-    source: int,
-    travels: Traveller = "kv",
-) -> slice:
-    """The run around all rows of the `source` rank's shard that other ranks need; may be empty."""
-    needed = []
-    for other in range(layout_q.world_size):
-        if other != source:
-            ranks = (other, source) if travels == "kv" else (source, other)
-            tiles = pair_tiles(layout_q, layout_kv, mask, *ranks)
-            needed += [tile.kv if travels == "kv" else tile.q for tile in tiles]
-    if not needed:
-        return slice(0, 0)
-    return slice(min(rows.start for rows in needed), max(rows.stop for rows in needed))
-
-
 @lru_cache(maxsize=16384)
 def needed_runs(
     layout_q: SequenceLayout,
@@ -221,15 +134,7 @@ def needed_runs(
     pair: tuple[int, int],
     travels: Traveller,
 ) -> tuple[slice, ...]:
-    """Rows of one side that a pair of ranks needs, as ascending runs.
-
-    Args:
-        layout_q: where the queries are.
-        layout_kv: where the keys are.
-        mask: over the lengths of the layouts.
-        pair: rank of the queries, rank of the keys.
-        travels: the side of the rows.
-    """
+    """Ascending runs of rows of one side that a pair (rank of q, rank of kv) needs."""
     tiles = pair_tiles(layout_q, layout_kv, mask, *pair)
     rows = sorted((s.start, s.stop) for s in (t.kv if travels == "kv" else t.q for t in tiles))
     runs: list[slice] = []
@@ -284,23 +189,11 @@ def gathered_tiles(
     rows: int,
     gathers: Traveller = "kv",
 ) -> tuple[Tile, ...]:
-    """The tiles between one rank's shard and the shards of all ranks of the other side.
+    """The tiles between one rank's shard and the shards of all ranks of the side that is gathered.
 
     The gathered shards follow one another in the order of the ranks, each in `rows` rows. If
     contiguous shards fill these rows, they are in the order of positions, and neighbouring tiles of
     a slice become one tile, as in one process: sums then have the same order, and the same bits.
-
-    Args:
-        layout_q: where the queries are.
-        layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
-        mask: over the same lengths as the layouts.
-        rank: owner of the shard.
-        rows: from the first row of one gathered shard to the first row of the next.
-        gathers: the side that is gathered.
-
-    Raises:
-        ValueError: layouts and mask do not fit each other.
-        NotImplementedError: the strides of the layouts differ (striped against another kind).
 
     Example:
         >>> layout = SequenceLayout.contiguous(1024, 4)
@@ -350,9 +243,9 @@ def _raw_tiles(
     """Yields a tile, with its slice, for each q segment x kv segment x slice with visible pairs."""
     kv_rows = [
         (kv_seg.start, kv_seg.start + (kv_seg.length - 1) * kv_seg.stride, kv_first, kv_seg)
-        for kv_first, kv_seg in _with_first_row(layout_kv.segments(kv_rank))
+        for kv_first, kv_seg in with_first_row(layout_kv.segments(kv_rank))
     ]
-    for q_first, q_seg in _with_first_row(layout_q.segments(q_rank)):
+    for q_first, q_seg in with_first_row(layout_q.segments(q_rank)):
         last = q_seg.start + (q_seg.length - 1) * q_seg.stride
         for piece in mask.overlapping(q_seg.start, last + 1):
             # Of thousands of documents nearly all are on other ranks.
@@ -442,7 +335,7 @@ def kind_of(area: int, rectangle: int) -> MaskKind:
     return MaskKind.FULL if area == rectangle else MaskKind.CAUSAL
 
 
-def _with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
+def with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
     """Each segment with the local row at which it begins."""
     rows, first = [], 0
     for segment in segments:

@@ -58,6 +58,11 @@ def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def as_ints(name: str, value: Any) -> tuple[int, ...]:
+    """The elements of a sequence, each by `as_int`."""
+    return tuple(as_int(f"each of {name}", element) for element in as_tuple(name, value))
+
+
 def check_type(name: str, value: object, wanted: type, words: str = "") -> None:
     """Refuses a value of another class; `words` describe the class in the message."""
     if not isinstance(value, wanted):
@@ -65,7 +70,6 @@ def check_type(name: str, value: object, wanted: type, words: str = "") -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuses a value that is neither True nor False."""
     check_type(name, value, bool)
 
 
@@ -77,7 +81,6 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_one_of(name: str, value: object, names: Sequence[str]) -> None:
-    """Refuses a value that is none of the names."""
     if not isinstance(value, str) or value not in names:
         shown = repr(value) if isinstance(value, str) else _shown(value)
         raise ValueError(f"{name} must be one of {list(names)}, got {shown}")

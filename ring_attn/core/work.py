@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -25,16 +24,10 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit
+from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit, ring_grid
 
 # Larger than any row index.
 MOST = torch.iinfo(torch.int32).max
-
-# If a piece of the queries sees at least this many segments whole, dense tables count them.
-LONG = 64
-
-# A dense table may have at most this many entries for each segment seen whole.
-MOST_EMPTY = 16
 
 # Pairs computed at a time: with all intermediate results they fit into a CPU core's cache.
 CHUNK = 1 << 16
@@ -54,7 +47,7 @@ class Rows:
 
     @property
     def count_int32(self) -> Tensor:
-        """Number of rows in the dtype of the ends: int32 takes half the memory."""
+        """Number of rows, with half the memory."""
         return self.stop - self.start
 
 
@@ -93,18 +86,12 @@ class PairWork:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.area.size(0)
 
     def by_displacement(self, grid: Grid, travels: Traveller = "kv") -> list[StepWork]:
         """The work of each rank with a visiting shard, for every displacement from its owner.
 
-        Args:
-            grid: the ranks.
-            travels: the side of the visiting shard; the other side stays on its rank.
-
-        Returns:
-            The work at displacement `(a, b)` is at index `a * grid.inner + b`.
+        The work at displacement `(a, b)` is at index `a * grid.inner + b`.
         """
         tables = self.tables if travels == "kv" else [x.t() for x in self.tables]
         results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
@@ -114,13 +101,8 @@ class PairWork:
                 result[:, ranks] = table[ranks].gather(1, owners).t()
         return [StepWork(*work) for work in zip(*results, strict=True)]
 
-    def gathered(self, gathers: Traveller = "kv") -> StepWork:
-        """The work of each rank with the shards of all ranks at once."""
-        dim = 1 if gathers == "kv" else 0
-        return StepWork(*(x.sum(dim) for x in self.tables))
-
     def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
-        """The result of `tiles.needed_displacements`, from these tables."""
+        """All displacements from a KV owner to a rank that attends to it, and (0, 0); sorted."""
         needed = torch.zeros(self.world_size, dtype=torch.bool)
         needed[0] = True
         # The last ranks first: under a causal mask they see most.
@@ -129,15 +111,6 @@ class PairWork:
             if needed.all():
                 break
         return tuple(divmod(by, grid.inner) for by in needed.nonzero().flatten().tolist())
-
-    def travelling(self, travels: Traveller) -> Rows:
-        """(P,) run around all rows of each rank's shard that another rank needs."""
-        side, dim = (self.kv, 0) if travels == "kv" else (self.q, 1)
-        unseen = self.area == 0
-        unseen.fill_diagonal_(True)
-        start = side.start.masked_fill(unseen, MOST).amin(dim)
-        stop = side.stop.masked_fill(unseen, 0).amax(dim)
-        return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
 
     @property
     def tables(self) -> list[Tensor]:
@@ -164,11 +137,6 @@ def _owners(grid: Grid, ranks: slice) -> Tensor:
 def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
     """The work of all pairs of ranks.
 
-    Args:
-        layout_q: where the queries are.
-        layout_kv: where the keys are; the same number of ranks and stride.
-        mask: over the lengths of the layouts.
-
     Raises:
         ValueError: layouts and mask do not fit each other.
         NotImplementedError: the strides of the layouts differ.
@@ -181,32 +149,60 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
     check_fit(layout_q, layout_kv, mask)
     total = _Totals(layout_q.world_size)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
-    interleaved = q.is_interleaved and kv.is_interleaved
     for table in mask.tables:
-        whole = table[:4].t().tolist() == [[0, mask.seqlen_q, 0, mask.seqlen_k]]
-        add = _add_interleaved if interleaved and whole else _add_runs
-        add(total, q, kv, table)
+        pieces, columns = _pieces(q, table.cpu())
+        for pair, tiles in _tiles_of_pieces(pieces, kv, columns, *_seen(pieces, kv, columns)):
+            total.add(pair, tiles)
     return total.done()
+
+
+@lru_cache(maxsize=1024)
+def needed_displacements(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, inner_degree: int = 1
+) -> tuple[Displacement, ...]:
+    """`PairWork.displacements` in a grid; in a plain ring they are (0, distance)."""
+    grid = ring_grid(layout_q.world_size, inner_degree)
+    return pair_work(layout_q, layout_kv, mask).displacements(grid)
+
+
+@lru_cache(maxsize=64)
+def travelling_rows(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+) -> Rows:
+    """(P,) run around all rows of each rank's shard that another rank needs."""
+    work = pair_work(layout_q, layout_kv, mask)
+    side, dim = (work.kv, 0) if travels == "kv" else (work.q, 1)
+    unseen = work.area == 0
+    unseen.fill_diagonal_(True)
+    start = side.start.masked_fill(unseen, MOST).amin(dim)
+    stop = side.stop.masked_fill(unseen, 0).amax(dim)
+    return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
+
+
+@lru_cache(maxsize=64)
+def gathered_work(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, gathers: Traveller
+) -> StepWork:
+    """The work of each rank with the shards of all ranks at once."""
+    dim = 1 if gathers == "kv" else 0
+    return StepWork(*(x.sum(dim) for x in pair_work(layout_q, layout_kv, mask).tables))
+
+
+@lru_cache(maxsize=2)
+def work_by_displacement(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, grid: Grid, travels: Traveller
+) -> list[StepWork]:
+    """`PairWork.by_displacement` of one side."""
+    return pair_work(layout_q, layout_kv, mask).by_displacement(grid, travels)
 
 
 @dataclass(frozen=True)
 class _Side:
-    """Segments of a layout, or pieces of them.
-
-    Attributes:
-        world_size: number of ranks.
-        stride: between the positions of a segment's rows.
-        rank: (n,) owner of the segment.
-        slot: (n,) index of the segment among its rank's segments.
-        first: (n,) first row of the segment in the rank's shard.
-        start: (n,) first position.
-        length: (n,) number of rows.
-    """
+    """Segments of a layout, or pieces of them: rank, first row in its shard, and positions."""
 
     world_size: int
     stride: int
     rank: Tensor
-    slot: Tensor
     first: Tensor
     start: Tensor
     length: Tensor
@@ -217,23 +213,17 @@ class _Side:
         rows = []
         for rank in range(layout.world_size):
             first = 0
-            for slot, segment in enumerate(layout.segments(rank)):
-                rows.append((rank, slot, first, segment.start, segment.length))
+            for segment in layout.segments(rank):
+                rows.append((rank, first, segment.start, segment.length))
                 first += segment.length
         if by_position:
-            rows.sort(key=lambda row: row[3])
-        columns = torch.tensor(rows, dtype=torch.int64).view(-1, 5).t().contiguous()
+            rows.sort(key=lambda row: row[2])
+        columns = torch.tensor(rows, dtype=torch.int64).view(-1, 4).t().contiguous()
         return cls(layout.world_size, layout.stride, *columns)
 
     @property
     def end(self) -> Tensor:
-        """(n,) position after the last."""
         return self.start + (self.length - 1) * self.stride + 1
-
-    @property
-    def is_interleaved(self) -> bool:
-        """Whether every segment holds all positions of one remainder, as in a striped layout."""
-        return self.stride > 1 and bool((self.start < self.stride).all())
 
     def rows_between(self, index: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """Rows within each indexed segment whose positions lie in `[start, stop)`."""
@@ -241,13 +231,6 @@ class _Side:
         first = _ceil_div(start - begin, self.stride).clamp_(min=0)
         last = torch.minimum(length, _ceil_div(stop - begin, self.stride))
         return first, torch.maximum(first, last)
-
-    def by_slot(self, values: Tensor, missing: int = 0) -> Tensor:
-        """(slots, P) table of one value for each segment."""
-        slots = int(self.slot.max()) + 1 if len(self.slot) else 0
-        table = torch.full((slots, self.world_size), missing, dtype=values.dtype)
-        table[self.slot, self.rank] = values
-        return table
 
 
 class _Tiles(NamedTuple):
@@ -280,14 +263,7 @@ class _Totals:
         self.area = torch.zeros(shape, dtype=torch.int64)
         self.edge, *self.ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
 
-    def add_block(self, ranks: slice, tiles: _Tiles) -> None:
-        """Adds a tile for each of the q `ranks` with each kv rank."""
-        self.area[ranks] += tiles.area
-        self.edge[ranks] += tiles.edge
-        for table, ends in zip(self.ends, tiles.ends, strict=True):
-            torch.maximum(table[ranks], ends, out=table[ranks])
-
-    def add_pairs(self, pair: Tensor, tiles: _Tiles) -> None:
+    def add(self, pair: Tensor, tiles: _Tiles) -> None:
         """Adds a tile for each `pair`, which is `q_rank * P + kv_rank`; pairs may repeat."""
         self.area.view(-1).index_add_(0, pair, tiles.area)
         self.edge.view(-1).index_add_(0, pair, tiles.edge.int())
@@ -331,55 +307,6 @@ def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
     return below(hi + rows) - below(hi)
 
 
-def _add_interleaved(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
-    """Adds a slice that covers all queries and keys, over interleaved segments.
-
-    A tile depends only on the distance between the starts of two segments and on their lengths.
-    These take few values: each tile is computed once, and looked up for all pairs of ranks.
-    """
-    stride, zero = q.stride, torch.zeros((), dtype=torch.int64)
-    gap = torch.arange(1 - stride, stride)[:, None, None]
-    band = _ceil_div(gap + table[4], stride), _floor_div(gap + table[5], stride)
-    sides = ([side.by_slot(x) for x in (side.first.int(), side.start, side.length)]
-             for side in (q, kv))  # fmt: skip
-    for q_slot, kv_slot in product(*(zip(*side, strict=True) for side in sides)):
-        (q_first, q_start, q_length), (kv_first, kv_start, kv_length) = q_slot, kv_slot
-        rows, q_kind = q_length.unique(return_inverse=True)
-        cols, kv_kind = kv_length.unique(return_inverse=True)
-        each = _tiles((zero, rows[:, None]), (zero, cols), *band)
-        area, *edge_and_rows = (x.expand_as(each.area).flatten() for x in each)
-        fields = area, *(x.int() for x in edge_and_rows)
-        at_q = ((q_start + stride - 1) * len(rows) + q_kind) * len(cols)
-        at_kv = kv_kind - kv_start * len(rows) * len(cols)
-        for ranks in _blocks(q.world_size):
-            at = at_q[ranks, None] + at_kv
-            tiles = _Tiles(*(x.take(at) for x in fields))
-            total.add_block(ranks, tiles.moved(q_first[ranks, None], kv_first))
-
-
-def _add_runs(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
-    """Adds a layer of slices; in it each piece of the queries sees one run of key segments.
-
-    The piece sees the run's segments whole, but for a few at the ends, computed pair by pair.
-    """
-    pieces, columns = _pieces(q, table)
-    k_start, k_stop, lo, hi = columns
-    first, last = pieces.start, pieces.start + (pieces.length - 1) * q.stride
-    seen, unseen = _seen(pieces, kv, columns)
-    # Within [seen, unseen), all queries of the piece see the segments [whole, cut) entirely.
-    whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
-    cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + hi + 1), right=True)
-    dense = (cut - whole >= LONG) & (q.stride == 1)
-    # With many documents, all of them cut, a dense table would be nearly empty.
-    entries = len(q.rank) * len(kv.rank)
-    dense &= entries <= MOST_EMPTY * int((cut - whole)[dense].sum())
-    whole, cut = whole.where(dense, unseen), cut.where(dense, unseen)
-    _add_whole(total, pieces, kv, whole, cut)
-    ends = torch.cat((seen, cut)), torch.cat((whole, unseen))
-    for pair, tiles in _tiles_of_pieces(pieces, kv, columns, *ends):
-        total.add_pairs(pair, tiles)
-
-
 def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
     """The run of segments that any query of a piece may see, for each piece."""
     k_start, k_stop, lo, hi = columns
@@ -392,13 +319,9 @@ def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
 def _tiles_of_pieces(
     pieces: _Side, kv: _Side, columns: Tensor, begin: Tensor, end: Tensor
 ) -> Iterator[tuple[Tensor, _Tiles]]:
-    """Yields pairs of ranks, and the tiles of pieces with their runs of segments `[begin, end)`.
-
-    With several runs for each piece, the first runs of all pieces come first, then the second.
-    """
+    """Yields pairs of ranks, and the tiles of pieces with their runs of segments `[begin, end)`."""
     k_start, k_stop, lo, hi = columns
-    for index, at in _expanded(begin, end):
-        piece = index % len(pieces.rank)
+    for piece, at in _expanded(begin, end):
         length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
         kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])
         # Bounds on `j - i` in rows of segments whose starts are `gap` positions apart.
@@ -415,17 +338,11 @@ def needed_rows(
     """(P, P) int64 number of rows of one side that each pair [q rank, kv rank] needs.
 
     Only rows that see, or are seen, count; the runs of `PairWork` also hold the rows in between.
-
-    Args:
-        layout_q: where the queries are.
-        layout_kv: where the keys are; the same number of ranks and stride.
-        mask: over the lengths of the layouts.
-        travels: the side whose rows are counted.
     """
     check_fit(layout_q, layout_kv, mask)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     world_size, room = q.world_size, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
-    cut = [_pieces(q, table) for table in mask.tables]
+    cut = [_pieces(q, table.cpu()) for table in mask.tables]
     counts = torch.zeros(world_size * world_size, dtype=torch.int64)
     for ranks in _blocks(world_size):
         runs = [torch.empty(2, 0, dtype=torch.int64)]
@@ -453,28 +370,10 @@ def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:
     for segment, index in _expanded(first, last):
         start, stop = q.rows_between(segment, *table[:2, index])
         position = q.start[segment] + start * q.stride
-        piece = q.rank[segment], q.slot[segment], q.first[segment] + start, position, stop - start
+        piece = q.rank[segment], q.first[segment] + start, position, stop - start
         parts.append(torch.stack((*piece, *table[2:, index]))[:, start < stop])
-    columns = torch.cat([torch.empty(9, 0, dtype=torch.int64), *parts], 1)
-    return _Side(q.world_size, q.stride, *columns[:5]), columns[5:]
-
-
-def _add_whole(total: _Totals, pieces: _Side, kv: _Side, begin: Tensor, end: Tensor) -> None:
-    """Adds the segments `[begin, end)` that pieces see whole; each table has a piece a rank."""
-    exists = begin < end
-    rank = pieces.rank[exists]
-    turn = torch.arange(len(rank)) - torch.searchsorted(rank, rank)
-    turns = torch.zeros(int(turn.max()) + 1 if len(turn) else 0, 4, total.world_size).int()
-    bounds = torch.stack((begin, end, pieces.first, pieces.first + pieces.length), 1)
-    turns[turn, :, rank] = bounds[exists].int()
-    place = kv.by_slot(torch.arange(len(kv.rank)).int(), missing=-1)
-    slots = list(zip(place, kv.by_slot(kv.first.int()), kv.by_slot(kv.length), strict=True))
-    zero = torch.zeros((), dtype=torch.int32)
-    for ranks, bounds, (place, k0, length) in product(_blocks(total.world_size), turns, slots):
-        begin, end, q0, q1 = bounds[:, ranks, None]
-        if (begin < end).any():
-            area = ((begin <= place) & (place < end)) * ((q1 - q0) * length)
-            total.add_block(ranks, _Tiles(area, zero, q0, q1, k0, k0 + length.int()))
+    columns = torch.cat([torch.empty(8, 0, dtype=torch.int64), *parts], 1)
+    return _Side(q.world_size, q.stride, *columns[:4]), columns[4:]
 
 
 def _expanded(begin: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

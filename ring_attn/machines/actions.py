@@ -8,35 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
+from ring_attn.core import program as ops
 from ring_attn.core.messages import Number
-from ring_attn.core.program import (
-    Add,
-    Attend,
-    Channel,
-    Clear,
-    Collective,
-    Delta,
-    Differentiate,
-    Finish,
-    Inner,
-    New,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Start,
-    Step,
-    Unpack,
-    part_of_heads,
-)
-from ring_attn.core.program import Wait as WaitOp
+from ring_attn.core.program import Channel, Op, Program, part_of_heads
 from ring_attn.core.sizes import flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
@@ -57,11 +37,9 @@ Exchange = Literal["shift", "all_gather", "reduce_scatter", "all_to_all"]
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Posts an exchange.
+    """Posts an exchange: "shift" sends one message to one rank, the others are collectives.
 
     Attributes:
-        channel: name to wait for; a channel has one exchange under way at a time.
-        op: "shift" sends one message to one rank, the others are collectives.
         nbytes: (P,) int64 bytes that leave each rank, as transports count them.
         to: (P,) int64 receiver of each rank's message; empty for collectives.
         groups: (groups, ranks) int64 groups of a collective; empty for shifts.
@@ -86,15 +64,14 @@ class Wait:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """Computes the tiles of a step, in the only pass or in one of several passes.
+    """Computes the tiles of a step, in the only pass or in one of several passes; (P,) int64 each.
 
     Attributes:
-        backward: whether this is part of a backward.
-        area: (P,) int64 visible pairs.
-        edge: (P,) int64 rows that the mask cuts.
-        rows: (P,) int64 rows whose state is loaded and stored; backward the mean of both sides.
-        per_pair: (P,) int64 operations for a pair in all heads, over all passes of the direction.
-        state: (P,) int64 bytes of sums loaded from other steps and stored for other steps.
+        area: visible pairs.
+        edge: rows that the mask cuts.
+        rows: rows whose state is loaded and stored; backward the mean of both sides.
+        per_pair: operations for a pair in all heads, over all passes of the direction.
+        state: bytes of sums loaded from other steps and stored for other steps.
         share: fraction of the operations in this pass.
         window: whether the mask has windows.
     """
@@ -116,13 +93,7 @@ class Compute:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Passes over memory, for packing, adding or rounding.
-
-    Attributes:
-        label: purpose of the passes.
-        nbytes: (P,) int64 bytes that are read and written.
-        count: number of operators.
-    """
+    """Passes of `count` operators over memory, such as packing; (P,) int64 bytes moved."""
 
     label: str
     nbytes: Tensor
@@ -141,30 +112,16 @@ class Phase:
 
     @property
     def posts(self) -> tuple[Transfer, ...]:
-        """Exchanges that the phase posts."""
         return tuple(action for action in self.actions if isinstance(action, Transfer))
 
     @property
-    def waits(self) -> tuple[Channel, ...]:
-        """Channels whose exchanges the phase waits for."""
-        return tuple(action.channel for action in self.actions if isinstance(action, Wait))
-
-    @property
     def computes(self) -> tuple[Compute, ...]:
-        """Computations of the phase."""
         return tuple(action for action in self.actions if isinstance(action, Compute))
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Actions of all ranks in one direction of a call.
-
-    Attributes:
-        strategy: strategy of the call.
-        world_size: number of ranks, P.
-        backward: whether this is the backward.
-        phases: the phases, in order.
-    """
+    """Actions of all P ranks in one direction of a call."""
 
     strategy: Strategy
     world_size: int
@@ -172,7 +129,6 @@ class Schedule:
     phases: tuple[Phase, ...]
 
     def actions(self) -> Iterator[Action]:
-        """Yields all actions in order."""
         for phase in self.phases:
             yield from phase.actions
 
@@ -184,33 +140,6 @@ class Schedule:
             for post in phase.posts:
                 total += post.nbytes * post.active
         return total
-
-    def bytes_by_link(self, node_size: int) -> tuple[Tensor, Tensor]:
-        """(P,) int64 bytes that each rank sends within its node, and to ranks of other nodes.
-
-        A rank's bytes of a collective are divided equally among the other ranks of the group.
-
-        Args:
-            node_size: number of consecutive ranks in a node.
-
-        Raises:
-            ValueError: `node_size` below 1.
-        """
-        if node_size < 1:
-            raise ValueError(f"node_size must be at least 1, got {node_size}")
-        node = torch.arange(self.world_size) // node_size
-        between = torch.zeros(self.world_size, dtype=torch.int64)
-        for phase in self.phases:
-            for post in phase.posts:
-                nbytes = post.nbytes * post.active
-                if post.op == "shift":
-                    between += nbytes * (node != node[post.to])
-                    continue
-                members = post.groups
-                away = (node[members][:, :, None] != node[members][:, None, :]).sum(2)
-                others = max(members.size(1) - 1, 1)
-                between[members] += nbytes[members] * away // others
-        return self.bytes_sent - between, between
 
     @property
     def messages(self) -> Tensor:
@@ -232,24 +161,7 @@ class Schedule:
 
 
 def schedule_of(call: Call, *, backward: bool) -> Schedule:
-    """Actions of all ranks in one direction of a call.
-
-    Raises:
-        ValueError: layouts and mask do not fit each other, or degrees do not divide.
-        NotImplementedError: the strides of the layouts differ.
-
-    Example:
-        >>> from ring_attn.core.layout import SequenceLayout
-        >>> from ring_attn.core.mask import Mask
-        >>> from ring_attn.strategies.registry import make_call
-        >>> layout = SequenceLayout.zigzag(seqlen=1 << 12, world_size=4)
-        >>> spec = AttentionSpec("cpu", torch.bfloat16, 1, 32, 8, 128, 128)
-        >>> mask = Mask(1 << 12, 1 << 12, causal=True)
-        >>> call = make_call(Strategy(), spec, (layout, layout), mask, rank=0)
-        >>> schedule = schedule_of(call, backward=False)
-        >>> len(schedule.phases), schedule.bytes_sent.tolist()
-        (5, [10485760, 10485760, 10485760, 12582912])
-    """
+    """Actions of all ranks in one direction of a call."""
     program = program_of_every_rank(call, backward=backward)
     carries = get_backend(call.backend).carries_state
     phases = _phases(program, call.spec, carries, window=call.mask.has_windows)
@@ -263,12 +175,12 @@ def _phases(
     actions = _Actions(program, spec, carries, window)
     label, pending = "start", list[Action]()
     for op in program.ops:
-        if isinstance(op, Step | Inner) and pending:
+        if isinstance(op, ops.Step | ops.Inner) and pending:
             yield Phase(label, tuple(pending))
             pending = []
-        if isinstance(op, Step):
+        if isinstance(op, ops.Step):
             label = op.label
-        elif isinstance(op, Inner):
+        elif isinstance(op, ops.Inner):
             phases = _phases(op.program, op.spec, carries, window=window)
             if op.members is not None:
                 phases = map(_Spread(op.members, op.degree).phase, phases)
@@ -298,33 +210,33 @@ class _Actions:
         wide = spec.accum_dtype.itemsize
         both = 1 + wide / spec.dtype.itemsize
         match op:
-            case Pack():
+            case ops.Pack():
                 return self._move("pack", 2 * op.message.nbytes)
-            case Post():
+            case ops.Post():
                 return [self._transfer(op)]
-            case WaitOp():
+            case ops.Wait():
                 return [Wait(op.channel, self._everyone if op.active is None else op.active)]
-            case Clear():
+            case ops.Clear():
                 return self._move("clear", op.message.nbytes)
-            case Add():
+            case ops.Add():
                 return self._move("add", 3 * op.message.nbytes)
-            case Unpack():
+            case ops.Unpack():
                 passes = 3 if any(copy.add for copy in op.copies) else 2
                 return self._move("unpack", passes * op.message.nbytes)
-            case New():
+            case ops.New():
                 return self._move("clear", op.array.nbytes) if op.zero else []
-            case Start():
+            case ops.Start():
                 self._first = True
-            case Attend():
+            case ops.Attend():
                 return self._attend(op)
-            case Finish() if not self._carries:
+            case ops.Finish() if not self._carries:
                 return self._move("finalize", op.out_array.nbytes * both)
-            case Delta() if self._out is not None:
+            case ops.Delta() if self._out is not None:
                 return self._move("delta", 2 * self._out.nbytes)
-            case Differentiate():
+            case ops.Differentiate():
                 share = {"all": 1.0, "q": SHARE_OF_DQ, "kv": 1 - SHARE_OF_DQ}[op.part]
                 return [self._compute(op, share)]
-            case Round():
+            case ops.Round():
                 elements = op.array.nbytes // op.array.dtype.itemsize
                 return self._move("round", elements * (wide + op.array.dtype.itemsize))
         return []
@@ -338,26 +250,26 @@ class _Actions:
     def _move(self, label: str, nbytes: Number) -> list[Action]:
         return [Move(label, self._each(nbytes))]
 
-    def _transfer(self, op: Post) -> Transfer:
+    def _transfer(self, op: ops.Post) -> Transfer:
         nothing = torch.empty(0, dtype=torch.int64)
         active = self._everyone if op.active is None else op.active
         nbytes = self._each(op.nbytes)
-        if isinstance(op.route, Collective):
+        if isinstance(op.route, ops.Collective):
             assert op.route.groups is not None, "a program of every rank has groups"
             return Transfer(op.channel, op.route.op, nbytes, nothing, op.route.groups, active)
         groups = nothing.view(0, 0)
         return Transfer(op.channel, "shift", nbytes, op.route.send_to, groups, active)
 
-    def _compute(self, op: Attend | Differentiate, share: float) -> Compute:
+    def _compute(self, op: ops.Attend | ops.Differentiate, share: float) -> Compute:
         work: StepWork = op.tiles
-        backward = isinstance(op, Differentiate)
+        backward = isinstance(op, ops.Differentiate)
         operations = flops(1, part_of_heads(op, self._spec), backward=backward)
         rows = (work.rows + work.cols) // 2 if backward else work.rows
         per_pair = torch.full_like(work.area, operations)
         state = self._state(op, work) if self._carries else torch.zeros_like(work.area)
         return Compute(backward, work.area, work.edge, rows, per_pair, state, share, self._window)
 
-    def _attend(self, op: Attend) -> list[Action]:
+    def _attend(self, op: ops.Attend) -> list[Action]:
         """Computes a step's tiles; from the second step on, merges the result into the state."""
         actions: list[Action] = [self._compute(op, 1.0)]
         if not self._carries and not self._first:
@@ -367,11 +279,11 @@ class _Actions:
         self._first = False
         return actions
 
-    def _state(self, op: Attend | Differentiate, work: StepWork) -> Tensor:
+    def _state(self, op: ops.Attend | ops.Differentiate, work: StepWork) -> Tensor:
         """(P,) int64 bytes of sums that a kernel loads and stores, for rows that take part."""
         spec = part_of_heads(op, self._spec)
         wide = spec.batch * spec.accum_dtype.itemsize
-        if isinstance(op, Attend):
+        if isinstance(op, ops.Attend):
             passes = (not self._first) + (not op.last)
             return work.rows.long() * (passes * wide * spec.nheads * (spec.headdim_v + 2))
         q = work.rows.long() * (2 * wide * spec.nheads * spec.headdim)
@@ -394,28 +306,13 @@ class _Spread:
         return Phase(phase.label, tuple(self._action(action) for action in phase.actions))
 
     def _action(self, action: Action) -> Action:
-        match action:
-            case Wait():
-                return replace(action, active=self._once(action.active, self._placed))
-            case Move():
-                return replace(action, nbytes=self._placed(action.nbytes))
-            case Compute():
-                return replace(
-                    action,
-                    area=self._placed(action.area),
-                    edge=self._placed(action.edge),
-                    rows=self._placed(action.rows),
-                    per_pair=self._placed(action.per_pair),
-                    state=self._placed(action.state),
-                )
-            case Transfer():
-                return replace(
-                    action,
-                    nbytes=self._placed(action.nbytes),
-                    to=self._once(action.to, self._receivers),
-                    groups=self._once(action.groups, self._groups),
-                    active=self._once(action.active, self._placed),
-                )
+        by_name = {"to": self._receivers, "groups": self._groups}
+        spread: dict[str, Any] = {
+            name: self._once(values, by_name.get(name, self._placed))
+            for name, values in vars(action).items()
+            if isinstance(values, Tensor)
+        }
+        return replace(action, **spread)
 
     def _once(self, values: Tensor, spread: Callable[[Tensor], Tensor]) -> Tensor:
         # Keeps the tensor alive, so that no other tensor gets its id.

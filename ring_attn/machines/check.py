@@ -15,53 +15,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ring_attn.core.program import (
-    Add,
-    Assign,
-    Attend,
-    Buffer,
-    Channel,
-    Clear,
-    Collective,
-    Decode,
-    Delta,
-    Differentiate,
-    Entry,
-    Finish,
-    Free,
-    Hop,
-    Inner,
-    Join,
-    Merge,
-    New,
-    Op,
-    Operand,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Start,
-    Unpack,
-    View,
-    Wait,
-    part_of_heads,
-)
+from ring_attn.core import program as ops
+from ring_attn.core.program import Buffer, Channel, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 
 
 class Fault(NamedTuple):
-    """A defect of a program.
+    """A defect of a program: "message", "order", "buffer", "tensor" or "work".
 
-    Attributes:
-        kind: "message", "order", "buffer", "tensor" or "work".
-        rank: rank of the program; None is all programs together.
-        op: index of the op, counting the ops of inner programs.
-        text: the fault in words.
+    `rank` None is all programs together; `op` counts the ops of inner programs too.
     """
 
     kind: str
@@ -82,12 +48,7 @@ def check_calls(calls: Sequence[Call], *, backward: bool) -> list[Fault]:
 
 
 def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
-    """The faults in the programs of all ranks.
-
-    Args:
-        programs: by rank.
-        call: the call; None skips the check of the work.
-    """
+    """The faults in the programs of all ranks; without a call, skips the check of the work."""
     everyone = tuple(range(len(programs)))
     faults: list[Fault] = []
     lines = []
@@ -131,7 +92,7 @@ class _Line(NamedTuple):
 def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_Line]:
     """Yields the ops of a program and of its inner programs, in order."""
     for number, op in enumerate(program.ops):
-        if not isinstance(op, Inner):
+        if not isinstance(op, ops.Inner):
             yield _Line(op, ranks, scope)
             continue
         among = ranks if op.ranks is None else tuple(ranks[r] for r in op.ranks)
@@ -190,23 +151,21 @@ class _Tracking:
         for operand in _writes(op):
             self._write(operand, scope)
         match op:
-            case Pack() | Clear():
+            case ops.Pack() | ops.Clear():
                 self._take(scope.name(op.buffer.name))
-            case Post():
+            case ops.Post():
                 self._post(op, line)
-            case Wait():
+            case ops.Wait():
                 self._wait(op, line)
-            case Add():
+            case ops.Add() | ops.Unpack() | ops.Merge():
                 self._free(scope.name(op.buffer.name))
-            case Unpack() | Merge():
-                self._free(scope.name(op.buffer.name))
-            case Free():
+            case ops.Free():
                 for name in op.names:
                     if isinstance(name, Buffer):
                         self._free(scope.name(name.name))
                     else:
                         self._drop(scope.name(name))
-            case Round() if isinstance(op.gradient, View):
+            case ops.Round() if isinstance(op.gradient, View):
                 self._drop(scope.name(op.gradient.name))
         self._tensors |= {scope.name(name) for name in _made(op)}
 
@@ -247,7 +206,7 @@ class _Tracking:
         if isinstance(operand, Entry) and self._sent[scope.name(operand.buffer.name)]:
             self._fault("buffer", f"buffer {operand.buffer.name!r} is written while it is sent")
 
-    def _post(self, op: Post, line: _Line) -> None:
+    def _post(self, op: ops.Post, line: _Line) -> None:
         send, recv = line.scope.name(op.send.name), line.scope.name(op.recv.name)
         if send in self._received:
             self._fault("buffer", f"buffer {send!r} is sent before its message has arrived")
@@ -261,7 +220,7 @@ class _Tracking:
         self._sent[send] += 1
         self._received.add(recv)
 
-    def _wait(self, op: Wait, line: _Line) -> None:
+    def _wait(self, op: ops.Wait, line: _Line) -> None:
         pair = self._under_way.pop((_members(line), op.channel), None)
         if pair is None:
             self._fault("order", f"nothing is under way on channel {op.channel!r}")
@@ -273,25 +232,23 @@ class _Tracking:
 def _reads(op: Op) -> tuple[Operand, ...]:
     """Tensors and buffers that an op reads."""
     match op:
-        case Pack():
+        case ops.Pack():
             return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
-        case Unpack() | Merge():
+        case ops.Add() | ops.Unpack() | ops.Merge():
             return (Entry(op.buffer, 0),)
-        case Add():
-            return (Entry(op.buffer, 0),)
-        case Assign():
+        case ops.Assign():
             return (op.source,)
-        case Start():
+        case ops.Start():
             return (op.q,)
-        case Attend() | Decode():
+        case ops.Attend() | ops.Decode():
             return (op.q, op.k, op.v)
-        case Delta():
+        case ops.Delta():
             return tuple(map(View, ("out", "dout", "lse")))
-        case Differentiate():
+        case ops.Differentiate():
             return (*op.q_side, *op.kv, *(() if op.out is None else (op.out,)))
-        case Round():
+        case ops.Round():
             return (op.gradient,)
-        case Inner():
+        case ops.Inner():
             return tuple(View(outer) for _, outer in op.inputs)
     return ()
 
@@ -299,13 +256,13 @@ def _reads(op: Op) -> tuple[Operand, ...]:
 def _writes(op: Op) -> tuple[Operand, ...]:
     """Existing tensors and buffers that an op writes."""
     match op:
-        case Unpack():
+        case ops.Unpack():
             return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
-        case Add():
+        case ops.Add():
             return (Entry(op.into, 0),)
-        case Differentiate():
+        case ops.Differentiate():
             return tuple(x for x in (op.dq, *(op.dkv or ())) if x is not None)
-        case Assign() | Round() if op.into.rows is not None or op.into.heads is not None:
+        case ops.Assign() | ops.Round() if op.into.rows is not None or op.into.heads is not None:
             return (op.into,)
     return ()
 
@@ -313,15 +270,15 @@ def _writes(op: Op) -> tuple[Operand, ...]:
 def _made(op: Op) -> tuple[str, ...]:
     """Names of the tensors that an op makes."""
     match op:
-        case New():
+        case ops.New():
             return (op.name,)
-        case Assign() | Round():
+        case ops.Assign() | ops.Round():
             return (op.into.name,)
-        case Finish() | Merge():
+        case ops.Finish() | ops.Merge():
             return (op.out, op.lse)
-        case Decode():
+        case ops.Decode():
             return ("partial out", "partial lse")
-        case Delta():
+        case ops.Delta():
             return ("delta",)
     return ()
 
@@ -329,8 +286,12 @@ def _made(op: Op) -> tuple[str, ...]:
 # -- all ranks
 
 
-def _exchange_kind(op: Post | Join) -> str:
-    return op.route.op if isinstance(op, Post) and isinstance(op.route, Collective) else "shift"
+def _exchange_kind(op: ops.Post | ops.Join) -> str:
+    return (
+        op.route.op
+        if isinstance(op, ops.Post) and isinstance(op.route, ops.Collective)
+        else "shift"
+    )
 
 
 def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
@@ -338,7 +299,7 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
     orders: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = defaultdict(dict)
     for rank, rank_lines in enumerate(lines):
         for line in rank_lines:
-            if isinstance(line.op, Post | Join):
+            if isinstance(line.op, ops.Post | ops.Join):
                 order = orders[_members(line)].setdefault(rank, [])
                 order.append((line.op.channel, _exchange_kind(line.op)))
     for members, by_rank in orders.items():
@@ -364,9 +325,9 @@ def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
         messages: dict[str, int] = {}
         for line in rank_lines:
             op = line.op
-            if isinstance(op, Pack | Clear):
+            if isinstance(op, ops.Pack | ops.Clear):
                 messages[line.scope.name(op.buffer.name)] = op.message.nbytes
-            if not isinstance(op, Post):
+            if not isinstance(op, ops.Post):
                 continue
             members = _members(line)
             messages[line.scope.name(op.recv.name)] = op.message.nbytes
@@ -388,11 +349,11 @@ def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
 
 
 def _parts(
-    op: Post, members: tuple[int, ...], rank: int, nbytes: int, *, sends: bool
+    op: ops.Post, members: tuple[int, ...], rank: int, nbytes: int, *, sends: bool
 ) -> Iterator[tuple[int, int]]:
     """Yields peers and bytes of the parts that a rank sends, or receives, in an exchange."""
     route = op.route
-    if isinstance(route, Hop):
+    if isinstance(route, ops.Hop):
         yield members[route.send_to if sends else route.recv_from], nbytes
         return
     others = [(index, member) for index, member in enumerate(members) if member != rank]
@@ -406,74 +367,43 @@ def _parts(
             yield member, nbytes // len(members) if sends else nbytes
 
 
-@dataclass
-class _Clock:
-    """Progress of a rank: the ops left, and numbers of posts and waits by group and channel."""
-
-    lines: deque[_Line]
-    posted: Counter[Any]
-    waited: Counter[Any]
-
-
 def _check_waits(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
     """Advances all ranks as far as their waits allow, and reports the ranks that are stuck."""
-    clocks = [_Clock(deque(line), Counter(), Counter()) for line in lines]
-    peers = _peers(lines)
+    left = [deque(line) for line in lines]
+    # Numbers of messages that are posted, by group, channel, sender and receiver.
+    sent: Counter[Any] = Counter()
+    received: Counter[Any] = Counter()
+    # Exchanges under way by rank, group and channel, each with what the peers must have posted.
+    under_way: dict[Any, deque[list[tuple[Counter[Any], Any, int]]]] = defaultdict(deque)
     moved = True
     while moved:
         moved = False
-        for rank, clock in enumerate(clocks):
-            while clock.lines:
-                line = clock.lines[0]
-                key = _members(line), getattr(line.op, "channel", "")
-                if isinstance(line.op, Post):
-                    clock.posted[key] += 1
-                elif isinstance(line.op, Wait):
-                    turn = clock.waited[key]
-                    needed = peers.get((rank, *key, turn), ())
-                    if any(clocks[r].posted[key] < n for r, n in needed):
+        for rank, todo in enumerate(left):
+            while todo:
+                op, members = todo[0].op, _members(todo[0])
+                exchanges = under_way[rank, members, getattr(op, "channel", "")]
+                if isinstance(op, ops.Post):
+                    needed = []
+                    for to, _ in _parts(op, members, rank, 0, sends=True):
+                        message = members, op.channel, rank, to
+                        sent[message] += 1
+                        needed.append((received, message, sent[message]))
+                    for source, _ in _parts(op, members, rank, 0, sends=False):
+                        message = members, op.channel, source, rank
+                        received[message] += 1
+                        needed.append((sent, message, received[message]))
+                    exchanges.append(needed)
+                elif isinstance(op, ops.Wait) and exchanges:
+                    if any(posted[message] < least for posted, message, least in exchanges[0]):
                         break
-                    clock.waited[key] += 1
-                clock.lines.popleft()
+                    exchanges.popleft()
+                todo.popleft()
                 moved = True
     return [
-        Fault("order", rank, len(lines[rank]) - len(clock.lines), "waits for ever")
-        for rank, clock in enumerate(clocks)
-        if clock.lines
+        Fault("order", rank, len(lines[rank]) - len(todo), "waits for ever")
+        for rank, todo in enumerate(left)
+        if todo
     ]
-
-
-def _peers(lines: Sequence[Sequence[_Line]]) -> dict[Any, list[tuple[int, int]]]:
-    """For every exchange of a rank: the other ranks that complete it, and after how many posts."""
-    count: Counter[Any] = Counter()
-    sends: dict[Any, list[int]] = defaultdict(list)
-    receives: dict[Any, list[int]] = defaultdict(list)
-    exchanges = []
-    for rank, rank_lines in enumerate(lines):
-        for line in rank_lines:
-            if not isinstance(line.op, Post):
-                continue
-            members, channel = _members(line), line.op.channel
-            turn = count[rank, members, channel]
-            count[rank, members, channel] += 1
-            tos = [to for to, _ in _parts(line.op, members, rank, 0, sends=True)]
-            froms = [source for source, _ in _parts(line.op, members, rank, 0, sends=False)]
-            for to in tos:
-                sends[members, channel, rank, to].append(turn)
-            for source in froms:
-                receives[members, channel, source, rank].append(turn)
-            exchanges.append((rank, members, channel, turn, tos, froms))
-    peers: dict[Any, list[tuple[int, int]]] = {}
-    for rank, members, channel, turn, tos, froms in exchanges:
-        needed = []
-        for source in froms:
-            at = receives[members, channel, source, rank].index(turn)
-            needed.append((source, sends[members, channel, source, rank][at] + 1))
-        for to in tos:
-            at = sends[members, channel, rank, to].index(turn)
-            needed.append((to, receives[members, channel, rank, to][at] + 1))
-        peers[rank, members, channel, turn] = needed
-    return peers
 
 
 def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
@@ -491,11 +421,11 @@ def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
 def _add_work(program: Program, spec: AttentionSpec, passes: Counter[str]) -> None:
     """Adds the computed pairs of a program to `passes`."""
     for op in program.ops:
-        if isinstance(op, Inner):
+        if isinstance(op, ops.Inner):
             _add_work(op.program, op.spec, passes)
-        elif isinstance(op, Attend | Differentiate):
+        elif isinstance(op, ops.Attend | ops.Differentiate):
             pairs = sum(tile.area for tile in op.tiles) * part_of_heads(op, spec).nheads
-            if isinstance(op, Attend):
+            if isinstance(op, ops.Attend):
                 passes["attended"] += pairs
                 continue
             if op.part in ("all", "q"):

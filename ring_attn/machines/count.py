@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
+from ring_attn.core import program as ops
 from ring_attn.core.messages import Gathered, Message, Number, Records
-from ring_attn.core.program import (
-    Add,
-    Array,
-    Assign,
-    Attend,
-    Buffer,
-    Clear,
-    Decode,
-    Delta,
-    Differentiate,
-    Entry,
-    Finish,
-    Free,
-    Inner,
-    Merge,
-    New,
-    Op,
-    Operand,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Start,
-    Unpack,
-    View,
-    part_of_heads,
-)
+from ring_attn.core.program import Array, Buffer, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
-from ring_attn.strategies.base import Call
+from ring_attn.strategies.base import Call, result_arrays
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.tree_decode import DecodeCall
 
@@ -57,9 +33,7 @@ def num_messages(program: Program) -> int:
 def peak_bytes(call: Call, *, backward: bool) -> int:
     """Peak bytes that a call holds on its rank, beyond its inputs.
 
-    Args:
-        call: the rank's call.
-        backward: True counts forward and backward, False the forward alone.
+    `backward` True counts forward and backward, False the forward alone.
     """
     programs = [program_of(call, backward=False)]
     if backward:
@@ -78,11 +52,8 @@ def peak_of_programs(
 ) -> int:
     """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs.
 
-    Args:
-        programs: programs of one rank.
-        call: their call.
-        pool: numbers of free buffers by size, not counted in the result; the programs update it.
-            None frees all buffers at the end of each program.
+    `pool` has the numbers of free buffers by size, not counted in the result; the programs update
+    it. None frees all buffers at the end of each program.
     """
     backend = get_backend(call.backend)
     memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0, pool)
@@ -104,11 +75,7 @@ def peak_of_programs(
 class Memory:
     """Counts the bytes that a rank holds while `machines.run` runs its program.
 
-    Attributes:
-        arrays: sizes of the tensors by name.
-        own: names of the tensors that the program has made.
-        held: bytes held now.
-        most: peak of `held` so far.
+    `own` are the names of the tensors that the program has made, `most` is the peak of `held`.
     """
 
     def __init__(
@@ -145,9 +112,13 @@ class Memory:
             self.held -= sum(self._rooms.values())
             self.held -= sum(room * count for room, count in self._free.items())
 
+    def _use(self, nbytes: int) -> None:
+        """Notes bytes that are held during one op."""
+        self.most = max(self.most, self.held + nbytes)
+
     def _hold(self, nbytes: int) -> None:
+        self._use(nbytes)
         self.held += nbytes
-        self.most = max(self.most, self.held)
 
     def _make(self, name: str, array: Array) -> None:
         self.arrays[name] = array
@@ -180,50 +151,50 @@ class Memory:
 
     def _do(self, op: Op) -> None:
         match op:
-            case Pack():
+            case ops.Pack():
                 self._take(op.buffer, op.message)
-            case Post():
+            case ops.Post():
                 self._written(op.send)
                 self._take(op.recv, op.message)
-            case Clear():
+            case ops.Clear():
                 self._messages[op.buffer.name] = op.message
-            case Add():
+            case ops.Add():
                 if op.into.name in self._rooms:
                     self._give(op.buffer)
                 else:
                     self._rooms[op.into.name] = self._rooms.pop(op.buffer.name)
-            case Unpack():
+            case ops.Unpack():
                 self._give(op.buffer)
-            case Free():
+            case ops.Free():
                 for name in op.names:
                     if isinstance(name, Buffer):
                         self._give(name)
                     else:
                         self._drop(name)
-            case New():
+            case ops.New():
                 self._make(op.name, op.array)
-            case Assign():
+            case ops.Assign():
                 # A new name shares the memory of its source, which is counted already.
                 self.arrays.setdefault(op.into.name, self.arrays[op.source.name])
-            case Start():
+            case ops.Start():
                 self._rows, self._steps = op.array.rows, []
-            case Attend():
+            case ops.Attend():
                 self._attend(op)
-            case Decode():
+            case ops.Decode():
                 self._decode(op)
-            case Merge():
+            case ops.Merge():
                 self._merge(op)
-            case Finish():
+            case ops.Finish():
                 self._finish(op)
-            case Delta():
+            case ops.Delta():
                 self._make("delta", op.array)
                 if self.backend.converts_lse:
                     self._make("lse", op.array)
-            case Differentiate():
+            case ops.Differentiate():
                 self._differentiate(op)
-            case Round():
+            case ops.Round():
                 self._round(op)
-            case Inner():
+            case ops.Inner():
                 self._inner(op)
 
     def _written(self, buffer: Buffer) -> None:
@@ -231,12 +202,12 @@ class Memory:
         if buffer.name not in self._rooms:
             self._take(buffer, self._messages[buffer.name])
 
-    def _attend(self, op: Attend) -> None:
+    def _attend(self, op: ops.Attend) -> None:
         """Counts a step. Of earlier steps only the first matters: the state adopts its result."""
         if op.tiles:
             self._heads = part_of_heads(op, self.spec)
             self._steps = [*self._steps[:1], op.tiles]
-            self.most = max(self.most, self.held + self._forward_bytes(op.last))
+            self._use(self._forward_bytes(op.last))
 
     def _forward_bytes(self, last: bool) -> int:
         """Bytes that the backend takes for the steps so far; asks once for each set of tiles."""
@@ -246,31 +217,29 @@ class Memory:
             self._asked[key] = self.backend.forward_bytes(spec, rows, steps, last=last)
         return self._asked[key]
 
-    def _finish(self, op: Finish) -> None:
-        self.most = max(self.most, self.held + self._forward_bytes(last=True))
+    def _finish(self, op: ops.Finish) -> None:
+        self._use(self._forward_bytes(last=True))
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
-    def _decode(self, op: Decode) -> None:
+    def _decode(self, op: ops.Decode) -> None:
         rows = self.arrays[op.q.name].rows
-        taken = self.backend.decode_bytes(self.spec, rows, op.tiles)
-        self.most = max(self.most, self.held + taken)
+        self._use(self.backend.decode_bytes(self.spec, rows, op.tiles))
         self._results("partial out", "partial lse", rows, self.spec.accum_dtype)
 
-    def _merge(self, op: Merge) -> None:
+    def _merge(self, op: ops.Merge) -> None:
         message, rows = self._messages[op.buffer.name], self.arrays["q"].rows
         assert isinstance(message, Gathered)
-        taken = self.backend.merge_bytes(self.spec, rows, message.count)
-        self.most = max(self.most, self.held + taken)
+        self._use(self.backend.merge_bytes(self.spec, rows, message.count))
         self._results(op.out, op.lse, rows, self.spec.dtype)
         self._give(op.buffer)
 
     def _results(self, out: str, lse: str, rows: int, dtype: torch.dtype) -> None:
-        spec = self.spec
-        self._make(out, Array(spec.batch, rows, spec.nheads, spec.headdim_v, dtype))
-        self._make(lse, Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype))
+        arrays = result_arrays(replace(self.spec, dtype=dtype), rows)
+        self._make(out, arrays["out"])
+        self._make(lse, arrays["lse"])
 
-    def _differentiate(self, op: Differentiate) -> None:
+    def _differentiate(self, op: ops.Differentiate) -> None:
         if not op.tiles:
             return
         for operand in (op.dq, *(op.dkv or ())):
@@ -287,49 +256,37 @@ class Memory:
                     spec, op.tiles, backward=True, rebuilds=rebuilds
                 )
             taken = self._asked[key]
-        self.most = max(self.most, self.held + copied + taken)
-
-    def _records(self, entry: Entry) -> Records | None:
-        message = self._messages[entry.buffer.name]
-        if isinstance(message, Gathered) and isinstance(message.part, Records):
-            return message.part
-        return None
+        self._use(copied + taken)
 
     def _copied_bytes(self, statistic: Operand) -> int:
         """Bytes of the contiguous copy of a statistic; 0 if it is contiguous."""
         item = self.spec.accum_dtype.itemsize
-        if isinstance(statistic, Entry):
-            records = self._records(statistic)
-            if records is None:
+        if isinstance(statistic, View):
+            if statistic.heads is None or self.spec.batch == 1:
                 return 0
-            message = self._messages[statistic.buffer.name]
-            assert isinstance(message, Gathered)
-            return message.count * records.batch * records.rows * records.heads * item
-        if statistic.heads is None or self.spec.batch == 1:
+            array = self.arrays[statistic.name]
+            heads = statistic.heads.stop - statistic.heads.start
+            return int(array.batch * array.rows * heads * item)
+        message = self._messages[statistic.buffer.name]
+        if not isinstance(message, Gathered) or not isinstance(message.part, Records):
             return 0
-        array = self.arrays[statistic.name]
-        heads = statistic.heads.stop - statistic.heads.start
-        return int(array.batch * array.rows * heads * item)
+        records = message.part
+        return message.count * records.batch * records.rows * records.heads * item
 
-    def _round(self, op: Round) -> None:
-        """Makes the result beside the gradient, then drops the gradient."""
-        source = op.gradient.name if isinstance(op.gradient, View) else None
-        wide = self.spec.accum_dtype
-        same = op.array.dtype == wide
-        whole = op.into.name in self.arrays and op.into.name in self.own
-        if whole:
-            if not same:
-                self.most = max(self.most, self.held + op.array.nbytes)
-        elif same and source is not None:
-            self._drop(source)
+    def _round(self, op: ops.Round) -> None:
+        """Makes the result beside the gradient, or of it, then drops the gradient."""
+        same = op.array.dtype == self.spec.accum_dtype
+        if op.into.name in self.own:
+            # A part of an existing result.
+            self._use(0 if same else op.array.nbytes)
+        elif not same or isinstance(op.gradient, Entry):
             self._make(op.into.name, op.array)
-            return
-        else:
-            self._make(op.into.name, op.array)
-        if source is not None:
-            self._drop(source)
+        if isinstance(op.gradient, View):
+            self._drop(op.gradient.name)
+            if op.into.name not in self.own:
+                self._make(op.into.name, op.array)
 
-    def _inner(self, op: Inner) -> None:
+    def _inner(self, op: ops.Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
         pool = self._free if self._pooled else None
         memory = Memory(op.program, op.spec, self.backend, arrays, self.held, pool)

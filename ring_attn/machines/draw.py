@@ -1,40 +1,11 @@
-"""Draws a program of one rank as text: its ops, and the exchanges under way beside them.
-
-rank 1 of 3, backward
-                           shards  gradients
-delta                      .       .
-pack shard 0               .       .          1.02 kB
-step 0
-post shard 0 -> 2          |       .          1.02 kB
-differentiate 1 tile       |       .          1225 pairs
-wait shards                '       .
-"""
+"""Draws a program of one rank as text: its ops, and the exchanges under way beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ring_attn.core.program import (
-    CHANNELS,
-    Add,
-    Attend,
-    Clear,
-    Collective,
-    Decode,
-    Differentiate,
-    Free,
-    Inner,
-    Join,
-    New,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Step,
-    Unpack,
-    Wait,
-)
+from ring_attn.core import program as ops
+from ring_attn.core.program import CHANNELS, Op, Program
 
 _WIDTH = 34
 
@@ -77,10 +48,10 @@ def draw(program: Program) -> str:
 def _lines(program: Program, channels: Sequence[str], depth: int) -> Iterator[str]:
     under_way: set[str] = set()
     for op in program.ops:
-        if isinstance(op, Step):
+        if isinstance(op, ops.Step):
             yield f"{'  ' * depth}{op.label}"
             continue
-        if isinstance(op, Inner):
+        if isinstance(op, ops.Inner):
             among = "" if op.ranks is None else f" among ranks {op.ranks}"
             yield f"{'  ' * depth}inner program{among}"
             yield from _lines(op.program, channels, depth + 1)
@@ -88,9 +59,9 @@ def _lines(program: Program, channels: Sequence[str], depth: int) -> Iterator[st
         text, size = _text(op), _size(op)
         if not text:
             continue
-        if isinstance(op, Post):
+        if isinstance(op, ops.Post):
             under_way.add(op.channel)
-        ended = op.channel if isinstance(op, Wait) else None
+        ended = op.channel if isinstance(op, ops.Wait) else None
         marks = [
             ("'" if channel == ended else "|" if channel in under_way else ".").ljust(
                 len(channel) + 2
@@ -104,25 +75,25 @@ def _lines(program: Program, channels: Sequence[str], depth: int) -> Iterator[st
 def _text(op: Op) -> str:
     """The op in a few words; empty if it costs nothing."""
     match op:
-        case Pack() | Clear() | Unpack():
+        case ops.Pack() | ops.Clear() | ops.Unpack():
             return f"{_name(op)} {op.buffer.name}"
-        case Post():
+        case ops.Post():
             route = op.route
-            to = route.op if isinstance(route, Collective) else f"-> {route.send_to}"
+            to = route.op if isinstance(route, ops.Collective) else f"-> {route.send_to}"
             return f"post {op.send.name} {to}"
-        case Wait() | Join():
+        case ops.Wait() | ops.Join():
             return f"{_name(op)} {op.channel}"
-        case Add():
+        case ops.Add():
             return f"add {op.buffer.name} to {op.into.name}"
-        case Attend() | Decode() | Differentiate():
+        case ops.Attend() | ops.Decode() | ops.Differentiate():
             count = f"{len(op.tiles)} tile{'' if len(op.tiles) == 1 else 's'}"
-            part = op.part if isinstance(op, Differentiate) and op.part != "all" else ""
+            part = op.part if isinstance(op, ops.Differentiate) and op.part != "all" else ""
             return " ".join(word for word in (_name(op), part, count) if word)
-        case New():
+        case ops.New():
             return f"zeros {op.name}" if op.zero else ""
-        case Round():
+        case ops.Round():
             return f"round {op.into.name}"
-        case Free():
+        case ops.Free():
             return ""
     return _name(op)
 
@@ -134,10 +105,10 @@ def _name(op: Op) -> str:
 def _size(op: Op) -> str:
     """The bytes that an op sends or copies, or the pairs that it computes."""
     match op:
-        case Attend() | Decode() | Differentiate():
+        case ops.Attend() | ops.Decode() | ops.Differentiate():
             return f"{sum(tile.area for tile in op.tiles)} pairs"
-        case Pack() | Add() | Unpack():
+        case ops.Pack() | ops.Add() | ops.Unpack():
             return f"{op.message.nbytes} B"
-        case Post():
+        case ops.Post():
             return f"{op.nbytes} B"
     return ""

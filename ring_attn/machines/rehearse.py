@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ring_attn.core.program import Collective, Inner, Join, Post, Program
+from ring_attn.core import program as ops
+from ring_attn.core.program import Program
 from ring_attn.transport.base import Transport, TransportStats
 from ring_attn.transport.buffers import Pool
 
@@ -21,21 +22,21 @@ NBYTES = 16
 def connect(program: Program, transport: Transport, device: torch.device) -> None:
     """Runs every exchange of a program, with messages of a few bytes."""
     for op in program.ops:
-        if isinstance(op, Inner):
+        if isinstance(op, ops.Inner):
             among = transport if op.ranks is None else transport.sub(op.ranks)
             connect(op.program, among, device)
-        elif isinstance(op, Post):
+        elif isinstance(op, ops.Post):
             among = transport if op.ranks is None else transport.sub(op.ranks)
             _exchange(op, among, device)
-        elif isinstance(op, Join):
+        elif isinstance(op, ops.Join):
             transport.join(op.channel, device)
 
 
-def _exchange(op: Post, transport: Transport, device: torch.device) -> None:
+def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
     ranks, place, route = transport.world_size, (op.channel, op.step), op.route
     # Both buffers must live until the wait.
     send, recv = (torch.zeros(ranks * NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    if not isinstance(route, Collective):
+    if not isinstance(route, ops.Collective):
         transport.post(*place, route, send, recv)
     elif route.op == "all_gather":
         transport.all_gather(*place, send[:NBYTES], recv)

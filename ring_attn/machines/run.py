@@ -6,47 +6,19 @@ and the times of posts, waits and compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
+from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
-from ring_attn.core.program import (
-    Add,
-    Assign,
-    Attend,
-    Buffer,
-    Channel,
-    Clear,
-    Collective,
-    Copy,
-    Decode,
-    Delta,
-    Differentiate,
-    Entry,
-    Finish,
-    Free,
-    Inner,
-    Join,
-    Merge,
-    New,
-    Operand,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Start,
-    Step,
-    Unpack,
-    View,
-    Wait,
-)
+from ring_attn.core.program import Buffer, Channel, Copy, Entry, Operand, Program, View
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.core.tiles import Tile
@@ -93,13 +65,8 @@ def forward(
 ) -> Forward:
     """Attention of this rank's queries to all keys.
 
-    Args:
-        call: the call, equal on every rank except for `rank`.
-        q: (batch, rows, nheads, headdim), this rank's shard.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        transport: this rank's transport to all ranks of the call.
-        sinks: (nheads,), the same on every rank; used in the type of the state.
+    The shards are (batch, rows, heads, dim). Sinks (nheads,) are the same on every rank, and are
+    used in the type of the state.
     """
     steps = program_of(call, backward=False)
     inputs = {"q": q, "k": k, "v": v}
@@ -131,12 +98,7 @@ def backward(
 ) -> Gradients:
     """Gradients of this rank's shards, accumulated in float32 and rounded once.
 
-    Args:
-        call: the forward's call.
-        saved: the forward's saved tensors; neither changed nor kept.
-        dout: gradient of `out`.
-        transport: as in the forward.
-        sinks: as in the forward.
+    The forward's saved tensors are neither changed nor kept.
     """
     names = program_of(call, backward=False).saved
     inputs = {**dict(zip(names, saved, strict=True)), "dout": dout}
@@ -159,7 +121,7 @@ def decode(
     transport: Transport,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all queries to the whole cache, on every rank.
+    """`out` and `lse` of all queries over the whole cache, with the same bits on every rank.
 
     Args:
         call: the call, equal on every rank.
@@ -169,10 +131,6 @@ def decode(
         v: (batch, rows, nheads_kv, headdim_v).
         transport: this rank's transport.
         sinks: (nheads,), the same on every rank; used in the type of the state.
-
-    Returns:
-        `out` (batch, seqlen_q, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads,
-        seqlen_q); the same bits on every rank.
     """
     steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
     inputs = {"q": q, "k": k, "v": v}
@@ -190,18 +148,10 @@ def execute(
     sinks: Tensor | None = None,
     kind: str = "",
 ) -> Run:
-    """Runs a program to its end, with an observer if the call is observed.
+    """Runs a program of one rank to its end, with an observer if the call is observed.
 
-    Args:
-        program: program of one rank.
-        spec: sizes and types of the call.
-        scores: scale and cap of the scores.
-        backend: name of the backend.
-        tensors: inputs by name.
-        transport: this rank's transport.
-        sinks: (nheads,).
-        kind: a name shared by programs with the same connections. On a device with streams, all
-            ranks connect, compile and wait for each other before the first call of a kind and spec.
+    Programs of one `kind` have the same connections. On a device with streams, all ranks connect,
+    compile and wait for each other before the first call of a kind and spec.
     """
     chosen = get_backend(backend)
     run = Run(program, spec, scores, chosen, dict(tensors), transport, sinks)
@@ -225,12 +175,9 @@ def execute(
 
 
 class Run:
-    """One rank's tensors and buffers while its program runs.
+    """One rank's tensors, by name, and buffers while its program runs.
 
-    Attributes:
-        tensors: inputs and, later, results by name.
-        dsinks: gradient of the sinks, after a backward with sinks.
-        observer: observer of the call, if any.
+    After a backward with sinks, `dsinks` is their gradient.
     """
 
     def __init__(
@@ -293,20 +240,20 @@ class Run:
         else:
             self.tensors[into.name] = x
 
-    def step(self, op: Step) -> None:
+    def step(self, op: ops.Step) -> None:
         if self.observer is not None:
             self.observer.step = op.number
             self.observer.steps += op.number is not None
 
-    def new(self, op: New) -> None:
+    def new(self, op: ops.New) -> None:
         make = torch.zeros if op.zero else torch.empty
         array = op.array
         self.tensors[op.name] = make(array.shape, dtype=array.dtype, device=self._device)
 
-    def assign(self, op: Assign) -> None:
+    def assign(self, op: ops.Assign) -> None:
         self._put(op.into, self.get(op.source))
 
-    def free(self, op: Free) -> None:
+    def free(self, op: ops.Free) -> None:
         for name in op.names:
             if isinstance(name, Buffer):
                 self._give(name)
@@ -372,7 +319,7 @@ class Run:
             block.written = event
         self._used.clear()
 
-    def pack(self, op: Pack) -> None:
+    def pack(self, op: ops.Pack) -> None:
         self._take(op.buffer, op.message)
         entries = self._entries(op.buffer)
         for copy in op.copies:
@@ -384,7 +331,7 @@ class Run:
             else:
                 target.copy_(self.get(copy.tensor))
 
-    def unpack(self, op: Unpack) -> None:
+    def unpack(self, op: ops.Unpack) -> None:
         entries = self._entries(op.buffer)
         for copy in op.copies:
             assert copy.tensor is not None, "only packing takes zeros"
@@ -396,11 +343,11 @@ class Run:
         del entries
         self._give(op.buffer)
 
-    def clear(self, op: Clear) -> None:
+    def clear(self, op: ops.Clear) -> None:
         self._blocks[op.buffer.name] = None
         self._messages[op.buffer.name] = op.message
 
-    def add(self, op: Add) -> None:
+    def add(self, op: ops.Add) -> None:
         if self._blocks[op.into.name] is None:
             self._blocks[op.into.name] = self._blocks.pop(op.buffer.name)
             return
@@ -413,37 +360,30 @@ class Run:
     def _among(self, ranks: tuple[int, ...] | None) -> Transport:
         return self.transport if ranks is None else self.transport.sub(ranks)
 
-    def post(self, op: Post) -> None:
+    def post(self, op: ops.Post) -> None:
         transport, send = self._among(op.ranks), self._held(op.send)
         if self._used:
             self._note_uses()
         nbytes = self._messages[op.send.name].nbytes
         recv = self._take(op.recv, op.message)
-        if self.observer is None:
+        start = None if self.observer is None else self.observer.mark()
+        with self._part("post"):
             _post(transport, op, nbytes, send, recv)
-            return
-        start = self.observer.mark()
-        with self.observer.span("post"):
-            _post(transport, op, nbytes, send, recv)
-        if transport.world_size > 1:
+        if self.observer is not None and transport.world_size > 1:
             self._posted[op.channel] = start
-            channel = op.channel
-            self.observer.arrival(start, lambda stream: transport.follow(channel, stream))
+            self.observer.arrival(start, lambda stream: transport.follow(op.channel, stream))
 
-    def wait(self, op: Wait) -> None:
+    def wait(self, op: ops.Wait) -> None:
         transport = self._among(op.ranks)
-        if self.observer is None:
+        with self._part("wait"):
             transport.wait(op.channel)
-            return
-        with self.observer.span("wait"):
-            transport.wait(op.channel)
-        if transport.world_size > 1:
+        if self.observer is not None and transport.world_size > 1:
             self.observer.landed(self._posted.pop(op.channel))
 
-    def join(self, op: Join) -> None:
+    def join(self, op: ops.Join) -> None:
         self.transport.join(op.channel, self._device)
 
-    def inner(self, op: Inner) -> None:
+    def inner(self, op: ops.Inner) -> None:
         sinks = self.sinks
         if sinks is not None and op.sinks is not None:
             sinks = sinks[op.sinks]
@@ -464,27 +404,23 @@ class Run:
 
     # -- attention
 
-    @contextmanager
-    def _observed(self, name: str, merges: int) -> Iterator[None]:
-        assert self.observer is not None
-        self.observer.merges += merges
-        with self.observer.span(name):
-            yield
-
     def _part(self, name: str, merges: int = 0) -> Any:
         """Context of a part of the call with a separate range and time."""
-        return _NOTHING if self.observer is None else self._observed(name, merges)
+        if self.observer is None:
+            return _NOTHING
+        self.observer.merges += merges
+        return self.observer.span(name)
 
     def _sinks(self, heads: slice | None) -> Tensor | None:
         if self.sinks is None or heads is None:
             return None
         return self.sinks.to(self.spec.accum_dtype)[heads]
 
-    def start(self, op: Start) -> None:
+    def start(self, op: ops.Start) -> None:
         self._heads = op.sinks
         self._state = self.backend.new_state(self.get(op.q), op.headdim_v, self._sinks(op.sinks))
 
-    def attend(self, op: Attend) -> None:
+    def attend(self, op: ops.Attend) -> None:
         if not op.tiles:
             return
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
@@ -494,13 +430,13 @@ class Run:
                 last=op.last and not self.spec.max_logits,
             )  # fmt: skip
 
-    def decode(self, op: Decode) -> None:
+    def decode(self, op: ops.Decode) -> None:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         with self._part("attend", len(op.tiles)):
             out, lse = self.backend.decode(q, k, v, op.tiles, scores=self.scores)
         self.tensors |= {"partial out": out, "partial lse": lse}
 
-    def finish(self, op: Finish) -> None:
+    def finish(self, op: ops.Finish) -> None:
         state, self._state = self._state, None
         with self._part("finalize"):
             if self.spec.max_logits:
@@ -514,7 +450,7 @@ class Run:
         part = self.max_logits[heads or slice(None)]
         part.copy_(torch.maximum(part, values))
 
-    def delta(self, op: Delta) -> None:
+    def delta(self, op: ops.Delta) -> None:
         out, dout, lse = (self.tensors[name] for name in ("out", "dout", "lse"))
         with self._part("delta"):
             converted, delta = self.backend.row_statistics(out, dout, lse)
@@ -522,7 +458,7 @@ class Run:
         if self.sinks is not None:
             self.dsinks = sinks_gradient(self.sinks, lse, delta)
 
-    def differentiate(self, op: Differentiate) -> None:
+    def differentiate(self, op: ops.Differentiate) -> None:
         if not op.tiles:
             return
         q, dout, lse, delta = map(self.get, op.q_side)
@@ -545,7 +481,7 @@ class Run:
                 needed = "gradients in order need a backend that folds in one order, as triton does"
                 raise NotImplementedError(f"{needed}; got {backend.name!r}")
 
-    def round(self, op: Round) -> None:
+    def round(self, op: ops.Round) -> None:
         if isinstance(op.gradient, View):
             grad = self.tensors.pop(op.gradient.name)
         else:
@@ -553,7 +489,7 @@ class Run:
         factor = self.backend.gradient_factor(self.scores) if op.scaled else 1.0
         self._put(op.into, rounded_gradient(grad, op.array.dtype, factor))
 
-    def merge(self, op: Merge) -> None:
+    def merge(self, op: ops.Merge) -> None:
         out, lse = self._entries(op.buffer)
         q = self.tensors["q"]
         with self._part("merge", out.size(0)):
@@ -565,21 +501,18 @@ class Run:
 
 _NOTHING = nullcontext()
 
+# Each op has the method of its name.
 _DO: dict[type, Callable[[Run, Any], None]] = {
-    Step: Run.step, Pack: Run.pack, Post: Run.post, Wait: Run.wait, Join: Run.join,
-    Free: Run.free, Clear: Run.clear, Add: Run.add, Unpack: Run.unpack, New: Run.new,
-    Assign: Run.assign, Start: Run.start, Attend: Run.attend, Decode: Run.decode,
-    Finish: Run.finish, Delta: Run.delta, Differentiate: Run.differentiate, Round: Run.round,
-    Inner: Run.inner, Merge: Run.merge,
-}  # fmt: skip
+    op: getattr(Run, op.__name__.lower()) for op in get_args(ops.Op)
+}
 
 
-def _post(transport: Transport, op: Post, nbytes: int, sent: Block, received: Block) -> None:
+def _post(transport: Transport, op: ops.Post, nbytes: int, sent: Block, received: Block) -> None:
     """Posts an exchange: sends `nbytes` of one buffer and receives the op's message in another."""
     route, place = op.route, (op.channel, op.step)
     after = last_uses(sent, received)
     send, recv = sent.data[:nbytes], received.data[: op.message.nbytes]
-    if not isinstance(route, Collective):
+    if not isinstance(route, ops.Collective):
         end = transport.post(*place, route, send, recv, after=after)
     elif route.op == "all_gather":
         end = transport.all_gather(*place, send, recv, after=after)

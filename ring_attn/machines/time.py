@@ -11,11 +11,7 @@ operations, so that thousands of ranks take seconds:
     wait             advances the device's clock to the end of the exchange
 
 On a device with streams (`Cluster.copies`) an exchange does not wait for earlier actions: a shard's
-begins when its receive buffer is free, a gradient's when the gradient is computed.
-
-    3 buffers, high priority      2 buffers, one priority
-    attend | 0 | 1 | 2 |          attend | 0 |     | 1 | 2 |
-    copies | 1 | 2 | 3 |          copies     | 1 | 2 |     | 3 |
+begins when its receive buffer (of three) is free, a gradient's when the gradient is computed.
 
 A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
 port follow one another in the order of the schedule. Exchanges of one action share the port, and
@@ -38,14 +34,7 @@ from ring_attn.planning.devices import Cluster, Link, compute_seconds
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Start and end of an action on every rank, for pictures.
-
-    Attributes:
-        phase: label of the phase.
-        kind: "compute", "move", "transfer" or "wait".
-        start: (P,) seconds.
-        stop: (P,) seconds; ranks that did nothing have `stop == start`.
-    """
+    """Start and end of an action on every rank, (P,) seconds; equal on ranks that did nothing."""
 
     phase: str
     kind: str
@@ -55,11 +44,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """Use of the links of one kind.
+    """Use of the links of one kind: "inside" a node, or "between" nodes.
 
     Attributes:
-        link: the kind: "inside" a node, or "between" nodes.
-        name: name of the hardware.
         nbytes: bytes that all ranks sent over these links.
         busy: seconds that the busiest port was sending.
         sender: rank that last sent through the busiest port.
@@ -86,14 +73,10 @@ class Simulation:
     """Results of a simulation; (P,) float64 seconds of each rank.
 
     Attributes:
-        schedule: the simulated schedule.
-        cluster: the simulated cluster.
         finish: time at which the rank is done.
         compute: time in attention itself.
         moves: time in packing, adding and rounding.
-        host: time waiting for the rank's host.
-        late: time waiting for late peers.
-        exposed: time waiting for bytes.
+        host, late, exposed: time waiting for the rank's host, for late peers, for bytes.
         links: kinds of links that carried bytes, the most costly first.
         spans: every action, if requested.
     """
@@ -134,26 +117,7 @@ class Simulation:
 def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Simulation:
     """Simulates a schedule on a cluster.
 
-    Args:
-        schedule: schedule of one direction of a call.
-        cluster: the cluster, whose nodes hold consecutive ranks.
-        spans: whether to keep every action's start and end on every rank.
-
-    Example:
-        >>> from ring_attn.planning.devices import builtin_cluster
-        >>> from ring_attn.core.layout import SequenceLayout
-        >>> from ring_attn.core.mask import Mask
-        >>> from ring_attn.core.spec import AttentionSpec
-        >>> from ring_attn.core.strategy import Strategy
-        >>> from ring_attn.strategies.base import Call
-        >>> from ring_attn.machines.actions import schedule_of
-        >>> layout = SequenceLayout.zigzag(seqlen=1 << 20, world_size=64)
-        >>> spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
-        >>> mask = Mask(1 << 20, 1 << 20, causal=True)
-        >>> call = Call(spec, (layout, layout), mask, 0, Strategy(), 0.088, "triton")
-        >>> result = simulate(schedule_of(call, backward=False), builtin_cluster("H100"))
-        >>> round(result.share_of_peak, 2), result.slowest_link.link
-        (0.54, 'between')
+    Nodes hold consecutive ranks. `spans` keeps every action's start and end on every rank.
     """
     run = _Run(schedule, cluster, spans)
     for phase in schedule.phases:
@@ -164,14 +128,7 @@ def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Si
 
 @dataclass(eq=False)
 class _Pending:
-    """An exchange under way, (P,) each.
-
-    Attributes:
-        posted: time at which the rank's host had posted it.
-        start: time of its beginning.
-        stop: time of its end.
-        crosses: whether it crosses nodes.
-    """
+    """An exchange under way, (P,) each: when the host posted it, its begin and end, its link."""
 
     posted: Tensor
     start: Tensor
@@ -183,15 +140,9 @@ class _Pending:
 class _Route:
     """Receivers, senders and links of a shift, (P,) each, cached for many actions.
 
-    Attributes:
-        to: receivers; a rank that takes no part has itself.
-        source: senders, the inverse of `to`.
-        crosses: whether the message crosses nodes.
-        out: the senders' ports.
-        into: the receivers' ports.
-        alone: whether every port has one message only.
-        latency: seconds.
-        bandwidth: bytes/s.
+    A rank that takes no part has itself as its receiver. `source` is the inverse of `to`, `out` and
+    `into` are the ports of senders and receivers; `alone` is whether every port has one message
+    only.
     """
 
     to: Tensor
@@ -222,11 +173,10 @@ class _Run:
         self.nbytes = [0, 0]
         self.pending: dict[Channel, _Pending] = {}
         # On a device with streams: the ends of the last two kernels, of the last packing and of the
-        # last exchange on each channel; and posted exchanges that may queue behind the next kernel.
+        # last exchange on each channel.
         self.ended = [self.clock, self.clock]
         self.packed = self.clock
         self.arrived: dict[Channel, Tensor] = {}
-        self.undecided: dict[Channel, tuple[Transfer, Tensor]] = {}
         self.ranks = ranks = torch.arange(size)
         node_size = self.cluster.node_size
         self.node = ranks // node_size
@@ -246,7 +196,7 @@ class _Run:
 
     def do(self, action: Action, phase: str) -> None:
         """Advances all ranks' clocks by one action."""
-        device, host, copies = self.cluster.device, self.cluster.host, self.cluster.copies
+        device, host = self.cluster.device, self.cluster.host
         match action:
             case Compute():
                 rate = device.rate(backward=action.backward, window=action.window)
@@ -256,7 +206,6 @@ class _Run:
                 seconds += action.state / device.memory_bandwidth
                 launches = 1 + action.backward * (action.share == 1.0)
                 start = self._launched(launches * host.launch, action.area > 0)
-                self._decide(start, seconds)
                 self.clock = self._after(seconds)
                 self.ended = [self.ended[1], self.clock]
                 self.compute += self.clock - start
@@ -270,15 +219,9 @@ class _Run:
                 self._keep(phase, "move", start, self.clock)
             case Transfer():
                 self.host = self.host + host.post * action.active
-                ready = self._ready(action)
-                if copies is None or copies.high_priority:
-                    self._begin(action, ready, phase)
-                else:
-                    self.undecided[action.channel] = action, ready
+                self._begin(action, self._ready(action), phase)
             case Wait():
                 self.host = self.host + host.wait * action.active
-                if action.channel in self.undecided:
-                    self._begin(*self.undecided.pop(action.channel), phase)
                 start = self.clock
                 self._wait(action)
                 self._keep(phase, "wait", start, self.clock)
@@ -346,19 +289,10 @@ class _Run:
             return torch.maximum(self.clock, self.host)
         moment = self.clock
         if post.channel in ("shards", "outer"):
-            moment = torch.maximum(self.packed, self.ended[0 if copies.buffers > 2 else 1])
+            moment = torch.maximum(self.packed, self.ended[0])
             if post.channel in self.arrived:
                 moment = torch.maximum(moment, self.arrived[post.channel])
         return torch.maximum(moment + copies.latency, self.host)
-
-    def _decide(self, start: Tensor, seconds: Tensor) -> None:
-        """Begins the undecided exchanges: behind a kernel that was ready first, or at once."""
-        copies = self.cluster.copies
-        for channel in list(self.undecided):
-            assert copies is not None, "only exchanges of a device with streams are undecided"
-            post, ready = self.undecided.pop(channel)
-            behind = (start + seconds - copies.block).maximum(ready)
-            self._begin(post, torch.where(ready > start, behind, ready), "")
 
     def _begin(self, post: Transfer, ready: Tensor, phase: str) -> None:
         """Begins an exchange, and slows down earlier kernels that overlap it."""

@@ -60,13 +60,7 @@ def agreed_strategy(
     differ between ranks; the arguments may not.
 
     Args:
-        spec: sizes and types of the call.
-        layouts: of the queries and of the keys.
-        mask: over the whole sequence.
-        transport: connects all ranks of the call.
         backend: name of the chosen backend, not "auto".
-        same_bits: as for `ring_attention`.
-        backward: whether gradients are needed.
         node_size: number of consecutive ranks that form a node, if a mesh defines it.
         global_ranks: global ranks of the call's ranks, if not consecutive: a ring whose ranks are
             strided by other axes of a mesh spans more nodes.

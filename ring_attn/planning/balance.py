@@ -36,16 +36,9 @@ import torch
 from torch import Tensor
 
 from ring_attn.check import check_cu_seqlens, check_window
+from ring_attn.core import values
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.values import (
-    as_int,
-    as_tuple,
-    check_int,
-    check_number,
-    check_tensor,
-    check_type,
-)
 from ring_attn.planning.partition import cheapest_cuts, even_cuts, least_maximum
 
 # Positions inside documents that `by_documents` considers, besides all ends of documents. It covers
@@ -84,7 +77,7 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
         Balance(work=(28, 27, 23), rows=(7, 3, 2))
     """
     costs = _work("work", work)
-    check_type("layout", layout, SequenceLayout)
+    values.check_type("layout", layout, SequenceLayout)
     _check_length(costs.numel(), layout)
     own = [costs[layout.position_ids(rank)].tolist() for rank in range(layout.world_size)]
     # fsum rounds once, so the order of the rows makes no difference.
@@ -140,7 +133,7 @@ def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
         >>> print(by_area(Mask(1024, 1024, causal=True), world_size=4, align=128))
         boundaries([0, 512, 768, 896, 1024])
     """
-    check_type("mask", mask, Mask)
+    values.check_type("mask", mask, Mask)
     _check_counts(world_size=world_size, align=align)
     return _balanced(_sums(visible_keys(mask)), _places(mask.seqlen_q, align), world_size)[0]
 
@@ -183,7 +176,7 @@ def by_separators(
     """
     _check_counts(world_size=world_size)
     ids = _integers("token_ids", token_ids)
-    ends = _integers("separators", as_tuple("separators", separators))
+    ends = _integers("separators", values.as_tuple("separators", separators))
     if not len(ends):
         raise ValueError("separators must hold at least one token id, got none")
     items = torch.ones_like(ids) if work is None else _work("work", work)
@@ -283,7 +276,7 @@ def by_memory(
         (400, 400, 200)
     """
     _check_counts(bytes_per_token=bytes_per_token, align=align)
-    free_bytes = as_tuple("free_bytes", free_bytes)
+    free_bytes = values.as_tuple("free_bytes", free_bytes)
     _check_counts(0, seqlen=seqlen, **{f"free_bytes[{r}]": b for r, b in enumerate(free_bytes)})
     if not len(free_bytes):
         raise ValueError("free_bytes must name the free memory of at least one rank, got none")
@@ -353,8 +346,8 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
         >>> halo(layout, Mask(1000, 1000, causal=True, window_size=(96, -1)), rank=2)
         (96, 0)
     """
-    check_type("layout", layout, SequenceLayout)
-    check_type("mask", mask, Mask)
+    values.check_type("layout", layout, SequenceLayout)
+    values.check_type("mask", mask, Mask)
     _check_length(mask.seqlen_q, layout)
     _check_length(mask.seqlen_k, layout)
     segments = layout.segments(rank)
@@ -375,7 +368,7 @@ def check_halo(layout: SequenceLayout, mask: Mask) -> None:
 
     The ring also runs without this check, in more hops; it is for users who rely on one hop.
     """
-    check_type("layout", layout, SequenceLayout)
+    values.check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
         sides = zip(
             halo(layout, mask, rank), (rank - 1, rank + 1), ("before", "after"), strict=True
@@ -396,8 +389,8 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
         >>> local_rows(SequenceLayout.zigzag(16, 2), rank=0, start=13, stop=16)
         slice(5, 8, None)
     """
-    check_type("layout", layout, SequenceLayout)
-    start, stop = as_int("start", start), as_int("stop", stop)
+    values.check_type("layout", layout, SequenceLayout)
+    start, stop = values.as_int("start", start), values.as_int("stop", stop)
     if not 0 <= start <= stop <= layout.seqlen:
         raise ValueError(
             f"start and stop must lie within [0, {layout.seqlen}], got [{start}, {stop})"
@@ -478,11 +471,11 @@ def _work(name: str, work: Mask | Tensor | Sequence[float]) -> Tensor:
 
 def _check_counts(least: int = 1, **counts: int) -> None:
     for name, count in counts.items():
-        check_int(name, count, least=least)
+        values.check_int(name, count, least=least)
 
 
 def check_max_balance(max_balance: float) -> None:
-    check_number("max_balance", max_balance)
+    values.check_number("max_balance", max_balance)
     if not (math.isfinite(max_balance) and max_balance >= 1):
         raise ValueError(f"max_balance is max / mean, finite and at least 1, got {max_balance}")
 
@@ -502,28 +495,27 @@ def _check_self_attention(mask: Mask) -> None:
         )
 
 
-def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
+def _integers(name: str, integers: Tensor | Sequence[int]) -> Tensor:
     """(n,) int64 on the host."""
-    if not isinstance(values, Tensor):
-        numbers = [as_int(f"each of {name}", value) for value in as_tuple(name, values)]
-        values = torch.tensor(numbers, dtype=torch.int64)
-    check_tensor(name, values)
-    if values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
-        raise TypeError(f"{name} must be integers, got {values.dtype}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {tuple(values.shape)}")
-    return values.to("cpu", torch.int64)
+    if not isinstance(integers, Tensor):
+        integers = torch.tensor(values.as_ints(name, integers), dtype=torch.int64)
+    values.check_tensor(name, integers)
+    if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
+        raise TypeError(f"{name} must be integers, got {integers.dtype}")
+    if integers.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {tuple(integers.shape)}")
+    return integers.to("cpu", torch.int64)
 
 
 def _checked_costs(name: str, cost: Tensor | Sequence[float]) -> Tensor:
     """(seqlen,) int64 or float64 on the host, finite and not negative."""
     if not isinstance(cost, Tensor):
-        cost = as_tuple(name, cost)
+        cost = values.as_tuple(name, cost)
         for value in cost:
-            check_number(f"each of {name}", value)
+            values.check_number(f"each of {name}", value)
         whole = all(isinstance(value, int) for value in cost)
         cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64)
-    check_tensor(name, cost)
+    values.check_tensor(name, cost)
     if cost.is_complex() or cost.dtype == torch.bool:
         raise TypeError(f"{name} must be real numbers, got {cost.dtype}")
     if cost.ndim != 1:

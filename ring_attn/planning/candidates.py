@@ -85,11 +85,7 @@ def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> l
 
 
 def candidates_of(
-    problem: Problem,
-    layouts: Mapping[str, Layouts],
-    strategies: Sequence[Strategy],
-    *,
-    asked: bool,
+    problem: Problem, layouts: Mapping[str, Layouts], strategies: Sequence[Strategy], *, asked: bool
 ) -> Iterator[Candidate]:
     """Every strategy over every layout; leaves out those that cannot win, unless asked for."""
     for name, pair in layouts.items():

@@ -19,25 +19,18 @@ from ring_attn.core.tiles import Traveller
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.devices import Cluster
 
+# Ways in which a rank spends its time.
+WAYS = ("exposed", "late", "compute", "moves", "host")
+
 
 @dataclass(frozen=True)
 class Direction:
     """Simulated costs of one direction of a call; seconds.
 
-    Attributes:
-        seconds: time until the last rank is done.
-        steps: number of steps with any compute.
-        compute: time in attention, on the rank that computes longest.
-        moves: time to pack, add and round, on the rank that does most of it.
-        host: time that a device waits for its host, on the rank that waits longest.
-        exposed: time that a rank waits for bytes, on the rank that waits longest.
-        late: time that a rank waits for slower ranks, on the rank that waits longest.
-        bytes_sent: bytes that the rank that sends most sends.
-        messages: exchanges of the rank that takes part in most; a collective is one.
-        inside_bytes: bytes that all ranks send within their nodes.
-        between_bytes: bytes that all ranks send to other nodes.
-        slowest_link: the link whose bytes ranks wait for longest; None if nothing is sent.
-        slowest_exposed: time that ranks wait for that link.
+    Times but `seconds` are those of the rank with the longest, and so are bytes and messages (a
+    collective is one); `inside_bytes` and `between_bytes` are of all ranks. `steps` are those with
+    any compute. `slowest_link` is the link whose bytes ranks wait for longest, `slowest_exposed`
+    the time; None if nothing is sent.
     """
 
     seconds: float
@@ -72,11 +65,7 @@ class Direction:
         return cls(
             seconds=simulation.seconds,
             steps=sum(any(bool(c.area.any()) for c in p.computes) for p in schedule.phases),
-            compute=float(simulation.compute.max()),
-            moves=float(simulation.moves.max()),
-            host=float(simulation.host.max()),
-            exposed=float(simulation.exposed.max()),
-            late=float(simulation.late.max()),
+            **{name: float(getattr(simulation, name).max()) for name in WAYS},
             bytes_sent=int(schedule.bytes_sent.max()),
             messages=int(schedule.messages.max()),
             inside_bytes=by_kind.get("inside", 0),
@@ -95,7 +84,6 @@ class Prediction:
 
     @cached_property
     def total(self) -> Direction:
-        """Costs of both directions together."""
         return self.forward if self.backward is None else self.forward + self.backward
 
 
@@ -103,15 +91,8 @@ class Prediction:
 class Problem:
     """The call to plan, and the ranks that share it.
 
-    Attributes:
-        spec: sizes and types.
-        mask: over the whole sequence.
-        world_size: number of ranks.
-        cluster: description of the machine.
-        backend: name of the backend, never "auto".
-        same_bits: as for `ring_attention`.
-        backward: whether gradients are needed too.
-        memory_bytes: memory of a rank for its inputs and the call; infinite if unknown.
+    The backend is never "auto". `memory_bytes` is the memory of a rank for its inputs and the call,
+    infinite if unknown.
     """
 
     spec: AttentionSpec
@@ -129,18 +110,14 @@ class Candidate:
     """A strategy over a layout, with its predicted costs or the reason for having none.
 
     Attributes:
-        strategy: the strategy with its degrees.
-        layouts: of the queries and of the keys.
         layout_name: "contiguous", "zigzag", "striped", "balanced" or "given".
-        world_size: number of ranks.
         same_bits: whether its results have the same bits at every world size.
         in_order: whether gradients of K and V are summed in the order of the queries.
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
         at_least: lower bound of the seconds: compute of the busiest rank.
         peak_bytes: most bytes that a rank holds beyond its inputs.
-        prediction: None if refused or not simulated.
+        prediction: None if refused (it cannot run as asked) or not simulated.
         reason: why the candidate is refused or was not simulated; else None.
-        refused: whether the candidate cannot run as asked.
         ruled_out: whether it was not simulated because `at_least` is above the best time.
     """
 
@@ -165,7 +142,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The name with the degrees."""
         return label(self.strategy, self.world_size)
 
     def num_steps(self, spec: AttentionSpec) -> int:
@@ -181,7 +157,6 @@ class Candidate:
         return float("inf") if self.prediction is None else self.prediction.total.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
         return {
             "family": self.family,
             "label": self.label,
@@ -236,7 +211,6 @@ class Choice:
         return _reason(self)
 
     def describe(self) -> str:
-        """The problem in a line."""
         return describe(self.problem)
 
     def __str__(self) -> str:
@@ -252,18 +226,18 @@ class Choice:
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""
-        groups: dict[tuple[bool, str, str], list[Candidate]] = {}
+        groups: dict[tuple[str, str, str | None], list[Candidate]] = {}
         for c in self.candidates:
             if c.prediction is None:
-                # The reasons differ only in the bounds, so they share a group.
-                why = c.reason if c.refused or not c.ruled_out else "computes longer"
-                groups.setdefault((c.refused, c.layout_name, str(why)), []).append(c)
+                # The reasons of those ruled out differ only in the bounds: one group.
+                start = "refused" if c.refused else "left out"
+                why = None if c.ruled_out and not c.refused else c.reason
+                groups.setdefault((start, c.layout_name, why), []).append(c)
         lines: dict[tuple[str, str, str], list[str]] = {}
-        for (refused, layout, why), group in groups.items():
-            if why == "computes longer":
+        for (start, layout, why), group in groups.items():
+            if why is None:
                 why = f"computes for {format_seconds(min(c.at_least for c in group))} or longer"
             names = ", ".join(c.label for c in group)
-            start = "refused" if refused else "left out"
             lines.setdefault((start, names, why), []).append(layout)
         return [
             f"{start}: {', '.join(layouts)}: {names}: {why}"
@@ -271,7 +245,6 @@ class Choice:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
         problem = self.problem
         return {
             "world_size": problem.world_size,
@@ -332,20 +305,16 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
 
 def _reason(choice: Choice) -> str:
     """Compares the best with the fastest candidate of another name, else with any other."""
-    best = choice.best
-    others = [c for c in choice.candidates if c.prediction is not None and c.family != best.family]
+    best, others = choice.best, [c for c in choice.candidates if c is not choice.best]
+    simulated = [c for c in others if c.prediction is not None]
+    compared = [c for c in simulated if c.family != best.family] or simulated
+    if compared:
+        return f"{best.label}: {_faster(best, compared[0])}, {_main_difference(best, compared[0])}"
     if not others:
-        same = [c for c in choice.candidates if c.prediction is not None and c is not best]
-        if same:
-            return f"{best.label}: {_faster(best, same[0])}, {_main_difference(best, same[0])}"
-        slower = [c for c in choice.candidates if not c.refused and c is not best]
-        why = (
-            "every other is refused" if not slower else "every other computes longer than it takes"
-        )
-        return (
-            f"{best.label}: {why}" if len(choice.candidates) > 1 else f"{best.label}: the only one"
-        )
-    return f"{best.label}: {_faster(best, others[0])}, {_main_difference(best, others[0])}"
+        return f"{best.label}: the only one"
+    if all(c.refused for c in others):
+        return f"{best.label}: every other is refused"
+    return f"{best.label}: every other computes longer than it takes"
 
 
 def _faster(best: Candidate, other: Candidate) -> str:
@@ -368,10 +337,7 @@ def _main_difference(best: Candidate, other: Candidate) -> str:
             if fewer > 0
             else "which comes after it in order"
         )
-    more = {
-        name: getattr(theirs, name) - getattr(ours, name)
-        for name in ("exposed", "late", "compute", "moves", "host")
-    }
+    more = {name: getattr(theirs, name) - getattr(ours, name) for name in WAYS}
     worst = max(more, key=lambda name: more[name])
     if more["compute"] > 0.5 * (other.seconds - best.seconds):
         # The other ranks wait because the busiest one computes longer.

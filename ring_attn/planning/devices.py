@@ -42,15 +42,12 @@ class Device:
     """A rank's processor.
 
     Attributes:
-        name: for display.
         peak_flops: the datasheet's dense FLOP/s, in 16 bits; 0 if unknown.
-        forward: rate of attention.
-        backward: rate of attention's backward.
+        forward, backward: rates of attention.
         memory_bandwidth: bytes/s of passes that copy or add.
         memory_bytes: size of its memory; 0 if unknown.
-        window_forward: rate of attention with a window, if measured: a backend may split its tiles
-            into strips.
-        window_backward: the same for the backward.
+        window_forward, window_backward: rates with a window, if measured: a backend may split its
+            tiles into strips.
         architecture: key of `core.rates`, for each backend's rates; "" uses only those above.
     """
 
@@ -72,7 +69,6 @@ class Device:
         check_size(self, "peak_flops", "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
-        """Rate of a direction, with or without a window."""
         usual = self.backward if backward else self.forward
         windowed = self.window_backward if backward else self.window_forward
         return windowed if window and windowed is not None else usual
@@ -82,10 +78,7 @@ class Device:
 class Link:
     """Connection between two ranks, in one direction.
 
-    Attributes:
-        name: for display.
-        latency: seconds of an empty message.
-        bandwidth: attained bytes/s of large messages.
+    The latency is in seconds, of an empty message; the bandwidth is attained bytes/s of large ones.
     """
 
     name: str
@@ -100,9 +93,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds of host time that a rank's Python takes for each thing that it issues.
-
-    All are 0 for CPU ranks.
+    """Seconds that a rank's Python takes for each thing that it issues; all are 0 for CPU ranks.
 
     Attributes:
         launch: to launch a kernel over a step's tiles; a backward launches two.
@@ -122,30 +113,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Copies:
-    """When copies start that run beside attention, on a device with streams.
+    """Copies that run beside attention, on a device with streams.
 
-    Attributes:
-        latency: seconds between the end of an operator and the start of the next on another stream
-            that the links' latencies lack; those of a small send and receive include all of them.
-        high_priority: whether a copy gets the next free multiprocessors; otherwise it queues behind
-            the blocks of an attention kernel that was ready before it.
-        buffers: number of buffers for a ring's shards: with 2 a copy waits for the attention before
-            it, with 3 for the attention before that.
-        block: seconds of a block of attention: a kernel starts to leave multiprocessors free this
-            long before its end.
+    `latency` is the seconds between the end of an operator and the start of the next on another
+    stream that the links' latencies lack; those of a small send and receive include all of them.
     """
 
     latency: float = 0.0
-    high_priority: bool = True
-    buffers: int = 3
-    block: float = 64e-6
 
     def __post_init__(self) -> None:
-        check_cost(self, "latency", "block")
-        if not isinstance(self.high_priority, bool):
-            raise TypeError(f"high_priority must be a bool, got {self.high_priority!r}")
-        if self.buffers not in (2, 3):
-            raise ValueError(f"buffers must be 2 or 3, got {self.buffers!r}")
+        check_cost(self, "latency")
 
 
 @dataclass(frozen=True)
@@ -319,14 +296,10 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
 def compute_seconds(
     rate: Rate, area: torch.Tensor, rows: torch.Tensor, edge: torch.Tensor, per_pair: torch.Tensor
 ) -> torch.Tensor:
-    """float64 seconds of tiles; 0 for tiles without visible pairs.
+    """float64 seconds of tiles, all tensors of one shape; 0 for tiles without visible pairs.
 
-    Args:
-        rate: rate of the direction.
-        area: visible pairs, a tensor of any shape; `rows`, `edge` and `per_pair` have it too.
-        rows: rows that take part.
-        edge: rows that the mask cuts.
-        per_pair: FLOPs of a pair in all heads.
+    `rows` take part, the mask cuts `edge` of them, and `per_pair` is the FLOPs of a pair in all
+    heads.
 
     Example:
         >>> one = torch.ones(1, dtype=torch.int64)
@@ -338,7 +311,6 @@ def compute_seconds(
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
-    """Values for JSON."""
     return asdict(cluster)
 
 
@@ -414,8 +386,8 @@ def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
         "between": Link(**values["between"]),
         "collectives": {op: Link(**link) for op, link in values["collectives"].items()},
         "host": Host(**values["host"]),
-        # Older calibrations lack it.
-        "copies": Copies(**values["copies"]) if values.get("copies") else None,
+        # Older calibrations lack it, or have more fields.
+        "copies": Copies(values["copies"]["latency"]) if values.get("copies") else None,
     }
     rest = {f.name: values[f.name] for f in fields(Cluster) if f.name not in parts}
     return Cluster(**parts, **rest)
@@ -456,9 +428,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
 def node_size_of(global_ranks: Sequence[int], ranks_per_node: int) -> int:
     """The largest n such that each aligned run of n ranks of a group shares a node.
 
-    Args:
-        global_ranks: global ranks of the group, in its order.
-        ranks_per_node: number of consecutive global ranks that form a node.
+    Nodes have `ranks_per_node` consecutive global ranks.
 
     Example:
         >>> node_size_of(range(16), 8), node_size_of(range(0, 16, 4), 8), node_size_of([0, 8, 1], 8)

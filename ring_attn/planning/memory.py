@@ -7,17 +7,15 @@ pairs, and every message the greatest length. For equal shards the peak is exact
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ring_attn.core.heads import share_heads
-from ring_attn.core.messages import Message
 from ring_attn.core.program import Hop
-from ring_attn.core.ranks import OneRank, Turn, every_count, every_order
+from ring_attn.core.ranks import OneRank, Turn
 from ring_attn.core.tiles import Band, Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.turns import turns_of
-from ring_attn.core.work import needed_rows, pair_work
+from ring_attn.core.work import needed_rows, pair_work, travelling_rows
 from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
@@ -30,30 +28,7 @@ _ANY_TILE = (Tile(slice(0, 1), slice(0, 1), Band(None, None)),)
 
 
 def peak_of(call: Call, *, backward: bool = True) -> int:
-    """Most bytes that a call holds at any time beyond its inputs, on the rank with most rows.
-
-    Args:
-        call: the call of any rank.
-        backward: whether to include the backward.
-
-    Example:
-        >>> import torch
-        >>> from ring_attn.core.layout import SequenceLayout
-        >>> from ring_attn.core.mask import Mask
-        >>> from ring_attn.core.spec import AttentionSpec
-        >>> from ring_attn.core.strategy import Strategy
-        >>> from ring_attn.strategies.registry import make_call
-        >>> layout = SequenceLayout.contiguous(1 << 16, 4)
-        >>> spec = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64)
-        >>> both = Strategy(), Strategy("all_gather", heads_per_chunk=2)
-        >>> mask = Mask(1 << 16, 1 << 16)
-        >>> ring, gathered = (
-        ...     peak_of(make_call(one, spec, (layout, layout), mask, 0, backend="aten"))
-        ...     for one in both
-        ... )
-        >>> ring < gathered
-        True
-    """
+    """Most bytes that a call holds at any time beyond its inputs, on the rank with most rows."""
     directions = (False, True) if backward else (False,)
     few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
     peaks = []
@@ -85,20 +60,8 @@ def _fullest_ranks(call: Call) -> set[int]:
 class _RoughRank(OneRank):
     """A rank with all its exchanges, but in each step the tiles that take most memory."""
 
-    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements in order, derived from the work of all pairs of ranks."""
-        return every_order(*self.layouts, self.mask, grid, travels)
-
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        """Rows of the longest message."""
         return slice(0, self._longest(travels))
-
-    def moving_messages(
-        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
-    ) -> Callable[[Displacement], Message]:
-        """The longest message of any rank, for every displacement."""
-        longest = make(self._longest(travels))
-        return lambda by: longest
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
         """Tiles with the rank's own shard, or with the other shard with most visible pairs."""
@@ -123,7 +86,7 @@ class _RoughRank(OneRank):
         return {}
 
     def _longest(self, travels: Traveller) -> int:
-        return int(every_count(*self.layouts, self.mask, travels).max())
+        return int(travelling_rows(*self.layouts, self.mask, travels).count.max())
 
     def _most_pairs(self, travels: Traveller) -> int:
         work = pair_work(*self.layouts, self.mask)

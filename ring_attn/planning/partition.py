@@ -79,15 +79,12 @@ def _earliest_cuts(sums: list[int], parts: int, limit: int) -> list[int]:
 def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[int]) -> list[int]:
     """Indices of the cheapest cuts with no part above `limit`; ties go to the most equal parts.
 
+    `costs` are the rows that cross each possible cut; `feasible` are the indices of any cuts that
+    keep to the limit.
+
     Dynamic programming: the best way to put cut r at x is the best way to put cut r - 1 at some
     y <= x with the work [y, x) within the limit, plus the cost of x. The range of such y only moves
     forward with x, so a monotonic queue keeps the best way in front.
-
-    Args:
-        sums: work before each possible cut.
-        costs: rows that cross each possible cut.
-        limit: the most work of a part.
-        feasible: indices of any cuts that keep to the limit.
     """
     parts, total = len(feasible) - 1, sums[-1]
     mean = total / parts

@@ -264,7 +264,6 @@ class _Placement:
         return max(0, max(self.rows) - rows), max(0, max(self.pairs) - pairs)
 
     def add(self, index: int, rows: int, pairs: int) -> None:
-        """Places a document."""
         ranks, blocks = self.bounds.world_size, -(-rows // self.align)
         most_pairs, most_rows, mean = self._share
         needed = max(_parts(pairs, most_pairs), _parts(rows, most_rows))
@@ -405,12 +404,10 @@ class _Document:
         return -(-self.length // self.align)
 
     def pairs(self, start: int, stop: int) -> int:
-        """Visible pairs of the queries in `[start, stop)`."""
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
 
     def run(self, start: int, stop: int) -> Run:
-        """Rows of the blocks `[start, stop)`."""
         return min(start * self.align, self.length), min(stop * self.align, self.length)
 
     def of_ends(self, count: int) -> tuple[int, int]:

@@ -22,26 +22,17 @@ from torch import Tensor
 
 from ring_attn import check
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
+from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.ranks import every_gathered
 from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.core.tiles import Traveller, check_fit
-from ring_attn.core.values import (
-    as_int,
-    as_tuple,
-    check_flag,
-    check_int,
-    check_number,
-    check_one_of,
-    check_type,
-)
-from ring_attn.core.work import pair_work
+from ring_attn.core.work import gathered_work, pair_work
 from ring_attn.machines.actions import SHARE_OF_DQ, Schedule, schedule_of
 from ring_attn.machines.time import simulate
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
@@ -156,24 +147,24 @@ def explain(
         True
     """
     for name, value in (("seqlen", seqlen), ("world_size", world_size), ("batch", batch)):
-        check_int(name, value, least=1)
+        values.check_int(name, value, least=1)
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
     for name, value in (
         ("nheads", nheads), ("nheads_kv", nheads_kv), ("headdim", headdim), ("headdim_v", headdim_v)
     ):  # fmt: skip
-        check_int(name, value, least=1)
+        values.check_int(name, value, least=1)
     if nheads % nheads_kv:
         raise ValueError(f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv}")
-    check_one_of("effort", effort, get_args(Effort))
+    values.check_one_of("effort", effort, get_args(Effort))
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
     check.check_name("backend", backend)
-    check_flag("backward", backward)
+    values.check_flag("backward", backward)
     if device_type is not None:
-        check_one_of("device_type", device_type, ("cpu", "cuda"))
+        values.check_one_of("device_type", device_type, ("cpu", "cuda"))
     if memory_bytes is not None:
-        check_number("memory_bytes", memory_bytes)
+        values.check_number("memory_bytes", memory_bytes)
         if not memory_bytes > 0:
             raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     check.check_softcap(softcap)
@@ -181,7 +172,7 @@ def explain(
     mask = _mask_of(seqlen, seqlen_k, causal, window_size, cu_seqlens, cu_seqlens_k)
     if cluster is None:
         cluster = find_cluster(device_type, world_size)
-    check_type("cluster", cluster, Cluster)
+    values.check_type("cluster", cluster, Cluster)
     if device_type is None:
         gpu = cluster.device.peak_flops or cluster.device.memory_bytes
         device_type = "cuda" if gpu else "cpu"
@@ -209,12 +200,6 @@ def choose(
     effort: Effort = "best",
 ) -> Choice:
     """The best of all candidates; depends on the arguments alone.
-
-    Args:
-        problem: the call and the ranks.
-        layouts: layouts to choose among, by name.
-        strategies: names or values to choose among; None is all.
-        effort: which candidates to simulate, see `Effort`.
 
     Raises:
         ValueError: a name is unknown, or no candidate can run (with all reasons).
@@ -261,7 +246,6 @@ def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
 
 
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
-    """The actions of all ranks in one direction of a candidate's call."""
     return schedule_of(call_of(problem, candidate), backward=backward)
 
 
@@ -286,7 +270,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         if strategy.core == "ring" and core.world_size > 1:
             travels, in_order = ring.choose_gradients(core)
         elif strategy.core == "exchange":
-            travels = exchange.choose_traveller(core)
+            travels = exchange.choose_side(core)
         candidate = replace(
             candidate,
             same_bits=same_bits,
@@ -372,7 +356,7 @@ def _busiest(
     """Seconds of one direction; `at_once`: a single launch covers the shards of all ranks."""
 
     def seconds(others: Traveller) -> Tensor:
-        work = every_gathered(*layouts, mask, others)
+        work = gathered_work(*layouts, mask, others)
         rows = (work.rows + work.cols) / 2 if backward else work.rows
         one_launch = compute_seconds(rate, work.area, rows, work.edge, torch.tensor(per_pair))
         if at_once:
@@ -415,33 +399,30 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
         return candidate.num_steps(problem.spec) > MANY_STEPS, candidate.at_least, index
 
     best, left = float("inf"), MOST_RANK_STEPS
+
+    def simulate_one(index: int) -> None:
+        nonlocal best, left
+        candidate = replace(candidates[index], reason=None, ruled_out=False)
+        steps = candidate.num_steps(problem.spec)
+        if steps * problem.world_size > left:
+            reason = f"not simulated: its {steps} steps are beyond what one choice takes"
+            candidates[index] = replace(candidate, reason=reason)
+            return
+        left -= steps * problem.world_size
+        candidates[index] = _predicted(problem, candidate)
+        best = min(best, candidates[index].seconds)
+
     for index in sorted(waiting, key=priority):
         candidate = candidates[index]
-        steps = candidate.num_steps(problem.spec)
         if effort != "all" and candidate.at_least >= (1.0 + TIE) * best:
             reason = f"computes for at least {format_seconds(candidate.at_least)}"
             candidates[index] = replace(candidate, reason=reason, ruled_out=True)
-        elif steps * problem.world_size > left:
-            candidates[index] = _too_long(candidate, steps)
         else:
-            candidates[index] = done = _predicted(problem, candidate)
-            best = min(best, done.seconds)
-            left -= steps * problem.world_size
+            simulate_one(index)
     if effort == "names":
         for index in _of_each_name(candidates):
-            plain = replace(candidates[index], reason=None, ruled_out=False)
-            steps = plain.num_steps(problem.spec)
-            if steps * problem.world_size > left:
-                candidates[index] = _too_long(plain, steps)
-            else:
-                candidates[index] = _predicted(problem, plain)
-                left -= steps * problem.world_size
+            simulate_one(index)
     return list(candidates.values())
-
-
-def _too_long(candidate: Candidate, steps: int) -> Candidate:
-    reason = f"not simulated: its {steps} steps are beyond what one choice takes"
-    return replace(candidate, reason=reason)
 
 
 def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
@@ -504,7 +485,7 @@ def _mask_of(
     cu_seqlens_k: Tensor | Sequence[int] | None,
 ) -> Mask:
     if seqlen_k is not None:
-        check_int("seqlen_k", seqlen_k, least=1)
+        values.check_int("seqlen_k", seqlen_k, least=1)
     window = check.check_window(window_size, causal)
     cu_q = check.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
     cu_k = check.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
@@ -514,7 +495,7 @@ def _mask_of(
     return check.check_mask(Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k))
 
 
-def _tensor(name: str, values: Tensor | Sequence[int] | None) -> Tensor | None:
-    if values is None or isinstance(values, Tensor):
-        return values
-    return torch.tensor([as_int(f"each of {name}", value) for value in as_tuple(name, values)])
+def _tensor(name: str, numbers: Tensor | Sequence[int] | None) -> Tensor | None:
+    if numbers is None or isinstance(numbers, Tensor):
+        return numbers
+    return torch.tensor(values.as_ints(name, numbers))

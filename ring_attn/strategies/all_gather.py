@@ -33,44 +33,23 @@ ring-flash-attention's `llama3_flash_attn_varlen_func` does with `heads_k_stride
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from ring_attn.backends import bits_unit, get_backend
+from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
-from ring_attn.core import order
-from ring_attn.core.messages import Gathered, Parcels, Records
-from ring_attn.core.program import (
-    Array,
-    Assign,
-    Attend,
-    Buffer,
-    Collective,
-    Copy,
-    Delta,
-    Differentiate,
-    Entry,
-    Finish,
-    Free,
-    New,
-    Op,
-    Operand,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Start,
-    Step,
-    View,
-    Wait,
-)
+from ring_attn.core import program as ops
+from ring_attn.core.messages import Gathered, Number, Parcels, Records
+from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.ranks import Ranks
+from ring_attn.core.sizes import SHARD, gradient_packet
 from ring_attn.core.spec import AttentionSpec, Packet
-from ring_attn.core.tiles import Traveller, check_fit
-from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
+from ring_attn.core.tiles import Traveller
+from ring_attn.strategies import base
+from ring_attn.strategies.base import Call, StrategyCode, core_program, input_arrays, result_arrays
 
 
 class Chunk(NamedTuple):
@@ -80,20 +59,10 @@ class Chunk(NamedTuple):
     q: slice
 
 
-def check(call: Call) -> None:
-    """Refuses layouts and masks that do not fit."""
-    check_fit(*call.layouts, call.mask)
-
-
 def why_not_same_bits(call: Call) -> str | None:
-    """None if an all-gather has the same bits at every world size, else the reason why not."""
     if call.same_bits is False:
         return "gradients are added up: same_bits=False"
-    heads = (call.spec.nheads, call.spec.nheads_kv)
-    unit, backend = bits_unit(call.backend), get_backend(call.backend)
-    reason = order.why_not_in_order(
-        call.strategy, heads, call.layouts, call.mask, call.backend, unit
-    )
+    reason, backend = base.why_not_in_order(call), get_backend(call.backend)
     parts = (chunk_spec(call.spec, chunk) for chunk in chunks_of(call))
     return reason or next(filter(None, (why_not_alike(backend, call.spec, x) for x in parts)), None)
 
@@ -117,7 +86,6 @@ def chunks_of(call: Call) -> tuple[Chunk, ...]:
 
 
 def chunk_spec(spec: AttentionSpec, chunk: Chunk) -> AttentionSpec:
-    """The spec with the heads of a chunk."""
     nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
     return replace(spec, nheads=nheads, nheads_kv=nheads_kv)
 
@@ -133,16 +101,13 @@ def _shard_rows(call: Call, gathers: Traveller) -> int:
 
 
 def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-    """The program of an all-gather, in one direction."""
     arrays = input_arrays(call.spec, ranks, backward=backward)
     work = _Gathering(call, ranks, arrays)
     if not backward:
-        ops = tuple(work.forward())
-        saved = ("q", "k", "v", "out", "lse")
-        return Program(ranks.world_size, ranks.rank, False, ops, arrays, saved)
+        return core_program(ranks, arrays, work.forward(), backward=False)
     dtype = call.spec.dtype if rounded else call.spec.accum_dtype
-    ops = tuple(work.in_one_place(dtype) if in_one_place(call) else work.added_up(dtype))
-    return Program(ranks.world_size, ranks.rank, True, ops, arrays)
+    made = work.in_one_place(dtype) if in_one_place(call) else work.added_up(dtype)
+    return core_program(ranks, arrays, made, backward=True)
 
 
 @dataclass(frozen=True)
@@ -151,6 +116,19 @@ class _Message:
 
     side: Traveller
     chunk: Chunk
+
+    @property
+    def heads(self) -> slice:
+        return self.chunk.q if self.side == "q" else self.chunk.kv
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """This rank's tensors of the side, with these heads."""
+        return tuple(View(name, None, self.heads) for name in SHARD[self.side])
+
+
+# Yields the ops that compute with a message: its index, the message, the gathered tensors.
+Compute = Callable[[int, _Message, tuple[Operand, ...]], Iterator[Op]]
 
 
 class _Gathering:
@@ -165,13 +143,11 @@ class _Gathering:
     # -- gathering
 
     def _records(self, message: _Message) -> Records:
-        spec, chunk = self.call.spec, message.chunk
+        spec, heads = self.call.spec, message.heads
         fields: list[tuple[int | None, torch.dtype]] = [
             (spec.headdim, spec.dtype), (spec.headdim_v, spec.dtype)
         ]  # fmt: skip
-        heads = chunk.kv
         if message.side == "q":
-            heads = chunk.q
             fields += 2 * [(None, spec.accum_dtype)]
         rows = _shard_rows(self.call, message.side)
         return Records(spec.batch, rows, heads.stop - heads.start, tuple(fields))
@@ -186,98 +162,45 @@ class _Gathering:
         recv = Buffer(f"gathered {index}", longest * self.call.world_size)
         self._buffers[index] = send, recv
         records = self._records(message)
-        yield Pack(send, records, self._copies(message, records))
-        yield Post(
+        yield ops.Pack(send, records, self._copies(message, records))
+        yield ops.Post(
             "shards", index, self._collective("all_gather"), send, recv,
             Gathered(records, self.call.world_size), records.nbytes * others,
         )  # fmt: skip
 
-    def _collective(self, op: str, dtype: torch.dtype = torch.uint8) -> Collective:
+    def _collective(self, op: str, dtype: torch.dtype = torch.uint8) -> ops.Collective:
         groups = None
         if self.ranks.rank is None:
             groups = torch.arange(self.call.world_size)[None]
-        return Collective(op, dtype, groups=groups)  # type: ignore[arg-type]
+        return ops.Collective(op, dtype, groups=groups)  # type: ignore[arg-type]
 
     def _copies(self, message: _Message, records: Records) -> tuple[Copy, ...]:
         rows = self.ranks.rows(message.side)
         if not isinstance(rows, int):
             return ()
-        heads = message.chunk.q if message.side == "q" else message.chunk.kv
-        names = ("q", "dout", "lse", "delta") if message.side == "q" else ("k", "v")
-        copies = [Copy(i, View(n, None, heads), slice(0, rows)) for i, n in enumerate(names)]
+        copies = [Copy(i, view, slice(0, rows)) for i, view in enumerate(message.views)]
         if rows < records.rows:
-            copies += [Copy(i, None, slice(rows, records.rows)) for i in range(len(names))]
+            copies += [Copy(i, None, slice(rows, records.rows)) for i in range(len(copies))]
         return tuple(copies)
-
-    def _wait(self, messages: list[_Message], index: int) -> Iterator[Op]:
-        """Waits for a message and starts to gather the next."""
-        if not self.alone:
-            yield Wait("shards")
-            yield Free((self._buffers[index][0],))
-        yield from self._post(messages, index + 1)
-
-    def _free(self, index: int) -> Iterator[Op]:
-        if not self.alone:
-            yield Free((self._buffers[index][1],))
-
-    def _held(self, index: int, message: _Message) -> tuple[Operand, ...]:
-        """The gathered tensors; a single rank has its own tensors."""
-        if not self.alone:
-            count = 2 if message.side == "kv" else 4
-            return tuple(Entry(self._buffers[index][1], i) for i in range(count))
-        names = ("k", "v") if message.side == "kv" else ("q", "dout", "lse", "delta")
-        heads = message.chunk.kv if message.side == "kv" else message.chunk.q
-        return tuple(View(name, None, heads) for name in names)
-
-    def _tiles(self, gathers: Traveller = "kv") -> object:
-        return self.ranks.gathered(gathers, _shard_rows(self.call, gathers))
 
     # -- compute
 
     def forward(self) -> Iterator[Op]:
         """Computes chunk after chunk, and assembles out and lse from the chunks."""
-        spec, several = self.call.spec, len(self.chunks) > 1
-        whole = result_arrays(spec, self.ranks.rows("q"))
-        messages = [_Message("kv", chunk) for chunk in self.chunks]
-        yield from self._post(messages, 0)
-        for index, message in enumerate(messages):
-            chunk = message.chunk
-            yield Step(f"heads {chunk.kv.start}", index)
-            yield from self._wait(messages, index)
-            part = result_arrays(chunk_spec(self.call.spec, chunk), self.ranks.rows("q"))
-            q, (k, v) = View("q", None, chunk.q), self._held(index, message)
-            state = replace(part["out"], dtype=spec.accum_dtype)
-            yield Start(q, spec.headdim_v, state, chunk.q)
-            yield Attend(self._tiles(), q, k, v, last=True)
-            names = ("out", "lse")
-            parts = tuple(f"{name} part" for name in names) if several else names
-            yield Finish(parts[0], parts[1], part["out"], part["lse"])
-            if several:
-                for name, part_name in zip(names, parts, strict=True):
-                    if index == 0:
-                        yield New(name, whole[name])
-                    yield Assign(View(name, None, chunk.q), View(part_name))
-                    yield Free((part_name,))
-            yield from self._free(index)
+        yield from self._gathered(("kv",), self._attend)
 
     def added_up(self, dtype: torch.dtype) -> Iterator[Op]:
         """Computes dQ and a share of dK and dV, and sums the shares over the ranks."""
-        yield Delta(self.arrays["lse"])
-        messages = [_Message("kv", chunk) for chunk in self.chunks]
         sums = _Sums(self, dtype)
-        yield from self._new_gradients(dtype, copied=not self.alone)
-        yield from self._post(messages, 0)
-        for index, message in enumerate(messages):
-            chunk = message.chunk
-            yield Step(f"heads {chunk.kv.start}", index)
-            yield from self._wait(messages, index)
-            k, v = self._held(index, message)
-            all_rows = self.call.world_size * _shard_rows(self.call, "kv")
-            rows = self.ranks.rows("kv") if self.alone else all_rows
-            yield from self._parts(chunk, rows)
-            yield Differentiate(
-                "all", self._tiles(), self._q_side(chunk), (k, v), View("dq part"),
-                (View("dk part"), View("dv part")), View("out", None, chunk.q),
+
+        def compute(index: int, message: _Message, held: tuple[Operand, ...]) -> Iterator[Op]:
+            chunk, rows = message.chunk, self.call.world_size * _shard_rows(self.call, "kv")
+            yield self._part("dq", chunk, self.ranks.rows("q"))
+            for name in ("dk", "dv"):
+                yield self._part(name, chunk, self.ranks.rows("kv") if self.alone else rows)
+            yield ops.Differentiate(
+                "all", self._tiles("kv"), _Message("q", chunk).views, (held[0], held[1]),
+                View("dq part"), (View("dk part"), View("dv part")), View("out", None, chunk.q),
             )  # fmt: skip
             if self.alone:
                 yield self._round("dv", chunk, dtype)
@@ -286,75 +209,101 @@ class _Gathering:
                 yield from sums.receive()
                 yield from sums.post(index, chunk)
             yield self._round("dq", chunk, dtype)
-            yield from self._free(index)
-        yield Step("end")
+
+        yield ops.Delta(self.arrays["lse"])
+        yield from self._new_gradients(dtype, copied=not self.alone)
+        yield from self._gathered(("kv",), compute)
+        yield ops.Step("end")
         yield from sums.receive()
 
     def in_one_place(self, dtype: torch.dtype) -> Iterator[Op]:
         """Computes dQ from the gathered KV, and dK and dV from the gathered Q side."""
-        yield Delta(self.arrays["lse"])
-        messages = [_Message(side, chunk) for chunk in self.chunks for side in ("kv", "q")]
-        yield from self._new_gradients(dtype, copied=False)
-        yield from self._post(messages, 0)
-        for index, message in enumerate(messages):
-            chunk, step = message.chunk, index // 2
-            if message.side == "kv":
-                yield Step(f"heads {chunk.kv.start}", step)
-            yield from self._wait(messages, index)
-            held = self._held(index, message)
+
+        def compute(index: int, message: _Message, held: tuple[Operand, ...]) -> Iterator[Op]:
+            chunk, tiles = message.chunk, self._tiles(message.side)
             if message.side == "kv":
                 yield self._part("dq", chunk, self.ranks.rows("q"))
-                yield Differentiate(
-                    "q", self._tiles("kv"), self._q_side(chunk), (held[0], held[1]),
-                    View("dq part"),
-                )  # fmt: skip
+                q_side = _Message("q", chunk).views
+                yield ops.Differentiate("q", tiles, q_side, (held[0], held[1]), View("dq part"))
                 yield self._round("dq", chunk, dtype)
-            else:
-                for name in ("dk", "dv"):
-                    yield self._part(name, chunk, self.ranks.rows("kv"))
-                own = (View("k", None, chunk.kv), View("v", None, chunk.kv))
-                yield Differentiate(
-                    "kv", self._tiles("q"), held, own, None, (View("dk part"), View("dv part"))
-                )
-                yield self._round("dv", chunk, dtype)
-                yield self._round("dk", chunk, dtype)
-            yield from self._free(index)
-        yield Step("end")
+                return
+            for name in ("dk", "dv"):
+                yield self._part(name, chunk, self.ranks.rows("kv"))
+            k, v = _Message("kv", chunk).views
+            parts = View("dk part"), View("dv part")
+            yield ops.Differentiate("kv", tiles, held, (k, v), None, parts)
+            yield self._round("dv", chunk, dtype)
+            yield self._round("dk", chunk, dtype)
 
-    def _q_side(self, chunk: Chunk) -> tuple[Operand, ...]:
-        return tuple(View(name, None, chunk.q) for name in ("q", "dout", "lse", "delta"))
+        yield ops.Delta(self.arrays["lse"])
+        yield from self._new_gradients(dtype, copied=False)
+        yield from self._gathered(("kv", "q"), compute)
+        yield ops.Step("end")
+
+    def _gathered(self, sides: tuple[Traveller, ...], compute: Compute) -> Iterator[Op]:
+        """Computes with each message of each chunk, and gathers one message ahead."""
+        messages = [_Message(side, chunk) for chunk in self.chunks for side in sides]
+        yield from self._post(messages, 0)
+        for index, message in enumerate(messages):
+            if message.side == "kv":
+                yield ops.Step(f"heads {message.chunk.kv.start}", index // len(sides))
+            if not self.alone:
+                yield ops.Wait("shards")
+                yield ops.Free((self._buffers[index][0],))
+            yield from self._post(messages, index + 1)
+            # A single rank has its own tensors.
+            held: tuple[Operand, ...] = message.views
+            if not self.alone:
+                held = ops.entries(self._buffers[index][1], len(held))
+            yield from compute(index, message, held)
+            if not self.alone:
+                yield ops.Free((self._buffers[index][1],))
+
+    def _attend(self, index: int, message: _Message, held: tuple[Operand, ...]) -> Iterator[Op]:
+        spec, chunk, rows = self.call.spec, message.chunk, self.ranks.rows("q")
+        part = result_arrays(chunk_spec(spec, chunk), rows)
+        q = View("q", None, chunk.q)
+        yield ops.Start(q, spec.headdim_v, replace(part["out"], dtype=spec.accum_dtype), chunk.q)
+        yield ops.Attend(self._tiles("kv"), q, held[0], held[1], last=True)
+        if len(self.chunks) == 1:
+            yield ops.Finish("out", "lse", part["out"], part["lse"])
+            return
+        yield ops.Finish("out part", "lse part", part["out"], part["lse"])
+        for name, whole in result_arrays(spec, rows).items():
+            if index == 0:
+                yield ops.New(name, whole)
+            yield ops.Assign(View(name, None, chunk.q), View(f"{name} part"))
+            yield ops.Free((f"{name} part",))
+
+    def _tiles(self, gathers: Traveller) -> ops.Tiles:
+        return self.ranks.gathered(gathers, _shard_rows(self.call, gathers))
 
     # -- gradients
 
-    def _array(self, name: str, chunk: Chunk, rows: int, dtype: torch.dtype) -> Array:
+    def _array(self, name: str, chunk: Chunk, rows: Number, dtype: torch.dtype) -> Array:
         heads = chunk.q if name == "dq" else chunk.kv
         source = self.arrays[name[1:]]
         return Array(source.batch, rows, heads.stop - heads.start, source.dim, dtype)
 
-    def _part(self, name: str, chunk: Chunk, rows: int) -> New:
+    def _part(self, name: str, chunk: Chunk, rows: Number) -> ops.New:
         """Makes zeros for a gradient of a chunk."""
         array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
-        return New(f"{name} part", array, zero=True)
-
-    def _parts(self, chunk: Chunk, rows_kv: int) -> Iterator[Op]:
-        yield self._part("dq", chunk, self.ranks.rows("q"))
-        yield self._part("dk", chunk, rows_kv)
-        yield self._part("dv", chunk, rows_kv)
+        return ops.New(f"{name} part", array, zero=True)
 
     def _new_gradients(self, dtype: torch.dtype, *, copied: bool) -> Iterator[Op]:
         """Makes the gradients that are assembled from chunks, or (dK, dV) copied from sums."""
         several = len(self.chunks) > 1
         for name in ("q", "k", "v"):
             if several or (copied and name != "q"):
-                yield New(f"d{name}", replace(self.arrays[name], dtype=dtype))
+                yield ops.New(f"d{name}", replace(self.arrays[name], dtype=dtype))
 
-    def _round(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Round:
+    def _round(self, name: str, chunk: Chunk, dtype: torch.dtype) -> ops.Round:
         heads = None
         if len(self.chunks) > 1:
             heads = chunk.q if name == "dq" else chunk.kv
         rows = self.ranks.rows("q" if name == "dq" else "kv")
         array = self._array(name, chunk, rows, dtype)
-        return Round(View(name, None, heads), View(f"{name} part"), array, scaled=name != "dv")
+        return ops.Round(View(name, None, heads), View(f"{name} part"), array, scaled=name != "dv")
 
 
 class _Sums:
@@ -366,7 +315,7 @@ class _Sums:
 
     def _packet(self, chunk: Chunk) -> Packet:
         call = self._gathering.call
-        return chunk_spec(call.spec, chunk).kv_grad_packet(_shard_rows(call, "kv"))
+        return gradient_packet(chunk_spec(call.spec, chunk), "kv", _shard_rows(call, "kv"))
 
     def post(self, index: int, chunk: Chunk) -> Iterator[Op]:
         """Starts to sum dK and dV of all rows, and frees them."""
@@ -381,11 +330,11 @@ class _Sums:
             for i, name in enumerate(("dk part", "dv part"))
         )
         shares = Parcels((packet,) * world_size)
-        yield Pack(send, shares, copies)
-        yield Free(("dk part", "dv part"))
+        yield ops.Pack(send, shares, copies)
+        yield ops.Free(("dk part", "dv part"))
         sums = self._gathering._collective("reduce_scatter", call.spec.accum_dtype)
         nbytes = packet.nbytes * (world_size - 1)
-        yield Post("gradients", index, sums, send, recv, packet, nbytes)
+        yield ops.Post("gradients", index, sums, send, recv, packet, nbytes)
         self._under_way = chunk, send, recv
 
     def receive(self) -> Iterator[Op]:
@@ -394,14 +343,14 @@ class _Sums:
             return
         chunk, send, recv = self._under_way
         self._under_way = None
-        yield Wait("gradients")
-        yield Free((send,))
+        yield ops.Wait("gradients")
+        yield ops.Free((send,))
         rows = self._gathering.ranks.rows("kv")
         for i, name in enumerate(("dk", "dv")):
             heads = chunk.kv if len(self._gathering.chunks) > 1 else None
             array = self._gathering._array(name, chunk, rows, self._dtype)
-            yield Round(View(name, None, heads), Entry(recv, i), array, scaled=name != "dv")
-        yield Free((recv,))
+            yield ops.Round(View(name, None, heads), ops.Entry(recv, i), array, scaled=name != "dv")
+        yield ops.Free((recv,))
 
 
-CODE = StrategyCode(program, why_not_same_bits, check)
+CODE = StrategyCode(program, why_not_same_bits)

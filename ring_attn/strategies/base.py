@@ -7,29 +7,26 @@ machines    run a program on tensors, count, time, check and draw it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
+from ring_attn.backends import bits_unit
+from ring_attn.core import order
+from ring_attn.core import program as ops
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import (
-    Array,
-    Differentiate,
-    New,
-    Op,
-    Operand,
-    Program,
-    Round,
-    Tiles,
-    View,
-)
+from ring_attn.core.messages import Number
+from ring_attn.core.program import Array, Op, Operand, Program, Tiles, View
 from ring_attn.core.ranks import EveryRank, OneRank, Ranks
 from ring_attn.core.sizes import SHARD
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Traveller, check_fit
+
+# The tensors that every core's forward saves.
+SAVED = ("q", "k", "v", "out", "lse")
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,6 @@ class Call:
     """One call as plain data, equal on every rank except for `rank`.
 
     Attributes:
-        spec: sizes and types.
-        layouts: layouts of the queries and of the keys.
-        mask: mask over the whole sequence.
-        rank: rank of this process.
-        strategy: how the ranks share the call.
-        softmax_scale: factor of the scores.
-        backend: name of the backend.
         same_bits: the caller's choice; None leaves the choice to the strategy.
         gradients: the side that travels in a ring's backward, and whether its gradients are summed
             in the order of the queries; None leaves the choice to the ring.
@@ -61,12 +51,10 @@ class Call:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.layouts[0].world_size
 
     @property
     def scores(self) -> Scores:
-        """Scale and cap of the scores."""
         return Scores(self.softmax_scale, self.spec.softcap)
 
     @cached_property
@@ -79,12 +67,10 @@ class Call:
 
     @property
     def ranks(self) -> OneRank:
-        """This rank."""
         return OneRank(self.layouts, self.mask, self.rank)
 
     @property
     def every_rank(self) -> EveryRank:
-        """All ranks."""
         return EveryRank(self.layouts, self.mask)
 
     def inner(self, ranks: Ranks, strategy: Strategy, spec: AttentionSpec | None = None) -> Call:
@@ -96,37 +82,39 @@ class Call:
 
 
 class MakeProgram(Protocol):
-    """Makes the program of one rank, or of every rank, for a call."""
+    """Makes the program of one rank, or of every rank, for a call in one direction.
+
+    `rounded` True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
+    accumulation type, for an outer strategy that adds to them.
+    """
 
     def __call__(
         self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True
-    ) -> Program:
-        """The program in one direction.
+    ) -> Program: ...
 
-        Args:
-            call: the call, equal on every rank.
-            ranks: the rank, or every rank.
-            backward: the direction.
-            rounded: True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
-                accumulation type, for an outer strategy that adds to them.
-        """
-        ...
+
+def why_not_in_order(call: Call) -> str | None:
+    """None if the call makes every sum in the order of one process, else the reason why not."""
+    heads, unit = (call.spec.nheads, call.spec.nheads_kv), bits_unit(call.backend)
+    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend, unit)
+
+
+def check_layouts(call: Call) -> None:
+    check_fit(*call.layouts, call.mask)
 
 
 @dataclass(frozen=True)
 class StrategyCode:
     """The functions of a strategy.
 
-    Attributes:
-        program: makes the programs.
-        why_not_same_bits: returns None if a call has the same bits at every world size, else the
-            reason why not.
-        check: raises for a call that the strategy does not take, before anything is sent.
+    `why_not_same_bits` returns None if a call has the same bits at every world size, else the
+    reason why not. `check` raises for a call that the strategy does not take, before anything is
+    sent.
     """
 
     program: MakeProgram
     why_not_same_bits: Callable[[Call], str | None]
-    check: Callable[[Call], None] = lambda call: None
+    check: Callable[[Call], None] = check_layouts
 
 
 def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[str, Array]:
@@ -143,7 +131,27 @@ def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[s
     return arrays
 
 
-def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
+def core_program(
+    ranks: Ranks, arrays: dict[str, Array], made: Iterable[Op], *, backward: bool
+) -> Program:
+    """The program of these ops; its forward saves the inputs and the results."""
+    saved = () if backward else SAVED
+    return Program(ranks.world_size, ranks.rank, backward, tuple(made), arrays, saved)
+
+
+def start(spec: AttentionSpec, ranks: Ranks) -> ops.Start:
+    """Makes the state of all queries."""
+    out = result_arrays(spec, ranks.rows("q"))["out"]
+    return ops.Start(View("q"), spec.headdim_v, replace(out, dtype=spec.accum_dtype), slice(None))
+
+
+def finish(spec: AttentionSpec, ranks: Ranks) -> ops.Finish:
+    """Makes the results from the state."""
+    results = result_arrays(spec, ranks.rows("q"))
+    return ops.Finish("out", "lse", results["out"], results["lse"])
+
+
+def result_arrays(spec: AttentionSpec, rows: Number) -> dict[str, Array]:
     """Sizes of out and lse with `rows` rows."""
     return {
         "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
@@ -158,12 +166,10 @@ def differentiate(
     into: tuple[Operand, ...],
     *,
     own: bool,
-) -> Differentiate:
+) -> ops.Differentiate:
     """The op for the gradients of tiles with a shard of the travelling side.
 
     Args:
-        travels: the side that travels.
-        tiles: the tiles.
         held: tensors of the shard.
         into: sums for the shard's gradients; gradients of the other side go to the rank's sums.
         own: whether the shard is the rank's own.
@@ -171,9 +177,9 @@ def differentiate(
     if travels == "kv":
         own_q = tuple(map(View, SHARD["q"]))
         kv, dkv = (held[0], held[1]), (into[0], into[1])
-        return Differentiate("all", tiles, own_q, kv, View("dq sum"), dkv, View("out"))
+        return ops.Differentiate("all", tiles, own_q, kv, View("dq sum"), dkv, View("out"))
     kv, dkv = (View("k"), View("v")), (View("dk sum"), View("dv sum"))
-    return Differentiate("all", tiles, held, kv, into[0], dkv, View("out") if own else None)
+    return ops.Differentiate("all", tiles, held, kv, into[0], dkv, View("out") if own else None)
 
 
 def sums_of(spec: AttentionSpec, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -184,7 +190,7 @@ def sums_of(spec: AttentionSpec, arrays: dict[str, Array]) -> dict[str, Array]:
 def new_sums(sums: dict[str, Array]) -> Iterator[Op]:
     """Yields ops that make the sums, of zeros."""
     for name, array in sums.items():
-        yield New(f"{name} sum", array, zero=True)
+        yield ops.New(f"{name} sum", array, zero=True)
 
 
 def rounded_sums(sums: dict[str, Array], spec: AttentionSpec, *, rounded: bool) -> Iterator[Op]:
@@ -192,4 +198,4 @@ def rounded_sums(sums: dict[str, Array], spec: AttentionSpec, *, rounded: bool) 
     dtype = spec.dtype if rounded else spec.accum_dtype
     for name in ("dv", "dk", "dq"):
         result = replace(sums[name], dtype=dtype)
-        yield Round(View(name), View(f"{name} sum"), result, scaled=name != "dv")
+        yield ops.Round(View(name), View(f"{name} sum"), result, scaled=name != "dv")

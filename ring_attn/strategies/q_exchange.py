@@ -29,31 +29,13 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from torch import Tensor
-
+from ring_attn.core import program as ops
 from ring_attn.core.layout import Layouts, Segment, SequenceLayout
-from ring_attn.core.messages import Message, Number, lengths
-from ring_attn.core.program import (
-    Array,
-    Assign,
-    Buffer,
-    Copy,
-    Free,
-    Inner,
-    Join,
-    New,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Step,
-    Unpack,
-    View,
-    Wait,
-)
+from ring_attn.core.messages import Message, Number, message_of, packet_of, room_of
+from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import Packet
-from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
+from ring_attn.strategies.base import SAVED, Call, StrategyCode, input_arrays, result_arrays
 
 
 class Halves(NamedTuple):
@@ -77,12 +59,12 @@ def around(inner: StrategyCode) -> StrategyCode:
         core = call.inner(held, replace(call.strategy, exchange_q=False))
         within = inner.program(core, held, backward=backward, rounded=rounded)
         arrays = input_arrays(call.spec, ranks, backward=backward)
-        ops = tuple(_around(call, ranks, within, arrays, rounded=rounded))
+        made = tuple(_around(call, ranks, within, arrays, rounded=rounded))
         if backward:
-            saved_arrays = {_inner_name(name): within.arrays[name] for name in _SAVED}
+            saved_arrays = {_inner_name(name): within.arrays[name] for name in SAVED}
             arrays = {"dout": arrays["dout"], **saved_arrays}
         saved = tuple(_inner_name(name) for name in within.saved)
-        return Program(ranks.world_size, ranks.rank, backward, ops, arrays, saved)
+        return Program(ranks.world_size, ranks.rank, backward, made, arrays, saved)
 
     return StrategyCode(program, why_not_same_bits, check)
 
@@ -111,26 +93,24 @@ def _around(
         dtype = spec.dtype if rounded else spec.accum_dtype
         dout = {"dout": replace(arrays["dout"], rows=rows)}
         dq = {"dq": replace(arrays["q"], dtype=dtype)}
-        yield from exchange.ops("swap dout", dout, 0, there=True)
-        yield _inner(call, within, ("dout", *_SAVED), ("dq", "dk", "dv"))
-        yield from exchange.ops("swap dq back", dq, 1, there=False)
+        yield from exchange.steps("swap dout", dout, 0, there=True)
+        yield _inner(call, within, ("dout", *SAVED), ("dq", "dk", "dv"))
+        yield from exchange.steps("swap dq back", dq, 1, there=False)
         return
     queries = {"q": replace(arrays["q"], rows=rows)}
-    yield from exchange.ops("swap queries", queries, 0, there=True)
+    yield from exchange.steps("swap queries", queries, 0, there=True)
     yield _inner(call, within, ("q", "k", "v"), ("out", "lse"))
     results = result_arrays(spec, ranks.rows("q"))
-    yield from exchange.ops("swap back", results, 1, there=False)
+    yield from exchange.steps("swap back", results, 1, there=False)
 
 
-# The tensors that every core's forward saves.
-_SAVED = ("q", "k", "v", "out", "lse")
-
-
-def _inner(call: Call, within: Program, inputs: tuple[str, ...], results: tuple[str, ...]) -> Inner:
+def _inner(
+    call: Call, within: Program, inputs: tuple[str, ...], results: tuple[str, ...]
+) -> ops.Inner:
     names = {name: (name, _inner_name(name)) for name in (*inputs, *results, *within.saved)}
     taken = tuple(names[name] for name in inputs)
     kept = tuple(names[name] for name in dict.fromkeys((*results, *within.saved)))
-    return Inner(within, call.spec, None, taken, kept, slice(None))
+    return ops.Inner(within, call.spec, None, taken, kept, slice(None))
 
 
 class _Exchange:
@@ -143,7 +123,6 @@ class _Exchange:
 
     @property
     def alone(self) -> bool:
-        """Whether the rank is its own partner."""
         return self.ranks.rank is not None and self.hop.send_to == self.ranks.rank
 
     @property
@@ -160,23 +139,25 @@ class _Exchange:
                 return Halves(slice(tail, tail + head), slice(0, tail))
         return Halves(slice(0, head), slice(head, head + tail))
 
-    def ops(self, label: str, arrays: dict[str, Array], step: int, *, there: bool) -> Iterator[Op]:
+    def steps(
+        self, label: str, arrays: dict[str, Array], step: int, *, there: bool
+    ) -> Iterator[Op]:
         """Yields ops that exchange the tails of tensors, or (not `there`) exchange them back.
 
         `arrays` has the names of the tensors outside, and their sizes after the exchange.
         """
-        yield Step(label)
+        yield ops.Step(label)
         names = [(name, _inner_name(name)) for name in arrays]
         sources, targets = zip(*(pair if there else pair[::-1] for pair in names), strict=True)
         if self.alone:
-            yield Join("shards")
+            yield ops.Join("shards")
             for name, source in zip(targets, sources, strict=True):
-                yield Assign(View(name), View(source))
+                yield ops.Assign(View(name), View(source))
             return
         sent = self._message(arrays, self.own_rows if there else self.partner_rows)
         received = self._message(arrays, self.partner_rows if there else self.own_rows)
         send, recv = (
-            Buffer(f"{label}: {direction}", x.nbytes if isinstance(x.nbytes, int) else 0)
+            Buffer(f"{label}: {direction}", room_of(x))
             for direction, x in (("sent", sent), ("received", received))
         )
         if self.ranks.rank is None:
@@ -188,27 +169,24 @@ class _Exchange:
             unpacked = tuple(Copy(i, View(x, after.tail)) for i, x in enumerate(targets))
             heads = before.head, after.head
         nbytes = sent.nbytes if self.active is None else sent.nbytes * self.active
-        yield Pack(send, sent, packed)
-        yield Post("shards", step, self.hop, send, recv, received, nbytes, None, self.active)
-        yield Wait("shards", None, self.active)
-        yield Free((send,))
+        yield ops.Pack(send, sent, packed)
+        yield ops.Post("shards", step, self.hop, send, recv, received, nbytes, None, self.active)
+        yield ops.Wait("shards", None, self.active)
+        yield ops.Free((send,))
         for name, array, source in zip(targets, arrays.values(), sources, strict=True):
-            yield New(name, array)
+            yield ops.New(name, array)
             if heads is not None:
-                yield Assign(View(name, heads[1]), View(source, heads[0]))
-        yield Unpack(recv, received, unpacked)
+                yield ops.Assign(View(name, heads[1]), View(source, heads[0]))
+        yield ops.Unpack(recv, received, unpacked)
         if not there:
-            yield Free(tuple(x for x in sources if x == "dq there"))
+            yield ops.Free(tuple(x for x in sources if x == "dq there"))
 
     def _message(self, arrays: dict[str, Array], rows: Number) -> Message:
-        """The message with the tails of tensors that have `rows` rows."""
-
         def make(tail: int) -> Packet:
             tails = [replace(array, rows=tail) for array in arrays.values()]
-            return Packet(tuple(x.shape for x in tails), tuple(x.dtype for x in tails))
+            return packet_of([(x.shape, x.dtype) for x in tails])
 
-        tail = rows // 2
-        return lengths(make, tail) if isinstance(tail, Tensor) else make(tail)
+        return message_of(make, rows // 2)
 
 
 @lru_cache(maxsize=1024)

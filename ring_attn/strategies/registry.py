@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ring_attn.backends import Purpose, choose_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -79,7 +81,6 @@ def make_call(
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    """None if the call has the same bits at every world size, else the reason why not."""
     return code_of(call.strategy).why_not_same_bits(call)
 
 
@@ -96,5 +97,6 @@ def program_of_every_rank(call: Call, *, backward: bool) -> Program:
 
 
 def programs(call: Call, ranks: Ranks, *, backward: bool) -> Program:
-    """The program of one rank or of every rank, in one direction."""
-    return code_of(call.strategy).program(call, ranks, backward=backward)
+    # The numbers of ranks are on the host, whatever torch's default device.
+    with torch.device("cpu"):
+        return code_of(call.strategy).program(call, ranks, backward=backward)

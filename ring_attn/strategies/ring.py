@@ -52,64 +52,23 @@ hops, in either direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ring_attn.backends import bits_unit, get_backend
-from ring_attn.core import order
+from ring_attn.backends import get_backend
+from ring_attn.core import program as ops
+from ring_attn.core import sizes
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.messages import Message
-from ring_attn.core.program import (
-    Add,
-    Array,
-    Attend,
-    Buffer,
-    Channel,
-    Clear,
-    Copy,
-    Delta,
-    Differentiate,
-    Entry,
-    Finish,
-    Free,
-    Hop,
-    Op,
-    Operand,
-    Pack,
-    Post,
-    Program,
-    Start,
-    Step,
-    Unpack,
-    View,
-    Wait,
-)
+from ring_attn.core.messages import Message, room_of
+from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.ranks import OneRank, Ranks
-from ring_attn.core.sizes import MOVING, SHARD, choose_traveller, gradient_packet, shard_packet
-from ring_attn.core.tiles import (
-    Displacement,
-    Grid,
-    MaskKind,
-    Tile,
-    Traveller,
-    check_fit,
-    kind_of,
-    ring_grid,
-)
-from ring_attn.strategies.base import (
-    Call,
-    StrategyCode,
-    differentiate,
-    input_arrays,
-    new_sums,
-    result_arrays,
-    rounded_sums,
-    sums_of,
-)
+from ring_attn.core.tiles import Displacement, Grid, MaskKind, Tile, Traveller, kind_of, ring_grid
+from ring_attn.strategies import base
+from ring_attn.strategies.base import Call, StrategyCode, differentiate
 
 # KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
 # fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads
@@ -120,21 +79,14 @@ MANY_ROWS = 128 * 132
 def check(call: Call) -> None:
     """Refuses layouts, masks and degrees that do not fit a ring."""
     ring_grid(call.world_size, call.strategy.inner_degree)
-    check_fit(*call.layouts, call.mask)
+    base.check_layouts(call)
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    """None if a ring has the same bits at every world size, else the reason why not."""
-    reason = _why_not_in_order(call)
+    reason = base.why_not_in_order(call)
     if reason is None and not choose_gradients(call)[1]:
         return "gradients are added up: same_bits=False"
     return reason
-
-
-def _why_not_in_order(call: Call) -> str | None:
-    heads = (call.spec.nheads, call.spec.nheads_kv)
-    unit = bits_unit(call.backend)
-    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend, unit)
 
 
 def choose_gradients(call: Call) -> tuple[Traveller, bool]:
@@ -146,9 +98,9 @@ def choose_gradients(call: Call) -> tuple[Traveller, bool]:
     """
     if call.gradients is not None:
         return call.gradients
-    if call.same_bits or (call.same_bits is None and _why_not_in_order(call) is None):
+    if call.same_bits or (call.same_bits is None and base.why_not_in_order(call) is None):
         return "kv", True
-    travels = choose_traveller(call.spec, *call.layouts, call.mask)
+    travels = sizes.choose_traveller(call.spec, *call.layouts, call.mask)
     grid = ring_grid(call.world_size, call.strategy.inner_degree)
     plain = grid.outer == 1 and not call.mask.has_windows
     in_order = get_backend(call.backend).in_order and plain and travels == "kv"
@@ -156,17 +108,14 @@ def choose_gradients(call: Call) -> tuple[Traveller, bool]:
 
 
 def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-    """The program of a ring, in one direction."""
     grid = ring_grid(ranks.world_size, call.strategy.inner_degree)
     travels, in_order = choose_gradients(call) if backward else ("kv", False)
-    steps = Steps(call, ranks, grid, travels, ranks.order(grid, travels))
-    arrays = input_arrays(call.spec, ranks, backward=backward)
-    if backward:
-        ops = tuple(_backward(call, steps, arrays, in_order=in_order, rounded=rounded))
-        return Program(ranks.world_size, ranks.rank, True, ops, arrays)
-    ops = tuple(_forward(call, steps))
-    saved = ("q", "k", "v", "out", "lse")
-    return Program(ranks.world_size, ranks.rank, False, ops, arrays, saved)
+    steps = _Steps(call, ranks, grid, travels, ranks.order(grid, travels))
+    arrays = base.input_arrays(call.spec, ranks, backward=backward)
+    if not backward:
+        return base.core_program(ranks, arrays, _forward(call, steps), backward=False)
+    made = _backward(call, steps, arrays, in_order=in_order, rounded=rounded)
+    return base.core_program(ranks, arrays, made, backward=True)
 
 
 class RingStep(NamedTuple):
@@ -184,7 +133,7 @@ class RingStep(NamedTuple):
     rows: slice
     tiles: tuple[Tile, ...]
     kind: MaskKind
-    hop: Hop | None
+    hop: ops.Hop | None
 
 
 def ring_steps(
@@ -196,14 +145,6 @@ def ring_steps(
     inner_degree: int = 1,
 ) -> list[RingStep]:
     """The steps of one rank: its own shard first, then those of rank - 1, rank - 2, ...
-
-    Args:
-        layout_q: where the queries are.
-        layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
-        mask: over the same lengths as the layouts.
-        rank: the rank.
-        travels: the side that travels; "q" is for the backward.
-        inner_degree: ranks of an inner ring; 1, or all, is one plain ring.
 
     Raises:
         ValueError: layouts and mask do not fit each other, the rank does not exist, or
@@ -240,8 +181,7 @@ def ring_steps(
     return steps
 
 
-@dataclass(frozen=True)
-class Transfer:
+class _Leg(NamedTuple):
     """An exchange: sends the shard or sums of step `sends`, receives those of step `brings`.
 
     `outer` is an exchange between inner rings, under way during the compute of a whole round.
@@ -254,15 +194,10 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps of a ring: the shard held at each, its hops, and the lengths of messages.
+class _Steps:
+    """The steps of a ring: the shard held at each, its legs, and the lengths of messages.
 
-    Attributes:
-        call: the call.
-        ranks: the rank, or every rank.
-        grid: the ranks as inner rings.
-        travels: the side that travels.
-        order: displacement of the holder from the owner at each step; the first is (0, 0).
+    `order` has the displacement of the holder from the owner at each step; the first is (0, 0).
     """
 
     call: Call
@@ -273,56 +208,44 @@ class Steps:
 
     @property
     def num(self) -> int:
-        """Number of steps."""
         return len(self.order)
 
-    def hop(self, here: int, there: int) -> Hop:
+    def hop(self, here: int, there: int) -> ops.Hop:
         """The hop from the holder of a shard at step `here` to its holder at step `there`."""
         (a, b), (c, d) = self.order[here], self.order[there]
         return self.ranks.hop(self.grid, (c - a, d - b))
 
-    def shards(self) -> list[Message]:
-        """The message with the shard held at each step; none if there is a single step."""
-        spec, travels = self.call.spec, self.travels
-        return self._messages(lambda rows: shard_packet(spec, travels, rows))
-
-    def gradients(self) -> list[Message]:
-        """The message with the gradients of the shard held at each step."""
-        spec, travels = self.call.spec, self.travels
-        return self._messages(lambda rows: gradient_packet(spec, travels, rows))
-
-    def _messages(self, make: Callable[[int], Message]) -> list[Message]:
+    def messages(self, packet: sizes.MakePacket) -> list[Message]:
+        """The message with the shard, or its gradients, at each step; none in a single step."""
         if self.num == 1:
             return []
+        make = partial(packet, self.call.spec, self.travels)
         return list(map(self.ranks.moving_messages(self.grid, self.travels, make), self.order))
 
-    def tiles(self, index: int) -> object:
-        """The tiles of a step."""
+    def tiles(self, index: int) -> ops.Tiles:
         return self.ranks.tiles(self.grid, self.travels, self.order[index])
 
-    def copies(self, names: tuple[str, ...]) -> tuple[Copy, ...]:
+    def copies(self, names: tuple[str, ...], *, add: bool = False) -> tuple[Copy, ...]:
         """Copies between a message and the travelling rows of the rank's own tensors."""
         rows = self.ranks.moving(self.grid, self.travels, (0, 0))
-        return tuple(Copy(i, View(name, rows)) for i, name in enumerate(names))
+        return tuple(Copy(i, View(name, rows), add=add) for i, name in enumerate(names))
 
-    def shard_transfers(self, index: int) -> list[Transfer]:
+    def shard_legs(self, index: int) -> list[_Leg]:
         """The exchanges of shards that start at a step; the outer ring's exchange comes first."""
-        following = index + 1
-        transfers = []
+        legs = []
         next_round = self.rounds.get(index)
         if next_round is not None:
-            transfers.append(Transfer(True, index, next_round))
-        if following < self.num and following not in self.rounds:
-            transfers.append(Transfer(False, index, following))
-        return transfers
+            legs.append(_Leg(True, index, next_round))
+        if index + 1 < self.num and index + 1 not in self.rounds:
+            legs.append(_Leg(False, index, index + 1))
+        return legs
 
-    def sums_transfer(self, index: int) -> Transfer:
+    def sums_leg(self, index: int) -> _Leg:
         """The exchange of a step's sums: to the next rank, or after a round to the owner."""
-        following = index + 1
-        if following < self.num and following not in self.rounds:
-            return Transfer(False, index, following)
+        if index + 1 < self.num and index + 1 not in self.rounds:
+            return _Leg(False, index, index + 1)
         first_round = self.order[index][0] == self.order[0][0]
-        return Transfer(not first_round, index, 0)
+        return _Leg(not first_round, index, 0)
 
     @cached_property
     def rounds(self) -> dict[int, int | None]:
@@ -331,104 +254,82 @@ class Steps:
         return dict(zip_longest(firsts, firsts[1:]))
 
 
-class _Messages:
+class _Shards:
     """The shards of the travelling side: ops before and after each step, and a step's operands."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: _Steps) -> None:
         self._steps = steps
-        self._names = SHARD[steps.travels]
-        self._messages = steps.shards()
-        room = _room(self._messages)
+        self._names = sizes.SHARD[steps.travels]
+        self._messages = steps.messages(sizes.shard_packet)
+        room = room_of(*self._messages)
         self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
-        self._coming: dict[int, Transfer] = {}
+        self._coming: dict[int, _Leg] = {}
         # A shard's buffer is freed one step after its compute and its sends are done. So the shard
         # after the next arrives in a third buffer, and need not wait for this step's attention.
         until = list(range(steps.num))
         for index in range(steps.num):
-            for transfer in steps.shard_transfers(index):
-                self._coming[transfer.brings] = transfer
-                until[transfer.sends] = max(until[transfer.sends], transfer.brings - 1)
+            for leg in steps.shard_legs(index):
+                self._coming[leg.brings] = leg
+                until[leg.sends] = max(until[leg.sends], leg.brings - 1)
         self._done: dict[int, list[Buffer]] = {}
         for buffer, last in zip(self._buffers, until, strict=False):
             self._done.setdefault(min(last + 1, steps.num - 1), []).append(buffer)
 
     def before(self, index: int) -> Iterator[Op]:
         """Packs the own shard at the first step, and starts the exchanges that the step hides."""
-        steps = self._steps
+        steps, buffers, messages = self._steps, self._buffers, self._messages
         if index == 0 and steps.num > 1:
-            yield Pack(self._buffers[0], self._messages[0], steps.copies(self._names))
-        for transfer in steps.shard_transfers(index):
-            yield _post(
-                "outer" if transfer.outer else "shards",
-                index,
-                steps.hop(transfer.sends, transfer.brings),
-                (self._buffers[transfer.sends], self._messages[transfer.sends]),
-                (self._buffers[transfer.brings], self._messages[transfer.brings]),
-            )
+            yield ops.Pack(buffers[0], messages[0], steps.copies(self._names))
+        for outer, sends, brings in steps.shard_legs(index):
+            yield ops.Post(
+                "outer" if outer else "shards", index, steps.hop(sends, brings), buffers[sends],
+                buffers[brings], messages[brings], messages[sends].nbytes,
+            )  # fmt: skip
 
     def held(self, index: int) -> tuple[Operand, ...]:
         """The tensors of the shard held at a step."""
         if index == 0:
             return tuple(View(name) for name in self._names)
-        return tuple(Entry(self._buffers[index], i) for i in range(len(self._names)))
+        return ops.entries(self._buffers[index], len(self._names))
 
     def after(self, index: int) -> Iterator[Op]:
         """Waits for the next shard, and frees shards that are no longer used."""
         if index + 1 in self._coming:
-            yield Wait("outer" if self._coming[index + 1].outer else "shards")
+            yield ops.Wait("outer" if self._coming[index + 1].outer else "shards")
         if index in self._done:
-            yield Free(tuple(self._done[index]))
+            yield ops.Free(tuple(self._done[index]))
 
 
-def _room(messages: list[Message]) -> int:
-    sizes = [message.nbytes for message in messages]
-    return max(sizes) if sizes and isinstance(sizes[0], int) else 0
-
-
-def _post(
-    channel: Channel,
-    index: int,
-    hop: Hop,
-    send: tuple[Buffer, Message],
-    recv: tuple[Buffer, Message],
-) -> Post:
-    return Post(channel, index, hop, send[0], recv[0], recv[1], send[1].nbytes)
-
-
-def _forward(call: Call, steps: Steps) -> Iterator[Op]:
-    spec = call.spec
-    rows = steps.ranks.rows("q")
-    state = Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.accum_dtype)
-    results = result_arrays(spec, rows)
-    yield Start(View("q"), spec.headdim_v, state, slice(None))
-    shards = _Messages(steps)
+def _forward(call: Call, steps: _Steps) -> Iterator[Op]:
+    yield base.start(call.spec, steps.ranks)
+    shards = _Shards(steps)
     last = _last_with_tiles(steps)
     for index in range(steps.num):
-        yield Step(f"step {index}", index)
+        yield ops.Step(f"step {index}", index)
         yield from shards.before(index)
         k, v = shards.held(index)
-        yield Attend(steps.tiles(index), View("q"), k, v, last=index == last)
+        yield ops.Attend(steps.tiles(index), View("q"), k, v, last=index == last)
         yield from shards.after(index)
-    yield Step("end")
-    yield Finish("out", "lse", results["out"], results["lse"])
+    yield ops.Step("end")
+    yield base.finish(call.spec, steps.ranks)
 
 
-def _last_with_tiles(steps: Steps) -> int:
+def _last_with_tiles(steps: _Steps) -> int:
     if steps.ranks.rank is None:
         return steps.num - 1
     return max((i for i in range(steps.num) if steps.tiles(i)), default=0)
 
 
 def _backward(
-    call: Call, steps: Steps, arrays: dict[str, Array], *, in_order: bool, rounded: bool
+    call: Call, steps: _Steps, arrays: dict[str, Array], *, in_order: bool, rounded: bool
 ) -> Iterator[Op]:
-    yield Delta(arrays["lse"])
-    shards = _Messages(steps)
+    yield ops.Delta(arrays["lse"])
+    shards = _Shards(steps)
     sums = _InOrder(steps) if in_order else _AddedUp(steps)
-    grads = sums_of(call.spec, arrays)
-    yield from new_sums(grads)
+    grads = base.sums_of(call.spec, arrays)
+    yield from base.new_sums(grads)
     for index in range(steps.num):
-        yield Step(f"step {index}", index)
+        yield ops.Step(f"step {index}", index)
         yield from shards.before(index)
         work = differentiate(
             steps.travels, steps.tiles(index), shards.held(index), sums.held(index), own=index == 0
@@ -436,56 +337,55 @@ def _backward(
         yield from sums.compute(index, work)
         yield from sums.after(index)
         yield from shards.after(index)
-    yield Step("end")
+    yield ops.Step("end")
     yield from sums.end()
-    yield from rounded_sums(grads, call.spec, rounded=rounded)
+    yield from base.rounded_sums(grads, call.spec, rounded=rounded)
 
 
 class _Sums:
     """The sums for the gradients of the travelling side: ops of each step."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: _Steps) -> None:
         self.steps = steps
-        self.names = MOVING[steps.travels]
-        self.messages = steps.gradients()
-        self.room = _room(self.messages)
+        self.names = tuple(f"{name} sum" for name in sizes.MOVING[steps.travels])
+        self.messages = steps.messages(sizes.gradient_packet)
+        self.room = room_of(*self.messages)
+        self.buffers = [Buffer(f"sums {i}", self.room) for i in range(steps.num)]
 
-    def buffer(self, name: str) -> Buffer:
-        """A buffer for a message of gradients."""
-        return Buffer(name, self.room)
+    def held(self, index: int) -> tuple[Operand, ...]:
+        """The sums that a step adds to; those of the first step are the rank's own."""
+        if index == 0:
+            return tuple(map(View, self.names))
+        return ops.entries(self.buffers[index], len(self.names))
 
-    def own(self) -> tuple[Operand, ...]:
-        """The rank's own sums."""
-        return tuple(View(f"{name} sum") for name in self.names)
+    def post(self, leg: _Leg, recv: Buffer) -> ops.Post:
+        _, sends, brings = leg
+        return ops.Post(
+            _gradients(leg.outer), sends, self.steps.hop(sends, brings), self.buffers[sends], recv,
+            self.messages[brings], self.messages[sends].nbytes,
+        )  # fmt: skip
 
-    def unpack(self, buffer: Buffer, *, add: bool) -> Unpack:
+    def unpack(self, buffer: Buffer, *, add: bool) -> ops.Unpack:
         """Adds a returned message to the rank's own sums, or replaces the sums by it."""
-        names = tuple(f"{name} sum" for name in self.names)
-        copies = tuple(copy._replace(add=add) for copy in self.steps.copies(names))
-        return Unpack(buffer, self.messages[0], copies)
+        return ops.Unpack(buffer, self.messages[0], self.steps.copies(self.names, add=add))
 
-    def entries(self, buffer: Buffer) -> tuple[Operand, ...]:
-        """The tensors of the message in a buffer."""
-        return tuple(Entry(buffer, i) for i in range(len(self.names)))
+
+def _gradients(outer: bool) -> ops.Channel:
+    return "outer_gradients" if outer else "gradients"
 
 
 class _InOrder(_Sums):
     """Sums start at their owner; every rank adds its gradients to the received sums."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: _Steps) -> None:
         super().__init__(steps)
-        self._buffers = [self.buffer(f"sums {i}") for i in range(steps.num)]
-        self._home = self.buffer("sums home")
+        self._home = Buffer("sums home", self.room)
         call = steps.call
         rows = max(call.layouts[1].shard_lens) * call.spec.batch * call.spec.nheads_kv
         apart = not get_backend(call.backend).in_one_pass(call.spec)
         self._split = apart and rows >= MANY_ROWS
 
-    def held(self, index: int) -> tuple[Operand, ...]:
-        """The sums of a step: the rank's own at first, then the received ones."""
-        return self.entries(self._buffers[index]) if index else self.own()
-
-    def compute(self, index: int, work: Differentiate) -> Iterator[Op]:
+    def compute(self, index: int, work: ops.Differentiate) -> Iterator[Op]:
         """Computes dQ while the sums are under way, and then dK and dV.
 
         Computes all three side by side in the first step, and if dK and dV would not fill a GPU.
@@ -499,87 +399,65 @@ class _InOrder(_Sums):
         yield work._replace(part="kv", dq=None)
 
     def after(self, index: int) -> Iterator[Op]:
-        """Sends the sums on."""
-        steps = self.steps
-        if steps.num == 1:
+        """Sends the sums on; those of the last step return to their owner."""
+        if self.steps.num == 1:
             return
-        last = index + 1 == steps.num
         if index == 0:
-            names = tuple(f"{name} sum" for name in self.names)
-            yield Pack(self._buffers[0], self.messages[0], steps.copies(names))
-        following = 0 if last else index + 1
-        recv = self._home if last else self._buffers[following]
-        yield _post(
-            "gradients",
-            index,
-            steps.hop(index, following),
-            (self._buffers[index], self.messages[index]),
-            (recv, self.messages[following]),
-        )
+            yield ops.Pack(self.buffers[0], self.messages[0], self.steps.copies(self.names))
+        following = (index + 1) % self.steps.num
+        recv = self.buffers[following] if following else self._home
+        yield self.post(_Leg(False, index, following), recv)
 
     def end(self) -> Iterator[Op]:
         """Replaces the rank's own sums by the sums that returned with its shard."""
         if self.steps.num > 1:
-            yield Wait("gradients")
-            yield Free((self._buffers[-1],))
+            yield ops.Wait("gradients")
+            yield ops.Free((self.buffers[-1],))
             yield self.unpack(self._home, add=False)
 
     def _arrived(self, index: int) -> Iterator[Op]:
         if index:
-            yield Wait("gradients")
-            yield Free((self._buffers[index - 1],))
+            yield ops.Wait("gradients")
+            yield ops.Free((self.buffers[index - 1],))
 
 
 class _AddedUp(_Sums):
     """Ranks add up gradients for other owners in cleared memory; the owner adds the result."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: _Steps) -> None:
         super().__init__(steps)
-        self._buffers = [self.buffer(f"sums {i}") for i in range(steps.num)]
         # Exchange under way on the inner ring (False) and on the outer ring (True).
-        self._under_way: dict[bool, tuple[Transfer, Buffer, Buffer]] = {}
+        self._under_way: dict[bool, tuple[_Leg, Buffer]] = {}
 
-    def held(self, index: int) -> tuple[Operand, ...]:
-        """The sums of a step: the rank's own at first, then a separate buffer for every step."""
-        return self.entries(self._buffers[index]) if index else self.own()
-
-    def compute(self, index: int, work: Differentiate) -> Iterator[Op]:
+    def compute(self, index: int, work: ops.Differentiate) -> Iterator[Op]:
         """Computes into a cleared buffer; the first step into the rank's own sums."""
         if index:
-            yield Clear(self._buffers[index], self.messages[index])
+            yield ops.Clear(self.buffers[index], self.messages[index])
         yield work
 
     def after(self, index: int) -> Iterator[Op]:
         """Adds the received sums to the step's sums, and sends the total on."""
         if index == 0:
             return
-        transfer = self.steps.sums_transfer(index)
-        for outer, (other, _, recv) in list(self._under_way.items()):
-            if outer == transfer.outer or other.brings == index:
-                yield from self._land(outer)
+        leg = self.steps.sums_leg(index)
+        for other, recv in list(self._under_way.values()):
+            if other.outer == leg.outer or other.brings == index:
+                yield from self._land(other.outer)
                 if other.brings == index:
-                    yield Add(self._buffers[index], recv, self.messages[index])
-        recv = self.buffer(f"received {index}")
-        send = self._buffers[index]
-        yield _post(
-            "outer_gradients" if transfer.outer else "gradients",
-            index,
-            self.steps.hop(index, transfer.brings),
-            (send, self.messages[index]),
-            (recv, self.messages[transfer.brings]),
-        )
-        self._under_way[transfer.outer] = transfer, send, recv
+                    yield ops.Add(self.buffers[index], recv, self.messages[index])
+        recv = Buffer(f"received {index}", self.room)
+        yield self.post(leg, recv)
+        self._under_way[leg.outer] = leg, recv
 
     def end(self) -> Iterator[Op]:
-        """Receives the last sums."""
         for outer in list(self._under_way):
             yield from self._land(outer)
 
     def _land(self, outer: bool) -> Iterator[Op]:
-        transfer, sent, recv = self._under_way.pop(outer)
-        yield Wait("outer_gradients" if outer else "gradients")
-        yield Free((sent,))
-        if transfer.brings == 0:
+        leg, recv = self._under_way.pop(outer)
+        yield ops.Wait(_gradients(outer))
+        yield ops.Free((self.buffers[leg.sends],))
+        if leg.brings == 0:
             yield self.unpack(recv, add=True)
 
 

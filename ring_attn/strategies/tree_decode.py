@@ -22,47 +22,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.core import program as ops
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask, Slice
-from ring_attn.core.messages import Gathered
-from ring_attn.core.program import (
-    Array,
-    Attend,
-    Buffer,
-    Collective,
-    Copy,
-    Decode,
-    Finish,
-    Free,
-    Merge,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Start,
-    View,
-    Wait,
-)
+from ring_attn.core.messages import Gathered, packet_of
+from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.spec import AttentionSpec, Packet, Scores
 from ring_attn.core.tiles import Band, Tile, make_tile
+from ring_attn.strategies.base import result_arrays
 from ring_attn.transport.base import Transport
 
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """One call as plain data, equal on every rank.
-
-    Attributes:
-        spec: sizes and types.
-        softmax_scale: factor of the scores.
-        backend: name of the backend.
-    """
+    """One call as plain data, equal on every rank."""
 
     spec: AttentionSpec
     softmax_scale: float
@@ -70,7 +49,6 @@ class DecodeCall:
 
     @property
     def scores(self) -> Scores:
-        """Scale and cap of the scores."""
         return Scores(self.softmax_scale, self.spec.softcap)
 
 
@@ -87,38 +65,25 @@ def program(
 ) -> Program:
     """The program of one rank: attend to its rows, gather all partial results, merge them.
 
-    Args:
-        call: the call, equal on every rank.
-        tiles: tiles of all queries x this rank's rows.
-        rows: number of queries.
-        rows_kv: number of cache rows on this rank.
-        rank: the rank.
-        world_size: number of ranks.
+    `tiles` are those of all `rows` queries x this rank's `rows_kv` rows of the cache.
     """
     spec, q = call.spec, View("q")
-    out, lse = _partial(spec, rows)
-    ops: list[Op]
+    partial = result_arrays(replace(spec, dtype=spec.accum_dtype), rows)
+    made: list[Op]
     if tiles and get_backend(call.backend).decodes:
-        ops = [Decode(tiles, q, View("k"), View("v"))]
+        made = [ops.Decode(tiles, q, View("k"), View("v"))]
     else:
         # In the type of the state: the root of the tree rounds once.
-        ops = [Start(q, spec.headdim_v, out)]
+        made = [ops.Start(q, spec.headdim_v, partial["out"])]
         if tiles:
-            ops.append(Attend(tiles, q, View("k"), View("v")))
-        ops.append(Finish("partial out", "partial lse", out, lse))
+            made.append(ops.Attend(tiles, q, View("k"), View("v")))
+        made.append(ops.Finish("partial out", "partial lse", partial["out"], partial["lse"]))
     arrays = {
         "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),
         "k": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim, spec.dtype),
         "v": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim_v, spec.dtype),
     }
-    return Program(world_size, rank, False, (*ops, *_merging(spec, rows, world_size)), arrays)
-
-
-def _partial(spec: AttentionSpec, rows: int) -> tuple[Array, Array]:
-    """Sizes of a rank's partial out and lse."""
-    wide = spec.accum_dtype
-    out = Array(spec.batch, rows, spec.nheads, spec.headdim_v, wide)
-    return out, Array(spec.batch, rows, spec.nheads, None, wide)
+    return Program(world_size, rank, False, (*made, *_merging(spec, rows, world_size)), arrays)
 
 
 # Cached: every token has a new program, but this part does not change.
@@ -131,26 +96,19 @@ def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
     others = packet.nbytes * (world_size - 1)
     copies = (Copy(0, View("partial out")), Copy(1, View("partial lse")))
     return (
-        Pack(send, packet, copies),
-        Post("shards", 0, Collective("all_gather"), send, recv, everyone, others),
-        Wait("shards"),
-        Free((send,)),
-        Merge(recv, everyone, "out", "lse"),
+        ops.Pack(send, packet, copies),
+        ops.Post("shards", 0, ops.Collective("all_gather"), send, recv, everyone, others),
+        ops.Wait("shards"),
+        ops.Free((send,)),
+        ops.Merge(recv, everyone, "out", "lse"),
     )
 
 
 def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of all queries x one rank's rows.
+    """The tiles of all queries x one rank's rows, in folding order; the mask is over the cache.
 
     Takes one pass over the segments. Neighbouring segments that every query sees become one tile:
     in a causal cache of a thousand segments, all but the last few.
-
-    Args:
-        segments: the rank's segments.
-        mask: over all queries and the whole cache.
-
-    Returns:
-        Tiles in folding order, as from `tiles.pair_tiles`.
 
     Example:
         >>> segments = [Segment(0, 4), Segment(9, 3)]
@@ -214,8 +172,8 @@ def _cut(segment: Segment, row: int, piece: Slice) -> Iterator[Tile]:
 @lru_cache(maxsize=256)
 def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
     """The message with a rank's partial out and lse of `rows` queries."""
-    shapes = (spec.batch, rows, spec.nheads, spec.headdim_v), (spec.batch, spec.nheads, rows)
-    return Packet(shapes, (spec.accum_dtype, spec.accum_dtype))
+    partial = result_arrays(replace(spec, dtype=spec.accum_dtype), rows)
+    return packet_of([(x.shape, x.dtype) for x in partial.values()])
 
 
 def gather_numbers(

@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,38 +34,22 @@ from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
+from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
-from ring_attn.core.layout import Layouts, MergedRows, SequenceLayout
-from ring_attn.core.messages import Bytes, Message, Number, Parcels
+from ring_attn.core.layout import Layouts, SequenceLayout
+from ring_attn.core.messages import Bytes, Message, Number, Parcels, packet_of, room_of
 from ring_attn.core.order import why_not_by_heads
-from ring_attn.core.program import (
-    Array,
-    Buffer,
-    Channel,
-    Collective,
-    Copy,
-    Free,
-    Inner,
-    New,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Step,
-    Unpack,
-    View,
-    Wait,
-)
+from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec, Packet
-from ring_attn.core.tiles import Traveller
-from ring_attn.strategies.base import Call, MakeProgram, StrategyCode, input_arrays
+from ring_attn.core.tiles import Traveller, with_first_row
+from ring_attn.strategies.base import SAVED, Call, MakeProgram, StrategyCode, input_arrays
+
+# For each group, for each member: pairs (rows of the member, rows of the group) of equal length.
+MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
 
 def around(inner: StrategyCode) -> StrategyCode:
-    """Ulysses around another strategy."""
-
     def why_not_same_bits(call: Call) -> str | None:
         heads = (call.spec.nheads, call.spec.nheads_kv)
         reason = why_not_by_heads(heads, call.strategy.ulysses_degree)
@@ -119,14 +102,10 @@ def _cores(call: Call) -> list[Call]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A tensor of an exchange.
+    """A tensor of an exchange: its name, the side of its rows and heads, its dim and type.
 
-    Attributes:
-        name: name of the tensor.
-        side: the side of its rows and heads.
-        dim: size of the last dim; None is a statistic.
-        dtype: type in the message.
-        summed: whether a head may arrive from several ranks and is added up.
+    The dim of a statistic is None. If `summed`, a head may arrive from several ranks and is added
+    up.
     """
 
     name: str
@@ -141,11 +120,9 @@ class _Kind:
         return f"{self.name} sum" if self.summed else self.name
 
     def heads(self, run: HeadRun) -> slice:
-        """The run's heads on the tensor's side."""
         return run.q if self.side == "q" else run.kv
 
     def num_heads(self, run: HeadRun) -> int:
-        """Number of the run's heads on the tensor's side."""
         return run.num if self.side == "q" else run.num_kv
 
 
@@ -167,7 +144,6 @@ class _Exchanges:
         self.summed = is_replicated(self.shares, call.spec.nheads_kv)
 
     def program(self, *, backward: bool, rounded: bool) -> Program:
-        """The program of one rank or of every rank."""
         ranks, spec = self.ranks, self.call.spec
         there, back = self._kinds(backward=backward, rounded=rounded)
         arrays = input_arrays(spec, ranks, backward=backward)
@@ -175,33 +151,49 @@ class _Exchanges:
             arrays = {"dout": arrays["dout"]}
         channel: Channel = "gradients" if backward else "shards"
         first = 2 if backward else 0
-        ops: list[Op] = [Step("to heads"), *self._to_heads(there, first)]
+        made: list[Op] = [ops.Step("to heads")]
+        made += self._exchange(there, "shards", first, to_heads=True)
         saved: list[str] = []
-        cores = self.ranks.groups(core_layouts(self.call), self.degree)
+        cores = ranks.groups(core_layouts(self.call), self.degree)
         for runs in self._runs():
             core_call = self.call.inner(
-                cores,
-                replace(self.call.strategy, ulysses_degree=1),
-                _core_spec(spec, runs.run),
+                cores, replace(self.call.strategy, ulysses_degree=1), _core_spec(spec, runs.run)
             )
             program = self.inner(
                 core_call, cores, backward=backward, rounded=rounded and not self.summed
             )
+            inputs, results = ([kind.name for kind in kinds] for kinds in (there, back))
             if backward:
-                arrays |= {f"{name} {runs.number}": program.arrays[name] for name in _SAVED}
-            ops += self._core(runs, program, core_call.spec, there, back, saved)
-        ops += [Step("to rows"), *self._to_rows(back, channel, first + 1)]
+                arrays |= {f"{name} {runs.number}": program.arrays[name] for name in SAVED}
+                inputs += SAVED
+            else:
+                saved += [f"{name} {runs.number}" for name in program.saved]
+                results += [name for name in program.saved if name not in results]
+            made.append(ops.Inner(
+                program, core_call.spec, self._peers,
+                tuple((name, f"{name} {runs.number}") for name in inputs),
+                tuple((name, f"{name} {runs.number}") for name in results),
+                runs.run.q, runs.members, self.degree,
+            ))  # fmt: skip
+            if backward and runs.members is None:
+                made.append(ops.Free((f"dout {runs.number}",)))
+        made.append(ops.Step("to rows"))
+        made += self._exchange(back, channel, first + 1, to_heads=False)
         if backward:
-            ops += self._rounded(back, spec.dtype if rounded else spec.accum_dtype)
-        return Program(ranks.world_size, ranks.rank, backward, tuple(ops), arrays, tuple(saved))
+            made += self._rounded(back, spec.dtype if rounded else spec.accum_dtype)
+        return Program(ranks.world_size, ranks.rank, backward, tuple(made), arrays, tuple(saved))
 
     # -- cores
+
+    @property
+    def _share(self) -> HeadShare:
+        assert self.ranks.rank is not None
+        return self.shares[self.ranks.rank % self.degree]
 
     def _runs(self) -> Iterator[_Runs]:
         """Yields this rank's runs of heads; for every rank, runs of equal sizes together."""
         if self.ranks.rank is not None:
-            share = self.shares[self.ranks.rank % self.degree]
-            for index, run in enumerate(share.runs):
+            for index, run in enumerate(self._share.runs):
                 yield _Runs(index, run, None)
             return
         for index in range(max(len(share.runs) for share in self.shares)):
@@ -214,36 +206,6 @@ class _Exchanges:
                     first.setdefault((run.num, run.num_kv), run)
             for sizes, ranks in members.items():
                 yield _Runs(index, first[sizes], torch.tensor(ranks))
-
-    def _core(
-        self,
-        runs: _Runs,
-        program: Program,
-        spec: AttentionSpec,
-        there: tuple[_Kind, ...],
-        back: tuple[_Kind, ...],
-        saved: list[str],
-    ) -> Iterator[Op]:
-        index = runs.number
-        kept = () if program.backward else program.saved
-        results = tuple(kind.name for kind in back)
-        inputs = tuple(kind.name for kind in there)
-        if program.backward:
-            inputs = (*inputs, *(name for name in _SAVED))
-        names = dict.fromkeys((*results, *kept))
-        yield Inner(
-            program,
-            spec,
-            self._peers,
-            tuple((name, f"{name} {index}") for name in inputs),
-            tuple((name, f"{name} {index}") for name in names),
-            runs.run.q,
-            runs.members,
-            self.degree,
-        )
-        saved += [f"{name} {index}" for name in kept]
-        if program.backward and runs.members is None:
-            yield Free((f"dout {index}",))
 
     @property
     def _peers(self) -> tuple[int, ...] | None:
@@ -267,12 +229,11 @@ class _Exchanges:
         spec = self.call.spec
         dtype, wide, dim, dim_v = spec.dtype, spec.accum_dtype, spec.headdim, spec.headdim_v
         if not backward:
-            inputs = (
-                _Kind("q", "q", dim, dtype),
-                _Kind("k", "kv", dim, dtype),
-                _Kind("v", "kv", dim_v, dtype),
+            kv = _Kind("k", "kv", dim, dtype), _Kind("v", "kv", dim_v, dtype)
+            return (_Kind("q", "q", dim, dtype), *kv), (
+                _Kind("out", "q", dim_v, dtype),
+                _Kind("lse", "q", None, wide),
             )
-            return inputs, (_Kind("out", "q", dim_v, dtype), _Kind("lse", "q", None, wide))
         q_dtype = dtype if rounded else wide
         kv_dtype = wide if self.summed else q_dtype
         gradients = (
@@ -282,14 +243,6 @@ class _Exchanges:
         )
         return (_Kind("dout", "q", dim_v, dtype),), gradients
 
-    def _to_heads(self, kinds: tuple[_Kind, ...], step: int) -> Iterator[Op]:
-        """Exchanges this rank's rows of all heads for the group's rows of this rank's heads."""
-        yield from self._exchange(kinds, "shards", step, to_heads=True)
-
-    def _to_rows(self, kinds: tuple[_Kind, ...], channel: Channel, step: int) -> Iterator[Op]:
-        """Exchanges the group's rows of this rank's heads for this rank's rows of all heads."""
-        yield from self._exchange(kinds, channel, step, to_heads=False)
-
     def _exchange(
         self, kinds: tuple[_Kind, ...], channel: Channel, step: int, *, to_heads: bool
     ) -> Iterator[Op]:
@@ -297,18 +250,19 @@ class _Exchanges:
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, all_heads=to_heads)
         received = self._message(kinds, all_heads=not to_heads)
-        send = Buffer(f"sent to {side}", _length(sent))
-        recv = Buffer(f"received to {side}", _length(received))
-        yield Pack(send, sent, self._copies(kinds, all_heads=to_heads))
-        used_up = [f"{kind.name} {runs.number}" for runs in self._runs() for kind in kinds]
+        route, nbytes = self._route(kinds, sent, received)
+        send = Buffer(f"sent to {side}", room_of(sent))
+        recv = Buffer(f"received to {side}", room_of(received))
+        yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
         if not to_heads and kinds[0].name == "dq" and self.ranks.rank is not None:
-            yield Free(tuple(used_up))
-        yield self._post(kinds, channel, step, (send, sent), (recv, received), to_heads)
-        yield Wait(channel, self._group)
-        yield Free((send,))
+            runs = range(len(self._share.runs))
+            yield ops.Free(tuple(f"{kind.name} {number}" for number in runs for kind in kinds))
+        yield ops.Post(channel, step, route, send, recv, received, nbytes, self._group)
+        yield ops.Wait(channel, self._group)
+        yield ops.Free((send,))
         for name, array, zero in self._targets(kinds, all_heads=not to_heads):
-            yield New(name, array, zero)
-        yield Unpack(recv, received, self._copies(kinds, all_heads=not to_heads))
+            yield ops.New(name, array, zero)
+        yield ops.Unpack(recv, received, self._copies(kinds, all_heads=not to_heads))
 
     def _rounded(self, kinds: tuple[_Kind, ...], dtype: torch.dtype) -> Iterator[Op]:
         """Rounds the gradients that were added up from several ranks."""
@@ -316,28 +270,20 @@ class _Exchanges:
             if kind.summed:
                 (array,) = (x for _, x, _ in self._targets((kind,), all_heads=True))
                 result = replace(array, dtype=dtype)
-                yield Round(View(kind.name), View(kind.full_name), result, False)
+                yield ops.Round(View(kind.name), View(kind.full_name), result, False)
 
-    def _post(
-        self,
-        kinds: tuple[_Kind, ...],
-        channel: Channel,
-        step: int,
-        send: tuple[Buffer, Message],
-        recv: tuple[Buffer, Message],
-        to_heads: bool,
-    ) -> Post:
+    def _route(
+        self, kinds: tuple[_Kind, ...], sent: Message, received: Message
+    ) -> tuple[ops.Collective, Number]:
+        """The all-to-all, and the bytes that leave the rank."""
         if self.ranks.rank is None:
             groups = torch.arange(self.call.world_size).view(-1, self.degree)
-            route = Collective("all_to_all", torch.uint8, (), (), groups)
             kept = self._every_packet(kinds).diagonal(dim1=1, dim2=2).flatten()
-            leaving: Number = send[1].nbytes - kept
-        else:
-            assert isinstance(send[1], Parcels) and isinstance(recv[1], Parcels)
-            counts = send[1].counts, recv[1].counts
-            route = Collective("all_to_all", torch.uint8, tuple(counts[0]), tuple(counts[1]))
-            leaving = send[1].nbytes - counts[0][self.ranks.rank % self.degree]
-        return Post(channel, step, route, send[0], recv[0], recv[1], leaving, self._group)
+            return ops.Collective("all_to_all", groups=groups), sent.nbytes - kept
+        assert isinstance(sent, Parcels) and isinstance(received, Parcels)
+        counts = tuple(sent.counts), tuple(received.counts)
+        route = ops.Collective("all_to_all", torch.uint8, *counts)
+        return route, sent.nbytes - counts[0][self.ranks.rank % self.degree]
 
     def _message(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Message:
         """A packet for each member: this rank's rows of the member's heads, or the reverse."""
@@ -347,8 +293,7 @@ class _Exchanges:
         if all_heads:
             both = [(share, rank) for share in self.shares]
         else:
-            first, member = rank - rank % self.degree, rank % self.degree
-            both = [(self.shares[member], first + other) for other in range(self.degree)]
+            both = [(self._share, other) for other in self._group or ()]
         return Parcels(tuple(
             _packet(batch, kinds, share, *(layout.shard_len(r) for layout in self.ranks.layouts))
             for share, r in both
@@ -399,10 +344,9 @@ class _Exchanges:
         if self.ranks.rank is None:
             return ()
         copies, entry = [], 0
-        rank, member = self.ranks.rank, self.ranks.rank % self.degree
+        rank = self.ranks.rank
         for other, share in enumerate(self.shares):
-            runs = share.runs if all_heads else self.shares[member].runs
-            for index, run in enumerate(runs):
+            for index, run in enumerate(share.runs if all_heads else self._share.runs):
                 for kind in kinds:
                     if all_heads:
                         view = View(kind.full_name, None, kind.heads(run))
@@ -421,14 +365,6 @@ class _Exchanges:
         return merge_groups(layout, self.degree)[1]
 
 
-# The tensors that every core's forward saves.
-_SAVED = ("q", "k", "v", "out", "lse")
-
-
-def _length(message: Message) -> int:
-    return message.nbytes if isinstance(message.nbytes, int) else 0
-
-
 @lru_cache(maxsize=4096)
 def _packet(
     batch: int, kinds: tuple[_Kind, ...], share: HeadShare, rows_q: int, rows_kv: int
@@ -442,7 +378,7 @@ def _packet(
         for run in share.runs
         for kind in kinds
     ]  # fmt: skip
-    return Packet(tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays))
+    return packet_of([(x.shape, x.dtype) for x in arrays])
 
 
 # -- layouts
@@ -450,26 +386,36 @@ def _packet(
 
 @lru_cache(maxsize=1024)
 def merge_groups(layout: SequenceLayout, degree: int) -> tuple[SequenceLayout, MergedRows]:
-    """`SequenceLayout.merged` for groups of consecutive ranks.
+    """The layout of groups of consecutive ranks that pool their rows in the order of positions.
 
-    A single group of all ranks has its rows in the order of their positions, whatever the stride:
-    so the call's tiles, and its bits, are those of one process.
+        zigzag, 4 ranks, in pairs     rank 0: chunks 0 7, rank 1: 1 6   ->   0 1 6 7
+
+    A single group of all ranks is in the order of positions whatever the stride: so the call's
+    tiles, and its bits, are those of one process.
     """
-    world_size = layout.world_size
-    if degree < world_size:
-        starts = range(0, world_size, degree)
-        return layout.merged([range(start, start + degree) for start in starts])
-    rows = []
-    for rank in range(world_size):
-        segments = layout.segments(rank)
-        firsts = accumulate((s.length for s in segments), initial=0)
-        rows.append(
-            tuple(
-                (
-                    slice(first, first + s.length),
-                    slice(s.start, s.start + (s.length - 1) * s.stride + 1, s.stride),
-                )
-                for first, s in zip(firsts, segments, strict=False)
-            )
-        )
-    return SequenceLayout.contiguous(layout.seqlen, 1), (tuple(rows),)
+    whole = degree == layout.world_size
+    parts, rows = [], []
+    for start in range(0, layout.world_size, degree):
+        pieces = [
+            (segment, member, first)
+            for member in range(degree)
+            for first, segment in with_first_row(layout.segments(start + member))
+        ]
+        pieces.sort(key=lambda piece: piece[0].start)
+        placed: list[list[tuple[slice, slice]]] = [[] for _ in range(degree)]
+        at = 0
+        for segment, member, first in pieces:
+            there = slice(at, at + segment.length)
+            if whole:
+                stop = segment.start + (segment.length - 1) * segment.stride + 1
+                there = slice(segment.start, stop, segment.stride)
+            placed[member].append((slice(first, first + segment.length), there))
+            at += segment.length
+        parts.append([segment for segment, _, _ in pieces])
+        rows.append(tuple(map(tuple, placed)))
+    merged = (
+        SequenceLayout.contiguous(layout.seqlen, 1)
+        if whole
+        else SequenceLayout.from_segments(parts)
+    )
+    return merged, tuple(rows)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attn.core.messages import Records
+from ring_attn.core.sizes import gradient_packet, shard_packet
 from ring_attn.core.spec import ALIGNMENT, AttentionSpec, Packet
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
@@ -47,10 +48,10 @@ def test_packets_of_a_call(dtype: torch.dtype) -> None:
     k, v, q, dout = ((2, 7, *sizes) for sizes in ((3, 8), (3, 5), (6, 8), (6, 5)))
     lse = (2, 6, 7)
     for packet, expected in (
-        (spec.kv_packet(7), [(k, dtype), (v, dtype)]),
-        (spec.kv_grad_packet(7), [(k, accum), (v, accum)]),
-        (spec.q_packet(7), [(q, dtype), (dout, dtype), (lse, accum), (lse, accum)]),
-        (spec.q_grad_packet(7), [(q, accum)]),
+        (shard_packet(spec, "kv", 7), [(k, dtype), (v, dtype)]),
+        (gradient_packet(spec, "kv", 7), [(k, accum), (v, accum)]),
+        (shard_packet(spec, "q", 7), [(q, dtype), (dout, dtype), (lse, accum), (lse, accum)]),
+        (gradient_packet(spec, "q", 7), [(q, accum)]),
     ):
         views = packet.views(torch.zeros(packet.nbytes, dtype=torch.uint8))
         assert [(tuple(view.shape), view.dtype) for view in views] == expected

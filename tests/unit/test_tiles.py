@@ -24,9 +24,9 @@ from ring_attn.core.tiles import (
     Traveller,
     gathered_tiles,
     make_tile,
-    needed_displacements,
     pair_tiles,
 )
+from ring_attn.core.work import needed_displacements
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.ring import RingStep, ring_steps

@@ -7,6 +7,7 @@ is one function, written here as a newcomer would write it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import chunked
 from ring_attn.core.ranks import Ranks
+from ring_attn.core.sizes import gradient_packet, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Grid
@@ -50,7 +52,7 @@ def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> o
 def _shards(call: Call, ranks: Ranks) -> Iterator[tuple[list[ops.Op], int, tuple]]:
     """Yields receive ops, distance `by` and tensors of each shard, its own shard first."""
     grid = Grid(1, ranks.world_size)
-    messages = ranks.moving_messages(grid, "kv", call.spec.kv_packet)
+    messages = ranks.moving_messages(grid, "kv", partial(shard_packet, call.spec, "kv"))
     message = [messages((0, by)) for by in range(ranks.world_size)]
     longest = max(m.nbytes for m in message) if ranks.rank is not None else 0
     mine = ops.Buffer("mine", longest)
@@ -87,7 +89,7 @@ def _backward(
     call: Call, ranks: Ranks, arrays: dict[str, ops.Array], rounded: bool
 ) -> Iterator[ops.Op]:
     grid, grads = Grid(1, ranks.world_size), sums_of(call.spec, arrays)
-    messages = ranks.moving_messages(grid, "kv", call.spec.kv_grad_packet)
+    messages = ranks.moving_messages(grid, "kv", partial(gradient_packet, call.spec, "kv"))
     yield ops.Delta(arrays["lse"])
     yield from new_sums(grads)
     for sends, by, kv in _shards(call, ranks):

@@ -19,9 +19,8 @@ from ring_attn.core.masks import documents
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import needed_displacements
 from ring_attn.core.turns import turns_of
-from ring_attn.core.work import PairWork, needed_rows, pair_work
+from ring_attn.core.work import PairWork, needed_displacements, needed_rows, pair_work
 from ring_attn.machines.count import bytes_sent, peak_bytes
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Layouts, layouts_of, masks
@@ -60,16 +59,13 @@ def assert_as_dense(work: PairWork, layouts: Layouts, mask: Mask) -> None:
             assert run == run_of(visible.any(dim)), where
 
 
-# Small sizes use dense tables only if LONG is small, and several chunks only if chunks are small.
-@pytest.mark.parametrize(("long", "chunk"), [(1, 1 << 16), (2, 7), (99, 7)])
+@pytest.mark.parametrize("chunk", [1 << 16, 7])
 @pytest.mark.parametrize("strided", [False, True])
 def test_random_layouts_and_masks(
-    monkeypatch: pytest.MonkeyPatch, strided: bool, long: int, chunk: int
+    monkeypatch: pytest.MonkeyPatch, strided: bool, chunk: int
 ) -> None:
-    monkeypatch.setattr(module, "LONG", long)
     monkeypatch.setattr(module, "CHUNK", chunk)
-    monkeypatch.setattr(module, "MOST_EMPTY", 1 << 30)
-    rng = random.Random(f"{strided} {long} {chunk}")
+    rng = random.Random(f"{strided} {chunk}")
     compared = 0
     while compared < 60:
         ranks, mask = rng.randint(1, 6), rng.choice([*masks(rng.randint(1, 60)).values()])
@@ -79,21 +75,6 @@ def test_random_layouts_and_masks(
             compared += 1
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_edges_of_many_ranks_are_those_of_single_pairs(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """No dense mask shows edges; a large LONG computes each pair alone."""
-    layout = SequenceLayout.from_name(name, 1000, 150)
-    masks = [Mask(1000, 1000, causal) for causal in (False, True)]
-    masks += [Mask(1000, 1000, True, (700, 0)), Mask(1000, 1000, False, (20, 300))]
-    filled = [pair_work.__wrapped__(layout, layout, mask).edge for mask in masks]
-    monkeypatch.setattr(module, "LONG", 10_000)
-    monkeypatch.setattr(module, "_add_interleaved", module._add_runs)
-    for mask, edge in zip(masks, filled, strict=True):
-        assert torch.equal(edge, pair_work.__wrapped__(layout, layout, mask).edge), mask
-
-
 def test_edges() -> None:
     layout = SequenceLayout.contiguous(10, 2)
     work = pair_work(layout, layout, Mask(10, 10, causal=True))
@@ -101,7 +82,6 @@ def test_edges() -> None:
 
 
 def test_many_ranks_or_documents_take_no_time() -> None:
-    """Dense tables of documents that are all cut would take ten times as long."""
     size, parts = 8192, [[] for _ in range(64)]
     for start in range(0, 200 * size, size):
         for rank, part in enumerate(parts):

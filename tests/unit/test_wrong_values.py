@@ -114,7 +114,6 @@ GOOD = [
     partial(ZIGZAG.appended, rank=0, count=1),
     partial(ZIGZAG.followed_by, chunk=ZIGZAG),
     partial(ZIGZAG.segments, rank=0),
-    partial(ZIGZAG.merged, groups=[[0, 1]]),
     partial(ZIGZAG.shard, x=torch.ones(1, 12, 3), rank=0, dim=1),
     partial(ZIGZAG.unshard, shards=[torch.ones(1, 6, 3)] * 2, dim=1),
     partial(ZIGZAG.mask_area, mask=CAUSAL),
