@@ -18,16 +18,13 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from ring_attn import __version__, testing
-from ring_attn.core.dtypes import dtype_name
-from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
+from ring_attn import testing
+from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
 from ring_attn.tools import cli, env, launch, verify
 from ring_attn.tools.arguments import (
-    command_line,
     format_size,
     parse_dtype,
     parse_size,
-    parse_sizes,
     write_json,
 )
 from ring_attn.tools.launch import run_ranks
@@ -35,29 +32,13 @@ from ring_attn.tools.launch import run_ranks
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("113", 113), ("8k", 8192), ("8K", 8192), ("1M", 1 << 20), ("1.5k", 1536), (" 2g ", 2 << 30)],
-)
-def test_parse_size(text: str, size: int) -> None:
-    assert parse_size(text) == size
-    assert parse_size(format_size(size)) == size
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "0", "-1", "k", "8kb", "1.3", "1e3", "0.1k", "8 192", "nan", 400 * "9", "1125899906842625"]
-    + ["\N{ARABIC-INDIC DIGIT THREE}"],
-)
-def test_parse_size_refuses(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        parse_size(text)
-
-
-def test_parse_sizes_and_dtypes() -> None:
-    assert parse_sizes("1k,113") == (1024, 113)
+def test_sizes_and_dtypes() -> None:
+    for text, size in (("113", 113), ("8K", 8192), ("1.5k", 1536), (" 2g ", 2 << 30)):
+        assert parse_size(text) == size == parse_size(format_size(size))
+    for text in ("", "0", "-1", "8kb", "1.3", "1e3", "8 192", "nan", 400 * "9", "1125899906842625"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+            parse_size(text)
     assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16
-    assert dtype_name(torch.float16) == "float16"
     with pytest.raises(argparse.ArgumentTypeError, match="float16, bfloat16"):
         parse_dtype("int8")
 
@@ -70,22 +51,6 @@ def test_a_report_has_no_infinities_and_a_line_for_each_row(tmp_path: Path) -> N
     assert '{"x": [1, 2]}' in map(str.strip, text.splitlines())
 
 
-def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--plot=x.png", "--quick"]
-    monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", *words])
-    assert command_line() == "ring-attn bench ring --layout 'a b' --quick"
-
-
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for word in ("--help", "--version"):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([word])
-        assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert all(command.name in text and command.help in text for command in cli.COMMANDS)
-    assert __version__ in text
-
-
 def test_help_loads_no_subcommand() -> None:
     code = (
         "import sys\nfrom ring_attn.tools import cli\n"
@@ -93,7 +58,10 @@ def test_help_loads_no_subcommand() -> None:
         "loaded = {'rich', *(c.module for c in cli.COMMANDS)} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    text = done.stdout.decode()
+    assert all(command.name in text and command.help in text for command in cli.COMMANDS)
 
 
 PLAN = ["--seqlen", "1M", "--world-size", "8"]
@@ -103,37 +71,24 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
     ("words", "text"),
     [
         ([], "needs a command: one of env, verify"),
-        (["bench"], "got 'bench'"),
         (["nothing", "here"], "got 'nothing here'"),
         (["env", "--nope"], "unrecognized arguments: --nope"),
-        (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
         (["verify", "--backend", "magic"], "--backend must be one of"),
-        (["verify", "--layout", "magic"], "invalid choice: 'magic'"),
         (["verify", "--world-size", "0"], "argument --world-size: '0' is not a size"),
         (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
         (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
         (["env", "--json", "/"], "argument --json: '/' is a folder"),
-        (["env", "--json", 300 * "x"], "argument --json: 'xxx"),
         (["demo", "--device=--"], "argument --device: '--' is not a value"),
         (["demo", "--profile", __file__], "test_cli.py' is a file: give a folder"),
         (["demo", "--seqlen", "1G"], "all of the text, got 1073741824"),
-        (["plan", *PLAN, "--seqlen", 400 * "9"], "99'...'99"),
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--window", "4k"], "is not a window"),
         (["plan", *PLAN, "--plot", "plan.pdf"], "'plan.pdf' is neither .png nor .svg"),
-        (["plan", *PLAN, "--strategy", "spiral"], "invalid choice: 'spiral'"),
         (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
-        (["plan", *PLAN, "--heads", "6", "--kv-heads", "4"], "multiple of nheads_kv"),
-        (
-            ["plan", *PLAN, "--seqlen", "4k", "--cluster", "h100", "--memory", "1"],
-            "no strategy can",
-        ),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),
-        (["plan", *PLAN, "--documents", "1"], "documents can be 64k at most"),
         (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "give --layout zigzag"),
         (["plan", *PLAN, "--cluster", "/"], "--cluster '/' is a folder"),
-        (["bench", "strategies", "--cluster", "/"], "argument --cluster: there is no file '/'"),
         (["bench", "strategies", "--cluster", "/no/where"], "there is no file '/no/where'"),
         (["bench", "ring", "--heads", "-1"], "argument --heads: '-1' is not a size"),
     ],
@@ -150,17 +105,14 @@ def test_a_mistake_is_one_line_and_status_2(
     assert text in said and said.count("\n") == 1, said
 
 
-def test_errors_keep_their_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RING_ATTN_DEBUG", "1")
-    with pytest.raises(ValueError, match="--backend must be one of"):
-        cli.main(["verify", "--backend", "magic"])
-
-
 def test_a_failure_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     run = mock.Mock(side_effect=RuntimeError("rank 1 of 2 failed"))
     monkeypatch.setattr(env, "run", run)
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
         cli.main(["env"])
+    monkeypatch.setenv("RING_ATTN_DEBUG", "1")
+    with pytest.raises(ValueError, match="--backend must be one of"):
+        cli.main(["verify", "--backend", "magic"])
 
 
 def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -173,17 +125,6 @@ def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert set(env.VARIABLES) == set(report["variables"])
     for word in ("ring_attn", "reference", "gloo", "RING_ATTN_DEBUG"):
         assert word in shown
-
-
-def test_a_case_result_tells_failed_from_refused() -> None:
-    case = testing.cases(True, backends=("reference",))[0]
-    good = tuple(Verdict(name, 0.5, 1.0, True) for name in RESULTS)
-    bad = (*good[:4], Verdict("dv", 2.0, 1.0, False))
-    assert verify.CaseResult(case, good).status == "passed"
-    assert verify.CaseResult(case, bad).status == "failed"
-    assert verify.CaseResult(case, error="died").status == "failed"
-    assert verify.CaseResult(case).status == "failed"
-    assert verify.CaseResult(case, refused="only on cuda").status == "refused"
 
 
 @pytest.mark.dist
@@ -290,14 +231,13 @@ def launch_order() -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("own", "order"), [(None, "1"), ("0", "0")])
 def test_run_ranks_keeps_the_order_of_launches_unless_told_otherwise(
-    own: str | None, order: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    if own is not None:
-        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", own)
-    assert run_ranks(launch_order, 1, threads=1, device="cpu") == [order]
+    assert run_ranks(launch_order, 1, threads=1, device="cpu") == ["1"]
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    assert run_ranks(launch_order, 1, threads=1, device="cpu") == ["0"]
 
 
 @pytest.mark.dist

@@ -13,8 +13,6 @@ from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
     Cluster,
-    Copies,
-    Device,
     Rate,
     builtin_cluster,
     cluster_from_json,
@@ -22,7 +20,7 @@ from ring_attn.planning.devices import (
     load_cluster,
     to_json,
 )
-from ring_attn.tools.calibrate import MessageSample, TileSample, fit_link, fit_rate, worst_miss
+from ring_attn.tools.calibrate import TileSample, fit_rate, worst_miss
 
 # FlashAttention 3 on an H100, bf16, 64:8 heads of 128, TFLOP/s by mask area: 2k to 32k rows.
 FA3 = {
@@ -42,14 +40,6 @@ def test_one_rate_meets_the_published_kernel_at_every_size(backward: bool, causa
     seconds = compute_seconds(rate, area, rows, rows * causal, per_pair)
     found = (area * per_pair / seconds / 1e12).tolist()
     assert found == pytest.approx(FA3[backward, causal], rel=0.03)
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_no_device_is_faster_than_its_peak(name: str) -> None:
-    device = DEVICES[name]
-    assert 0 < device.backward.flops <= device.forward.flops < device.peak_flops
-    assert builtin_cluster(name).inside.bandwidth > builtin_cluster(name).between.bandwidth
-    assert device.memory_bandwidth > LINKS["NVLink 5"].bandwidth
 
 
 def test_tiles_cost_a_launch_and_rows_and_edges_columns() -> None:
@@ -75,7 +65,8 @@ def test_what_is_not_built_in_is_refused(options: dict[str, object], text: str) 
 
 def calibrated() -> Cluster:
     cluster = builtin_cluster("A100", inside="PCIe 4", node_size=4, ports=2)
-    return replace(cluster, collectives={"all_gather": LINKS["PCIe 5"]})
+    device = replace(cluster.device, window_forward=Rate(1.0))
+    return replace(cluster, device=device, collectives={"all_gather": LINKS["PCIe 5"]})
 
 
 def test_the_nearest_number_of_ranks_is_loaded(tmp_path: Path) -> None:
@@ -109,32 +100,21 @@ def described(**changes: object) -> str:
     ("text", "says"),
     [
         ("{", "JSONDecodeError"),
-        ('"clusters"', "str"),
         ('{"clusters": {}}', "min"),
-        ('{"clusters": {"a": {}}}', "'a'"),
         ("[" * 20_000, "RecursionError"),
         (described().replace('"2"', '"0"'), "ranks must be at least 1, got 0"),
-        (described().replace('"2"', f'"{"9" * 400}"'), "400 digits"),
         (described(**{"device.forward": None}), "forward of a Device must be Rate, got None"),
         (described(**{"device.forward.flops": 0}), "flops of a Rate must be positive, got 0"),
         (described(**{"device.forward.flops": float("nan")}), "finite, got NaN"),
-        (described(**{"device.forward.flops": 7e77}).replace("7e+77", "7e777"), "got 7e777"),
         (described(**{"device.forward.flops": 10**300}), "301 digits"),
         (described(**{"device.forward.flops": "685e12"}), "flops of a Rate must be int or float"),
-        (described(**{"device.backward.launch": -1e-6}), "launch of a Rate must be finite and at"),
-        (described(**{"device.backward.edge_columns": [80]}), "edge_columns of a Rate must be"),
-        (described(**{"device.memory_bandwidth": 0.0}), "memory_bandwidth of a Device"),
-        (described(**{"device.memory_bytes": -1}), "memory_bytes of a Device"),
         (described(**{"device.name": 7}), "name of a Device must be str, got 7"),
-        (described(**{"inside.latency": -1.0}), "latency of a Link"),
         (described(**{"inside.bandwidth": True}), "bandwidth of a Link must be int or float"),
         (described(**{"between": "slow"}), "TypeError"),
-        (described(**{"collectives.all_gather.bandwidth": -5.0}), "bandwidth of a Link"),
         (described(**{"collectives": []}), "AttributeError"),
         (described(node_size=1.5), "node_size of a Cluster must be int, got 1.5"),
         (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),
         (described(slowdown=-0.5), "slowdown of a Cluster"),
-        (described(slowdown=1), "slowdown"),
         (described(copies={"latency": -1.0}), "latency of a Copies"),
         (described().replace('"2"', '"8": {}, "2"'), "device"),  # not for the requested ranks
         (described().encode("utf-16"), "UnicodeDecodeError"),
@@ -160,20 +140,3 @@ def test_a_rate_is_found_again_in_noise() -> None:
     found = fit_rate(samples)
     assert found.flops == pytest.approx(rate.flops, rel=0.03)
     assert worst_miss(found, samples) < 0.03
-
-
-def test_no_part_of_a_fit_is_negative() -> None:
-    falling = [MessageSample("shift", n, s) for n, s in ((10, 1.0), (1000, 2.0), (10000, 200.0))]
-    link = fit_link("shift", falling)
-    assert link.latency >= 0
-    assert link.bandwidth > 0
-
-
-def test_windows_have_a_rate_of_their_own() -> None:
-    usual, strips = Rate(2.0), Rate(1.0)
-    device = Device("made", 0.0, usual, usual, 1.0, window_forward=strips)
-    assert device.rate(backward=False) is usual
-    assert device.rate(backward=False, window=True) is strips
-    assert device.rate(backward=True, window=True) is usual, "one that was not measured"
-    cluster = replace(builtin_cluster("H100"), device=device)
-    assert cluster_from_json(to_json(cluster)) == cluster

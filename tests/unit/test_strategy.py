@@ -12,11 +12,8 @@ from ring_attn.core.strategy import Strategy, family, label, resolve_strategy
     ("name", "mesh", "strategy"),
     [
         ("ring", (), Strategy()),
-        ("ring", (8,), Strategy()),
-        ("all_gather", (), Strategy("all_gather")),
         ("ulysses", (), Strategy(ulysses_degree=8)),
         ("hybrid", (4, 2), Strategy(ulysses_degree=2)),
-        ("hybrid", (2, 4), Strategy(ulysses_degree=4)),
         ("double_ring", (2, 4), Strategy(inner_degree=4)),
         ("q_exchange", (), Strategy("all_gather", exchange_q=True)),
     ],
@@ -27,28 +24,22 @@ def test_names(name: str, mesh: tuple[int, ...], strategy: Strategy) -> None:
     assert strategy.name == name or (name == "ulysses" and strategy.name == "hybrid")
 
 
-@pytest.mark.parametrize(
-    ("name", "degree", "text"),
-    [
+def test_names_with_a_degree() -> None:
+    for name, degree, text in (
         ("ring", 2, "hybrid 2 x ring"),
-        ("all_gather", 4, "hybrid 4 x all_gather"),
         ("hybrid", 8, "ulysses"),
         ("double_ring", 4, "double_ring 4"),
-        ("ulysses", 8, "ulysses"),
         ("q_exchange", 1, "q_exchange + all_gather"),
-    ],
-)
-def test_names_with_a_degree(name: str, degree: int, text: str) -> None:
-    strategy = Strategy.from_name(name, 8, degree)
-    assert label(strategy, 8) == text
-    assert family(strategy, 8) == text.split()[0]
+    ):
+        strategy = Strategy.from_name(name, 8, degree)
+        assert label(strategy, 8) == text
+        assert family(strategy, 8) == text.split()[0]
 
 
 @pytest.mark.parametrize(
     ("make", "arguments", "error", "text"),
     [
         (Strategy.from_name, ("ulysses", 8, 4), ValueError, "ulysses.*got 4"),
-        (Strategy.from_name, ("q_exchange", 8, 2), ValueError, "q_exchange.*got 2"),
         # -- strategies that do not fit the ranks
         (resolve_strategy, ("rings", 8), ValueError, "one of .*ring.*got 'rings'"),
         (resolve_strategy, (3, 8), TypeError, "got int"),
@@ -67,7 +58,6 @@ def test_names_with_a_degree(name: str, degree: int, text: str) -> None:
         ),
         # -- invalid options: core, ulysses_degree, inner_degree, exchange_q
         (Strategy, ("star",), ValueError, "core must be one of .*'star'"),
-        (Strategy, ("ring", 0), ValueError, "ulysses_degree must be at least 1, got 0"),
         (Strategy, ("ring", 1, 1, False, 2), NotImplementedError, "heads_per_chunk=2 .*'ring'"),
         (Strategy, ("all_gather", 1, 2), NotImplementedError, "inner_degree=2"),
         (Strategy, ("ring", 2, 1, True), NotImplementedError, "ulysses_degree=2"),

@@ -29,7 +29,6 @@ from ring_attn.testing import (
     random_sinks,
 )
 from tests.bounds import textbook_backward, textbook_forward
-from tests.refusals import refused
 
 MASKS = masks(33)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -119,25 +118,18 @@ def test_the_oracle_of_capped_scores_and_sinks_is_the_equation() -> None:
 
 
 @pytest.mark.parametrize("attention", [dense_attention, plain_attention])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([-math.inf, -1e4, 0.0, 3.0])])
-def test_rows_that_see_nothing(
-    attention: Callable[..., tuple[Tensor, Tensor]], sinks: Tensor | None
+def test_rows_that_see_nothing_have_their_sinks(
+    attention: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
-    mask = MASKS["empty rows"]
-    inputs = inputs_for(mask)
-    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], sinks) if x is not None]
-    out, lse = attention(*leaves[:3], mask, sinks=leaves[3] if leaves[3:] else None)
-    dq, *others = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
-    alone = 16
-    expected = torch.full((4,), -math.inf) if sinks is None else sinks
-    assert (lse[:, :, :alone] == expected.view(1, 4, 1)).all()
-    assert lse[:, :, alone:].isfinite().all()
-    assert (out[:, :alone] == 0).all() and (dq[:, :alone] == 0).all()
-    assert all(x.isfinite().all() for x in (out, dq, *others))
-    if sinks is not None:
-        assert others[-1][0] == 0 and (others[-1][2:] != 0).all()
-    terms = dense_gradients(*inputs, mask, sinks=sinks).terms
-    assert all(x.isfinite().all() for x in terms.values())
+    inputs, alone = inputs_for(MASKS["empty rows"]), 16
+    sinks = torch.tensor([-math.inf, -1e4, 0.0, 3.0])
+    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], sinks)]
+    out, lse = attention(*leaves[:3], MASKS["empty rows"], sinks=leaves[3])
+    grads = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+    assert (lse[:, :, :alone] == sinks.view(1, 4, 1)).all() and lse[:, :, alone:].isfinite().all()
+    assert (out[:, :alone] == 0).all() and (grads[0][:, :alone] == 0).all()
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert grads[3][0] == 0 and (grads[3][2:] != 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -225,18 +217,14 @@ DEFECTS: dict[str, tuple[dict[str, Any], Callable[..., Expected], set[str]]] = {
         lambda i, m, y: replace(y, lse=textbook(i, m, softcap=2.0).lse),
         {"lse"},
     ),
-    "an empty row's dq that is not 0": (
-        {},
-        changed("dq", dim=1, at=[0], to=torch.finfo(torch.float32).tiny),
-        {"dq"},
-    ),
+    "an empty row's dq that is not 0": ({}, changed("dq", dim=1, at=[0], to=1e-38), {"dq"}),
     **{
         f"an empty row's lse that is {wrong}": (
             {},
             changed("lse", dim=2, at=[0], to=wrong),
             {"lse"},
         )
-        for wrong in (0.0, math.inf, math.nan, torch.finfo(torch.float32).min)
+        for wrong in (0.0, math.inf, math.nan, -3e38)
     },
 }
 
@@ -259,46 +247,6 @@ def test_the_floor_is_that_of_the_dtype_at_the_values_scale(dtype: torch.dtype) 
         rounding = (plain.double() - oracle).abs().max().item()
         bound = check("out", plain, oracle, plain).bound - 2 * rounding
         assert bound == pytest.approx(scale * info.eps)  # 1.3 is below 2: one ulp of `scale`
-
-
-def test_the_floor_is_never_below_what_flash_attention_allows_at_order_1() -> None:
-    oracle = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for dtype in DTYPES[:3]:
-        x = oracle.to(dtype)
-        theirs = 2 * (x + 0.3 - 0.3 - x).abs().max().item()
-        assert check("out", x, x.double(), x).bound >= theirs
-
-
-def test_no_bound_of_zero_but_for_zeros() -> None:
-    tiny = torch.tensor([1e-300], dtype=torch.float64)
-    assert check("out", tiny.half(), tiny, tiny.half()).bound > 0
-    zero = torch.zeros(3, dtype=torch.float64)
-    verdict = check("out", zero.float(), zero, zero.float())
-    assert (verdict.bound, verdict.ok, verdict.ratio) == (0.0, True, 0.0)
-    assert check("out", zero.float() + 1e-30, zero, zero.float()).ratio == math.inf
-
-
-X = torch.zeros(2, 3, dtype=torch.float64)
-OF_SINKS = Expected(X, X, X, X, X, dsinks=X[0])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: check("dq", X.float()[:1], X, X.float()), ValueError, "dq must have shape (2, 3)"),
-        (lambda: check("dq", X.half(), X, X.float()), TypeError, "dq must be torch.float32"),
-        (
-            lambda: check_all(replace(OF_SINKS, dsinks=None), OF_SINKS, OF_SINKS),
-            ValueError,
-            "dsinks must be in all or none",
-        ),
-    ],
-)
-def test_results_of_another_form_raise(
-    call: Callable[[], object], error: type[Exception], words: str
-) -> None:
-    with refused(error, words):
-        call()
 
 
 def test_inputs_are_what_they_are_named_for() -> None:
