@@ -7,21 +7,16 @@ import pytest
 import torch
 
 from ring_attn.backends import (
-    PREFERENCE,
     Purpose,
     backend_elsewhere,
     choose_backend,
     flash_attn,
     get_backend,
 )  # fmt: skip
-from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.mask import Mask
 from ring_attn.core.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.kernels import configs
 from ring_attn.planning.devices import builtin_cluster, with_backend
-from ring_attn.strategies.registry import make_call
 
 
 def spec_of(
@@ -32,18 +27,6 @@ def spec_of(
     softcap: float = 0.0,
 ) -> AttentionSpec:
     return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v, softcap)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
-)
-def test_on_cpu_aten_and_the_reference_run_everything(dtype: torch.dtype) -> None:
-    choice = choose_backend(spec_of(dtype=dtype))
-    assert choice.name == "aten"
-    assert list(choice.reasons) == list(PREFERENCE)
-    usable = {name for name, reason in choice.reasons.items() if reason is None}
-    assert usable == {"aten", "reference"}
-    assert choose_backend(spec_of(dtype=dtype), "reference").name == "reference"
 
 
 @pytest.fixture
@@ -66,22 +49,15 @@ INSTALLED = {"flash-attn": "2.8.3.post2", "flash-attn-3": "3.0.0", "flash-attn-4
 @pytest.mark.parametrize(
     ("name", "spec", "installed", "reason"),
     [
-        ("reference", spec_of("cuda", torch.float32, 999), {}, None),
-        ("reference", spec_of("cuda", softcap=30.0), {}, None),
         ("aten", spec_of("cuda", headdim=256), {}, None),
         ("aten", spec_of("cuda", torch.float32), {}, "got torch.float32"),
-        ("aten", spec_of("cuda", headdim=257), {}, "at most 256, got 257"),
         ("aten", spec_of("cuda", headdim_v=300), {}, "at most 256, got 300"),
         ("aten", spec_of(softcap=30.0), {}, "no softcap"),
-        ("aten", spec_of("cuda", softcap=30.0), {}, "no softcap"),
         ("cudnn", spec_of("cuda", torch.float16, 128, 128), {}, None),
         ("cudnn", spec_of("cuda"), {"cudnn": None}, "no cuDNN"),
         ("cudnn", spec_of(), {}, "on cuda, got cpu"),
         ("cudnn", spec_of("cuda", torch.float32), {}, "float16 and bfloat16"),
         ("cudnn", spec_of("cuda", headdim=136), {}, "up to 128, got 136"),
-        ("cudnn", spec_of("cuda", headdim_v=136), {}, "up to 128, got 136"),
-        ("cudnn", spec_of("cuda", softcap=30.0), {}, "no softcap"),
-        ("flash_attn", spec_of("cuda"), {}, None),
         ("flash_attn", spec_of("cuda", softcap=30.0), {}, None),
         ("flash_attn", spec_of("cuda"), {"flash-attn": None}, "pip install 'ring-attn[flash]'"),
         ("flash_attn", spec_of("cuda"), {"flash-attn": "2.7.4.post1"}, "2.8.0, got 2.7.4.post1"),
@@ -92,11 +68,9 @@ INSTALLED = {"flash-attn": "2.8.3.post2", "flash-attn-3": "3.0.0", "flash-attn-4
         ("flash_attn_3", spec_of("cuda", headdim=192, softcap=30.0), {}, None),
         ("flash_attn_3", spec_of("cuda", headdim=200), {}, "up to 192, got 200"),
         ("flash_attn_3", spec_of("cuda"), {"flash-attn-3": "3.0.0b1"}, "3.0.0, got 3.0.0b1"),
-        ("flash_attn_3", spec_of("cuda"), {"flash-attn-3": "3.0.0+20260301.cu128"}, None),
         ("flash_attn_4", spec_of("cuda", headdim_v=136), {}, "up to 128, got 136"),
         ("flash_attn_4", spec_of("cuda"), {"flash-attn-4": "4.0.0b12"}, "4.0.0b13, got 4.0.0b12"),
         ("flash_attn_4", spec_of("cuda"), {"flash-attn-4": "4.0.0b13"}, None),
-        ("flash_attn_4", spec_of("cuda"), {"flash-attn-4": "4.0"}, None),
     ],
 )
 def test_supports_says_why_not(
@@ -126,35 +100,32 @@ FLASH = tuple(INSTALLED)
         # Steps merged: FA3 570, ours 545, cuDNN 532, our portable forward 376, FA2 339 TFLOP/s.
         ((9, 0), (), Purpose(), spec_of("cuda"), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=96, headdim_v=96), "cudnn"),
-        ((9, 0), ("flash-attn",), Purpose(), spec_of("cuda"), "triton"),
         ((9, 0), FLASH, Purpose(), spec_of("cuda"), "flash_attn_3"),
         ((9, 0), FLASH[2:], Purpose(), spec_of("cuda"), "flash_attn_4"),
         # Two backward runs must be bit-equal: without flash-attn 3, only Triton's are.
-        ((9, 0), (), TRAINING, spec_of("cuda"), "triton"),
         ((9, 0), ("flash-attn",), TRAINING, spec_of("cuda"), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_3"),
         ((9, 0), (), UNSURE, spec_of("cuda"), "cudnn"),
         ((9, 0), FLASH, TRAINING._replace(same_bits=True), spec_of("cuda"), "triton"),
         # cuDNN leaves windows to torch's flash; documents are many tiles; memory bounds decoding.
         ((9, 0), (), Purpose(window=True), spec_of("cuda"), "triton"),
-        ((9, 0), FLASH, Purpose(window=True), spec_of("cuda"), "flash_attn_3"),
         ((9, 0), FLASH, Purpose(several=True), spec_of("cuda"), "triton"),
         ((9, 0), FLASH, Purpose(decoding=True), spec_of("cuda"), "triton"),
         # Calls that the fastest refuse.
         ((9, 0), FLASH[:1], Purpose(), spec_of("cuda", softcap=30.0), "triton"),
-        ((9, 0), FLASH, Purpose(), spec_of("cuda", torch.float32), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=256), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda", torch.float64), "reference"),
-        ((9, 0), FLASH, TRAINING, spec_of("cuda", headdim=512), "reference"),
         # Other architectures; without rates, the order of preference.
         ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),
         ((10, 0), (), Purpose(), spec_of("cuda"), "cudnn"),
         ((10, 0), (), TRAINING, spec_of("cuda"), "triton"),
         ((8, 6), FLASH, Purpose(), spec_of("cuda"), "triton"),
-        ((12, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((7, 5), (), TRAINING, spec_of("cuda"), "aten"),
-        ((9, 0), FLASH, UNSURE, spec_of("cpu"), "aten"),
+        *(
+            ((9, 0), FLASH, UNSURE, spec_of("cpu", dtype), "aten")
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        ),
         ((9, 0), FLASH, TRAINING, spec_of("cpu", softcap=30.0), "reference"),
     ],
 )
@@ -179,20 +150,6 @@ def test_auto_takes_the_fastest_that_can(
         assert all(choice.reasons[name] is None for name in choice.tflops)
 
 
-def test_every_world_size_has_the_same_backend(
-    gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The backend depends on the GPU, not on the number of ranks."""
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    mask = Mask(4096, 4096, causal=True)
-    for major, expected in ((8, "triton"), (10, "cudnn")):
-        gpu(major, 0)
-        for world_size in (1, 4, 32):
-            layout = SequenceLayout.zigzag(4096, world_size)
-            args = (Strategy(), spec_of("cuda"), (layout, layout), mask, 0)
-            assert make_call(*args, backward=False).backend == expected
-
-
 def test_why_says_what_was_compared_and_what_was_left_out(
     gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,14 +171,11 @@ def test_why_says_what_was_compared_and_what_was_left_out(
     odd = spec_of("cuda", headdim=96, headdim_v=96)
     ours, portable = RATES["sm_90"]["triton"], RATES["sm_90"][PORTABLE]
     for spec, forward, backward in (
-        (odd, portable, portable),
-        (replace(spec_of("cuda"), nheads_kv=1), ours, portable),
-        (replace(spec_of("cuda"), nheads_kv=4), ours, ours),
-    ):
+        (odd, portable, portable), (replace(spec_of("cuda"), nheads_kv=1), ours, portable)
+    ):  # fmt: skip
         device = with_backend(h100, "triton", spec).device
         assert (device.forward, device.backward) == (forward.forward, backward.backward)
     assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"
-    assert backend_elsewhere(spec_of("cuda"), TRAINING, "sm_90") == "triton"
 
 
 def test_a_named_backend_runs_or_raises_its_reason(

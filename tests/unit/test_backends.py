@@ -16,30 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.backends import (
-    aten,
-    get_backend,
-)  # fmt: skip
-from ring_attn.backends.base import (
-    Backend,
-    equal_headdims,
-    flash_window,
-    out_from_delta,
-)
+from ring_attn.backends import aten, get_backend
+from ring_attn.backends.base import Backend, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Band, MaskKind, Tile, make_tile
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from tests import emulated_cuda
-from tests.bounds import (
-    MASKS,
-    assert_holds,
-    expect,
-    painted,
-    run,
-    visible_pairs,
-    whole,
-)
+from tests.bounds import MASKS, assert_holds, expect, painted, run, visible_pairs, whole
 
 CPU_BACKENDS = ("reference", "aten")
 
@@ -151,23 +135,16 @@ def test_aten_windows_about_the_size_of_a_masked_edge(window: tuple[int, int]) -
 SOFTCAPS = (2.0, 0.1)
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_softcap_of_the_reference(name: str) -> None:
-    backend, mask = get_backend("reference"), MASKS[name]
-    steps = [[tile] for tile in grid(mask, 40, 33)]
-    dtypes = ("gqa", "bfloat16", "float64")
-    for turn, scores in enumerate(product(SOFTCAPS, (False, True)), list(MASKS).index(name)):
-        exercise(backend, mask, SIZES[dtypes[turn % 3]], steps, *scores)
-
-
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 @pytest.mark.sweep(2)
-def test_sinks(name: str, mask: Mask) -> None:
-    # aten's backward has no sinks argument: its lse includes the sinks.
+def test_softcap_and_sinks(name: str, mask: Mask) -> None:
+    """aten has no softcap, and its backward no sinks argument: its lse includes the sinks."""
     cuts = ([whole(mask)], [[tile] for tile in grid(mask, 40, 33)])
+    caps = (0.0,) if name == "aten" else (0.0, *SOFTCAPS)
     for turn, sizes in enumerate(("gqa", "float16", "float64", "large logits")):
-        exercise(get_backend(name), mask, SIZES[sizes], cuts[turn % 2], with_sinks=True)
+        cap = 0.0 if sizes == "large logits" else caps[turn % len(caps)]
+        exercise(get_backend(name), mask, SIZES[sizes], cuts[turn % 2], cap, with_sinks=True)
 
 
 # -- cutting tiles for aten operators that support fewer masks
@@ -205,23 +182,10 @@ def test_pieces_for_torchs_cpu_operator(edge: int, monkeypatch: pytest.MonkeyPat
             if piece.kind is MaskKind.CAUSAL:
                 assert piece.corner_band == Band(None, 0)
             if piece.kind is MaskKind.WINDOW:
-                width = window_width(tile)
+                lo, hi = tile.band
+                assert lo is not None
+                width = (tile.kv.stop - tile.q.start if hi is None else hi) - lo + 1
                 assert piece.rows <= edge and piece.cols <= 2 * edge + max(0, width - edge)
-
-
-def window_width(tile: Tile) -> int:
-    lo, hi = tile.band
-    assert lo is not None
-    return (tile.kv.stop - tile.q.start if hi is None else hi) - lo + 1
-
-
-def test_window_pieces_are_masked_at_the_edges_alone() -> None:
-    tile = make_tile(slice(0, 1024), slice(0, 2048), 0, 1024)
-    assert tile is not None
-    masked = [p for p in aten._window_pieces(tile, 256) if p.kind is MaskKind.WINDOW]
-    assert [(piece.rows, piece.cols) for piece in masked] == [(255, 255)] * 4
-    full = [p for p in aten._window_pieces(tile, 256) if p.kind is MaskKind.FULL]
-    assert sum(piece.area for piece in full) > tile.area // 2
 
 
 # -- operators of CUDA, emulated
@@ -358,11 +322,3 @@ def test_out_from_delta_is_exact_where_nothing_rounds() -> None:
         stand_in = out_from_delta(dout, delta, torch.float32)
         assert torch.equal((dout * stand_in).sum(-1).transpose(1, 2), delta), exponent
         assert bool((stand_in[0, 4] == 0.0).all())
-
-
-def test_equal_headdims_pads_with_zeros_to_a_multiple() -> None:
-    a, b = torch.ones(2, 5), torch.ones(2, 3)
-    padded = equal_headdims(a, b, multiple=1)
-    assert padded[0] is a
-    assert padded[1].tolist() == [[1.0, 1.0, 1.0, 0.0, 0.0]] * 2
-    assert [x.size(-1) for x in equal_headdims(a, b, multiple=8)] == [8, 8]
