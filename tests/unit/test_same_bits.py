@@ -116,8 +116,7 @@ def test_gradients_are_continued_where_kv_travels_anyway(change: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("in_one_pass", "step"),
-    [(False, ["q", "Wait", "kv", "Post"]), (True, ["Wait", "all", "Post"])],
+    ("in_one_pass", "step"), [(False, ["q", "Wait", "kv", "Post"]), (True, ["Wait", "all", "Post"])]
 )
 def test_a_step_waits_for_gradients_after_it_has_computed_dq(
     in_one_pass: bool, step: list[str], monkeypatch: pytest.MonkeyPatch
