@@ -85,17 +85,6 @@ def exercise(
         assert_holds(got, oracle, plain)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("name", CPU_BACKENDS)
-@pytest.mark.sweep(2)
-def test_masks(name: str, mask: Mask) -> None:
-    backend, sizes = get_backend(name), config()
-    exercise(backend, mask, sizes, [whole(mask)])
-    exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 32, 25)])
-    exercise(backend, mask, sizes, [(), grid(mask, 15, 50), ()])
-    exercise(backend, mask, sizes, [grid(mask, 50, 15)])
-
-
 SIZES = {
     "gqa": config(nheads=4, nheads_kv=2),
     "mqa": config(nheads=3, nheads_kv=1),

@@ -127,17 +127,6 @@ def test_every_form_of_a_mask_has_its_pairs() -> None:
             assert all(a.q_end <= b.q_start for a, b in pairwise(layer)), mask
 
 
-def test_chosen_positions() -> None:
-    for mask in EVERY:
-        dense = mask.dense()
-        rows = torch.arange(mask.seqlen_q).flip(0)
-        cols = torch.arange(mask.seqlen_k)[1::2]
-        assert torch.equal(mask.dense(rows, cols), dense[rows][:, cols]), mask
-        assert torch.equal(mask.dense(k_positions=cols), dense[:, cols]), mask
-        some = mask.seqlen_q // 3
-        assert torch.equal(mask.rows(some, mask.seqlen_q).dense(), dense[some:]), mask
-
-
 def test_both_masks_hold() -> None:
     every = [*random_masks(1), *(mask for mask in table_masks(9).values())]
     for one, another in product(every[::7], every[::11]):

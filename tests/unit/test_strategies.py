@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Attend, Differentiate, Post, Wait
 from ring_attn.core.spec import AttentionSpec
@@ -176,22 +176,6 @@ def test_odd_lengths_and_large_logits(seqlen: int, name: str) -> None:
     for layout in LAYOUTS:
         case = Case("causal", layout, STRATEGIES[name][1], seqlen=seqlen, large_logits=True)
         assert_holds(case, 4)
-
-
-def test_segments_in_any_order() -> None:
-    """Deals nine runs to ranks at random: in stride 1, or in stride 3 by residue and third."""
-    runs = {
-        1: [Segment(20 * first, 20) for first in range(9)],
-        3: [Segment(first, 20, 3) for first in (0, 1, 2, 60, 61, 62, 120, 121, 122)],
-    }
-    for pieces, name in product(runs.values(), ("ulysses", "hybrid")):
-        world_sizes, strategy = STRATEGIES[name]
-        ranks = world_sizes[0]
-        order = torch.randperm(9, generator=torch.Generator().manual_seed(ranks)).tolist()
-        layout = SequenceLayout.from_segments(
-            [[pieces[i] for i in order[rank::ranks]] for rank in range(ranks)]
-        )
-        assert_holds(Case(Mask(180, 180, True), (layout, layout), strategy), ranks)
 
 
 # -- sinks, repeated runs, the error on more ranks
