@@ -13,6 +13,7 @@ from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
     Cluster,
+    Copies,
     Rate,
     builtin_cluster,
     cluster_from_json,

@@ -9,12 +9,6 @@ from ring_attn.core.program import Hop
 from ring_attn.transport.local import LocalTransport, run_local
 
 
-def test_grad_mode_is_the_callers() -> None:
-    with torch.no_grad():
-        assert run_local(2, lambda rank, transport: torch.is_grad_enabled()) == [False, False]
-    assert run_local(2, lambda rank, transport: torch.is_grad_enabled()) == [True, True]
-
-
 class Broken(Exception):
     """The error of a failing rank."""
 

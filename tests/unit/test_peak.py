@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +20,12 @@ from ring_attn.machines import count, run
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.strategies.tree_decode import program as decode_program
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.buffers import Pool
+from tests.unit.test_programs import calls_of
 
 # The issue demands peaks within 5 % of the prediction.
 SHARE = 0.05
@@ -59,7 +58,7 @@ class Echo:
         pass
 
 
-def calls_of(
+def made(
     strategy: Strategy,
     world_size: int,
     gradients: tuple[Traveller, bool] | None = None,
@@ -70,15 +69,10 @@ def calls_of(
     causal: bool = True,
     backend: str = "aten",
 ) -> list[Call]:
-    one = SequenceLayout.from_name(layout, ROWS * world_size, world_size)
+    seqlen = ROWS * world_size
     spec = AttentionSpec("cpu", dtype, 1, 8, nheads_kv, 64, 64)
-    mask = Mask(one.seqlen, one.seqlen, causal)
-    return [
-        replace(
-            make_call(strategy, spec, (one, one), mask, rank, backend=backend), gradients=gradients
-        )
-        for rank in range(world_size)
-    ]
+    mask = Mask(seqlen, seqlen, causal)
+    return calls_of(strategy, mask, layout, world_size, spec, gradients, backend)
 
 
 def measured(call: Call, *, backward: bool) -> int:
@@ -107,7 +101,7 @@ def test_nothing_grows_with_the_ranks(
 ) -> None:
     """Compares more and fewer ranks with the same rows on each rank."""
     calls = [
-        calls_of(Strategy(inner_degree=inner_degree), world_size, order, causal=False)[-1]
+        made(Strategy(inner_degree=inner_degree), world_size, order, causal=False)[-1]
         for world_size in world_sizes
     ]
     for backward in (False, True):
@@ -172,9 +166,7 @@ def test_every_strategy_holds_what_is_predicted(
     world_size, strategy, gradients = CELLS[name]
     if strategy.exchange_q:
         layout = "contiguous"  # the only one
-    calls = calls_of(
-        strategy, world_size, gradients, layout=layout, dtype=dtype, nheads_kv=nheads_kv
-    )
+    calls = made(strategy, world_size, gradients, layout=layout, dtype=dtype, nheads_kv=nheads_kv)
     # The last rank or group has most tiles, the first rank of a group most heads.
     fullest = {0, world_size - strategy.ulysses_degree, world_size - 1}
 
@@ -219,7 +211,7 @@ def test_kernels_leave_what_is_predicted(
 ) -> None:
     """Peaks agree within one lse: results come last, and a backward has a base-2 lse."""
     options: dict[str, Any] = {"nheads_kv": nheads_kv, "backend": "triton", "layout": "zigzag"}
-    call = calls_of(RING, world_size, order, **options)[-1]
+    call = made(RING, world_size, order, **options)[-1]
     for backward in (False, True):
         most = measured(call, backward=backward)
         assert abs(most - count.peak_bytes(call, backward=backward)) < ROWS * call.spec.nheads * 4

@@ -21,16 +21,7 @@ from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
-from ring_attn.planning.devices import (
-    Cluster,
-    Device,
-    Link,
-    Rate,
-    builtin_cluster,
-    cpu_cluster,
-    find_cluster,
-    to_json,
-)
+from ring_attn.planning.devices import Cluster, builtin_cluster, cpu_cluster, find_cluster, to_json
 from ring_attn.planning.planner import choose, explain
 from ring_attn.strategies import ring
 from ring_attn.strategies.registry import make_call, why_not_same_bits
@@ -50,9 +41,10 @@ def cluster(
     memory: float = 0.0,
 ) -> Cluster:
     """Devices on which only pairs cost time, and links of given speeds in bytes/s."""
-    rate = Rate(flops)
-    device = Device("made", 1e15, rate, rate, 1e15, memory)
-    return Cluster(device, node_size, Link("fast", latency, inside), Link("slow", latency, between))
+    rate = devices.Rate(flops)
+    device = devices.Device("made", 1e15, rate, rate, 1e15, memory)
+    links = devices.Link("fast", latency, inside), devices.Link("slow", latency, between)
+    return Cluster(device, node_size, *links)
 
 
 def plan(**options: Any) -> Choice:

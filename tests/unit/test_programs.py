@@ -11,23 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import (
-    Add,
-    Clear,
-    Copy,
-    Differentiate,
-    Free,
-    Hop,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Round,
-    View,
-    Wait,
-)
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
@@ -75,19 +61,18 @@ def calls_of(
     world_size: int,
     spec: AttentionSpec | None = None,
     gradients: tuple[Traveller, bool] | None = None,
+    backend: str = "reference",
 ) -> list[Call]:
     """The calls of all ranks; empty if the strategy refuses the layout."""
     layouts = layouts_of(layout, mask, world_size)
     try:
-        return [
-            replace(
-                make_call(strategy, spec or spec_of(), layouts, mask, rank, backend="reference"),
-                gradients=gradients,
-            )
+        calls = [
+            make_call(strategy, spec or spec_of(), layouts, mask, rank, backend=backend)
             for rank in range(world_size)
         ]
     except NotImplementedError:
         return []
+    return [replace(call, gradients=gradients) for call in calls]
 
 
 def every_call(world_size: int) -> Iterator[list[Call]]:
@@ -148,73 +133,74 @@ def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
 Edit = Callable[[list[Any], int], object]
 
 
-def programs_of(strategy: Strategy, *, backward: bool, world_size: int = 4) -> list[Program]:
+def programs_of(strategy: Strategy, *, backward: bool, world_size: int = 4) -> list[ops.Program]:
     calls = calls_of(strategy, Mask(61, 61, causal=True), "zigzag", world_size, None, ("kv", False))
     return [program_of(call, backward=backward) for call in calls]
 
 
-def edited(program: Program, kind: type, edit: Edit, nth: int = 0) -> Program:
+def edited(program: ops.Program, kind: type, edit: Edit, nth: int = 0) -> ops.Program:
     """Edits a program at the nth op of a kind."""
-    ops = list(program.ops)
-    edit(ops, [i for i, op in enumerate(ops) if isinstance(op, kind)][nth])
-    return replace(program, ops=tuple(ops))
+    todo = list(program.ops)
+    edit(todo, [i for i, op in enumerate(todo) if isinstance(op, kind)][nth])
+    return replace(program, ops=tuple(todo))
 
 
-def left_out(ops: list[Op], at: int) -> None:
-    del ops[at]
+def left_out(todo: list[ops.Op], at: int) -> None:
+    del todo[at]
 
 
-def doubled(ops: list[Op], at: int) -> None:
-    ops.insert(at, ops[at])
+def doubled(todo: list[ops.Op], at: int) -> None:
+    todo.insert(at, todo[at])
 
 
-def changed(change: Callable[[Any], Op]) -> Edit:
-    return lambda ops, at: ops.__setitem__(at, change(ops[at]))
+def changed(change: Callable[[Any], ops.Op]) -> Edit:
+    return lambda todo, at: todo.__setitem__(at, change(todo[at]))
 
 
 def behind(other: type) -> Edit:
     """Swaps an op with the next op of another kind."""
 
-    def swap(ops: list[Op], at: int) -> None:
-        b = next(i for i in range(at + 1, len(ops)) if isinstance(ops[i], other))
-        ops[at], ops[b] = ops[b], ops[at]
+    def swap(todo: list[ops.Op], at: int) -> None:
+        b = next(i for i in range(at + 1, len(todo)) if isinstance(todo[i], other))
+        todo[at], todo[b] = todo[b], todo[at]
 
     return swap
 
 
-def to_itself(op: Post) -> Op:
-    return op._replace(route=Hop((op.route.send_to + 1) % 4, op.route.recv_from))
+def to_itself(op: ops.Post) -> ops.Op:
+    return op._replace(route=ops.Hop((op.route.send_to + 1) % 4, op.route.recv_from))
 
 
 # Whether backward, the kind of fault, the kind of op to edit, the edit, and its nth op.
 PLANTED: dict[str, tuple[Any, ...]] = {
-    "a wait is left out": (False, "order", Wait, left_out),
-    "a wait too many": (False, "order", Wait, doubled),
-    "a post is left out": (False, "message", Post, left_out),
-    "sent to another rank": (False, "message", Post, changed(to_itself)),
+    "a wait is left out": (False, "order", ops.Wait, left_out),
+    "a wait too many": (False, "order", ops.Wait, doubled),
+    "a post is left out": (False, "message", ops.Post, left_out),
+    "sent to another rank": (False, "message", ops.Post, changed(to_itself)),
     "posted on another channel": (
-        False, "order", Post, changed(lambda op: op._replace(channel="outer")),
+        False, "order", ops.Post, changed(lambda op: op._replace(channel="outer")),
     ),
     "more bytes than are expected": (
-        False, "message", Pack,
+        False, "message", ops.Pack,
         changed(lambda op: op._replace(message=shard_packet(spec_of(), "kv", 999))),
     ),
-    "sent before it is packed": (False, "buffer", Pack, behind(Post)),
-    "a shard is read before it is there": (False, "buffer", Wait, behind(Post)),
-    "a buffer is freed twice": (False, "buffer", Free, doubled),
-    "a buffer is never freed": (False, "buffer", Free, left_out),
-    "a buffer is freed while it is sent": (True, "buffer", Wait, behind(Free), 2),
-    "a buffer is taken twice": (True, "buffer", Clear, doubled),
-    "sums are written while they are sent": (True, "buffer", Add, behind(Post)),
-    "posts in another order": (True, "order", Post, behind(Post), 2),
+    "sent before it is packed": (False, "buffer", ops.Pack, behind(ops.Post)),
+    "a shard is read before it is there": (False, "buffer", ops.Wait, behind(ops.Post)),
+    "a buffer is freed twice": (False, "buffer", ops.Free, doubled),
+    "a buffer is never freed": (False, "buffer", ops.Free, left_out),
+    "a buffer is freed while it is sent": (True, "buffer", ops.Wait, behind(ops.Free), 2),
+    "a buffer is taken twice": (True, "buffer", ops.Clear, doubled),
+    "sums are written while they are sent": (True, "buffer", ops.Add, behind(ops.Post)),
+    "posts in another order": (True, "order", ops.Post, behind(ops.Post), 2),
     "a tensor that does not exist": (
-        False, "tensor", Pack, changed(lambda op: op._replace(copies=(Copy(0, View("x")),))),
+        False, "tensor", ops.Pack,
+        changed(lambda op: op._replace(copies=(ops.Copy(0, ops.View("x")),))),
     ),
-    "a result is not made": (True, "tensor", Round, left_out),
+    "a result is not made": (True, "tensor", ops.Round, left_out),
     "a step computes nothing": (
-        True, "work", Differentiate, changed(lambda op: op._replace(tiles=())),
+        True, "work", ops.Differentiate, changed(lambda op: op._replace(tiles=())),
     ),
-    "a step computes twice": (True, "work", Differentiate, doubled),
+    "a step computes twice": (True, "work", ops.Differentiate, doubled),
 }  # fmt: skip
 
 

@@ -13,12 +13,10 @@ from ring_attn import backends
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import Differentiate
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.strategies import ring
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
+from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.strategies.ring import choose_gradients
 from ring_attn.testing import Layouts
 from tests.kernels.calls import DEVICE
@@ -113,28 +111,6 @@ def test_gradients_are_continued_where_kv_travels_anyway(change: dict[str, Any])
     usual = made()
     assert choose_gradients(usual) == ("kv", True) and why_not_same_bits(usual) is not None
     assert not choose_gradients(made(**change))[1]
-
-
-@pytest.mark.parametrize(
-    ("in_one_pass", "step"), [(False, ["q", "Wait", "kv", "Post"]), (True, ["Wait", "all", "Post"])]
-)
-def test_a_step_waits_for_gradients_after_it_has_computed_dq(
-    in_one_pass: bool, step: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last rank, which sees all others, hides the transfer of dk and dv under dq.
-
-    A one-pass backend waits first, since two passes cost more than the transfer.
-    """
-    monkeypatch.setattr(ring, "MANY_ROWS", 0)
-    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda backend, spec: in_one_pass)
-    layouts, mask = named("contiguous", 2, 2 * UNIT), Mask(2 * UNIT, 2 * UNIT, causal=True)
-    call = make_call(Strategy(), FEW_KV_HEADS, layouts, mask, 1, backend="triton", same_bits=True)
-    found = [
-        op.part if isinstance(op, Differentiate) else type(op).__name__
-        for op in code_of(call.strategy).program(call, call.ranks, backward=True).ops
-        if isinstance(op, Differentiate) or getattr(op, "channel", "") == "gradients"
-    ]
-    assert found == ["all", "Post", *step, "Wait"]
 
 
 @pytest.mark.parametrize(

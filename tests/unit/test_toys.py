@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-import torch
 
 from ring_attn.core import program as ops
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import chunked
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import gradient_packet, shard_packet
-from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Grid
 from ring_attn.machines.actions import schedule_of
@@ -38,8 +35,9 @@ from ring_attn.strategies.base import (
     rounded_sums,
     sums_of,
 )
-from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.registry import program_of
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
+from tests.unit.test_programs import calls_of
 
 
 def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> ops.Program:
@@ -133,19 +131,10 @@ def test_results_are_right(layout: str, around: int) -> None:
         assert not run_all_ranks(case, 4).failures
 
 
-def calls_of(mask: Mask) -> list[Call]:
-    layout = SequenceLayout.zigzag(mask.seqlen_q, 4)
-    spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 2, 16, 16)
-    return [
-        make_call(Strategy("star"), spec, (layout, layout), mask, rank, backend="reference")
-        for rank in range(4)
-    ]
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_checked_counted_timed_and_drawn(backward: bool) -> None:
     for mask in (Mask(96, 96, causal=True), chunked(96, 20)):
-        calls = calls_of(mask)
+        calls = calls_of(Strategy("star"), mask, "zigzag", 4)
         assert check_calls(calls, backward=backward) == []
         schedule = schedule_of(calls[0], backward=backward)
         for rank, call in enumerate(calls):
