@@ -133,6 +133,14 @@ def test_holds_for_types_scores_heads_and_strides(
             assert_holds(MASKS[name], [layout], backend, dtype=dtype, **sizes, **options)
 
 
+@pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+def test_holds_with_our_kernels() -> None:
+    """In one layout a rank holds nothing; in the other, tiles have one query each."""
+    layouts = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]
+    mask = MASKS["window of several"]
+    assert_holds(mask, layouts, "triton", headdim=16, with_sinks=True)
+
+
 def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
     """Eight parts, each rounded to bfloat16, would err by more than one rounding."""
     inputs = random_qkv(seqlen_q=1, seqlen_k=64, dtype=torch.bfloat16, headdim=8)
