@@ -115,6 +115,7 @@ FLASH = tuple(INSTALLED)
         ((9, 0), FLASH[:1], Purpose(), spec_of("cuda", softcap=30.0), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=256), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda", torch.float64), "reference"),
+        ((9, 0), FLASH, TRAINING, spec_of("cuda", headdim=512), "reference"),
         # Other architectures; without rates, the order of preference.
         ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),

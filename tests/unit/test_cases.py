@@ -43,3 +43,8 @@ def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.Monk
     assert {name for name in ("out", "dq", "dk", "dv") if f" {name}: " in str(failures)} == {
         "out", "dq", "dk", "dv",
     }  # fmt: skip
+
+
+def test_a_transport_of_another_world_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=3 ranks, got 0 results"):
+        run_all_ranks(Case("causal"), 3, lambda *_: [])

@@ -22,6 +22,7 @@ from ring_attn import testing
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
 from ring_attn.tools import cli, env, launch, verify
 from ring_attn.tools.arguments import (
+    command_line,
     format_size,
     parse_dtype,
     parse_size,
@@ -51,6 +52,12 @@ def test_a_report_has_no_infinities_and_a_line_for_each_row(tmp_path: Path) -> N
     assert '{"x": [1, 2]}' in map(str.strip, text.splitlines())
 
 
+def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--plot=x.png", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", *words])
+    assert command_line() == "ring-attn bench ring --layout 'a b' --quick"
+
+
 def test_help_loads_no_subcommand() -> None:
     code = (
         "import sys\nfrom ring_attn.tools import cli\n"
@@ -78,6 +85,8 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
         (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
         (["env", "--json", "/"], "argument --json: '/' is a folder"),
+        (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+        (["env", "--json", 300 * "x"], "argument --json: 'xxx"),
         (["demo", "--device=--"], "argument --device: '--' is not a value"),
         (["demo", "--profile", __file__], "test_cli.py' is a file: give a folder"),
         (["demo", "--seqlen", "1G"], "all of the text, got 1073741824"),

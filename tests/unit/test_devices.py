@@ -116,6 +116,7 @@ def described(**changes: object) -> str:
         (described(node_size=1.5), "node_size of a Cluster must be int, got 1.5"),
         (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),
         (described(slowdown=-0.5), "slowdown of a Cluster"),
+        (described(slowdown=1), "slowdown"),
         (described(copies={"latency": -1.0}), "latency of a Copies"),
         (described().replace('"2"', '"8": {}, "2"'), "device"),  # not for the requested ranks
         (described().encode("utf-16"), "UnicodeDecodeError"),

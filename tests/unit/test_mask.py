@@ -247,6 +247,9 @@ def test_slices_that_share_a_pair_are_refused_by_name() -> None:
     "make",
     [
         lambda: masks.from_slices(4, 4, [(0, 5, 0, 4)]),
+        lambda: masks.from_slices(4, 4, [(0, 4, 0)]),
+        lambda: masks.prefix([1, 1], [0, 2]),
+        lambda: masks.blocks(torch.ones(2, 2).bool(), 2, 5),
         lambda: masks.spans(5, [(1, 3), (2, 4)]),
         lambda: masks.prefix([3], [0, 2]),
         lambda: masks.documents([1, 2]),

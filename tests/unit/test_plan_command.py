@@ -11,6 +11,7 @@ import torch
 from ring_attn.machines.check import Fault
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice
+from ring_attn.planning.devices import builtin_cluster, to_json
 from ring_attn.tools import cli
 from ring_attn.tools import plan as command
 from ring_attn.tools import plan_report as report
@@ -100,6 +101,8 @@ def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.cluster_of(None, None, 8).device.name == "H100"
     path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"clusters": {"4": to_json(builtin_cluster("B200"))}}))
+    assert command.cluster_of(str(path), None, 4).device.name == "B200"
     path.write_text("{damaged")
     monkeypatch.setenv("RING_ATTN_CLUSTER", str(path))
     with pytest.raises(ValueError, match="machine.json"):

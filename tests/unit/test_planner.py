@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.rates import PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy
-from ring_attn.planning import devices, planner
+from ring_attn.planning import agreement, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
@@ -186,6 +187,7 @@ def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     told = {c.family for c in choice.candidates if c.prediction is not None}
     assert told == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
+    assert "left out: contiguous: " in str(choice)
     assert left and all(c.ruled_out and "computes for at least" in str(c.reason) for c in left)
 
 
@@ -193,6 +195,7 @@ def test_every_refusal_has_its_reason() -> None:
     choice = plan(effort="all", strategies=["q_exchange", "ring"], layout="auto")
     for candidate in choice.candidates:
         assert (candidate.prediction is None) == candidate.refused == bool(candidate.reason)
+    assert "\nrefused: " in str(choice)
     assert "contiguous layout" in str(found(choice, "q_exchange + ring", "zigzag").reason)
     assert not found(choice, "q_exchange + ring", "contiguous").refused
 
@@ -340,3 +343,18 @@ def test_other_arguments_are_named_on_all_ranks() -> None:
             )  # fmt: skip
 
     run_local(3, fail_to_agree)
+
+
+def test_a_long_error_is_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, spec = SequenceLayout.zigzag(8, 2), AttentionSpec("cpu", torch.float32, 1, 4, 2, 8, 8)
+    error = NotImplementedError("too long: " + 3000 * "\u00e9")
+    monkeypatch.setattr(agreement, "find_cluster", mock.Mock(side_effect=error))
+
+    def fail(rank: int, transport: LocalTransport) -> None:
+        with pytest.raises(NotImplementedError, match=r"too long: \u00e9+ \.\.\.$"):
+            agreed_strategy(
+                spec, (layout, layout), Mask(8, 8), transport, backend="aten", same_bits=None,
+                backward=True,
+            )  # fmt: skip
+
+    run_local(2, fail)

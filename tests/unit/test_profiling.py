@@ -144,6 +144,15 @@ def test_memory_is_that_of_the_call() -> None:
     assert figures.pressure == figures.peak_bytes / figures.device_bytes < 1.0
 
 
+def test_memory_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "reset_resident_peak", lambda: False)
+    with collect(), observe("forward", CPU, TransportStats()):
+        pass
+    figures = stats().forward
+    assert figures is not None
+    assert figures.peak_bytes is figures.call_bytes is figures.pressure is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 def test_on_cuda_times_are_those_of_the_device() -> None:

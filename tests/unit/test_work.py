@@ -124,13 +124,11 @@ def placed(world_size: int) -> tuple[Mask, SequenceLayout]:
 
 
 def sides(world_size: int) -> Iterator[tuple[Mask, Layouts]]:
-    """Every mask, with layouts in turn."""
+    """Every mask with every layout."""
     mask, layout = placed(world_size)
     yield mask, (layout, layout)
-    layouts = (*LAYOUTS, "boundaries")
-    for turn, mask in enumerate(masks(61).values(), world_size):
-        for one in layouts[turn % 2 :: 2]:
-            yield mask, layouts_of(one, mask, world_size)
+    for mask, one in product(masks(61).values(), (*LAYOUTS, "boundaries")):
+        yield mask, layouts_of(one, mask, world_size)
 
 
 @pytest.mark.parametrize("travels", ["kv", "q"])
