@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -36,8 +37,14 @@ MEMBERS = (
 
 
 class Name(NamedTuple):
-    # "module" for a name of one of torch's modules, with dots; "method" of an object of torch's;
-    # "text" in torch's sources; "NCCL option"; "NCCL variable"; "torch variable".
+    """A name that belongs to torch or NCCL.
+
+    Attributes:
+        kind: "module" for a name of one of torch's modules, with dots; "method" of an object of
+            torch's; "text" in torch's sources; "NCCL option"; "NCCL variable"; "torch variable".
+        name: the name.
+    """
+
     kind: str
     name: str
 
@@ -46,6 +53,7 @@ class Name(NamedTuple):
 
 
 def used() -> list[Name]:
+    """All names, in order."""
     found = set(private_names((PACKAGE / "torch_private.py").read_text("utf-8")))
     transport = [path.read_text("utf-8") for path in (PACKAGE / "transport").rglob("*.py")]
     found |= set(communicator_names(transport))
@@ -55,6 +63,7 @@ def used() -> list[Name]:
 
 
 def private_names(source: str) -> Iterator[Name]:
+    """Names of `torch_private.py`."""
     tree = ast.parse(source)
     modules = {"torch": "torch"}
     for node in ast.walk(tree):
@@ -118,11 +127,14 @@ def variables(source: str) -> Iterator[Name]:
 
 
 class Wheels:
+    """A torch wheel and the wheel of its NCCL."""
+
     def __init__(self, torch: Path, nccl: Path) -> None:
         self._torch, self._nccl = ZipFile(torch), ZipFile(nccl)
         self._files = set(self._torch.namelist())
 
     def where(self, name: Name) -> str | None:
+        """The file that has the name; None if no file has it."""
         match name.kind:
             case "module":
                 return self._in_modules(name.name.split("."))
@@ -139,17 +151,59 @@ class Wheels:
         raise ValueError(name.kind)
 
     def _in_modules(self, parts: list[str]) -> str | None:
-        """The file of the longest prefix that is a module, if the file has the rest of the name."""
+        """The file of the longest prefix that is a module, if it defines the rest of the name."""
         for length in range(len(parts), 0, -1):
-            path = "/".join(parts[:length])
-            ends = (".py", ".pyi", "/__init__.py", "/__init__.pyi")
-            file = next((path + end for end in ends if path + end in self._files), None)
-            if file is not None:
-                text = self._torch.read(file).decode()
-                there = [re.search(rf"\b{name}\b", text) for name in parts[length : length + 1]]
-                members = [self._method(name) for name in parts[length + 1 :]]
-                return file if all(there) and all(members) else None
+            file = self._module(parts[:length])
+            if file is None:
+                continue
+            if length == len(parts):
+                return file
+            if not self._defines(file, parts[length], frozenset()):
+                return None
+            # The remaining parts are members of a class.
+            rest = [self._method(part) for part in parts[length + 1 :]]
+            return None if None in rest else file
         return None
+
+    def _module(self, parts: list[str]) -> str | None:
+        path = "/".join(parts)
+        names = [f"{path}{end}" for end in (".py", ".pyi", "/__init__.py", "/__init__.pyi")]
+        return next((name for name in names if name in self._files), None)
+
+    def _defines(self, file: str, name: str, seen: frozenset[str]) -> bool:
+        names, stars = self._top_level(file)
+        if name in names:
+            return True
+        package = file.rsplit("/", 1)[0].split("/")
+        for star in stars - seen:
+            module = package + star[1:].split(".") if star.startswith(".") else star.split(".")
+            other = self._module(module)
+            if other and self._defines(other, name, seen | {star}):
+                return True
+        return False
+
+    @cache  # noqa: B019
+    def _top_level(self, file: str) -> tuple[set[str], set[str]]:
+        """Names that a module defines or imports, and modules that it star-imports."""
+        names, stars = set(), set()
+        left: list[ast.AST] = [ast.parse(self._torch.read(file))]
+        while left:
+            node = left.pop()
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.ImportFrom):
+                names |= {alias.asname or alias.name for alias in node.names}
+                if "*" in names:
+                    stars.add("." * node.level + (node.module or ""))
+            elif isinstance(node, ast.Import):
+                names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {ast.unparse(target) for target in targets}
+            else:
+                left += ast.iter_child_nodes(node)
+            names.discard("*")
+        return names, stars
 
     def _method(self, name: str) -> str | None:
         pattern = re.compile(rf"^ +((def|class) {name}\b|{name}: )", re.MULTILINE)
@@ -191,6 +245,7 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def nccl_of(torch: Path) -> str:
+    """The NCCL requirement of a torch wheel."""
     with ZipFile(torch) as wheel:
         file = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         found = re.search(r"Requires-Dist: (nvidia-nccl-\w+)==([\d.]+)", wheel.read(file).decode())

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from zipfile import ZipFile
 
-from tests.abi import VERSIONS, Name, Wheels, used
+import pytest
+
+from tests.abi import VERSIONS, Name, Wheels, communicator_names, private_names, used, variables
 
 ROWS = Path(__file__).parents[2] / "bench" / "results" / "abi.json"
 
@@ -20,7 +22,35 @@ def test_committed_rows_have_all_that_is_used_in_every_version() -> None:
         assert all(row["found"] for row in mine)
 
 
-def stand_ins(tmp_path: Path) -> Wheels:
+def test_a_new_use_is_looked_for() -> None:
+    source = """
+import torch.distributed as dist
+from torch._inductor import secret
+def make(x: Any) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.split_share = 1
+    return vars(secret)["_inner"], x._new_method()
+"""
+    assert {
+        Name("module", "torch._inductor.secret"),
+        Name("module", "torch._inductor.secret._inner"),
+        Name("module", "torch.distributed.ProcessGroupNCCL.Options"),
+        Name("NCCL option", "split_share"),
+        Name("method", "_new_method"),
+    } <= set(private_names(source))
+    assert set(communicator_names([source])) == {
+        Name("method", "_new_method"),
+        Name("module", "torch.distributed.ProcessGroupNCCL"),
+    }
+    assert list(variables('"NCCL_NEW", "TORCH_NCCL_OLD"')) == [
+        Name("NCCL variable", "NCCL_NEW"),
+        Name("torch variable", "TORCH_NCCL_OLD"),
+    ]
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Wheels:
+    """Small stand-ins for wheels."""
     paths = tmp_path / "torch.whl", tmp_path / "nccl.whl"
     stub = """
 class ProcessGroupNCCL:
@@ -29,7 +59,7 @@ class ProcessGroupNCCL:
     def abort(self): ...
 """
     with ZipFile(paths[0], "w") as torch:
-        torch.writestr("torch/__init__.py", "from .inner import visible\n")
+        torch.writestr("torch/__init__.py", "if True:\n    from .inner import *\n")
         torch.writestr("torch/inner.py", "def visible():\n    def hidden(): ...\n")
         torch.writestr("torch/_C/_distributed_c10d.pyi", stub)
         torch.writestr("torch/distributed/__init__.py", "from torch._C import ProcessGroupNCCL\n")
@@ -43,9 +73,9 @@ class ProcessGroupNCCL:
     return Wheels(*paths)
 
 
-def test_what_is_there_is_found_and_nothing_else(tmp_path: Path) -> None:
-    wheels = stand_ins(tmp_path)
-    for kind, there, missing in (
+@pytest.mark.parametrize(
+    ("kind", "there", "missing"),
+    [
         ("module", "torch.visible", "torch.hidden"),
         ("module", "torch.inner", "torch.outer"),
         ("module", "torch.distributed.ProcessGroupNCCL.Options", "torch.distributed.Options"),
@@ -55,6 +85,10 @@ def test_what_is_there_is_found_and_nothing_else(tmp_path: Path) -> None:
         ("NCCL option", "max_ctas", "min_ctas"),
         ("NCCL variable", "NCCL_OLD", "NCCL_OLDER"),
         ("torch variable", "TORCH_NCCL_OLD", "TORCH_NCCL_NEW"),
-    ):
-        assert wheels.where(Name(kind, there)) is not None, there
-        assert wheels.where(Name(kind, missing)) is None, missing
+    ],
+)
+def test_what_is_there_is_found_and_nothing_else(
+    wheels: Wheels, kind: str, there: str, missing: str
+) -> None:
+    assert wheels.where(Name(kind, there)) is not None
+    assert wheels.where(Name(kind, missing)) is None
