@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,15 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines.actions import schedule_of
 from ring_attn.machines.time import Simulation, simulate
-from ring_attn.planning.devices import Cluster, Copies, Device, Host, Link, Rate
+from ring_attn.planning.devices import (
+    Cluster,
+    Copies,
+    Device,
+    Host,
+    Link,
+    Rate,
+    builtin_cluster,
+)
 from ring_attn.strategies.base import Call
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
@@ -214,3 +223,21 @@ def test_overlap_is_that_of_a_model_of_blocks() -> None:
         )
         found = simulated(on, 8, backend="triton").seconds / (8 * step) - 1
         assert 100 * found == pytest.approx(beyond, abs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Strategy(), Strategy(ulysses_degree=8)], ids=str)
+def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
+    seqlen = 1 << 26
+    layout = SequenceLayout.zigzag(seqlen, 4096)
+    spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
+    mask = Mask(seqlen, seqlen, causal=True)
+    begin = time.process_time()
+    call = Call(spec, (layout, layout), mask, 0, strategy, 0.1, "reference")
+    schedule = schedule_of(call, backward=False)
+    found = simulate(schedule, builtin_cluster("H100"))
+    # 4 s, and more where a virtual machine touches its memory for the first time.
+    assert time.process_time() - begin < 30
+    total = flops(seqlen * (seqlen + 1) // 2, spec, backward=False)
+    assert float(schedule.flops.sum()) == pytest.approx(total, rel=1e-9)
+    assert found.share_of_peak is not None and 0.3 < found.share_of_peak < 1

@@ -73,11 +73,6 @@ def test_random_layouts_and_masks(
         if q.stride == kv.stride:
             work = pair_work.__wrapped__(q, kv, mask)
             assert_as_dense(work, (q, kv), mask)
-            with monkeypatch.context() as patch:  # edges, which no dense mask shows, pair by pair
-                patch.setattr(module, "LONG", 10_000)
-                patch.setattr(module, "_add_interleaved", module._add_runs)
-                alone = pair_work.__wrapped__(q, kv, mask)
-            assert torch.equal(work.edge, alone.edge), ((q, kv), mask)
             compared += 1
 
 
