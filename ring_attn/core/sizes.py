@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
@@ -73,9 +73,11 @@ def choose_traveller(
 
 def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> int:
     """Bytes of messages with these numbers of rows of a side, and of their gradients."""
+    counts = torch.bincount(rows.flatten())
     return sum(
-        count * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
-        for n, count in Counter(rows.flatten().tolist()).items()
+        int(counts[n])
+        * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
+        for n in counts.nonzero().flatten().tolist()
     )
 
 

@@ -279,7 +279,7 @@ class _Totals:
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
-    """`tiles.make_tile` and `Tile.area` for many rectangles, which broadcast."""
+    """`tiles.make_tile` and `Tile.area` for many rectangles."""
     (q0, q1), (k0, k1) = q, kv
     exists = (q0 < q1) & (k0 < k1)
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)
@@ -290,7 +290,10 @@ def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor
     shift = q0 - k0
     hi = torch.minimum(hi + shift, cols - 1)
     lo = torch.maximum(lo + shift, 1 - rows)
-    area = _pairs_up_to(rows, cols, hi) - _pairs_up_to(rows, cols, lo - 1)
+    area = rows * cols
+    cut = ((hi < cols - 1) | (lo > 1 - rows)).nonzero().flatten()  # few of many ranks' tiles
+    sizes = rows[cut], cols[cut]
+    area[cut] = _pairs_up_to(*sizes, hi[cut]) - _pairs_up_to(*sizes, lo[cut] - 1)
     edge = torch.minimum(cols - 1 - hi, rows) + torch.minimum(rows - 1 + lo, rows)
     area = area * exists
     return _Tiles(area, edge * (area > 0), q0, q1, k0, k1)
@@ -302,7 +305,7 @@ def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
     def below(x: Tensor) -> Tensor:  # sum over t <= x of clip(t, 0, cols)
         x = x.clamp(min=0)
         inside = torch.minimum(x, cols)
-        return inside * (inside + 1) // 2 + cols * (x - inside)
+        return (inside * (inside + 1) >> 1) + cols * (x - inside)
 
     return below(hi + rows) - below(hi)
 
@@ -321,7 +324,20 @@ def _tiles_of_pieces(
 ) -> Iterator[tuple[Tensor, _Tiles]]:
     """Yields pairs of ranks, and the tiles of pieces with their runs of segments `[begin, end)`."""
     k_start, k_stop, lo, hi = columns
-    for piece, at in _expanded(begin, end):
+    # A piece sees the segments [whole, cut) of its run entirely: most, where ranks are many.
+    whole = cut = end
+    if kv.stride == 1:
+        last = pieces.start + pieces.length - 1
+        whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
+        cut = torch.searchsorted(kv.end, torch.minimum(k_stop, pieces.start + hi + 1), right=True)
+        whole = whole.clamp(begin, end)
+        cut = cut.clamp(whole, end)
+    for piece, at in _expanded(whole, cut):
+        rows, cols, q0, k0 = pieces.length[piece], kv.length[at], pieces.first[piece], kv.first[at]
+        tiles = _Tiles(rows * cols, torch.zeros_like(rows), q0, q0 + rows, k0, k0 + cols)
+        yield pieces.rank[piece] * kv.world_size + kv.rank[at], tiles
+    for index, at in _expanded(torch.cat((begin, cut)), torch.cat((whole, end))):
+        piece = index % len(begin)
         length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
         kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])
         # Bounds on `j - i` in rows of segments whose starts are `gap` positions apart.

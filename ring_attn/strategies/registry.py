@@ -9,6 +9,7 @@ Two lines add a strategy:
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 
@@ -97,6 +98,8 @@ def program_of_every_rank(call: Call, *, backward: bool) -> Program:
 
 
 def programs(call: Call, ranks: Ranks, *, backward: bool) -> Program:
-    # The numbers of ranks are on the host, whatever torch's default device.
-    with torch.device("cpu"):
+    # The numbers of ranks are on the host, whatever torch's default device. The context slows every
+    # call of torch, which costs 10 % of a plan for 4096 ranks.
+    on_host = torch.get_default_device().type == "cpu"
+    with nullcontext() if on_host else torch.device("cpu"):
         return code_of(call.strategy).program(call, ranks, backward=backward)
