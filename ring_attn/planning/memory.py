@@ -1,4 +1,4 @@
-"""Peak memory of any call on the rank with most rows, without the tiles of thousands of steps.
+"""Peak memory of any call on the rank that holds most, without the tiles of thousands of steps.
 
 `machines.count` reads every tile of a rank's program. With many ranks this module simplifies the
 program: every step of a ring after the first gets the tiles of the shard with the most visible
@@ -28,11 +28,11 @@ _ANY_TILE = (Tile(slice(0, 1), slice(0, 1), Band(None, None)),)
 
 
 def peak_of(call: Call, *, backward: bool = True) -> int:
-    """Most bytes that a call holds at any time beyond its inputs, on the rank with most rows."""
+    """Most bytes that a call holds at any time beyond its inputs, on the rank that holds most."""
     directions = (False, True) if backward else (False,)
     few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
     peaks = []
-    for rank in _fullest_ranks(call):
+    for rank in range(call.world_size) if few else _fullest_ranks(call):
         of_rank = replace(call, rank=rank)
         ranks = (OneRank if few else _RoughRank)(call.layouts, call.mask, rank)
         both = [programs(of_rank, ranks, backward=b) for b in directions]
@@ -41,7 +41,7 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
 
 
 def _fullest_ranks(call: Call) -> set[int]:
-    """The first and the last rank with most rows; of Ulysses groups the member with most heads."""
+    """The first and the last rank with most rows; of Ulysses groups a member with each share."""
     spec, degree = call.spec, call.strategy.ulysses_degree
     dims = spec.headdim + spec.headdim_v
     rows = [
@@ -50,10 +50,11 @@ def _fullest_ranks(call: Call) -> set[int]:
     ]
     last = len(rows) - 1 - rows[::-1].index(max(rows))
     fullest = {rows.index(max(rows)), last}
-    if degree == 1:
-        return fullest
-    heads = [share.num for share in share_heads(spec.nheads, spec.nheads_kv, degree)]
-    return {rank - rank % degree + heads.index(max(heads)) for rank in fullest}
+    if call.strategy.exchange_q:  # the first and the last rank exchange no less, but hold less
+        fullest.add(call.world_size // 2)
+    shares = [(x.num, x.num_kv) for x in share_heads(spec.nheads, spec.nheads_kv, degree)]
+    members = [shares.index(share) for share in set(shares)]
+    return {rank - rank % degree + member for rank in fullest for member in members}
 
 
 @dataclass(frozen=True)
