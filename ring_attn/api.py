@@ -372,7 +372,7 @@ def tree_decode(
     """
     sizes_known = not (k is None and v is None)
     try:
-        k, v = check.check_rows_told(q, k, v, layout)
+        k, v = check.fill_absent_kv(q, k, v, layout)
         check.check_tensors(q, k, v, packed=False)
         check.check_decode(q, k, v, sinks, layout)
         process_group = check.check_group(group)

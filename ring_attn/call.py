@@ -71,28 +71,28 @@ class _Execution(TypedDict, total=False):
     transport: TransportOptions
 
 
-class Sharing(_Execution, total=False):
+class ExecutionOptions(_Execution, total=False):
     """Options of `ring_attention` that say how it is computed, without group and layout."""
 
     strategy: str | Strategy
     same_bits: bool | None
 
 
-class How(_Ranks, Sharing, total=False):
+class DistributedOptions(_Ranks, ExecutionOptions, total=False):
     """Options of `ring_attention` that say how it is computed."""
 
     layout: Layout
 
 
-class What(_Basics, _Scores, _Documents, total=False):
+class MathOptions(_Basics, _Scores, _Documents, total=False):
     """Options of `ring_attention` that say what is computed."""
 
 
-class SdpaOptions(_Scores, _Documents, How, total=False):
+class SdpaOptions(_Scores, _Documents, DistributedOptions, total=False):
     """Options of `ring_attention` that scaled_dot_product_attention lacks."""
 
 
-class AttentionOptions(What, How, total=False):
+class AttentionOptions(MathOptions, DistributedOptions, total=False):
     """All options of `ring_attention` except `return_lse` and `return_max_logits`."""
 
     dropout_p: float
@@ -154,7 +154,7 @@ class Request(NamedTuple):
         group = self.process_group
         return dist.get_rank(group), dist.get_world_size(group)
 
-    def given_strategy(self, world_size: int) -> Strategy:
+    def resolved_strategy(self, world_size: int) -> Strategy:
         """The strategy, checked against the number of ranks."""
         return resolve_strategy(self.strategy, world_size, self.mesh_shape)
 

@@ -207,7 +207,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
-def check_rows_told(
+def fill_absent_kv(
     q: Tensor, k: Tensor | None, v: Tensor | None, layout: object
 ) -> tuple[Tensor, Tensor]:
     """k and v; if both are None, empty tensors with the heads of q in their place."""
@@ -333,8 +333,8 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         return world
     if isinstance(group, DeviceMesh):
         return _alive(_group_of_mesh(group))
-    # On ranks outside of a new group, torch returns an integer instead of the group.
-    if isinstance(group, int):
+    # On ranks outside of a new group, torch returns this integer instead of the group.
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise RuntimeError("this rank is not a member of group; only members may call")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

@@ -83,7 +83,7 @@ def _make_call(
 ) -> tuple[Call, Agreement]:
     request = Request.from_text(text)
     resolved = resolve(request, rows, documents, given_mask, numbers, rank, world_size)
-    strategy = request.given_strategy(world_size)
+    strategy = request.resolved_strategy(world_size)
     call = make_call(
         strategy, spec, *resolved, rank, softmax_scale=request.softmax_scale,
         backend=request.backend, same_bits=request.same_bits, backward=request.differentiated,
@@ -194,7 +194,7 @@ def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
     if kept:
         heads = [(q.size(2), k.size(2))]
     else:
-        degree = call.given_strategy(world_size).ulysses_degree
+        degree = call.resolved_strategy(world_size).ulysses_degree
         # int: a graph is compiled for one share of the heads, even if sizes are symbols.
         share = share_heads(int(q.size(2)), int(k.size(2)), degree)[rank % degree]
         heads = [(run.num, run.num_kv) for run in share.runs]
@@ -219,7 +219,7 @@ _KNOWN = ("q", "k", "v", "out", "lse")
 @lru_cache(maxsize=1024)
 def _kept(text: str, rank: int, world_size: int) -> tuple[str, ...]:
     """Names of the operator's inputs and results that the strategy's backward reads."""
-    strategy = Request.from_text(text).given_strategy(world_size)
+    strategy = Request.from_text(text).resolved_strategy(world_size)
     if strategy.ulysses_degree > 1:
         return ()
     if strategy.exchange_q and 2 * rank + 1 != world_size:

@@ -154,10 +154,6 @@ def collect() -> Iterator[None]:
     Drops earlier figures. Each measured call resets torch's peak for its CUDA device, or the
     system's peak for this process (VmHWM): other readers of these peaks see only the time since.
 
-    Raises:
-        RuntimeError: by a call within, if it is captured into a CUDA graph: timing events cannot
-            be captured.
-
     Example:
         >>> with collect():
         ...     pass  # ring_attention(q, k, v)
@@ -311,9 +307,6 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
     """Observes one call; where figures are collected, keeps them when the call ends.
 
     `sent` are the counts of the rank's transport.
-
-    Raises:
-        RuntimeError: the call is captured into a CUDA graph, and figures are collected.
     """
     if not _collected.depth:
         with _named(f"ring_attn::{direction}"):
@@ -389,12 +382,6 @@ def _cuda_clock(index: int) -> _CudaClock:
 def _clock_of(device: torch.device) -> Clock:
     if device.type != "cuda":
         return _HOST
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "figures of a call that is captured into a CUDA graph cannot be collected: its events "
-            "do not measure; capture it outside of ring_attn.profiling.collect(), and without "
-            "RING_ATTN_STATS"
-        )
     index = torch.cuda.current_device() if device.index is None else device.index
     return _cuda_clock(index)
 

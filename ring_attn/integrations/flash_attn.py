@@ -28,7 +28,7 @@ from torch import Tensor
 from ring_attn import check
 from ring_attn.api import ring_attention, select_backend
 from ring_attn.backends import PREFERENCE, get_backend
-from ring_attn.call import Group, How, Layout, Sharing
+from ring_attn.call import DistributedOptions, ExecutionOptions, Group, Layout
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.values import as_int, check_tensor
 from ring_attn.transport.debug import tell_refusal
@@ -56,6 +56,167 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
     return_attn_probs: bool = False
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **execution: Unpack[ExecutionOptions],
+) -> Result:
+    """Attention of this rank's queries to all visible keys.
+
+    Args:
+        q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dropout_p: must be 0.
+        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        causal: bottom-right aligned, in global positions.
+        window_size: (left, right) in global positions; `causal` makes right 0.
+        softcap: caps the scores; 0 does not.
+        alibi_slopes: must be None.
+        deterministic: refused if the backend cannot promise it.
+        return_attn_probs: also return lse, and None.
+        group: as for `ring_attention`.
+        layout: as for `ring_attention`.
+        **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
+        (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
+
+    Raises:
+        Exception: as `ring_attention`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
+        >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
+        torch.Size([1, 500, 8, 64])
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    return _call("", (q, k, v), (), options, group, layout, execution)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **execution: Unpack[ExecutionOptions],
+) -> Result:
+    """`flash_attn_func` within packed documents.
+
+    Args:
+        q: (rows, nheads, headdim), this rank's rows of the packed sequence.
+        k: (rows_kv, nheads_kv, headdim).
+        v: (rows_kv, nheads_kv, headdim_v).
+        cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
+            after the last boundary are padding; on several ranks padding needs a `SequenceLayout`.
+        cu_seqlens_k: boundaries of the keys' documents, as many.
+        max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
+            under torch.compile, which does not see boundaries.
+        max_seqlen_k: the same for the keys.
+        dropout_p, softmax_scale, causal, window_size: as for `flash_attn_func`.
+        softcap, alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_func`.
+        block_table: must be None.
+        group: as for `ring_attention`.
+        layout: as for `ring_attention`.
+        **execution: as for `flash_attn_func`.
+
+    Returns:
+        `out` (rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse (nheads,
+        rows).
+
+    Raises:
+        NotImplementedError: `block_table` is not None.
+        Exception: as `ring_attention`.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call("", (q, k, v), sides, options, group, layout, execution, block_table)
+
+
+def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
+    """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
+    raise NotImplementedError(
+        "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
+        "this rank's rows of the cache and call ring_attn.tree_decode"
+    )
+
+
+def _call(
+    form: str,
+    tensors: tuple[Tensor, ...],
+    sides: tuple[Any, ...],
+    options: Options,
+    group: Group,
+    layout: Layout,
+    execution: ExecutionOptions,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Attention of one sequence or, with `sides`, within documents.
+
+    `sides` are boundaries of documents, then their max_seqlens: one each if queries and keys share
+    them, else two each.
+    """
+    name = "flash_attn_varlen_func" if sides else "flash_attn_func"
+    try:
+        check.check_options(name, execution, ExecutionOptions)
+        qkv = unpacked(form, tensors, packed=bool(sides))
+        check_deterministic(qkv, options)
+        if block_table is not None:
+            raise NotImplementedError(
+                "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes "
+                "a cache that is split over the ranks"
+            )
+        documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
+        suffixes = ("",) if len(documents) == 1 else ("_q", "_k")
+        for suffix, cuts, most in zip(suffixes, documents, longest, strict=False):
+            check_documents(suffix, cuts, most)
+        counts = [cuts.numel() - 1 for cuts in documents]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must have as many documents, got "
+                f"{counts[0]} and {counts[1]}"
+            )
+    except Exception as error:
+        tell_refusal(error, group)
+        raise
+    return attend(qkv, options, *documents, group=group, layout=layout, **execution)
 
 
 # Tensors of each form, as in signatures.
@@ -92,123 +253,37 @@ def written_out(
     return namespace[name]
 
 
-def _call(
-    form: str,
-    tensors: tuple[Tensor, ...],
-    sides: tuple[Any, ...],
-    options: Options,
-    group: Group,
-    layout: Layout,
-    sharing: Sharing,
-    block_table: Tensor | None = None,
-) -> Result:
-    """Attention of one sequence or, with `sides`, within documents.
-
-    `sides` are boundaries of documents, then their max_seqlens: one each if queries and keys share
-    them, else two each.
-    """
-    name = "flash_attn_varlen_func" if sides else "flash_attn_func"
-    try:
-        check.check_options(name, sharing, Sharing)
-        qkv = unpacked(form, tensors, packed=bool(sides))
-        check_deterministic(qkv, options)
-        if block_table is not None:
-            raise NotImplementedError(
-                "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes "
-                "a cache that is split over the ranks"
-            )
-        documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
-        suffixes = ("",) if len(documents) == 1 else ("_q", "_k")
-        for suffix, cuts, most in zip(suffixes, documents, longest, strict=False):
-            check_documents(suffix, cuts, most)
-        counts = [cuts.numel() - 1 for cuts in documents]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_k must have as many documents, got "
-                f"{counts[0]} and {counts[1]}"
-            )
-    except Exception as error:
-        tell_refusal(error, group)
-        raise
-    return attend(qkv, options, *documents, group=group, layout=layout, **sharing)
-
-
-_DOCSTRING = """Attention of this rank's queries to all visible keys{documents}.
-
-Args, as far as the signature has them:
-    q: ({rows}, nheads, headdim); float16, bfloat16, float32 or float64.
-    k: ({rows_k}, nheads_kv, headdim).
-    v: ({rows_k}, nheads_kv, headdim_v).
-    kv, qkv: ({rows}, 2 or 3, nheads, headdim), several of them in one.
-    cu_seqlens_q, cu_seqlens_k: int32 boundaries of as many documents of queries and keys in the
-        whole sequence, from 0. Rows after the last boundary are padding; on several ranks padding
-        needs a `SequenceLayout`.
-    max_seqlen_q, max_seqlen_k: rows of the longest document in the whole sequence, or more;
-        checked, except under torch.compile, which does not see boundaries.
-    cu_seqlens, max_seqlen: those of queries and keys.
-    dropout_p: must be 0.
-    softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-    causal: bottom-right aligned, in global positions.
-    window_size: (left, right) in global positions; `causal` makes right 0.
-    softcap: caps the scores; 0 does not.
-    alibi_slopes, block_table: must be None.
-    deterministic: refused if the backend cannot promise it.
-    return_attn_probs: also return lse, and None.
-    group, layout: as for `ring_attention`.
-    **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
-
-Returns:
-    `out` ({rows}, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
-    ({lse}) in float32 (float64 for float64), natural logarithm.
-
-Raises:
-    Exception: as `ring_attention`.
-{example}"""
-
-_EXAMPLE = """
-Example:
-    >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
-    >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
-    >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
-    torch.Size([1, 500, 8, 64])
-"""
-
-
-def _function(form: str = "", documents: str = "", last: str = "") -> Callable[..., Result]:
-    """Makes a function with these parameters: tensors, documents, options, `last` and ours."""
-    name = f"flash_attn_{'varlen_' * bool(documents)}{form and form + 'packed_'}func"
-    ours = "*, group: Group = None, layout: Layout = 'contiguous', **sharing: Unpack[Sharing]"
+def _packed(form: str, sides: str, doc: str) -> Callable[..., Result]:
+    """Makes a function that takes packed tensors: `form` "kv" or "qkv" names the last tensor."""
+    name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
+    options = parameters_of(Options)
+    ours = "*, group: Group = None, layout: Layout = 'contiguous', "
+    ours += "**execution: Unpack[ExecutionOptions]"
     call = (
-        f"_call({form!r}, ({names_of(TENSORS[form])}), ({names_of(documents)}), "
-        f"Options({names_of(parameters_of(Options))}), group, layout, sharing, {names_of(last)})"
+        f"_call({form!r}, ({names_of(TENSORS[form])}), ({names_of(sides)}), "
+        f"Options({names_of(options)}), group, layout, execution)"
     )
-    doc = _DOCSTRING.format(
-        rows="rows" if documents else "batch, rows",
-        rows_k="rows_k" if documents else "batch, rows_k",
-        lse="nheads, rows" if documents else "batch, nheads, rows",
-        documents=" of their documents" if documents else "",
-        example="" if form or documents else _EXAMPLE,
-    )
-    parameters = (TENSORS[form], documents, parameters_of(Options), last, ours)
-    return written_out(name, parameters, call, globals(), doc)
+    return written_out(name, (TENSORS[form], sides, options, ours), call, globals(), doc)
 
 
 _SIDES = "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int"
 
-flash_attn_func = _function()
-flash_attn_kvpacked_func = _function("kv")
-flash_attn_qkvpacked_func = _function("qkv")
-flash_attn_varlen_func = _function("", _SIDES, "block_table: Tensor | None = None")
-flash_attn_varlen_kvpacked_func = _function("kv", _SIDES)
-flash_attn_varlen_qkvpacked_func = _function("qkv", "cu_seqlens: Tensor, max_seqlen: int")
-
-
-def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
-    """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
-    raise NotImplementedError(
-        "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
-        "this rank's rows of the cache and call ring_attn.tree_decode"
-    )
+flash_attn_kvpacked_func = _packed(
+    "kv", "", "`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."
+)
+flash_attn_qkvpacked_func = _packed(
+    "qkv", "", "`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."
+)
+flash_attn_varlen_kvpacked_func = _packed(
+    "kv",
+    _SIDES,
+    "`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim).",
+)
+flash_attn_varlen_qkvpacked_func = _packed(
+    "qkv",
+    "cu_seqlens: Tensor, max_seqlen: int",
+    "`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim).",
+)
 
 
 def attend(
@@ -216,7 +291,7 @@ def attend(
     options: Options,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    **how: Unpack[How],
+    **distributed: Unpack[DistributedOptions],
 ) -> Result:
     """Calls ring_attention with flash-attn's options; returns results as flash-attn does."""
     out, lse = ring_attention(
@@ -230,7 +305,7 @@ def attend(
         return_lse=True,
         dropout_p=options.dropout_p,
         alibi_slopes=options.alibi_slopes,
-        **how,
+        **distributed,
     )
     return (out, lse, None) if options.return_attn_probs else out
 

@@ -54,7 +54,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
 from ring_attn.api import ring_attention, tree_decode
-from ring_attn.call import AttentionOptions, DecodeOptions, Group, Sharing
+from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
@@ -111,14 +111,14 @@ class Registration:
         name: name of the implementation.
         group: as for `ring_attention`.
         layout: layout for forwards without `sequence_layout`.
-        sharing: those of strategy, backend, same_bits and transport that `register` got.
+        execution: those of strategy, backend, same_bits and transport that `register` got.
         ignore: keywords of a forward that are not for the attention.
     """
 
     name: str
     group: Group
     layout: str
-    sharing: Sharing
+    execution: ExecutionOptions
     ignore: frozenset[str]
 
     def unregister(self) -> None:
@@ -199,7 +199,7 @@ class Registration:
             "softcap": kwargs.get("softcap") or 0.0,
             "sinks": kwargs.get("s_aux"),
             "group": self.group,
-            **self.sharing,
+            **self.execution,
         }
         if attention_mask or rule.chunk or counts_rows(module):
             place = placed, documents
@@ -325,7 +325,7 @@ def register(
     *,
     name: str = "ring_attn",
     ignore: Collection[str] = (),
-    **sharing: Unpack[Sharing],
+    **execution: Unpack[ExecutionOptions],
 ) -> Registration:
     """Registers `attn_implementation="ring_attn"` with transformers, for this rank's shards.
 
@@ -348,7 +348,7 @@ def register(
         name: the name to register; each group or layout in use needs its own.
         ignore: keywords of the models' forward that are not for the attention, such as those of
             your own loss function.
-        **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
+        **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
 
     Returns:
         A handle: `unregister()`, `cache(model)`.
@@ -380,8 +380,8 @@ def register(
             f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
             "or give another name"
         )
-    check.check_options("register", sharing, Sharing)
-    ring = Registration(name, group, layout, sharing, frozenset(ignore))
+    check.check_options("register", execution, ExecutionOptions)
+    ring = Registration(name, group, layout, execution, frozenset(ignore))
     package.AttentionInterface.register(name, ring.attend)
     package.AttentionMaskInterface.register(name, ring.mask)
     return ring

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import check
 from ring_attn.api import ring_attention
-from ring_attn.call import How, Layout, What
+from ring_attn.call import DistributedOptions, Layout, MathOptions
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import NEED_DEGREE, Strategy, checked_strategy, resolve_strategy
@@ -51,7 +51,7 @@ Options = Mapping[str, Any]
 Key = int | str
 
 # Arguments of `ring_attention` that change the result; the others choose how to compute it.
-OPTIONS = tuple(What.__annotations__)
+OPTIONS = tuple(MathOptions.__annotations__)
 
 # An attribute that marks the class of a module with a style.
 _MARK = "_ring_attn_context_parallel"
@@ -263,7 +263,7 @@ class _ParallelAttention:
         self.strategy = _strategy_on(mesh, style)
         self.dims = Dims(style.seq_dim, style.head_dim)
         self.rows = SplitRows(mesh, style.seq_dim)
-        self.how: How = {
+        self.distributed: DistributedOptions = {
             "group": mesh, "strategy": self.strategy, "backend": style.backend,
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
@@ -412,7 +412,7 @@ class _ParallelAttention:
             )
         shards = self._shards([query, key, value], _SDPA_DIMS, layout)
         q, k, v = shards.tensors
-        options = {**kwargs, **self.how, "layout": shards.layout}
+        options = {**kwargs, **self.distributed, "layout": shards.layout}
         return shards.restore(sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options))
 
     # -- replace=
@@ -430,8 +430,8 @@ class _ParallelAttention:
         shards = self._shards(qkv, self.dims, self.style.layout)
         order = self.dims.order(shards.tensors[0].ndim)
         q, k, v = (x.permute(order) for x in shards.tensors)
-        how: How = {**self.how, "layout": shards.layout}
-        out = ring_attention(q, k, v, **how, **options)
+        distributed: DistributedOptions = {**self.distributed, "layout": shards.layout}
+        out = ring_attention(q, k, v, **distributed, **options)
         return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
 
     # -- inside="whole"

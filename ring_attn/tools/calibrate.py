@@ -392,7 +392,7 @@ def _table(clusters: dict[int, Cluster], samples: dict[int, list[dict[str, Any]]
             table.add_row(
                 str(ranks), name, f"{rate.flops / 1e9:.1f}", f"{rate.launch:.2g}",
                 f"{rate.row_columns:.0f}, {rate.edge_columns:.0f}",
-                f"{100 * worst_miss(rate, of_kind):.0f} %",
+                f"{100 * largest_error(rate, of_kind):.0f} %",
             )  # fmt: skip
         table.add_row(str(ranks), "copy", f"{device.memory_bandwidth / 1e9:.1f}")
         if ranks > 1:
@@ -403,6 +403,6 @@ def _table(clusters: dict[int, Cluster], samples: dict[int, list[dict[str, Any]]
     return table
 
 
-def worst_miss(rate: Rate, samples: Sequence[TileSample]) -> float:
+def largest_error(rate: Rate, samples: Sequence[TileSample]) -> float:
     """The greatest relative error of a fitted rate."""
     return max((abs(s.predicted(rate) / s.seconds - 1) for s in samples), default=0.0)

@@ -58,7 +58,7 @@ OPTIONS = (
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
 SIDES = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-OURS = "*, group=None, layout='contiguous', **sharing"
+OURS = "*, group=None, layout='contiguous', **execution"
 FLASH_ATTN_2_8 = {
     "flash_attn_func": f"(q, k, v, {OPTIONS}, {OURS})",
     "flash_attn_kvpacked_func": f"(q, kv, {OPTIONS}, {OURS})",

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
-from ring_attn.call import Group, How
+from ring_attn.call import DistributedOptions, Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
@@ -119,13 +119,16 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 
 def _attend(
-    qkv: Qkv, options: _Options, documents: Tensor | None = None, **how: Unpack[How]
+    qkv: Qkv,
+    options: _Options,
+    documents: Tensor | None = None,
+    **distributed: Unpack[DistributedOptions],
 ) -> Result:
-    """Calls ring_attention with flash-attn's options; `how` has layout and strategy."""
+    """Calls ring_attention with flash-attn's options; `distributed` has layout and strategy."""
     flash_options = Options(*options[:4], 0.0, *options[4:-1])
     check_deterministic(qkv, flash_options)
-    how["group"] = options.group
-    return attend(qkv, flash_options, documents, **how)
+    distributed["group"] = options.group
+    return attend(qkv, flash_options, documents, **distributed)
 
 
 def _longest(boundaries: Sequence[int]) -> int:
