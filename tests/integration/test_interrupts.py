@@ -46,7 +46,7 @@ class Started:
                     found.append(int(entry.name))
         return found
 
-    def wait_for(self, reached: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, reached: Callable[[], bool], seconds: float = 180.0) -> None:
         """Waits until `reached()` is true or the command has ended."""
         deadline = time.monotonic() + seconds
         while not reached() and self.process.poll() is None:
@@ -61,7 +61,7 @@ class Started:
 
     def ended(self) -> tuple[int, str]:
         """Waits for the end: exit status and stderr; checks that no process or file is left."""
-        _, said = self.process.communicate(timeout=60)
+        _, said = self.process.communicate(timeout=180)
         deadline = time.monotonic() + 30
         while self.running():
             assert time.monotonic() < deadline, "processes are left"
