@@ -8,15 +8,10 @@ a fence.proxy.async; waits and barriers are not enough. Bulk copies use the asyn
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-COMMENT = re.compile(r"//.*|^[ \t]*\.(?:loc|file)\b.*", re.MULTILINE)
-ENTRY = re.compile(r"\.entry\s+\w+\s*\([^)]*\)[^{]*\{")
-# A label, a brace of a scope, or a statement, in which braces hold operands.
-TOKEN = re.compile(r"([$\w]+):(?!:)|([{}])|([^\s{};][^;{}]*(?:\{[^{}]*\}[^;{}]*)*);")
-STATEMENT = re.compile(r"(?P<guard>@\S+\s+)?(?P<opcode>\S+)\s*(?P<operands>.*)", re.DOTALL)
+from ring_attn.tools.ptx import Code, Statement, parse
 
 COPY = re.compile(r"cp\.async\.c[ag]\.")
 COMMIT, WAIT, BULK = "cp.async.commit_group", "cp.async.wait_group", "cp.async.bulk"
@@ -33,21 +28,6 @@ ONE_ADDRESS = re.compile(r"^\[ ?global_smem\b")
 MOST_GROUPS = 32
 REGISTER = re.compile(r"%\w+")
 PRODUCT = re.compile(r"wgmma\.mma_async|tcgen05\.mma\.")
-
-
-@dataclass(frozen=True)
-class Statement:
-    """An instruction; `scopes` are the braces around it, outermost first.
-
-    `results`, set for stores only, are all registers that products of the kernel write.
-    """
-
-    opcode: str
-    operands: str
-    guarded: bool
-    line: int
-    scopes: tuple[int, ...]
-    results: frozenset[str] = frozenset()
 
 
 class State(NamedTuple):
@@ -78,10 +58,11 @@ class State(NamedTuple):
             self.exchanged & other.exchanged,
         )
 
-    def after(self, ins: Statement) -> State:
+    def after(self, ins: Statement, results: frozenset[str]) -> State:
+        """The facts behind an instruction; `results` are all registers that products write."""
         if COPY.match(ins.opcode):
             # A guarded narrow copy is of a vector such as lse, which no product reads.
-            vector = ins.guarded and not WIDE.search(ins.operands)
+            vector = bool(ins.guard) and not WIDE.search(ins.operands)
             return self._replace(copies=self.copies or not vector)
         if ins.opcode == COMMIT:
             groups = (self.copies, *self.groups)[:MOST_GROUPS]
@@ -94,7 +75,7 @@ class State(NamedTuple):
             raise ValueError(f"line {ins.line}: {ins.opcode} is not known")
         if STORE.match(ins.opcode) and not ONE_ADDRESS.search(ins.operands):
             # 32-bit results of a product, stored unchanged; products read only 16-bit tiles.
-            if {*REGISTER.findall(ins.operands.partition("]")[2])} <= ins.results:
+            if {*REGISTER.findall(ins.operands.partition("]")[2])} <= results:
                 return self
             lines = {ins.line}
             return self._replace(unfenced=self.unfenced | lines, stored=self.stored | lines)
@@ -104,7 +85,7 @@ class State(NamedTuple):
             return self._replace(stored=frozenset(), exchanged=self.stored)
         if LOAD.match(ins.opcode):
             return self._replace(unfenced=self.unfenced - self.exchanged)
-        if FENCE.match(ins.opcode) and not ins.guarded:
+        if FENCE.match(ins.opcode) and not ins.guard:
             return self._replace(unfenced=frozenset())
         return self
 
@@ -115,13 +96,19 @@ def missing_fences(ptx: str) -> tuple[str, ...]:
     A path is that of one warp within a task. So stores for another warp's product go unseen, and
     tiles that are stored between the same barriers as values for other threads.
     """
-    statements, successors = _parse(ptx)
+    code = parse(ptx)
+    results = frozenset(
+        register
+        for ins in code.statements
+        if ins.opcode.startswith("wgmma.mma_async")
+        for register in REGISTER.findall(ins.operands.partition("}")[0])
+    )
     states: dict[int, State] = {0: State()}
     changed = [0]
     while changed:
         at = changed.pop()
-        after = states[at].after(statements[at])
-        for following in successors[at]:
+        after = states[at].after(code.statements[at], results)
+        for following in _successors(at, code):
             known = states.get(following)
             joined = after if known is None else known.joined(after)
             if joined != known:
@@ -129,64 +116,20 @@ def missing_fences(ptx: str) -> tuple[str, ...]:
                 changed.append(following)
     return tuple(
         f"line {ins.line}: {ins.opcode} without fence.proxy.async after line {max(unfenced)}"
-        for at, ins in enumerate(statements)
+        for at, ins in enumerate(code.statements)
         if PRODUCT.match(ins.opcode) and (unfenced := states.get(at, State()).unfenced)
     )
 
 
-def _parse(ptx: str) -> tuple[list[Statement], list[tuple[int, ...]]]:
-    """The statements of the module's one kernel, and the possible successors of each."""
-    text = COMMENT.sub("", ptx)
-    entry = ENTRY.search(text)
-    if entry is None:
-        raise ValueError("no .entry in the PTX")
-    statements = list[Statement]()
-    labels: dict[tuple[int, str], int] = {}  # of a scope
-    scopes, num_scopes = [0], 0
-    line, counted = 1, 0
-    for token in TOKEN.finditer(text, entry.end()):
-        line, counted = line + text.count("\n", counted, token.start()), token.start()
-        label, brace, statement = token.groups()
-        if label:
-            labels[scopes[-1], label] = len(statements)
-        elif brace == "{":
-            num_scopes += 1
-            scopes.append(num_scopes)
-        elif brace:
-            scopes.pop()
-            if not scopes:
-                break
-        elif match := STATEMENT.match(statement):
-            operands = " ".join(match["operands"].split())
-            guarded = match["guard"] is not None
-            statements.append(Statement(match["opcode"], operands, guarded, line, tuple(scopes)))
-    written = frozenset(
-        register
-        for ins in statements
-        if ins.opcode.startswith("wgmma.mma_async")
-        for register in REGISTER.findall(ins.operands.partition("}")[0])
-    )
-    statements = [
-        replace(ins, results=written) if STORE.match(ins.opcode) else ins for ins in statements
-    ]
-    return statements, [_successors(at, statements, labels) for at in range(len(statements))]
-
-
-def _successors(
-    at: int, statements: list[Statement], labels: dict[tuple[int, str], int]
-) -> tuple[int, ...]:
-    ins = statements[at]
-
-    def target(name: str) -> int:
-        return next(labels[s, name] for s in reversed(ins.scopes) if (s, name) in labels)
-
+def _successors(at: int, code: Code) -> tuple[int, ...]:
+    ins = code.statements[at]
     following = list[int]()
     if ins.opcode.startswith("bra"):
-        following.append(target(ins.operands))
+        following.append(code.labels[ins.operands])
     elif ins.opcode.startswith("brx"):
-        listed = statements[target(ins.operands.split(", ")[-1])]
-        following += (target(name) for name in listed.operands.split(", "))
+        listed = code.statements[code.labels[ins.operands.split(", ")[-1]]]
+        following += (code.labels[name] for name in listed.operands.split(", "))
     ends = ins.opcode.startswith(("bra", "brx", "ret", "exit", "trap"))
-    if ins.guarded or not ends:
+    if ins.guard or not ends:
         following.append(at + 1)
-    return tuple(x for x in following if x < len(statements))
+    return tuple(x for x in following if x < len(code.statements))

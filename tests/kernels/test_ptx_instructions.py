@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
-from tests.kernels.ptx.bulk import TensorMap
+from tests.kernels.ptx import matrix  # noqa: F401  (it adds its instructions)
+from tests.kernels.ptx.copies import TensorMap
 from tests.kernels.ptx.faults import Deadlock, Fault, NotWaited, OutOfBounds, Race, Unsupported
 from tests.kernels.ptx.machine import run_grid
 from tests.kernels.ptx.memory import GlobalMemory

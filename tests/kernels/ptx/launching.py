@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
-from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
-from tests.kernels.ptx.bulk import TensorMap
+from tests.kernels.ptx import matrix  # noqa: F401  (it adds its instructions)
+from tests.kernels.ptx.copies import TensorMap
 from tests.kernels.ptx.faults import NotFenced
 from tests.kernels.ptx.machine import run_grid
 from tests.kernels.ptx.memory import GlobalMemory

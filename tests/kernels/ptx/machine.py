@@ -8,19 +8,20 @@ group can go on, a Deadlock names the waiting warps. CTAs run one after the othe
 a few by turns. Not checked: races within a warp, between CTAs and in global memory, and the code
 that ptxas makes of the PTX.
 
-Instructions are looked up in RULES (`scalar`) and, by a pattern of their opcode, in HANDLERS, which
-`access`, `matrix`, `copies`, `bulk` and `wgmma` fill. Before the run, each instruction becomes a
-function of the mask of its threads; an unknown instruction is refused then.
+Before the run, each instruction becomes a function of the mask of its threads, by RULES (`scalar`),
+or of their numbers, by HANDLERS, which `access`, `copies` and `matrix` fill. An unknown instruction
+is refused then.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import product
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,9 @@ Array = NDArray[Any]
 # The threads that execute an instruction: True for all threads, or a mask.
 Where = Any
 Run = Callable[[Where], None]
-Handler = Callable[["Machine", Instruction], Run]
+# A function that executes an instruction for the numbers of one thread or more.
+ByLanes = Callable[[Array], None]
+Handler = Callable[..., ByLanes]
 
 HANDLERS: list[tuple[re.Pattern[str], Handler]] = []
 LANES = 32
@@ -46,7 +49,10 @@ PARAM_SIZE = 1 << 12
 
 
 def handles(pattern: str) -> Callable[[Handler], Handler]:
-    """Registers a function as the handler of all opcodes that match."""
+    """Registers the maker of the function for all opcodes that match.
+
+    It gets the machine, the instruction, and the groups of the match.
+    """
 
     def add(handler: Handler) -> Handler:
         HANDLERS.append((re.compile(pattern), handler))
@@ -74,13 +80,12 @@ class Group:
     wait: Wait | None = None
 
 
-@dataclass
-class Block:
-    """A basic block: instructions, their functions, and the branch at its end."""
+class Block(NamedTuple):
+    """A basic block: instructions, functions of all but a branch at its end, and the branch."""
 
-    instructions: list[Instruction] = field(default_factory=list)
-    ops: list[Run] = field(default_factory=list)
-    end: Instruction | None = None
+    instructions: list[Instruction]
+    ops: list[Run]
+    end: Instruction | None
 
 
 # Instructions that end a block: branches, and instructions that may wait.
@@ -89,7 +94,6 @@ WAITING = re.compile(
     r"(bar|barrier)\.sync|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
     r"|ld\.global\.gpu\.acquire\..*"
 )
-
 
 # CTAs that run by turns if a seed is given, and blocks that a CTA runs before the next CTA.
 TOGETHER = 3
@@ -122,21 +126,14 @@ class Machine:
         self.threads = np.arange(self.num_threads)
         self.warp_of = self.threads // LANES
         self.registers: dict[str, Array] = {}
-        self.special = {
-            f"%{name}.{axis}": np.zeros(self.num_threads, np.uint32)
-            for name, axis in product(("tid", "ntid", "ctaid", "nctaid"), "xyz")
-        }
-        self.special["%tid.x"][:] = self.threads
-        self.special["%ntid.x"][:] = self.num_threads
-        self.special["%ntid.y"][:] = self.special["%ntid.z"][:] = 1
         addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, name in enumerate(kernel.params)}
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
         self.maps_by_address = {addresses[name]: x for name, x in self.tensor_maps.items()}
         # For registers of pending products: the last product group of each warp that uses them.
         self.pending_reads: dict[str, Array] = {}
         self.pending: dict[str, Array] = {}
-        self.start((0, 0, 0), (1, 1, 1))
-        self.blocks = list(self._make_blocks())
+        self.start(0, 1)
+        self.blocks = self._make_blocks()
 
     # -- operands
 
@@ -154,15 +151,11 @@ class Machine:
         dtype = DTYPES[kind]
         if not isinstance(operand, str):
             raise Unsupported(ins)
-        if operand in self.special:
-            return self.special[operand].view(dtype)
-        if operand in self.symbols:
-            return np.full(self.num_threads, self.symbols[operand], dtype)
         if operand[0] == "%" or "#" in operand:
             found = self.register(operand).view(dtype)
             # The lower part of a wider register.
             return found[:: found.size // self.num_threads]
-        value = _constant(operand)
+        value = self.symbols[operand] if operand in self.symbols else _constant(operand)
         if dtype == np.bool_:
             return np.full(self.num_threads, value != 0)
         bits = value & (1 << 8 * dtype.itemsize) - 1
@@ -179,71 +172,66 @@ class Machine:
             raise Unsupported(ins, "width of the destination")
         return found.view(DTYPES[kind])
 
-    def warps(self, ins: Instruction, where: Where) -> Array:
+    def warps(self, ins: Instruction, lanes: Array) -> Array:
         """Numbers of the warps that execute; raises if only a part of a warp does."""
-        if where is True:
-            return np.arange(self.num_warps)
-        lanes = np.reshape(where, (-1, LANES))
-        some = lanes.any(1)
-        if not (lanes.all(1) == some).all():
+        counts = np.bincount(self.warp_of[lanes])
+        if (counts % LANES).any():
             raise Fault(ins, "executed by a part of a warp")
-        return np.flatnonzero(some)
-
-    def lanes(self, where: Where) -> Array:
-        """Numbers of the threads that execute."""
-        return self.threads if where is True else np.flatnonzero(where)
+        return np.flatnonzero(counts)
 
     # -- preparation
 
-    def _make_blocks(self) -> Iterator[Block]:
+    def _make_blocks(self) -> list[Block]:
         """Cuts the text at labels, branches and waits; sets the places of labels."""
-        self.places: dict[str, int] = {}
-        used = {
-            x for ins in self.kernel.instructions if ins.opcode[:3] == "bra" for x in ins.operands
-        }
-        used.update(*self.kernel.targets.values())
-        names: dict[int, list[str]] = {}
-        for label in used & self.kernel.labels.keys():
-            names.setdefault(self.kernel.labels[label], []).append(label)
-        block, number = Block(), 0
-        for index, ins in enumerate(self.kernel.instructions):
-            if index in names and block.instructions:
-                yield block
-                block, number = Block(), number + 1
-            for label in names.get(index, ()):
-                self.places[label] = number
-            block.instructions.append(ins)
-            self.block = block
+        code, labels = self.kernel.instructions, self.kernel.labels
+        used = {x for ins in code if ins.opcode[:3] == "bra" for x in ins.operands}
+        used = labels.keys() & used.union(*self.kernel.targets.values())
+        ends = [
+            i
+            for i, ins in enumerate(code)
+            if any(x.fullmatch(ins.opcode) for x in (BRANCH, WAITING))
+        ]
+        starts = sorted({0, len(code), *(labels[x] for x in used), *(i + 1 for i in ends)})
+        self.places = {label: starts.index(labels[label]) for label in used}
+        return [self._block(code[start:stop]) for start, stop in pairwise(starts)]
+
+    def _block(self, code: list[Instruction]) -> Block:
+        ops = list[Run]()
+        for i, ins in enumerate(code):
             if BRANCH.fullmatch(ins.opcode):
-                block.end = ins
-            else:
-                block.ops.append(self._op(ins))
-            if block.end or WAITING.fullmatch(ins.opcode):
-                yield block
-                block, number = Block(), number + 1
-        if block.instructions:
-            yield block
+                return Block(code, ops, ins)
+            self.before = code[:i]
+            ops.append(self._op(ins))
+        return Block(code, ops, None)
 
     def _op(self, ins: Instruction) -> Run:
+        rule = RULES.get(ins.opcode)
+        simple = rule is not None and all(isinstance(x, str) for x in ins.operands)
         try:
-            run = self._unguarded(ins)
+            run = self._rule(ins, rule) if rule and simple else self._by_lanes(ins)
         except KeyError as error:
             raise Unsupported(ins, f"with {error}") from error
-        if ins.guard is None:
-            return run
-        guard = self.source(ins, ins.guard, "pred")
-        if ins.negated:
-            return lambda where: run(~guard & where)
-        return lambda where: run(guard & where)
+        return (lambda where: run(self._guarded(ins, where))) if ins.guard else run
 
-    def _unguarded(self, ins: Instruction) -> Run:
-        rule = RULES.get(ins.opcode)
-        if rule is not None and all(isinstance(x, str) for x in ins.operands):
-            return self._rule(ins, rule)
-        for pattern, handler in HANDLERS:
-            if pattern.fullmatch(ins.opcode):
-                return handler(self, ins)
-        raise Unsupported(ins)
+    def _guarded(self, ins: Instruction, where: Where) -> Where:
+        """Those of the threads whose guard holds."""
+        if not ins.guard:
+            return where
+        guard = self.source(ins, ins.guard.removeprefix("!"), "pred")
+        return (~guard if ins.guard[0] == "!" else guard) & where
+
+    def _by_lanes(self, ins: Instruction) -> Run:
+        matches = ((pattern.fullmatch(ins.opcode), handler) for pattern, handler in HANDLERS)
+        made = next((make(self, ins, *match.groups()) for match, make in matches if match), None)
+        if made is None:
+            raise Unsupported(ins)
+
+        def run(where: Where) -> None:
+            lanes = self.threads if where is True else np.flatnonzero(where)
+            if lanes.size:
+                made(lanes)
+
+        return run
 
     def _rule(self, ins: Instruction, rule: Rule) -> Run:
         if len(ins.operands) != 1 + len(rule.sources):
@@ -260,11 +248,8 @@ class Machine:
 
     # -- running
 
-    def start(self, number: tuple[int, ...], grid: tuple[int, ...]) -> None:
+    def start(self, number: int, grid: int) -> None:
         """Begins a CTA of a grid."""
-        for axis, at, size in zip("xyz", number, grid, strict=True):
-            self.special[f"%ctaid.{axis}"][:] = at
-            self.special[f"%nctaid.{axis}"][:] = size
         self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
         self.clocks = Clocks(self.num_warps)
         self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
@@ -279,6 +264,8 @@ class Machine:
         self.pending_reads.clear()
         for register in self.registers.values():
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
+        for name, value in (("tid", self.threads), ("ctaid", number), ("nctaid", grid)):
+            self.register(f"%{name}.x")[:] = value
 
     def can_run(self) -> bool:
         return any(group.wait is None or group.wait.ready() for group in self.groups)
@@ -347,46 +334,37 @@ class Machine:
         """Raises if an instruction uses results of a pending product, or changes its operands."""
         if ins.opcode.startswith("wgmma"):
             return
+        warps = np.unique(self.warp_of[np.broadcast_to(where, self.num_threads)])
         for i, operand in enumerate(ins.operands):
-            for name in operand if isinstance(operand, tuple) else (operand,):
-                if self.is_pending(name, where, changed=i == 0):
+            self.check_done(ins, operand, warps, changed=i == 0)
+
+    def check_done(
+        self, ins: Instruction, operand: Operand, warps: Array, *, changed: bool = False
+    ) -> None:
+        """Raises if a pending product writes a register or, if it is `changed`, reads it."""
+        for name in operand if isinstance(operand, tuple) else (operand,):
+            for pending in (self.pending, self.pending_reads)[: 1 + changed]:
+                last = pending.get(name)  # type: ignore[call-overload]
+                if last is not None and (last[warps] > self.clocks.products_done[warps]).any():
                     raise Fault(ins, f"{name} belongs to a wgmma that has not been waited for")
 
-    def is_pending(self, name: object, where: Where, *, changed: bool) -> bool:
-        """Whether a pending product writes the register or, if it is `changed`, reads it."""
-        last = self.pending.get(name)  # type: ignore[call-overload]
-        if last is None and changed:
-            last = self.pending_reads.get(name)  # type: ignore[call-overload]
-        if last is None:
-            return False
-        warps = np.unique(self.warp_of[self.lanes(where)])
-        return bool((last[warps] > self.clocks.products_done[warps]).any())
-
     def _branch(self, group: Group, ins: Instruction) -> None:
-        mask = group.mask
-        if ins.guard is not None:
-            guard = self.source(ins, ins.guard, "pred")
-            mask = mask & (~guard if ins.negated else guard)
+        mask = self._guarded(ins, group.mask)
         self.groups.remove(group)
-        for at, taken in self._targets(ins, mask):
+        stays = group.mask & ~mask
+        for taken, at in ((stays, group.at), *self._targets(ins, mask)):
             if taken.any():
                 self.groups.append(Group(taken, at))
-        stays = group.mask & ~mask
-        if stays.any():
-            self.groups.append(Group(stays, group.at))
 
-    def _targets(self, ins: Instruction, mask: Array) -> Iterator[tuple[int, Array]]:
-        if ins.opcode == "ret":
-            return
+    def _targets(self, ins: Instruction, mask: Array) -> Iterator[tuple[Array, int]]:
         if ins.opcode == "brx.idx":
             index = self.source(ins, ins.operands[0], "u32")
             labels = self.kernel.targets[str(ins.operands[1])]
             if (index[mask] >= len(labels)).any():
                 raise Fault(ins, f"an index of {index[mask].max()} into {len(labels)} labels")
-            for i, label in enumerate(labels):
-                yield self.places[label], mask & (index == i)
-        else:
-            yield self.places[str(ins.operands[0])], mask
+            yield from ((mask & (index == i), self.places[x]) for i, x in enumerate(labels))
+        elif ins.opcode != "ret":
+            yield mask, self.places[str(ins.operands[0])]
 
 
 def run_grid(
@@ -404,8 +382,8 @@ def run_grid(
     Returns:
         The missing proxy fences, one for each instruction.
     """
-    grid = (*grid, 1, 1)[:3]
-    numbers = [(x, y, z) for z, y, x in product(*map(range, reversed(grid)))]
+    numbers = list(range(math.prod(grid)))
+    assert len(numbers) == grid[0], "only axis x"
     drawn = None if seed is None else random.Random(seed)
     missing: dict[Instruction, NotFenced] = {}
     idle = [
@@ -417,7 +395,7 @@ def run_grid(
         while numbers or running:
             while numbers and idle:
                 running.append(idle.pop())
-                running[-1].start(numbers.pop(0), grid)
+                running[-1].start(numbers.pop(0), grid[0])
             ready = [machine for machine in running if machine.can_run()]
             if not ready:
                 raise running[0].deadlock()

@@ -1,29 +1,32 @@
-"""Matrix instructions of a warp: `ldmatrix`, `stmatrix` and `mma.sync`.
+"""Matrix instructions: `ldmatrix`, `stmatrix` and `mma.sync` of a warp, `wgmma` of a warpgroup.
 
 Layouts follow the ISA, "Matrix Fragments for mma.m16n8k16". Lane 4 g + t of a warp holds, of A,
 rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; of B, half of that, with rows and
 columns exchanged: column g alone; of C and D, rows g and g + 8, columns 2 t and 2 t + 1.
 
-Products are exact; numpy adds them up in float32 in its own order, since the ISA gives none.
+Products are exact; numpy adds them up in float32 in its own order, since the ISA gives none. A
+`wgmma` is computed at once, but until a wait for its group it is a fault to touch its registers
+(`Machine.check_done`) or to write the shared memory that it reads (`races`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
 from ring_attn.kernels.interpreter import matmul
-from tests.kernels.ptx.access import address_of, vector
-from tests.kernels.ptx.faults import Unsupported
-from tests.kernels.ptx.machine import LANES, Array, Machine, Run, Where, handles
+from tests.kernels.ptx.access import located, vector
+from tests.kernels.ptx.copies import CHUNK, swizzle
+from tests.kernels.ptx.faults import Fault, Unsupported
+from tests.kernels.ptx.machine import LANES, WARPGROUP, Array, ByLanes, Machine, handles
 from tests.kernels.ptx.parse import Instruction, Operand
 from tests.kernels.ptx.scalar import bf16_to_f32
 
-ROW_BYTES = 16
-LANE = np.arange(LANES)
+DEPTH = 16  # columns of A that a product takes
+# Bytes of a swizzled row, as bits 62 and 63 of a descriptor state, and elements of the row.
+WIDTH, ELEMENTS = 128, 64
 
 
 def halves_to_f32(bits: Array, kind: str) -> Array:
@@ -33,16 +36,10 @@ def halves_to_f32(bits: Array, kind: str) -> Array:
 
 
 def fragments(registers: Sequence[Array], kind: str) -> Array:
-    """A as (warps, 16, 16), from four registers per lane."""
-    # Axes: (upper or lower 8 columns, rows), warp, g, t, element.
-    x = halves_to_f32(np.stack(registers), kind).reshape(2, 2, -1, 8, 4, 2)
-    return x.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
-
-
-def fragments_b(registers: Sequence[Array], kind: str) -> Array:
-    """B as (warps, 16, 8), from two registers per lane."""
-    x = halves_to_f32(np.stack(registers), kind).reshape(2, -1, 8, 4, 2)
-    return x.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
+    """A as (warps, 16, 16), from four registers per lane; B as (warps, 8, 16), from two."""
+    # Axes: (upper or lower 8 columns, 8 rows), warp, g, t, element.
+    x = halves_to_f32(np.stack(registers), kind).reshape(2, len(registers) // 2, -1, 8, 4, 2)
+    return x.transpose(2, 1, 3, 0, 4, 5).reshape(x.shape[2], -1, DEPTH)
 
 
 def accumulators(registers: Sequence[Array]) -> Array:
@@ -58,80 +55,167 @@ def to_accumulators(x: Array) -> Array:
     return parts.reshape(cols // 2, warps * LANES)
 
 
-@handles(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16\.bf16|f16\.f16)\.f32")
-def multiply(machine: Machine, ins: Instruction) -> Run:
-    kind = ins.opcode.split(".")[-2]
+@handles(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?:bf16|f16)\.(bf16|f16)\.f32")
+def multiply(machine: Machine, ins: Instruction, kind: str) -> ByLanes:
     d, a, b, c = map(vector, ins.operands)
     targets = [machine.target(ins, x, "f32") for x in d]
     of_a, of_b = ([machine.source(ins, x, "b32") for x in part] for part in (a, b))
     of_c = [machine.source(ins, x, "f32") for x in c]
 
-    def run(where: Where) -> None:
-        machine.warps(ins, where)
-        product = matmul(fragments(of_a, kind), fragments_b(of_b, kind))
-        for target, value in zip(
-            targets, to_accumulators(product + accumulators(of_c)), strict=True
-        ):
-            np.copyto(target, value, where=where)
+    def run(lanes: Array) -> None:
+        machine.warps(ins, lanes)
+        product = matmul(fragments(of_a, kind), fragments(of_b, kind).mT)
+        values = to_accumulators(product + accumulators(of_c))
+        for target, value in zip(targets, values, strict=True):
+            target[lanes] = value[lanes]
 
     return run
 
 
-MATRICES = re.compile(
-    r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x(?P<num>[124])(?P<trans>\.trans)?\.shared\.b16"
-)
+@handles(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
+def move_matrices(
+    machine: Machine, ins: Instruction, kind: str, count: str, transposed: str | None
+) -> ByLanes:
+    """Loads or stores matrices; lanes 8 i to 8 i + 7 have the row addresses of matrix i.
 
-
-@handles(r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16")
-def load_matrices(machine: Machine, ins: Instruction) -> Run:
-    """Loads matrices; lanes 8 i to 8 i + 7 have the row addresses of matrix i. Lane l gets elements
-    2 (l % 4) and 2 (l % 4) + 1 of row l // 4 of each matrix, or of column l // 4 if transposed."""
-    num, transposed = _matrices(ins, ins.operands[0])
-    targets = [machine.target(ins, x, "b32") for x in vector(ins.operands[0])]
-    base, offset = address_of(machine, ins, ins.operands[1])
-
-    def run(where: Where) -> None:
-        warps = machine.warps(ins, where)
-        rows, lanes = _rows(warps, num)
-        at = machine.shared.locate(ins, base[rows].astype(np.int64) + offset, ROW_BYTES, rows)
-        machine.shared.read(ins, at, ROW_BYTES, machine.warp_of[rows])
-        words = machine.shared.words[2][at[:, None] // 2 + np.arange(8)]
-        found = words.reshape(-1, num, 8, 8)
-        if transposed:
-            found = found.swapaxes(2, 3)
-        packed = np.ascontiguousarray(found).view(np.uint32).reshape(-1, num, LANES)
-        for i, target in enumerate(targets):
-            target[lanes] = packed[:, i].ravel()
-
-    return run
-
-
-@handles(r"stmatrix\.sync\.aligned\.m8n8\.x[24]\.shared\.b16")
-def store_matrices(machine: Machine, ins: Instruction) -> Run:
-    num, _ = _matrices(ins, ins.operands[1])
-    base, offset = address_of(machine, ins, ins.operands[0])
-    sources = [machine.source(ins, x, "b32") for x in vector(ins.operands[1])]
-
-    def run(where: Where) -> None:
-        warps = machine.warps(ins, where)
-        rows, lanes = _rows(warps, num)
-        at = machine.shared.locate(ins, base[rows].astype(np.int64) + offset, ROW_BYTES, rows)
-        machine.shared.written_by(ins, at, ROW_BYTES, machine.warp_of[rows])
-        packed = np.stack([x[lanes].reshape(-1, LANES) for x in sources], 1)
-        found = np.ascontiguousarray(packed).view(np.uint16).reshape(-1, 8)
-        machine.shared.words[2][at[:, None] // 2 + np.arange(8)] = found
-
-    return run
-
-
-def _matrices(ins: Instruction, data: Operand) -> tuple[int, bool]:
-    found = MATRICES.fullmatch(ins.opcode)
-    if found is None or len(vector(data)) != int(found["num"]):
+    Lane l has elements 2 (l % 4) and 2 (l % 4) + 1 of row l // 4 of each matrix, or of column
+    l // 4 if transposed.
+    """
+    loads, num = kind == "ld", int(count)
+    registers, address = ins.operands if loads else ins.operands[::-1]
+    if len(vector(registers)) != num or (transposed and not loads):
         raise Unsupported(ins)
-    return int(found["num"]), found["trans"] is not None
+    columns = [machine.target(ins, x, "b32") for x in vector(registers)]
+    offsets = located(machine, ins, address, CHUNK)
+
+    def run(lanes: Array) -> None:
+        rows = (machine.warps(ins, lanes)[:, None] * LANES + np.arange(8 * num)).ravel()
+        at = offsets(rows)
+        note = machine.shared.read if loads else machine.shared.written_by
+        note(ins, at, CHUNK, machine.warp_of[rows])
+        words, place = machine.shared.words[2], at[:, None] // 2 + np.arange(8)
+        if loads:
+            found = words[place].reshape(-1, num, 8, 8)
+            found = np.ascontiguousarray(found.mT if transposed else found)
+            packed = found.view(np.uint32).reshape(-1, num, LANES)
+            for i, column in enumerate(columns):
+                column[lanes] = packed[:, i].ravel()
+        else:
+            packed = np.stack([x[lanes].reshape(-1, LANES) for x in columns], 1)
+            words[place] = packed.view(np.uint16).reshape(-1, 8)
+
+    return run
 
 
-def _rows(warps: Array, num: int) -> tuple[Array, Any]:
-    """Threads of the warps that give row addresses, and all threads of the warps."""
-    first = warps[:, None] * LANES
-    return (first + np.arange(8 * num)).ravel(), (first + LANE).ravel()
+# -- products of a warpgroup, whose operands in shared memory descriptors describe
+
+
+@lru_cache(maxsize=4096)
+def operand_addresses(descriptor: int, rows: int, transposed: bool) -> tuple[Array, Array]:
+    """Addresses of the elements (rows, DEPTH) that a descriptor describes, and of their chunks.
+
+    See the ISA, "Matrix descriptor" and "Strides". Rows are M or N; a group is 8 swizzled rows of
+    bytes. If K is contiguous (not transposed), a group has 8 rows of the matrix, and the stride
+    offset leads to the next group. Else a group has 8 steps of K, the stride offset leads to the
+    next 8 steps, and the leading offset to the next rows of the matrix.
+    """
+    start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+    row, k = np.arange(rows)[:, None], np.arange(DEPTH)[None, :]
+    if transposed:
+        at = row // ELEMENTS * leading + row % ELEMENTS * 2 + k % 8 * WIDTH + k // 8 * stride
+    else:
+        at = row // 8 * stride + row % 8 * WIDTH + k * 2
+    address = swizzle(start + at)
+    return address, np.unique(address // CHUNK * CHUNK)
+
+
+@handles(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(?:bf16|f16)\.(bf16|f16)")
+def multiply_async(machine: Machine, ins: Instruction, columns: str, kind: str) -> ByLanes:
+    d, a, b, scale_d, *numbers = ins.operands
+    names, cols = vector(d), int(columns)
+    in_registers = vector(a) if isinstance(a, tuple) else ()
+    signs, transposed = numbers[:2], [x == "1" for x in numbers[2:]]
+    if signs != ["1", "1"] or len(transposed) != 2 - bool(in_registers):
+        raise Unsupported(ins)
+    if 2 * len(names) != cols:
+        raise Fault(ins, f"{len(names)} registers")
+    targets = [machine.target(ins, x, "f32") for x in names]
+    of_a = [machine.source(ins, x, "b32") for x in in_registers]
+    first = None if in_registers else machine.source(ins, a, "u64")
+    second = machine.source(ins, b, "u64")
+    adds = machine.source(ins, scale_d, "pred")
+    _need_fence(machine, ins, {*names, *in_registers})
+
+    def matrix(descriptors: Array, rows: int, transposed: bool, group: int) -> Array:
+        known = np.unique(descriptors)
+        if known.size != 1 or int(known[0]) >> 62 != 1 or int(known[0]) >> 49 & 7:
+            raise Unsupported(ins, f"with descriptors {known}")
+        address, chunks = operand_addresses(int(known[0]), rows, transposed)
+        at = machine.shared.locate(ins, chunks, CHUNK, np.full(chunks.shape, group * WARPGROUP))
+        machine.shared.multiplied(ins, at, group)
+        return halves_to_f32(machine.shared.words[2][(address - machine.shared.base) // 2], kind)
+
+    def run(lanes: Array) -> None:
+        warps = machine.warps(ins, lanes)
+        if (np.bincount(warps // 4) % 4).any():
+            raise Fault(ins, "executed by a part of a warpgroup")
+        machine.check_done(ins, in_registers, warps)
+        for group in np.unique(warps // 4).tolist():
+            threads = slice(group * WARPGROUP, (group + 1) * WARPGROUP)
+            if first is None:
+                left = fragments([x[threads] for x in of_a], kind).reshape(-1, DEPTH)
+            else:
+                left = matrix(first[threads], 64, transposed[0], group)
+            product = matmul(left, matrix(second[threads], cols, transposed[-1], group).T)
+            if adds[threads].all():
+                product += accumulators([x[threads] for x in targets]).reshape(64, cols)
+            elif adds[threads].any():
+                raise Fault(ins, "threads differ in scale-d")
+            values = to_accumulators(product.reshape(4, DEPTH, cols))
+            for target, value in zip(targets, values, strict=True):
+                target[threads] = value
+        for pending, used in ((machine.pending, names), (machine.pending_reads, in_registers)):
+            for name in used:
+                last = pending.setdefault(str(name), np.zeros(machine.num_warps, np.int32))
+                last[warps] = machine.clocks.product_groups[warps] + 1
+
+    return run
+
+
+def _need_fence(machine: Machine, ins: Instruction, names: set[Operand]) -> None:
+    """Raises unless, in the same block, a wgmma.fence follows other changes of the registers."""
+    for before in reversed(machine.before):
+        if before.opcode == "wgmma.fence.sync.aligned":
+            return
+        changed = set(vector(before.operands[0])) if before.operands else set()
+        if not before.opcode.startswith("wgmma") and changed & names:
+            raise Fault(ins, f"no wgmma.fence since {before}")
+    raise Fault(ins, "no wgmma.fence before it")
+
+
+@handles(r"wgmma\.fence\.sync\.aligned")
+def fence(machine: Machine, ins: Instruction) -> ByLanes:
+    """Does nothing: the wgmma after the fence checks for it (`_need_fence`)."""
+    return lambda lanes: None
+
+
+@handles(r"wgmma\.commit_group\.sync\.aligned")
+def commit(machine: Machine, ins: Instruction) -> ByLanes:
+    def run(lanes: Array) -> None:
+        machine.clocks.product_groups[machine.warps(ins, lanes)] += 1
+
+    return run
+
+
+@handles(r"wgmma\.wait_group\.sync\.aligned")
+def wait(machine: Machine, ins: Instruction) -> ByLanes:
+    most = int(str(ins.operands[0]), 0)
+
+    def run(lanes: Array) -> None:
+        clocks = machine.clocks
+        clocks.wait_products(machine.warps(ins, lanes), most)
+        for pending in (machine.pending, machine.pending_reads):
+            for name in [x for x, last in pending.items() if (last <= clocks.products_done).all()]:
+                del pending[name]
+
+    return run

@@ -113,6 +113,7 @@ def extract(a: Array, start: Array, length: Array) -> Array:
 ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("mov", 1, "b16 b32 b64 u16 u32", np.positive),
     ("mov", 1, "pred", np.array),
+    ("cvta.param", 1, "u64", np.positive),
     ("and", 2, "b16 b32 pred", np.bitwise_and),
     ("or", 2, "b32 b64 pred", np.bitwise_or),
     ("xor", 2, "b32", np.bitwise_xor),

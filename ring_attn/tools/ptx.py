@@ -1,0 +1,84 @@
+"""`parse`: the statements of the one kernel in a module of PTX."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+COMMENT = re.compile(r"//.*|^[ \t]*\.(?:loc|file|pragma)\b.*", re.MULTILINE)
+ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)([^{]*)\{")
+# A label, a brace of a scope, or a statement, in which braces hold operands.
+TOKEN = re.compile(r"([$\w]+):(?!:)|([{}])|([^\s{};][^;{}]*(?:\{[^{}]*\}[^;{}]*)*);")
+STATEMENT = re.compile(r"(?:@(\S+)\s+)?(\S+)\s*(.*)")
+NAME = re.compile(r"(?<![.%\w])[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """An instruction or a directive; `guard` is the predicate after @, or empty."""
+
+    opcode: str
+    operands: str
+    guard: str
+    line: int
+
+
+class Code(NamedTuple):
+    """A kernel: texts of its parameters and directives, statements, and labels' next statements.
+
+    A name declared in inner braces ends with "#" and the number of the braces.
+    """
+
+    params: str
+    directives: str
+    statements: list[Statement]
+    labels: dict[str, int]
+
+
+def parse(ptx: str) -> Code:
+    text = COMMENT.sub("", ptx)
+    entry = ENTRY.search(text)
+    if entry is None:
+        raise ValueError("no .entry in the PTX")
+    code = Code(entry[1], entry[2], [], {})
+    scopes_of = list[tuple[int, ...]]()  # the braces around each statement, outermost first
+    local = set[tuple[int, str]]()
+    scopes, num_scopes = [0], 0
+    line, counted = 1, 0
+    for token in TOKEN.finditer(text, entry.end()):
+        line, counted = line + text.count("\n", counted, token.start()), token.start()
+        label, brace, statement = token.groups()
+        if label:
+            local.add((scopes[-1], label))
+            code.labels[_unique(label, scopes[-1])] = len(code.statements)
+        elif brace == "{":
+            num_scopes += 1
+            scopes.append(num_scopes)
+        elif brace:
+            scopes.pop()
+            if not scopes:
+                break
+        elif match := STATEMENT.match(" ".join(statement.split())):
+            guard, opcode, operands = match.groups()
+            code.statements.append(Statement(opcode, operands, guard or "", line))
+            scopes_of.append(tuple(scopes))
+            if opcode == ".reg":
+                local.update((scopes[-1], name) for name in NAME.findall(operands))
+    for index, (ins, scopes_here) in enumerate(zip(code.statements, scopes_of, strict=True)):
+        if len(scopes_here) > 1:
+            code.statements[index] = _renamed(ins, scopes_here, local)
+    return code
+
+
+def _unique(name: str, scope: int) -> str:
+    return f"{name}#{scope}" if scope else name
+
+
+def _renamed(ins: Statement, scopes: tuple[int, ...], local: set[tuple[int, str]]) -> Statement:
+    def unique(match: re.Match[str]) -> str:
+        scope = next((s for s in reversed(scopes) if (s, match[0]) in local), 0)
+        return _unique(match[0], scope)
+
+    operands, guard = (NAME.sub(unique, text) for text in (ins.operands, ins.guard))
+    return Statement(ins.opcode, operands, guard, ins.line)
