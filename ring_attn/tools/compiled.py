@@ -119,7 +119,7 @@ def compiled_kernel(launch: Launch, arch: str) -> Any:
     return _compile(launch, arch)[0]
 
 
-class _Target:
+class CompileTarget:
     """Replaces triton's GPU driver while a kernel is compiled."""
 
     def __init__(self, arch: str) -> None:
@@ -140,7 +140,7 @@ class _Target:
 
 
 @contextlib.contextmanager
-def _active_driver(driver: _Target) -> Iterator[None]:
+def _active_driver(driver: CompileTarget) -> Iterator[None]:
     """Makes `driver` triton's active driver within the context."""
     from triton.runtime import driver as drivers
 
@@ -161,7 +161,7 @@ def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
         raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
     log = io.StringIO()
     with (
-        _active_driver(_Target(arch)),
+        _active_driver(CompileTarget(arch)),
         _stderr_of_process() as errors,
         contextlib.redirect_stdout(log),
     ):

@@ -1,23 +1,24 @@
-"""A repeated launch passes the driver the same grid, function and arguments as a new launch.
+"""A repeated launch passes Triton the same grid, function and arguments as a new launch.
 
-Kernels are compiled and launched to nowhere (stub_driver.py), so this runs in a process without
-TRITON_INTERPRET, of test_triton_backend.py: `python -m tests.kernels.repeats FOLDER`.
+Kernels are compiled for sm_90, and launches are written down instead of made, so this runs in a
+process without TRITON_INTERPRET, of test_triton_backend.py: `python -m tests.kernels.repeats`. That
+Triton takes a repeat's addresses for tensors is seen on a GPU (test_gpu.py).
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from triton.runtime import driver as drivers
 
 from ring_attn.backends import triton
 from ring_attn.backends.base import BackwardInputs
@@ -29,8 +30,8 @@ from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
 from ring_attn.strategies.tree_decode import decode_packet
+from ring_attn.tools.compiled import CompileTarget
 from tests.bounds import whole
-from tests.kernels.stub_driver import StubDriver, install
 
 ROWS, HEADS, KV_HEADS, DIM = 97, 4, 2, 16
 SCORES = Scores(0.25)
@@ -146,52 +147,64 @@ IN_GLUON: list[tuple[Call, int, str]] = [
 ]
 
 
-class Watched:
-    """A backend whose launches are recorded."""
+class Driver(CompileTarget):
+    """Replaces Triton's driver of a GPU; keeps grid, function and arguments of each launch."""
 
-    def __init__(self, stub: StubDriver) -> None:
-        self._stub, self.backend = stub, TritonBackend()
+    def __init__(self) -> None:
+        super().__init__("sm_90")
+        self.launches = list[tuple[object, object, list[object]]]()
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda name, binary, *_: (None, (name, hash(binary)), 0, 0, 1024),
+        )
 
-    def seen(self, call: Call, x: Tensors) -> tuple[list[Any], int]:
-        """The last launch of a call, names for addresses, and the number of new launches."""
-        made = list[Launch]()
-        run = Launch.run
-        with mock.patch.object(Launch, "run", lambda launch: made.append(launch) or run(launch)):
-            results = call(self.backend, x)
-        tensors = {**vars(x), **results}
-        named = {y.data_ptr(): name for name, y in tensors.items() if isinstance(y, Tensor)}
-        for _, table in self.backend._launches.tables.values():
-            names = ("blocks", "runs", "pieces")
-            named |= {getattr(table, x).data_ptr(): x for x in names if hasattr(table, x)}
-        grid, function, args = self._stub.last()
-        return [grid, function, [named.get(arg, arg) for arg in args]], len(made)
+    def get_current_device(self) -> object:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        kinds = list(source.signature.values())
+
+        def launch(x: int, y: int, z: int, stream: int, function: object, *rest: Any) -> None:
+            args = list[object]()
+            for kind, arg in zip(kinds, rest[-len(kinds) :], strict=True):
+                if kind.startswith("tensordesc"):
+                    args += (arg.base.data_ptr(), *arg.shape, *arg.strides)
+                elif kind != "constexpr":
+                    args.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
+            self.launches.append(((x, y, z), function, args))
+
+        return launch
 
 
-def last_compiled(call: Call, x: Tensors) -> Any:
-    """The compiled kernel of a call's last launch."""
-    compiled, run = list[Any](), Launch.run
-    with mock.patch.object(Launch, "run", lambda launch: compiled.append(run(launch))):
-        call(TritonBackend(), x)
-    return compiled[-1]
+DRIVER = Driver()
 
 
-def check(stub: StubDriver, call: Call, launches: int, tensors: str, **sizes: int) -> None:
+def seen(backend: TritonBackend, call: Call, x: Tensors) -> tuple[list[Any], int]:
+    """The last launch of a call, names for addresses, and the number of new launches."""
+    made, run = list[Launch](), Launch.run
+    with mock.patch.object(Launch, "run", lambda launch: made.append(launch) or run(launch)):
+        tensors = vars(x) | call(backend, x)
+    named = {y.data_ptr(): name for name, y in tensors.items() if isinstance(y, Tensor)}
+    for _, table in backend._launches.tables.values():
+        names = ("blocks", "runs", "pieces")
+        named |= {getattr(table, x).data_ptr(): x for x in names if hasattr(table, x)}
+    grid, function, args = DRIVER.launches[-1]
+    return [grid, function, [named.get(arg, arg) for arg in args]], len(made)
+
+
+def check(call: Call, launches: int, tensors: str, **sizes: int) -> None:
     """Compares a repeated launch with that of a new backend."""
-    first, second = Tensors(**sizes), Tensors(**sizes)
-    stub.watch(None)
-    stub.watch(last_compiled(call, first))
-    again = Watched(stub)
-    again.seen(call, first)
-    got, made = again.seen(call, second)
-    expected, made_anew = Watched(stub).seen(call, second)
+    first, second, again = Tensors(**sizes), Tensors(**sizes), TritonBackend()
+    seen(again, call, first)
+    got, made = seen(again, call, second)
+    expected, made_anew = seen(TritonBackend(), call, second)
     assert (made, made_anew) == (0, launches) and got == expected, (tensors, got, expected)
     assert [arg for arg in got[2] if isinstance(arg, str)] == tensors.split(), got
 
 
-def check_changes(stub: StubDriver) -> None:
+def check_changes() -> None:
     """A launch is made anew when its call differs from the one before."""
-    stub.watch(None)
-    watched, x, usual = Watched(stub), Tensors(), gradients("dq")
+    backend, x, usual = TritonBackend(), Tensors(), gradients("dq")
     for call, tensors, made in (
         (usual, x, 1),
         (usual, Tensors(), 0),
@@ -204,26 +217,26 @@ def check_changes(stub: StubDriver) -> None:
         (usual, x, 0),
         (gradients("dq", scores=Scores(0.5)), x, 1),
     ):
-        assert watched.seen(call, tensors)[1] == made, tensors
+        assert seen(backend, call, tensors)[1] == made, tensors
 
 
-def check_decoding(stub: StubDriver) -> None:
+def check_decoding() -> None:
     """Decoding a second token, with a longer cache, copies nothing from the host.
 
     For one query a launch writes the table; for two queries the host makes it, and copies show.
     """
     from_host = {"aten::lift_fresh", "aten::to", "aten::_to_copy", "aten::_local_scalar_dense"}
-    stub.watch(None)
     backend = TritonBackend()
     for queries, launches in ((1, 3), (2, 2)):
         for rows in (300, 301):
             x = Tensors(rows=rows)
             tiles = whole(Mask(queries, rows, causal=True))
-            before = stub.count
+            before = len(DRIVER.launches)
             with profile(activities=[ProfilerActivity.CPU]) as operators:
                 backend.decode(x.q[:, :queries], x.k, x.v, tiles, scores=SCORES)
         names = {event.name for event in operators.events()}
-        assert bool(from_host & names) == (queries == 2) and stub.count - before == launches
+        assert bool(from_host & names) == (queries == 2)
+        assert len(DRIVER.launches) - before == launches
 
 
 def check_kept() -> None:
@@ -240,15 +253,15 @@ def check_kept() -> None:
 
 
 def main() -> None:
-    stub = install(Path(sys.argv[1]))
+    drivers.set_active(DRIVER)
     warnings.simplefilter("ignore")
     for case in CALLS:
-        check(stub, *case)
+        check(*case)
     with mock.patch.object(configs, "architecture", lambda device: "sm_90"):
         for case in IN_GLUON:
-            check(stub, *case, rows=256, dim=64)
-    check_changes(stub)
-    check_decoding(stub)
+            check(*case, rows=256, dim=64)
+    check_changes()
+    check_decoding()
     check_kept()
 
 

@@ -90,8 +90,8 @@ class Block(NamedTuple):
 
 # Instructions that end a block: branches, and instructions that may wait.
 BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
-WAITING = re.compile(
-    r"(bar|barrier)\.sync|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
+ENDING = re.compile(
+    rf"{BRANCH.pattern}|(bar|barrier)\.sync|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
     r"|ld\.global\.gpu\.acquire\..*"
 )
 
@@ -186,11 +186,7 @@ class Machine:
         code, labels = self.kernel.instructions, self.kernel.labels
         used = {x for ins in code if ins.opcode[:3] == "bra" for x in ins.operands}
         used = labels.keys() & used.union(*self.kernel.targets.values())
-        ends = [
-            i
-            for i, ins in enumerate(code)
-            if any(x.fullmatch(ins.opcode) for x in (BRANCH, WAITING))
-        ]
+        ends = [i for i, ins in enumerate(code) if ENDING.fullmatch(ins.opcode)]
         starts = sorted({0, len(code), *(labels[x] for x in used), *(i + 1 for i in ends)})
         self.places = {label: starts.index(labels[label]) for label in used}
         return [self._block(code[start:stop]) for start, stop in pairwise(starts)]

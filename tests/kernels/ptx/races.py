@@ -39,7 +39,7 @@ class Clocks:
 
     def __init__(self, num_warps: int) -> None:
         self.num_warps = num_warps
-        self.products = 2 * num_warps
+        self.copies, self.products = num_warps, 2 * num_warps
         self.mbarriers = 3 * num_warps
         num_agents = self.mbarriers + MOST_MBARRIERS
         self.seen = np.zeros((num_warps, num_agents), np.int32)
@@ -50,9 +50,6 @@ class Clocks:
         self.copy_groups = np.zeros(num_warps, np.int32)
         self.product_groups = np.zeros(num_warps, np.int32)
         self.products_done = np.zeros(num_warps, np.int32)
-
-    def copies_of(self, warps: Array) -> Array:
-        return self.num_warps + warps
 
     def barrier(self, warps: Array) -> None:
         """Shares the knowledge of each of the warps with all of them."""
@@ -65,20 +62,19 @@ class Clocks:
         self.fenced[warps] = self.seen[warps]
         self.seen[warps, warps] += 1
 
-    def release(self, warps: Array) -> tuple[Array, Array]:
-        """The common knowledge of the warps, without their later accesses."""
-        known = self.seen[warps].max(0), self.fenced[warps].max(0)
+    def release(self, warps: Array) -> Array:
+        """The common knowledge of the warps, without their later accesses: seen, and fenced."""
+        known = np.stack([clocks[warps].max(0) for clocks in (self.seen, self.fenced)])
         self.seen[warps, warps] += 1
         return known
 
-    def acquire(self, warps: Array, known: tuple[Array, Array]) -> None:
+    def acquire(self, warps: Array, known: Array) -> None:
         for clocks, other in zip((self.seen, self.fenced), known, strict=True):
             clocks[warps] = np.maximum(clocks[warps], other)
 
     def wait_copies(self, warps: Array, most: int) -> None:
         """Notes that all but the last `most` groups of copies of each warp are done."""
-        agents = self.copies_of(warps)
-        done = self.copy_groups[warps] - most
+        agents, done = self.copies + warps, self.copy_groups[warps] - most
         self.seen[warps, agents] = np.maximum(self.seen[warps, agents], done)
 
     def wait_products(self, warps: Array, most: int) -> None:
@@ -93,7 +89,7 @@ class SharedMemory(Memory):
     Attributes:
         writer: agent of a granule's last write.
         written: clock of this write.
-        reads: for each reading agent, warps and their products, the clock of its last read.
+        reads: for each agent, the clock of its last read.
     """
 
     def __init__(
@@ -106,121 +102,109 @@ class SharedMemory(Memory):
         self.missing_fences = missing_fences
         granules = -(-self.bytes.size // GRANULE)
         self.writer, self.written = np.zeros((2, granules), np.int32)
-        self.reads = np.zeros((2 * clocks.num_warps, granules), np.int32)
-        self.readers = np.r_[: clocks.num_warps, clocks.products : clocks.mbarriers]
+        self.reads = np.zeros((clocks.mbarriers, granules), np.int32)
+        self.readers = np.r_[: clocks.num_warps, clocks.products : clocks.mbarriers][:, None]
 
     def read(
         self, ins: Instruction, offset: Array, size: int, warps: Array, *, proxy: bool = False
     ) -> None:
         """Notes reads of `size` bytes by lanes of the warps."""
-        at, of = _granules(offset, size, warps)
-        self._on_read(ins, at, of, self.clocks.seen[of, of], reader=of, proxy=proxy)
+        clock = self.clocks.seen[warps, warps]
+        self._note(ins, "read", offset, size, warps, warps, clock, proxy=proxy)
 
     def written_by(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
         """Notes writes of `size` bytes by lanes of the warps."""
-        at, of = _granules(offset, size, warps)
-        self._on_write(ins, at, of, self.clocks.seen[of, of], writer=of)
+        self._note(ins, "written", offset, size, warps, warps, self.clocks.seen[warps, warps])
 
     def copied(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
         """Notes writes by `cp.async`, in the open group of the warp."""
-        at, of = _granules(offset, size, warps)
-        clock = self.clocks.copy_groups[of] + 1
-        self._on_write(ins, at, of, clock, writer=self.clocks.copies_of(of))
+        agents, clock = self.clocks.copies + warps, self.clocks.copy_groups[warps] + 1
+        self._note(ins, "written", offset, size, warps, agents, clock)
 
     def multiplied(self, ins: Instruction, offset: Array, group: int) -> None:
         """Notes reads of 16 bytes by `wgmma`; all four warps must know the last writes."""
-        at, _ = _granules(offset, 16, offset)
         for warp in range(4 * group, 4 * group + 4):
-            warps = np.full(at.shape, warp)
-            clock = self.clocks.product_groups[warps] + 1
-            self._on_read(ins, at, warps, clock, reader=self.clocks.num_warps + warps, proxy=True)
+            agent, clock = self.clocks.products + warp, self.clocks.product_groups[warp] + 1
+            self._note(ins, "read", offset, 16, warp, agent, clock, proxy=True)
 
     def landed(self, ins: Instruction, offset: Array, warp: int, mbarrier: int, phase: int) -> None:
         """Notes writes of 16 bytes by a bulk copy that `warp` has started."""
-        at, _ = _granules(offset, 16, offset)
-        warps, clock = np.full(at.shape, warp), np.full(at.shape, phase)
-        writer = np.full(at.shape, self.clocks.mbarriers + mbarrier)
-        self._on_write(ins, at, warps, clock, writer=writer, proxy=True)
+        agent = self.clocks.mbarriers + mbarrier
+        self._note(ins, "written", offset, 16, warp, agent, phase, proxy=True)
 
-    def _on_read(
-        self, ins: Instruction, at: Array, warps: Array, clock: Array, *, reader: Array, proxy: bool
-    ) -> None:
-        self._know(ins, at, warps, self.writer[at], self.written[at], "read", "written", proxy)
-        self.reads[reader, at] = clock
-
-    def _on_write(
+    def _note(
         self,
         ins: Instruction,
-        at: Array,
-        warps: Array,
-        clock: Array,
+        done: str,
+        offset: Array,
+        size: int,
+        warps: Array | int,
+        agents: Array | int,
+        clocks: Array | int,
         *,
-        writer: Array,
         proxy: bool = False,
     ) -> None:
-        self._know(ins, at, warps, self.writer[at], self.written[at], "written", "written", proxy)
-        readers = np.repeat(self.readers, at.size)
-        at_of, warps_of = (np.tile(x, len(self.readers)) for x in (at, warps))
-        clocks = self.reads[:, at].ravel()
-        self._know(ins, at_of, warps_of, readers, clocks, "written", "read", proxy)
-        self.writer[at] = writer
-        self.written[at] = clock
+        """Notes that at each offset an agent reads or writes, started by a warp, at a clock."""
+        steps = np.arange(-(-size // GRANULE))
+        at = (offset[:, None] // GRANULE + steps).ravel()
+        warps, agents, clocks = (
+            np.repeat(np.broadcast_to(x, offset.shape), steps.size) for x in (warps, agents, clocks)
+        )
+        by, when = self.writer[at][None], self.written[at][None]
+        self._check(ins, done, "written", at, warps, by, when, proxy)
+        if done == "read":
+            self.reads[agents, at] = clocks
+        else:
+            when = self.reads[self.readers, at]
+            self._check(ins, done, "read", at, warps, self.readers, when, proxy)
+            self.writer[at] = agents
+            self.written[at] = clocks
 
-    def _know(
+    def _check(
         self,
         ins: Instruction,
+        done: str,
+        before: str,
         at: Array,
         warps: Array,
         agents: Array,
-        clock: Array,
-        done: str,
-        before: str,
+        clocks: Array,
         proxy: bool,
     ) -> None:
-        """Raises unless each warp knows that its agent has done what it did before to a granule.
+        """Raises unless each warp knows the clocks at which agents read or wrote its granule.
 
         Args:
-            ins: instruction that accesses the granules.
-            at: granules.
-            warps: for each granule, the warp that accesses it.
-            agents: for each granule, the agent that accessed it before.
-            clock: the clocks of these agents then.
-            done: "read" or "written" by the instruction.
-            before: "read" or "written" by the agents.
+            done, before: "read" or "written": by the instruction, and by the agents.
+            at, warps: granules, and the warp that accesses each.
+            agents, clocks: rows of agents, and of their clocks at the granules.
             proxy: the asynchronous proxy accesses the granules.
         """
-        unknown = clock > self.clocks.seen[warps, agents]
-        if unknown.any():
-            i = int(np.argmax(unknown))
+
+        def first(wrong: Array) -> tuple[str, str, int]:
+            row, i = np.argwhere(wrong)[0]
+            agent = int(np.broadcast_to(agents, wrong.shape)[row, i])
             where = f"byte {int(at[i]) * GRANULE} of shared memory is {done} by warp {warps[i]}"
-            reason = f"{where}, and {before} by {self._name(int(agents[i]))}"
-            if agents[i] < self.clocks.num_warps:
+            return where, self._name(agent), agent
+
+        unknown = clocks > self.clocks.seen[warps, agents]
+        if unknown.any():
+            where, other, agent = first(unknown)
+            reason = f"{where}, and {before} by {other}"
+            if agent < self.clocks.num_warps:
                 raise Race(ins, f"{reason} with no barrier between")
             raise NotWaited(ins, f"{reason} which has not been waited for")
+        if not proxy:
+            return
         generic = agents < self.clocks.products
-        unknown = generic & (clock > self.clocks.fenced[warps, agents])
-        if proxy and unknown.any():
-            i = int(np.argmax(unknown))
-            where = f"byte {int(at[i]) * GRANULE} of shared memory is {done}"
-            other = f"{self._name(int(agents[i]))}, by which it is {before}"
-            fault = NotFenced(ins, f"{where} without fence.proxy.async since {other}")
-            self.missing_fences.setdefault(ins, fault)
+        unfenced = generic & (clocks > self.clocks.fenced[warps, agents])
+        if unfenced.any():
+            where, other, _ = first(unfenced)
+            reason = f"{where} without fence.proxy.async since it was {before} by {other}"
+            self.missing_fences.setdefault(ins, NotFenced(ins, reason))
 
     def _name(self, agent: int) -> str:
         clocks = self.clocks
-        if agent < clocks.num_warps:
-            return f"warp {agent}"
-        if agent < clocks.products:
-            return f"a cp.async of warp {agent - clocks.num_warps}"
-        if agent < clocks.mbarriers:
-            return f"a wgmma of warp {agent - clocks.products}"
-        return f"a bulk copy of mbarrier {agent - clocks.mbarriers}"
-
-
-def _granules(offset: Array, size: int, owners: Array) -> tuple[Array, Array]:
-    """The granules of `size` bytes at each offset, and the owner of each."""
-    first = offset // GRANULE
-    if size <= GRANULE:
-        return first, owners
-    steps = np.arange(size // GRANULE)
-    return (first[:, None] + steps).ravel(), np.repeat(owners, size // GRANULE)
+        if agent >= clocks.mbarriers:
+            return f"a bulk copy of mbarrier {agent - clocks.mbarriers}"
+        kind, warp = divmod(agent, clocks.num_warps)
+        return f"{('', 'a cp.async of ', 'a wgmma of ')[kind]}warp {warp}"
