@@ -17,25 +17,20 @@ ring's sums are those of a single pass. The kinds are
 A kind without a config takes that of the first kind in its line. Steps without a mask or a ragged
 end ("whole") need fewer registers, softcap's tanh needs more.
 
-Notes give registers per thread and shared memory of the largest variant, compiled for bfloat16 with
-triton 3.7.1. They name every spill of a 16-bit config, and spills seen with triton 3.6.0 and 3.9.0.
-"not measured" means that no GPU has timed the config yet.
+The configs are chosen by their registers, shared memory and spills, which `ring-attn aot` reports
+(bench/results/aot_*.json); no GPU has timed them yet. Comments name every spill of a 16-bit config.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
 from .gluon_guard import gluon_missing
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,6 @@ class Config:
     BLOCK_N: int  # kv rows of a tile
     num_warps: int
     num_stages: int
-    note: str = ""
     # Most bytes of the columns of heads computed together; 0 means all heads together.
     l2_bytes: int = 0
     # Programs of a persistent grid per multiprocessor, for the forward in Gluon; 0 means one
@@ -70,101 +64,59 @@ CAPABILITIES = {
 }
 ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
-TABLE: dict[tuple[str, str, int], Config] = {
-    ("sm_80", "fwd", 64): Config(128, 128, 8, 3, "255 regs, 115 KB; not measured"),
-    ("sm_80", "fwd", 128): Config(128, 64, 8, 3, "245 regs, 115 KB; not measured"),
-    ("sm_80", "fwd", 256): Config(64, 64, 8, 2, "255 regs, 107 KB; not measured"),
-    ("sm_80", "dkdv", 64): Config(32, 128, 8, 2, "255 regs, 49 KB; not measured"),
-    ("sm_80", "dkdv", 128): Config(64, 64, 8, 2, "246 regs, 74 KB; not measured"),
-    ("sm_80", "dkdv", 256): Config(32, 64, 8, 2, "255 regs, 103 KB; not measured"),
-    ("sm_80", "dkdv_softcap", 256): Config(16, 64, 8, 2, "255 regs, 84 KB; not measured"),
-    ("sm_80", "dq", 64): Config(
-        64, 64, 8, 2, "255 regs, 41 KB; 8 bytes spilled outside the loop by 3.9.0; not measured"
-    ),
-    ("sm_80", "dq_softcap", 64): Config(64, 64, 8, 1, "238 regs, 29 KB; not measured"),
-    ("sm_80", "dq", 128): Config(64, 64, 8, 2, "193 regs, 74 KB; not measured"),
-    ("sm_80", "dq", 256): Config(64, 64, 8, 1, "252 regs, 131 KB; not measured"),
-    ("sm_80", "decode", 64): Config(16, 64, 4, 3, "128 regs, 37 KB; not measured"),
-    ("sm_80", "decode", 128): Config(16, 64, 4, 3, "168 regs, 72 KB; not measured"),
-    ("sm_80", "decode", 256): Config(16, 32, 4, 3, "168 regs, 75 KB; not measured"),
-    ("sm_86", "fwd", 64): Config(128, 64, 8, 3, "218 regs, 66 KB; not measured"),
-    ("sm_86", "fwd", 128): Config(128, 64, 8, 2, "236 regs, 82 KB; not measured"),
-    ("sm_86", "fwd", 256): Config(64, 64, 8, 1, "230 regs, 74 KB; not measured"),
-    ("sm_86", "dkdv", 64): Config(32, 128, 8, 2, "251 regs, 49 KB; not measured"),
-    ("sm_86", "dkdv", 128): Config(64, 64, 8, 2, "242 regs, 74 KB; not measured"),
-    ("sm_86", "dkdv", 256): Config(16, 64, 8, 2, "254 regs, 84 KB; not measured"),
-    ("sm_86", "dq", 64): Config(64, 32, 8, 2, "201 regs, 29 KB; not measured"),
-    ("sm_86", "dq", 128): Config(64, 64, 8, 2, "165 regs, 74 KB; not measured"),
-    ("sm_86", "dq", 256): Config(64, 32, 8, 1, "223 regs, 98 KB; not measured"),
-    ("sm_86", "decode", 64): Config(16, 64, 4, 2, "118 regs, 20 KB; not measured"),
-    ("sm_86", "decode", 128): Config(16, 64, 8, 2, "98 regs, 39 KB; not measured"),
-    ("sm_86", "decode", 256): Config(16, 32, 4, 2, "168 regs, 42 KB; not measured"),
-    ("sm_90", "fwd", 64): Config(128, 128, 8, 3, "242 regs, 115 KB; not measured"),
-    # Triton 3.6.0 spills 40 bytes with softcap, 3.9.0 spills 48 without a mask, outside the loop.
-    ("sm_90", "fwd", 128): Config(128, 128, 8, 3, "255 regs, 229 KB; not measured"),
-    ("sm_90", "fwd", 256): Config(128, 32, 8, 3, "237 regs, 164 KB; not measured"),
-    ("sm_90", "dkdv", 64): Config(64, 128, 8, 3, "229 regs, 83 KB; not measured"),
-    ("sm_90", "dkdv", 128): Config(
-        64, 128, 8, 3, "254 regs, 165 KB; 96 bytes spilled in windows by 3.6.0; not measured"
-    ),
-    ("sm_90", "dkdv", 256): Config(16, 64, 8, 2, "245 regs, 103 KB; not measured"),
-    ("sm_90", "dkdv_softcap", 128): Config(32, 128, 8, 3, "227 regs, 115 KB; not measured"),
-    ("sm_90", "dq", 64): Config(128, 128, 8, 3, "244 regs, 131 KB; not measured"),
-    ("sm_90", "dq", 128): Config(128, 64, 8, 3, "218 regs, 164 KB; not measured"),
-    ("sm_90", "dq", 256): Config(128, 32, 8, 2, "255 regs, 197 KB; not measured"),
-    ("sm_90", "dq_softcap", 64): Config(128, 64, 8, 3, "180 regs, 82 KB; not measured"),
-    ("sm_90", "decode", 64): Config(16, 64, 4, 3, "128 regs, 37 KB; not measured"),
-    ("sm_90", "decode", 128): Config(16, 64, 4, 3, "168 regs, 72 KB; not measured"),
-    ("sm_90", "decode", 256): Config(16, 32, 4, 3, "168 regs, 75 KB; not measured"),
-    ("sm_100", "fwd", 64): Config(128, 64, 8, 2, "185 regs, 50 KB; not measured"),
-    ("sm_100", "fwd", 128): Config(128, 64, 8, 3, "246 regs, 139 KB; not measured"),
-    ("sm_100", "fwd", 256): Config(64, 32, 4, 1, "248 regs, 49 KB; not measured"),
-    ("sm_100", "fwd_whole", 64): Config(128, 64, 8, 1, "75 regs, 29 KB; not measured"),
-    ("sm_100", "dkdv", 64): Config(64, 128, 8, 1, "241 regs, 49 KB; not measured"),
-    ("sm_100", "dkdv", 128): Config(64, 64, 8, 2, "242 regs, 132 KB; not measured"),
-    ("sm_100", "dkdv", 256): Config(16, 64, 8, 1, "255 regs, 82 KB; not measured"),
-    ("sm_100", "dkdv_softcap", 128): Config(64, 64, 8, 1, "150 regs, 66 KB; not measured"),
+# Head dims of the tables; other head dims are rounded up.
+BUCKETS = (64, 128, 256)
+
+# BLOCK_M, BLOCK_N, num_warps and num_stages.
+Sizes = tuple[int, int, int, int]
+
+# Sizes for each of BUCKETS; None where the first kind of the line has no other sizes.
+TABLE: dict[tuple[str, str], tuple[Sizes | None, ...]] = {
+    ("sm_80", "fwd"): ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    ("sm_80", "dkdv"): ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+    ("sm_80", "dkdv_softcap"): (None, None, (16, 64, 8, 2)),
+    # With 64 dims triton 3.9.0 spills 8 bytes outside the loop.
+    ("sm_80", "dq"): ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+    ("sm_80", "dq_softcap"): ((64, 64, 8, 1), None, None),
+    ("sm_80", "decode"): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
+    ("sm_86", "fwd"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 1)),
+    ("sm_86", "dkdv"): ((32, 128, 8, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
+    ("sm_86", "dq"): ((64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+    ("sm_86", "decode"): ((16, 64, 4, 2), (16, 64, 8, 2), (16, 32, 4, 2)),
+    # With 128 dims triton 3.6.0 spills 40 bytes with softcap, 3.9.0 spills 48 without a mask,
+    # outside the loop; in dk and dv 3.6.0 spills 96 in windows.
+    ("sm_90", "fwd"): ((128, 128, 8, 3), (128, 128, 8, 3), (128, 32, 8, 3)),
+    ("sm_90", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 3), (16, 64, 8, 2)),
+    ("sm_90", "dkdv_softcap"): (None, (32, 128, 8, 3), None),
+    ("sm_90", "dq"): ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+    ("sm_90", "dq_softcap"): ((128, 64, 8, 3), None, None),
+    ("sm_90", "decode"): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
+    ("sm_100", "fwd"): ((128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 1)),
+    ("sm_100", "fwd_whole"): ((128, 64, 8, 1), None, None),
+    ("sm_100", "dkdv"): ((64, 128, 8, 1), (64, 64, 8, 2), (16, 64, 8, 1)),
+    ("sm_100", "dkdv_softcap"): (None, (64, 64, 8, 1), None),
     # With two stages triton 3.7.1 leaves proxy fences out of dq.
-    ("sm_100", "dq", 64): Config(128, 64, 8, 1, "162 regs, 49 KB; not measured"),
-    ("sm_100", "dq", 128): Config(128, 64, 8, 1, "174 regs, 98 KB; not measured"),
-    ("sm_100", "dq", 256): Config(64, 32, 8, 1, "197 regs, 98 KB; not measured"),
-    ("sm_100", "decode", 64): Config(16, 64, 4, 3, "113 regs, 37 KB; not measured"),
-    ("sm_100", "decode", 128): Config(16, 64, 4, 3, "181 regs, 72 KB; not measured"),
-    ("sm_100", "decode", 256): Config(16, 32, 4, 3, "176 regs, 75 KB; not measured"),
-    # On AMD the notes count vector registers, out of 512.
-    ("gfx942", "fwd", 64): Config(128, 64, 4, 1, "203 regs, 33 KB; not measured"),
-    ("gfx942", "fwd", 128): Config(128, 64, 4, 1, "284 regs, 66 KB; not measured"),
-    ("gfx942", "fwd", 256): Config(64, 32, 4, 1, "268 regs, 66 KB; not measured"),
-    ("gfx942", "dkdv", 64): Config(64, 64, 4, 1, "278 regs, 16 KB; not measured"),
-    ("gfx942", "dkdv", 128): Config(32, 64, 4, 1, "284 regs, 33 KB; not measured"),
-    ("gfx942", "dkdv", 256): Config(16, 64, 4, 1, "311 regs, 66 KB; not measured"),
-    ("gfx942", "dq", 64): Config(64, 64, 4, 1, "231 regs, 16 KB; not measured"),
-    ("gfx942", "dq", 128): Config(64, 64, 4, 1, "334 regs, 33 KB; not measured"),
-    ("gfx942", "dq", 256): Config(32, 32, 4, 1, "402 regs, 33 KB; not measured"),
-    ("gfx942", "decode", 64): Config(16, 64, 4, 2, "93 regs, 18 KB; not measured"),
-    ("gfx942", "decode", 128): Config(16, 64, 4, 2, "128 regs, 35 KB; not measured"),
-    ("gfx942", "decode", 256): Config(16, 32, 4, 2, "156 regs, 33 KB; not measured"),
+    ("sm_100", "dq"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 8, 1)),
+    ("sm_100", "decode"): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
+    ("gfx942", "fwd"): ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1)),
+    ("gfx942", "dkdv"): ((64, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1)),
+    ("gfx942", "dq"): ((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+    ("gfx942", "decode"): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2)),
 }
 
 # For all architectures and kernels: float32 has no tensor cores in ieee precision. Its products are
-# unrolled into registers, so that only small tiles fit.
-FLOAT32 = {
-    64: Config(32, 32, 8, 1, "128 regs, 37 KB; not measured"),
-    128: Config(16, 16, 8, 1, "189 regs, 34 KB; not measured"),
-    256: Config(16, 16, 8, 1, "255 regs and 240 bytes spilled, 68 KB; not measured"),
-}
+# unrolled into registers, so that only small tiles fit; with 256 dims 240 bytes are spilled.
+FLOAT32: tuple[Sizes, ...] = ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 
 # Configs of dk and dv for launches with fewer programs than multiprocessors. With half the kv rows
 # and half the warps they make twice as many programs, with the same instructions per warp. The q
-# rows are the same, and so are the bits.
+# rows are the same, and so are the bits. On sm_90 128 dims spill 16 to 20 bytes outside the loop.
 FEW: dict[tuple[str, int], Config] = {
-    ("sm_80", 64): Config(32, 64, 4, 2, "253 regs, 25 KB; not measured"),
-    ("sm_80", 128): Config(64, 32, 4, 2, "255 regs, 54 KB; not measured"),
-    ("sm_90", 64): Config(64, 64, 4, 3, "228 regs, 67 KB; not measured"),
-    ("sm_90", 128): Config(
-        64, 64, 4, 2, "255 regs, 99 KB; 16 to 20 bytes spilled outside the loop; not measured"
-    ),
-    ("sm_100", 64): Config(64, 64, 4, 1, "255 regs, 33 KB; not measured"),
+    ("sm_80", 64): Config(32, 64, 4, 2),
+    ("sm_80", 128): Config(64, 32, 4, 2),
+    ("sm_90", 64): Config(64, 64, 4, 3),
+    ("sm_90", 128): Config(64, 64, 4, 2),
+    ("sm_100", 64): Config(64, 64, 4, 1),
 }
 
 # Bytes of K and V of the heads computed together: the share of sm_90's 50 MB of L2 cache that q,
@@ -172,98 +124,65 @@ FEW: dict[tuple[str, int], Config] = {
 L2_BYTES = 32 << 20
 
 
-def _persistent(block_m: int, block_n: int, num_stages: int, note: str) -> Config:
-    return Config(block_m, block_n, 4, num_stages, note, l2_bytes=L2_BYTES, programs_per_sm=1)
+def _persistent(block_m: int, block_n: int, num_stages: int) -> Config:
+    return Config(block_m, block_n, 4, num_stages, l2_bytes=L2_BYTES, programs_per_sm=1)
 
 
 # Configs of `hopper_fwd`, the forward of sm_90 in 16 bits, by head dim: the first is the frozen
-# one, chosen by its structure; a search tries the others. Notes give registers per thread, at the
-# start and then of a consumer (232 if ragged), and shared memory. With triton 3.7.1 nothing spills.
+# one, chosen by its structure; a search tries the others. With triton 3.7.1 nothing spills.
 GLUON: dict[int, tuple[Config, ...]] = {
     # Registers leave room for one program only, so more stages cost nothing. With 4 stages the
     # modulus is a bit mask. With 128 x 128 triton 3.9.0 spills 28 bytes if ragged.
-    64: (
-        _persistent(128, 128, 4, "168, then 240 regs, 148 KB; not measured"),
-        _persistent(192, 64, 2, "128, then 160 regs, 58 KB; not measured"),
-        _persistent(128, 128, 2, "168, then 240 regs, 82 KB; not measured"),
-    ),
+    64: (_persistent(128, 128, 4), _persistent(192, 64, 2), _persistent(128, 128, 2)),
     # A block's products take 2048 clocks, so two stages hide more than the latency of a copy.
-    128: (
-        _persistent(128, 128, 2, "168, then 240 regs, 164 KB; not measured"),
-        _persistent(128, 128, 3, "168, then 240 regs, 230 KB; not measured"),
-        _persistent(128, 64, 4, "168, then 240 regs, 164 KB; not measured"),
-    ),
+    128: (_persistent(128, 128, 2), _persistent(128, 128, 3), _persistent(128, 64, 4)),
     # 64 columns spill 60 bytes if ragged.
-    256: (_persistent(128, 32, 3, "168, then 240 regs, 164 KB; not measured"),),
+    256: (_persistent(128, 32, 3),),
 }
 
 # Configs of `hopper_bwd`, the backward of sm_90 in 16 bits, by head dim. With 64 dims a visit has
 # 128 rows of q: with 64 rows, by bytes of shared memory, copies of dQ would take longer than the
 # products. Consumers have 232 registers; for spills see `aot.ADDRESSES`.
 GLUON_BWD: dict[int, Config] = {
-    64: Config(128, 128, 4, 2, "232 regs, 203 KB; not measured", l2_bytes=L2_BYTES),
-    128: Config(64, 128, 4, 2, "232 regs, 202 KB; not measured", l2_bytes=L2_BYTES),
+    64: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
+    128: Config(64, 128, 4, 2, l2_bytes=L2_BYTES),
 }
 
 # Kinds that differ only in the mask must fold blocks of equal length (of kv rows, or of q rows):
 # otherwise a ring would not have the bits of a single pass.
 FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
 
-# Head dims of the table; other head dims are rounded up.
-BUCKETS = (64, 128, 256)
-
-# Configs that a search tries beside the frozen ones; configs too large for the device are skipped.
+# Sizes that a search tries beside the frozen ones; those too large for the device are skipped.
 # With 4 warps a multiprocessor runs two programs at once, and the softmax of one overlaps the
 # products of the other.
-SEARCHED: dict[str, tuple[Config, ...]] = {
+SEARCHED: dict[str, tuple[Sizes, ...]] = {
     "fwd": (
-        Config(128, 64, 4, 2),
-        Config(128, 128, 8, 2),
-        Config(128, 128, 8, 3),
-        Config(128, 64, 8, 2),
-        Config(128, 64, 8, 3),
-        Config(64, 64, 4, 2),
-        Config(64, 64, 4, 3),
-        Config(128, 64, 4, 1),
-        Config(64, 32, 4, 1),
+        (128, 64, 4, 2), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2),
+        (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1),
+        (64, 32, 4, 1),
     ),
     "dkdv": (
-        Config(64, 128, 8, 2),
-        Config(64, 128, 8, 3),
-        Config(32, 128, 8, 2),
-        Config(64, 64, 8, 2),
-        Config(64, 64, 4, 2),
-        Config(32, 64, 4, 2),
-        Config(32, 64, 8, 2),
+        (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (64, 64, 8, 2),
+        (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 2),
     ),
     "dq": (
-        Config(128, 128, 8, 2),
-        Config(128, 64, 8, 2),
-        Config(128, 64, 8, 3),
-        Config(64, 128, 8, 2),
-        Config(64, 64, 8, 2),
-        Config(64, 64, 4, 2),
-        Config(64, 32, 4, 1),
+        (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2),
+        (64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1),
     ),
     "decode": (
-        Config(16, 128, 4, 3),
-        Config(16, 128, 8, 3),
-        Config(16, 64, 4, 4),
-        Config(16, 64, 4, 2),
-        Config(16, 64, 8, 3),
-        Config(16, 32, 4, 4),
-        Config(16, 32, 2, 4),
+        (16, 128, 4, 3), (16, 128, 8, 3), (16, 64, 4, 4), (16, 64, 4, 2),
+        (16, 64, 8, 3), (16, 32, 4, 4), (16, 32, 2, 4),
     ),
-}
+}  # fmt: skip
 
 # On sm_90 a search tries this many of the first configs also with heads in groups of L2_BYTES.
 REORDERED = 3
 
 # One pass over memory, with enough rows to keep a few loads of 16 bytes per thread in flight.
-DELTA = Config(32, 0, 4, 1, "bound by memory")
+DELTA = Config(32, 0, 4, 1)
 
 # Large enough to amortise the interpreter's cost per block, small enough for short tests.
-INTERPRETER = Config(64, 64, 4, 1, "interpreter")
+INTERPRETER = Config(64, 64, 4, 1)
 
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
@@ -283,9 +202,13 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
         return GLUON[size][0]
     if kind == "gluon_bwd":
         return GLUON_BWD[size]
+    column = BUCKETS.index(size)
     if dtype == torch.float32:
-        return FLOAT32[size]
-    return TABLE.get((arch, kind, size)) or TABLE[arch, _base(kind), size]
+        return Config(*FLOAT32[column])
+    own = TABLE.get((arch, kind), (None, None, None))[column]
+    sizes = own or TABLE[arch, _base(kind)][column]
+    assert sizes is not None, "the first kind of a line has all head dims"
+    return Config(*sizes)
 
 
 def filling(config: Config, programs: int, sms: int, few: Config | None) -> Config:
@@ -336,10 +259,10 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     others = SEARCHED.get(_base(kind))
     if dtype == torch.float32 or others is None or arch not in ARCHITECTURES:
         return (first,)
-    tiles = _distinct(first, *others)
+    tiles = tuple(dict.fromkeys((first, *(Config(*sizes) for sizes in others))))
     if arch != "sm_90" or kind == "decode":
         return tiles
-    return (*tiles, *(replace(x, note="", l2_bytes=L2_BYTES) for x in tiles[:REORDERED]))
+    return (*tiles, *(replace(x, l2_bytes=L2_BYTES) for x in tiles[:REORDERED]))
 
 
 @cache
@@ -364,11 +287,3 @@ def _base(kind: str) -> str:
 def bucket(headdim: int) -> int:
     """The head dim of the table for a head dim: the next of `BUCKETS`."""
     return max(64, triton.next_power_of_2(headdim))
-
-
-def _distinct(*configs: Config) -> tuple[Config, ...]:
-    """Drops configs that differ from an earlier one only in the note."""
-    distinct: dict[Config, Config] = {}
-    for config in configs:
-        distinct.setdefault(replace(config, note=""), config)
-    return tuple(distinct.values())

@@ -41,7 +41,7 @@ PROGRAMS_PER_SM = 2
 
 # Parts that a program merges at a time.
 MERGED_AT_ONCE = 16
-MERGE = Config(0, 0, 4, 1, "bound by memory")
+MERGE = Config(0, 0, 4, 1)
 
 
 class Parts(NamedTuple):

@@ -124,7 +124,7 @@ def merge_tree_kernel(
 
 def config_of(headdim_v: int) -> Config:
     """A config with enough warps that each thread loads 16 bytes of a row."""
-    return Config(0, 0, max(1, block_dim(headdim_v) // 128), 1, "bound by latency")
+    return Config(0, 0, max(1, block_dim(headdim_v) // 128), 1)
 
 
 def merge_tree_launch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, asdict, fields
 from functools import cache
 from typing import Any
 
@@ -83,7 +83,7 @@ def section(
         "architecture": architecture(device),
         "triton": triton.__version__,
         "table": [
-            {"kind": kind, "headdim": configs.bucket(headdim), **asdict(replace(config, note=""))}
+            {"kind": kind, "headdim": configs.bucket(headdim), **asdict(config)}
             for kind, config in entries.items()
         ],
     }
@@ -165,13 +165,13 @@ def _entry(entry: Any) -> tuple[str, int, Config]:
     if kind not in KINDS or headdim not in configs.BUCKETS:
         raise ValueError(f"kind must be of {KINDS} and headdim of {configs.BUCKETS}")
     if kind == GLUON:
-        known = [replace(config, note="") for config in configs.GLUON[headdim]]
-        equal = [config for config in known if asdict(config) == {**values, "note": ""}]
+        known = configs.GLUON[headdim]
+        equal = [config for config in known if asdict(config) == values]
         if not equal:
             raise ValueError(f"gluon has the configs {known}")
         return kind, headdim, equal[0]
     for field in fields(Config):
-        if field.name == "note" or (field.default is not MISSING and field.name not in values):
+        if field.default is not MISSING and field.name not in values:
             continue
         value, (least, most) = values[field.name], BOUNDS[field.name]
         if type(value) is not int or not least <= value <= most:
@@ -180,7 +180,7 @@ def _entry(entry: Any) -> tuple[str, int, Config]:
             raise ValueError(f"{field.name} must be a power of 2")
     if values.get("programs_per_sm"):
         raise ValueError(f"programs_per_sm is of kind {GLUON}")
-    return kind, headdim, Config(**{**values, "note": ""})
+    return kind, headdim, Config(**values)
 
 
 def _check_folds(path: str, arch: str, headdim: int, chosen: Chosen) -> None:

@@ -214,7 +214,6 @@ class Row:
     tile: str
     num_warps: int
     num_stages: int
-    note: str
     report: Compiled | None
     failures: tuple[str, ...]
     head_dim_v: int | None = None
@@ -410,7 +409,7 @@ def _row(cell: Cell, report: Compiled | None, wrong: tuple[str, ...]) -> Row:
     config = cell.config
     return Row(
         cell.variant.kernel, cell.variant.label, cell.arch, cell.head_dim, cell.dtype,
-        f"{config.BLOCK_M}x{config.BLOCK_N}", config.num_warps, config.num_stages, config.note,
+        f"{config.BLOCK_M}x{config.BLOCK_N}", config.num_warps, config.num_stages,
         report, wrong, cell.head_dim_v,
     )  # fmt: skip
 

@@ -201,8 +201,7 @@ class Kernels(Attention):
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> Row:
     """The row of a config before it is built; `frozen` is None if another kernel is the default."""
     name = f"gluon {label(config)}" if gluon else label(config)
-    config = replace(config, note="")
-    return Row(kind, name, config, gluon, frozen is not None and config == replace(frozen, note=""))
+    return Row(kind, name, config, gluon, config == frozen)
 
 
 def configs_of(row: Row) -> dict[str, Config]:
@@ -419,11 +418,11 @@ def label(config: Config) -> str:
 
 
 def _extras(config: Config) -> dict[str, Any]:
-    """The optional fields of a config that differ from their defaults, without the note."""
+    """The optional fields of a config that differ from their defaults."""
     return {
         field.name: getattr(config, field.name)
         for field in fields(config)
-        if field.name != "note" and field.default not in (MISSING, getattr(config, field.name))
+        if field.default not in (MISSING, getattr(config, field.name))
     }
 
 

@@ -136,7 +136,7 @@ def test_rules(
 def test_a_failure_is_named_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = aot.Row("fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, "", GOOD, ())
+    good = aot.Row("fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, GOOD, ())
     bad = replace(good, variant="only causal", failures=("spills 24 bytes per thread",))
     monkeypatch.setattr(aot, "compile_all", lambda cells, jobs: iter((good, bad)))
     monkeypatch.setattr(aot, "interpreting", lambda: False)
