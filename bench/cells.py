@@ -1,19 +1,23 @@
-"""Benchmarks on one device: `OneDevice`, their options, and `Cells`, which checks and times
+"""`bench kernel` and `bench decode`: their cells, their rows, and `Cells`, which checks and times
 implementations of attention on one problem after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
 
 import torch
+from rich.table import Table
 
 from ring_attn.bench.implementations import (
+    IMPLEMENTATIONS,
     OURS,
     Attention,
     Data,
@@ -26,149 +30,237 @@ from ring_attn.bench.implementations import (
 from ring_attn.bench.judge import Judge, worst_of
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
-from ring_attn.bench.timing import Call, Sample, free_memory, time_in_turn, watch_for
+from ring_attn.bench.timing import (
+    Call,
+    Sample,
+    Watch,
+    free_memory,
+    peak_tflops,
+    quantiles,
+    time_in_turn,
+    watch_for,
+)
 from ring_attn.core.dtypes import dtype_name
-from ring_attn.tools.arguments import format_size, parse_dtype, parse_size
+from ring_attn.tools.arguments import (
+    format_size,
+    new_table,
+    parse_dtype,
+    parse_size,
+    parse_sizes,
+    show,
+)
 from ring_attn.tools.launch import DEVICES
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
 
+# Size, and repetitions, of the copy that measures a GPU's memory bandwidth.
+COPY_BYTES, COPY_ITERS = 4 << 30, 15
+
 # Errors of ours that do not fail the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
 
-
-class CellSetting(Protocol):
-    """The fields of a setting that `Cells` reads; problems of one table are consecutive."""
-
-    @property
-    def implementations(self) -> tuple[str, ...]: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def iters(self) -> int: ...
-    def problems(self) -> Iterator[Problem]: ...
+# The modes of the rows for each --mode, and the stages of a call in each mode.
+MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
+STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 
-@dataclass
-class Tried:
-    """An implementation on a cell, built and checked, or a note why it cannot run."""
+@dataclass(frozen=True)
+class Setting:
+    """The cells of a run, and the options of their measurement."""
 
+    seqlens: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    iters: int
+    tokens: int = 0  # of a batch of shorter sequences
+    batches: tuple[int, ...] = ()  # empty means `tokens` / length, at least 1
+    causal: tuple[bool, ...] = (True, False)
+    mode: str = "fwd_bwd"
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    backend: str = "auto"  # of ours
+    decoding: bool = False  # one query per sequence
+    device: torch.device = torch.device("cpu")
+    budget: float | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Every cell; cells of one table are consecutive."""
+        queries = 1 if self.decoding else None
+        for (heads, kv_heads), head_dim, causal, seqlen in product(
+            self.heads, self.head_dims, self.causal, self.seqlens
+        ):
+            sizes = seqlen, heads, kv_heads, head_dim
+            for batch in self.batches or (max(1, self.tokens // seqlen),):
+                yield Problem(batch, *sizes, causal, self.dtype, self.device, queries)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of an implementation on a cell in a mode; None where there is no time.
+
+    Attributes:
+        rate: TFLOP/s; in decoding, which memory bandwidth limits, GB/s of K and V.
+        share: rate / the peak rate, 0 to 1.
+        host_ms: median of the host's time to enqueue forward (and backward).
+        max_ratio: greatest error / bound of the results; above 1 is wrong.
+        note: why there is no time, or what is wrong.
+    """
+
+    impl: str
+    mode: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    rate: float | None = None
+    share: float | None = None
+    host_ms: float | None = None
+    max_ratio: float | None = None
     note: str = ""
-    attention: Attention | None = None
-    ratio: float | None = None
 
 
-S = TypeVar("S", bound=CellSetting)
-R = TypeVar("R")
-
-
-class Cells(Report[S, R]):
+class Cells(Report[Setting, Row]):
     """Measures one cell after another, and saves the report after each.
 
     Attributes:
-        backend: the backend of ours.
         unavailable: reasons why implementations cannot run on this machine.
+        peak: the device's TFLOP/s by the datasheet; in decoding GB/s of a copy; None if unknown.
     """
 
-    def __init__(self, setting: S, outputs: Outputs | None = None) -> None:
+    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
-        self.backend = "triton" if setting.device.type == "cuda" else "auto"
+        device = setting.device
         self.unavailable = {
             name: why
             for name in setting.implementations
-            if (why := unavailable(name, setting.device)) is not None
+            if (why := unavailable(name, device)) is not None
         }
         self._names = [name for name in setting.implementations if name not in self.unavailable]
         self._backward = setting.mode != "fwd"
-        self._watch = watch_for(setting.device)
+        self._watch = watch_for(device)
         self._judged: set[tuple[object, ...]] = set()
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        by_datasheet = peak_tflops(name, setting.dtype)
+        self.peak = copy_gbps(device, self._watch) if setting.decoding else by_datasheet
+        self.unit = "GB/s" if setting.decoding else "TFLOP/s"
 
-    def row(self, name: str, problem: Problem, note: str) -> R:
-        """The row of an implementation without a time."""
-        raise NotImplementedError
-
-    def timed(
-        self, row: R, problem: Problem, ratio: float | None, samples: list[Sample]
-    ) -> list[R]:
-        """The rows with times, for each mode."""
-        raise NotImplementedError
+    def more(self) -> dict[str, Any]:
+        """The peak rate, and why implementations cannot run here."""
+        return {"unit": self.unit, "peak": self.peak, "unavailable": self.unavailable}
 
     def run(self) -> None:
         """Measures cells until the budget is spent."""
         problems = list(self.setting.problems()) if self._names else []
         for problem, note in self.in_budget([(title(p), float(p.tokens), p) for p in problems]):
-            if note:
-                self.rows += [self.row(name, problem, note) for name in self._names]
-            else:
-                self._measure(problem)
+            self.rows += self._noted(problem, note) if note else self._measured(problem)
 
-    def _measure(self, problem: Problem) -> None:
+    def remarks(self) -> list[str]:
+        """Lines for below the tables: reasons, notes and peak; the last line counts cells."""
+        lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
+        if self.peak:
+            source = "of a copy" if self.setting.decoding else "by the datasheet, dense"
+            lines.append(f"peak: {self.peak:.1f} {self.unit} {source}")
+        cells = {(title(row), row.impl) for row in self.rows if row.samples}
+        counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
+        return [*lines, f"{counts}, {len(self.failures)} failures"]
+
+    def _noted(self, problem: Problem, note: str) -> list[Row]:
+        """The rows of a cell without times."""
+        sizes = (*table_of(problem), problem.seqlen, problem.batch)
+        return [Row(name, self.setting.mode, *sizes, note=note) for name in self._names]
+
+    def _measured(self, problem: Problem) -> list[Row]:
         """Builds, checks, then times all implementations that can run a cell."""
         forget_compiled()
         free_memory(self.setting.device)
         try:
             data = problem.data()
             judge = Judge(problem, data, backward=self._backward)
-            judge.prepare()
         except torch.OutOfMemoryError as error:
-            note = f"cannot be judged: {reason(error)}"
-            self.rows += [self.row(name, problem, note) for name in self._names]
-            return
-        tried = {name: self._tried(name, problem, data, judge) for name in self._names}
+            return self._noted(problem, f"cannot be judged: {reason(error)}")
+        rows, calls = {row.impl: row for row in self._noted(problem, "")}, {}
+        for name in self._names:
+            rows[name], attention = self._judge(rows[name], problem, data, judge)
+            if attention is not None:
+                stages = [attention.forward, attention.backward]
+                calls[name] = Call(stages[: 1 + self._backward], attention.release)
         del judge
-        samples = self._time(tried, problem)
-        for name, trial in tried.items():
-            row = self.row(name, problem, trial.note)
-            taken = samples.get(name, [])
-            self.rows += self.timed(row, problem, trial.ratio, taken) if taken else [row]
 
-    def _tried(self, name: str, problem: Problem, data: Data, judge: Judge) -> Tried:
+        def failed(name: str, error: Exception) -> None:
+            rows[name] = replace(rows[name], note=self._failed(rows[name], error, []))
+
+        samples = time_in_turn(
+            calls, self._watch, self.setting.iters, seconds=CELL_SECONDS, failed=failed
+        )
+        timed = (self._timed(row, problem, samples.get(name, [])) for name, row in rows.items())
+        return [row for of_name in timed for row in of_name]
+
+    def _judge(
+        self, row: Row, problem: Problem, data: Data, judge: Judge
+    ) -> tuple[Row, Attention | None]:
         """Checks an implementation, on the short sequence once per table, and builds it."""
 
         def build(problem: Problem, data: Data) -> Attention:
-            return make(name, problem, data, backend=self.backend, backward=self._backward)
+            backend = self.setting.backend
+            return make(row.impl, problem, data, backend=backend, backward=self._backward)
 
-        key, tried = (name, *table_of(problem)), Tried()
+        key = (row.impl, *table_of(problem))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                whole = [] if key in self._judged else judge.whole(build)
+                ratio, wrong = worst_of(judge.verdicts(build, whole=key not in self._judged))
                 self._judged.add(key)
-                tried.ratio, wrong = worst_of(whole + judge.sampled(build))
-                tried.note = f"wrong: {wrong}" if wrong else ""
-                if wrong and name in OURS:
-                    self.failures.append(f"{name}, {title(problem)}: {wrong}")
-                tried.attention = build(problem, data)
+                if wrong and row.impl in OURS:
+                    self.failures.append(f"{row.impl}, {title(row)}: {wrong}")
+                note = f"wrong: {wrong}" if wrong else ""
+                return replace(row, max_ratio=ratio, note=note), build(problem, data)
             except Exception as error:
-                tried.note = self._failed(name, problem, error, warned)
-        return tried
+                return replace(row, note=self._failed(row, error, warned)), None
 
-    def _time(self, tried: dict[str, Tried], problem: Problem) -> dict[str, list[Sample]]:
-        """Times all implementations that can run: forward, then backward."""
-        calls = {}
-        for name, trial in tried.items():
-            if trial.attention is not None:
-                stages = [trial.attention.forward, trial.attention.backward]
-                calls[name] = Call(stages[: 1 + self._backward], trial.attention.release)
+    def _timed(self, row: Row, problem: Problem, samples: Sequence[Sample]) -> list[Row]:
+        """The rows of each mode; the row itself without samples."""
+        rows = []
+        for mode in MODES[self.setting.mode] if samples else ():
+            p20, median, p80 = quantiles([sum(sample.ms[STAGES[mode]]) for sample in samples])
+            nbytes = 2 * problem.tokens * row.kv_heads * row.head_dim * problem.dtype.itemsize
+            rate = (nbytes * 1e-6 if self.setting.decoding else problem.flops(mode) * 1e-9) / median
+            host_ms = quantiles([sample.host_ms for sample in samples])[1]
+            rows.append(
+                replace(
+                    row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+                    rate=rate, share=rate / self.peak if self.peak else None, host_ms=host_ms,
+                )
+            )  # fmt: skip
+        return rows or [row]
 
-        def failed(name: str, error: Exception) -> None:
-            tried[name].note = self._failed(name, problem, error, [])
-
-        return time_in_turn(
-            calls, self._watch, self.setting.iters, seconds=CELL_SECONDS, failed=failed
-        )
-
-    def _failed(self, name: str, problem: Problem, error: Exception, warned: Sequence[Any]) -> str:
+    def _failed(self, row: Row, error: Exception, warned: Sequence[Any]) -> str:
         """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
         why = reason(error, [str(warning.message) for warning in warned])
-        if name in OURS and not isinstance(error, REFUSALS):
+        if row.impl in OURS and not isinstance(error, REFUSALS):
             traceback.print_exception(error)
-            self.failures.append(f"{name}, {title(problem)}: {why}")
+            self.failures.append(f"{row.impl}, {title(row)}: {why}")
         free_memory(self.setting.device)
         return f"cannot run: {why}"
+
+
+def copy_gbps(device: torch.device, watch: Watch) -> float | None:
+    """GB/s that a copy within a GPU reads and writes; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    x = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    samples = time_in_turn({"copy": Call([lambda: y.copy_(x)])}, watch, COPY_ITERS)["copy"]
+    return 2 * COPY_BYTES / statistics.median(sample.ms[0] for sample in samples) / 1e6
+
+
+# -- tables
 
 
 def table_of(what: Any) -> tuple[int, int, int, bool]:
@@ -183,39 +275,80 @@ def title(what: Any, *, cell: bool = True) -> str:
     return f"{heads}, {mask}" + (f", {what.batch} x {format_size(what.seqlen)}" if cell else "")
 
 
-# -- options
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneDevice:
-    """Device, heads and time limit of a benchmark."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    budget: float | None = None
-
-    def problem(self, seqlen: int, *, causal: bool) -> Problem:
-        return Problem(
-            1, seqlen, self.heads, self.kv_heads, self.head_dim, causal, self.dtype, self.device
+def tables(rows: Sequence[Row], unit: str) -> list[Table]:
+    """A table per number of heads, head dim and mask; a line per cell and implementation."""
+    all_tables: list[Table] = []
+    for key in dict.fromkeys(map(table_of, rows)):
+        of_table = [row for row in rows if table_of(row) == key]
+        timed = {row.mode for row in of_table if row.samples}
+        modes = [mode for mode in STAGES if mode in timed]
+        figures = [name for mode in modes for name in (mode, unit)]
+        table = new_table(
+            f"{title(of_table[0], cell=False)}: ms (p20-p80), {unit} (share of peak)",
+            ("batch x n", ""),
+            (*figures, "error/bound"),
         )
+        for cell in dict.fromkeys((row.batch, row.seqlen, row.impl) for row in of_table):
+            batch, seqlen, impl = cell
+            by_mode = {r.mode: r for r in of_table if (r.batch, r.seqlen, r.impl) == cell}
+            first = next(iter(by_mode.values()))
+            figures = [text for mode in modes for text in _figures(by_mode.get(mode))]
+            if modes and not first.samples:
+                figures[0] = first.note.partition(":")[0]
+            table.add_row(
+                f"{batch} x {format_size(seqlen)}", impl, *figures, show(first.max_ratio, ".2f")
+            )
+        all_tables.append(table)
+    return all_tables
 
-    def __str__(self) -> str:
-        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
-        return f"{heads}, {dtype_name(self.dtype)}"
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """A line for each note, with the cells that it concerns."""
+    cells: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.note:
+            cells.setdefault((row.impl, row.note), {})[title(row)] = None
+    return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
+
+
+def _figures(row: Row | None) -> list[str]:
+    if row is None or row.median_ms is None:
+        return ["", ""]
+    share = "" if row.share is None else f" ({row.share:.0%})"
+    ms, p20, p80 = (show(x, ".4g") for x in (row.median_ms, row.p20_ms, row.p80_ms))
+    return [f"{ms} ({p20}-{p80})", f"{show(row.rate, '.3g')}{share}"]
+
+
+# -- options; each is stored under the name of its field of `Setting`
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `one_device`, and those of every command."""
+    """Adds the options of every benchmark on one device."""
     add = parser.add_argument
-    add("--heads", type=parse_heads, help="query heads / kv heads (32/8; on a CPU 4/2)")
-    add("--head-dim", type=parse_size, help="default: 128; on a CPU 16")
+    add("--heads", type=parse_heads, help="query heads / kv heads, as 32/8 (on a CPU 4/2)")
+    add("--head-dim", dest="head_dims", type=parse_sizes, help="default: 128; on a CPU 16 or 64")
     add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
     add("--budget", type=float, metavar="SECONDS", help="start no measurement after this time")
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
     add_outputs(parser)
+
+
+def add_cell_arguments(parser: argparse.ArgumentParser, default: Setting) -> None:
+    """Adds the options of `Cells`; `default` is the setting on a GPU."""
+    add = parser.add_argument
+    lens = ",".join(map(format_size, default.seqlens))
+    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k ({lens})")
+    add("--iters", type=parse_size, help=f"most repetitions of a cell ({default.iters})")
+    add_device_arguments(parser)
+
+
+def setting_of(args: argparse.Namespace, gpu: Setting, cpu: Setting) -> Setting:
+    """The options that are given, and the rest of the default for the device."""
+    device = parse_device(args.device)
+    default = cpu if device.type == "cpu" else gpu
+    names = [field.name for field in fields(Setting)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    return replace(default, **given | {"device": device})
 
 
 def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
@@ -246,21 +379,54 @@ def parse_device(name: str | None) -> torch.device:
     return device
 
 
+def run_cells(args: argparse.Namespace, setting: Setting) -> int:
+    """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
+    bench = Cells(setting, Outputs.of(args))
+    bench.run()
+    return bench.finish([] if args.quiet else tables(bench.rows, bench.unit), bench.remarks())
+
+
+# -- one problem, for `ring-attn tune`
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneDevice:
+    """Device, heads and time limit of a search."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    budget: float | None = None
+
+    def problem(self, seqlen: int, *, causal: bool, queries: int | None = None) -> Problem:
+        sizes = self.heads, self.kv_heads, self.head_dim
+        return Problem(1, seqlen, *sizes, causal, self.dtype, self.device, queries)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{heads}, {dtype_name(self.dtype)}"
+
+
 def one_device(args: argparse.Namespace) -> OneDevice:
-    """The setting from the options; a CPU gets small sizes, only to test the benchmark.
+    """The setting from the options; a CPU gets small sizes, only to test the search.
 
     Raises:
-        ValueError: the device does not exist, or there are several pairs of heads.
+        ValueError: the device does not exist, or there are several heads or head dims.
     """
     device = parse_device(args.device)
     gpu = device.type == "cuda"
     heads, *more = args.heads or (((32, 8),) if gpu else ((4, 2),))
-    if more:
-        raise ValueError(f"--heads must be one pair, got {args.heads}")
+    head_dim, *others = args.head_dims or ((128,) if gpu else (16,))
+    if more or others:
+        raise ValueError(
+            f"one pair of --heads and one --head-dim, got {(args.heads, args.head_dims)}"
+        )
     return OneDevice(
         heads=heads[0],
         kv_heads=heads[1],
-        head_dim=args.head_dim or (128 if gpu else 16),
+        head_dim=head_dim,
         dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
         device=device,
         budget=args.budget,

@@ -134,10 +134,12 @@ class Attention:
 
     Attributes:
         out: output of the last forward; None before.
+        lse: natural logarithm (batch, heads, rows) float32, of implementations that return it.
         grads: gradients of q, k and v from the last backward.
     """
 
     out: Tensor | None = None
+    lse: Tensor | None = None
     grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
@@ -155,7 +157,7 @@ class Attention:
 
     def release(self) -> None:
         """Frees the last results."""
-        self.out, self.grads = None, ()
+        self.out, self.lse, self.grads = None, None, ()
 
 
 class Ours(Attention):
@@ -172,7 +174,7 @@ class Ours(Attention):
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
-        self.out, _, self._saved, _ = run.forward(self._call, q, k, v, self._alone)
+        self.out, self.lse, self._saved, _ = run.forward(self._call, q, k, v, self._alone)
         self.grads = ()
 
     def backward(self) -> None:
@@ -185,12 +187,14 @@ class Parts(Attention):
     def __init__(self, problem: Problem, data: Data, backend: str) -> None:
         chosen = choose_backend(problem.spec, backend, Purpose(decoding=True))
         self._backend = get_backend(chosen.name)
+        if not self._backend.decodes:
+            raise NotImplementedError(f"{chosen.name} has no parts")
         self._tiles = decode_tiles((Segment(0, problem.seqlen),), problem.mask)
         self._scores, self._inputs = Scores(problem.head_dim**-0.5), data.rows_first
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
-        self.out, _ = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
+        self.out, self.lse = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
 
     def results(self) -> list[Tensor]:
         (out,) = super().results()

@@ -40,13 +40,13 @@ from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.cells import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.implementations import Attention, Data, Problem, reason
-from ring_attn.bench.judge import Judge, TokenJudge, worst_of
+from ring_attn.bench.judge import Judge, worst_of
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
-from ring_attn.core.tiles import Band, Tile, pair_tiles
+from ring_attn.core.tiles import pair_tiles
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import section
@@ -133,10 +133,12 @@ class Setting(OneDevice):
         kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
-    def problem_of(self, *, causal: bool) -> Problem:
-        """The problem with a causal mask, or without a mask."""
-        rows = self.causal_rows if causal else self.full_rows
-        return self.problem(rows, causal=causal)
+    def problem_of(self, kind: str) -> Problem:
+        """The problem of a kind: with a causal mask, without a mask, or one token."""
+        if kind == "decode":
+            return self.problem(self.causal_rows, causal=False, queries=1)
+        causal = not kind.endswith("_whole")
+        return self.problem(self.causal_rows if causal else self.full_rows, causal=causal)
 
 
 class Kernels(Attention):
@@ -144,18 +146,22 @@ class Kernels(Attention):
 
     def __init__(self, problem: Problem, data: Data, chosen: Mapping[str, Config]) -> None:
         """`chosen`, by kind, replace the frozen configs."""
-        layout = SequenceLayout.contiguous(problem.seqlen, 1)
-        self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
-        self._one_row = (Tile(slice(0, 1), slice(0, problem.seqlen), Band(None, None)),)
+        layouts = [SequenceLayout.contiguous(n, 1) for n in (problem.rows, problem.seqlen)]
+        self._tiles = pair_tiles(*layouts, problem.mask, 0, 0)
+        self._decodes = problem.queries is not None
         self._backend, self._scores = TritonBackend(chosen), Scores(problem.head_dim**-0.5)
         self._inputs = data.rows_first
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
+        if self._decodes:
+            out, self.lse = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
+            self.out = out.to(q.dtype)
+            return
         state = self._backend.new_state(q, v.size(3))
         args = (q, k, v, self._tiles, state)
         state = self._backend.forward(*args, scores=self._scores, last=True)
-        self.out, self._lse = self._backend.finalize(state, q.dtype)
+        self.out, self.lse = self._backend.finalize(state, q.dtype)
         self.grads = ()
 
     def backward(self) -> None:
@@ -166,27 +172,21 @@ class Kernels(Attention):
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
         """A call of one kernel, ready to be timed, that returns the kernel's results."""
-        if kernel == "decode":
-            return self._decode
-        if kernel == "fwd":
+        if kernel in ("fwd", "decode"):
             return self._forward_once
         self.forward()
         self._prepare()
         return partial(self._gradients, *((0,) if kernel == "dq" else (1, 2)))
 
-    def _decode(self) -> list[Tensor]:
-        q, k, v, _ = self._inputs
-        out, lse = self._backend.decode(q[:, -1:], k, v, self._one_row, scores=self._scores)
-        return [out.to(q.dtype), lse]
-
     def _forward_once(self) -> list[Tensor]:
         self.forward()
-        return [*self.results(), self._lse]
+        assert self.lse is not None, "forward makes it"
+        return [*self.results(), self.lse]
 
     def _prepare(self) -> None:
         *qkv, dout = self._inputs
-        assert self.out is not None, "forward comes first"
-        statistics = self._backend.row_statistics(self.out, dout, self._lse)
+        assert self.out is not None and self.lse is not None, "forward comes first"
+        statistics = self._backend.row_statistics(self.out, dout, self.lse)
         self._backward_inputs = BackwardInputs(*self._inputs, *statistics)
         self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in qkv]
 
@@ -260,7 +260,7 @@ class Tuning(Report[Setting, Row]):
 
     def _search(self, kind: str, seconds: float) -> None:
         end = time.monotonic() + seconds
-        problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
+        problem = self.setting.problem_of(kind)
         rows = self._measure(problem, problem.data(), self._candidates(kind), end)
         for row in rows:
             if row.frozen and row.note:
@@ -285,9 +285,7 @@ class Tuning(Report[Setting, Row]):
         start = time.monotonic()
         rows = self._built(problem, rows, start + BUILD_SHARE * (end - start))
         last_check = start + CHECK_SHARE * (end - start)
-        decodes = rows[0].kind == "decode"
-        judge = TokenJudge(problem, data) if decodes else Judge(problem, data, backward=True)
-        judge.prepare()
+        judge = Judge(problem, data, backward=rows[0].kind != "decode")
         rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
         del judge
         return self._timed(problem, data, rows, end)
@@ -305,7 +303,7 @@ class Tuning(Report[Setting, Row]):
         ]
 
     def _checked(
-        self, row: Row, problem: Problem, data: Data, judge: Judge | TokenJudge, deadline: float
+        self, row: Row, problem: Problem, data: Data, judge: Judge, deadline: float
     ) -> Row:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
@@ -320,10 +318,7 @@ class Tuning(Report[Setting, Row]):
             return build(problem, data).one(kernel_of(row.kind))()
 
         try:
-            if isinstance(judge, TokenJudge):
-                ratio, note = worst_of(judge.verdicts(*results()))
-            else:
-                ratio, note = worst_of(judge.whole(build) + judge.sampled(build))
+            ratio, note = worst_of(judge.verdicts(build))
             first = [] if note else results()
             for repeat in range(1, self.setting.repeats):
                 if not note and not all(map(torch.equal, first, results())):
@@ -350,8 +345,6 @@ class Tuning(Report[Setting, Row]):
         )  # fmt: skip
         kernel = kernel_of(rows[0].kind)
         flops = PRODUCTS[kernel] * problem.flops("fwd") // PRODUCTS["fwd"]
-        if kernel == "decode":
-            flops = flops * problem.seqlen // problem.area
         times = {
             name: quantiles([sample.ms[0] for sample in x]) for name, x in samples.items() if x
         }
@@ -482,7 +475,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         repeats=REPEATS if gpu else 2,
         jobs=jobs,
     )
-    refused = get_backend("triton").supports(setting.problem_of(causal=True).spec, explicit=True)
+    refused = get_backend("triton").supports(setting.problem_of("fwd").spec, explicit=True)
     if refused is not None:
         raise ValueError(f"backend triton {refused}")
     return setting

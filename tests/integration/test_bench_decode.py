@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import decode
+from ring_attn.bench.cells import Cells
 from tests.integration.commands import options_of
 
 TINY = "--device cpu --backend triton --heads 2/1 --seqlen 97,300 --iters 2 --quiet"
@@ -17,21 +18,21 @@ RUN = f"bench decode {TINY}"
 def test_every_implementation_is_timed_and_checked(report_of: Any) -> None:
     report = report_of(RUN)
     assert report["failures"] == []
-    rows = {(row["name"], row["seqlen"]): row for row in report["rows"]}
+    rows = {(row["impl"], row["seqlen"]): row for row in report["rows"]}
     names = ("parts", "whole", "torch-flash")
     assert set(report["unavailable"]) == {"cudnn"}
     assert set(rows) == {(name, seqlen) for name in names for seqlen in (97, 300)}
     for (_, seqlen), row in rows.items():
-        assert 0.0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
-        assert row["ratio"] <= 1.0 and row["of_copy"] is None
+        assert 0.0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
+        assert row["max_ratio"] <= 1.0 and row["share"] is None
         nbytes = 2 * seqlen * 16 * 4  # K and V of one head of dim 16, float32
-        assert row["gbps"] == pytest.approx(nbytes / row["median_us"] / 1e3)
+        assert row["rate"] == pytest.approx(nbytes / row["median_ms"] / 1e6)
 
 
 def test_a_backend_without_parts(report_of: Any) -> None:
     report = report_of(f"{RUN} --backend aten")
-    assert {row["name"] for row in report["rows"]} == {"whole", "torch-flash"}
-    assert report["unavailable"]["parts"] == "aten has no parts"
+    notes = {row["impl"]: row["note"] for row in report["rows"]}
+    assert notes["whole"] == notes["torch-flash"] == "" and "aten has no parts" in notes["parts"]
 
 
 def test_a_wrong_result_is_a_failure(report_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +49,7 @@ def test_a_wrong_result_is_a_failure(report_of: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_beyond_the_budget_nothing_is_started() -> None:
-    bench = decode.Decode(decode.setting_of(options_of(decode, f"{TINY} --budget 0")))
+    bench = Cells(decode.setting_of(options_of(decode, f"{TINY} --budget 0")))
     bench.run()
     assert [row.note for row in bench.rows] == ["not measured: beyond the budget of 0 s"] * 6
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.bench import cells, kernel, timing
+from ring_attn.bench.cells import Cells
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
 from tests.integration.commands import options_of
@@ -29,7 +30,7 @@ def problem(**changes: Any) -> Problem:
     return Problem(**{**sizes, **changes})
 
 
-def setting(words: str) -> kernel.Setting:
+def setting(words: str) -> cells.Setting:
     return kernel.setting_of(options_of(kernel, words))
 
 
@@ -61,7 +62,7 @@ def test_figures_of_a_row_by_hand(causal: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cells, "watch_for", lambda device: Steps())
     words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128"
     words += " --causal" if causal else " --no-causal"
-    run = kernel.Bench(setting(f"{words} --implementations ours"))
+    run = Cells(setting(f"{words} --implementations ours"))
     run.peak = 1e-3
     run.run()
     fwd, bwd, both = run.rows
@@ -70,12 +71,12 @@ def test_figures_of_a_row_by_hand(causal: bool, monkeypatch: pytest.MonkeyPatch)
     assert fwd.batch == 2
     # Two products of 2 x 16 operations a pair, for 4 heads and 2 batch entries, in 1 ms.
     tflops = 4 * 16 * 4 * 2 * (64 * 65 // 2 if causal else 64 * 64) / 1e9
-    assert fwd.tflops == pytest.approx(tflops)
-    assert bwd.tflops == pytest.approx(2.5 * tflops / 2)
-    assert both.tflops == pytest.approx(3.5 * tflops / 3)
-    assert fwd.peak_share == pytest.approx(1e3 * tflops)
-    (table,) = kernel.tables(run.rows)
-    assert f"({fwd.peak_share:.0%})" in list(table.columns[3].cells)[0]
+    assert fwd.rate == pytest.approx(tflops)
+    assert bwd.rate == pytest.approx(2.5 * tflops / 2)
+    assert both.rate == pytest.approx(3.5 * tflops / 3)
+    assert fwd.share == pytest.approx(1e3 * tflops)
+    (table,) = cells.tables(run.rows, run.unit)
+    assert f"({fwd.share:.0%})" in list(table.columns[3].cells)[0]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_compiled_code_is_dropped_once_per_cell(monkeypatch: pytest.MonkeyPatch)
     forgotten: list[int] = []
     monkeypatch.setattr(cells, "forget_compiled", lambda: forgotten.append(1))
     words = f"{TINY} --causal --implementations ours,flex,torch-flash"
-    run = kernel.Bench(setting(words))  # flex has no backward here
+    run = Cells(setting(words))  # flex has no backward here
     run.run()
     assert {row.impl for row in run.rows if row.samples} == {"ours", "torch-flash"}
     assert len(forgotten) == 1
@@ -142,10 +143,10 @@ def test_compiled_code_is_dropped_once_per_cell(monkeypatch: pytest.MonkeyPatch)
 def test_an_oracle_without_memory_fails_no_implementation(
     report_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(self: Judge) -> None:
+    def exhausted(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Judge, "prepare", exhausted)
+    monkeypatch.setattr(Judge, "__init__", exhausted)
     words = f"{RUN} --causal --implementations ours,torch-flash"
     report = report_of(words)
     assert [row["note"] for row in report["rows"]] == ["cannot be judged: out of memory"] * 2
@@ -155,7 +156,7 @@ def test_report_table_and_what_cannot_run(
     report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(f"bench kernel {TINY.replace('--quiet', '')}")
-    assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
+    assert {"machine", "gpu_state", "command", "setting", "peak", "seconds"} <= set(report)
     assert report["failures"] == []
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):
@@ -163,7 +164,7 @@ def test_report_table_and_what_cannot_run(
             for causal in (True, False):
                 row = rows[impl, mode, causal]
                 assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
-                assert row["tflops"] > 0 and row["host_ms"] > 0
+                assert row["rate"] > 0 and row["host_ms"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (64, 2, 2)
     assert "CUDA" in report["unavailable"]["cudnn"]
@@ -218,8 +219,8 @@ def test_sizes_by_device_and_option() -> None:
     assert given.causal == (True,) and given.dtype == torch.float16
     assert given.head_dims == kernel.ON_CPU.head_dims
     assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
-    cells = list(setting("--device cpu --seqlen 64,256 --tokens 128 --heads 4/2").problems())
-    assert [(c.seqlen, c.batch, c.causal) for c in cells] == [
+    all_cells = setting("--device cpu --seqlen 64,256 --tokens 128 --heads 4/2").problems()
+    assert [(c.seqlen, c.batch, c.causal) for c in all_cells] == [
         (64, 2, True), (256, 1, True), (64, 2, False), (256, 1, False)
     ]  # fmt: skip
 
@@ -254,7 +255,9 @@ def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], si
             found[which][place] += size
             return found
 
-    found = Judge(one, data, backward=True).sampled(lambda p, d: Wrong(p, d, "reference"))
+    found = Judge(one, data, backward=True).verdicts(
+        lambda p, d: Wrong(p, d, "reference"), whole=False
+    )
     assert not all(verdict.ok for verdict in found)
 
 
@@ -278,4 +281,4 @@ def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.Monk
         return make("flash-attn-3", problem, data, backend="", backward=True)
 
     judge = Judge(one, one.data(), backward=True)
-    assert all(verdict.ok for verdict in judge.whole(build) + judge.sampled(build))
+    assert all(verdict.ok for verdict in judge.verdicts(build))
