@@ -14,6 +14,7 @@ import html
 import io
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def read_report(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"--compare: {path} is not the JSON of a benchmark, it has no rows")
     try:
         figures(report["rows"])
-    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--compare: the rows of {path} are not a benchmark's: {error!r}"
         ) from None
@@ -107,18 +108,12 @@ def read_report(path: Path) -> Mapping[str, Any]:
 
 
 class Figure(NamedTuple):
-    """A measured time, with the 20 % and 80 % quantiles of its samples."""
+    """Milliseconds: the median of the samples, and their 20 % and 80 % quantiles."""
 
     key: Key
-    unit: str
     median: float
     low: float
     high: float
-
-    @property
-    def label(self) -> str:
-        """The key as text."""
-        return label(self.key)
 
 
 def label(key: Key) -> str:
@@ -131,18 +126,16 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
     """The figures of all rows with a time."""
     with_times = []
     for row in rows:
-        median = next((name for name in row if name.startswith("median_")), "")
-        if row.get(median) is None:
+        if row.get("median_ms") is None:
             continue
-        unit = median.removeprefix("median_")
         names = list(row)
-        first = next(i for i, name in enumerate(names) if name.endswith(f"_{unit}"))
+        first = next(i for i, name in enumerate(names) if name.endswith("_ms"))
         # A key is names, sizes and flags, not tables of configs or errors.
         key = tuple((n, row[n]) for n in names[:first] if isinstance(row[n], (str, int)))
-        low, high = row.get(f"p20_{unit}"), row.get(f"p80_{unit}")
+        low, high = row.get("p20_ms"), row.get("p80_ms")
         if low is None or high is None:
-            low, _, high = quantiles(row[f"samples_{unit}"])
-        with_times.append(Figure(key, unit, row[median], low, high))
+            low, _, high = quantiles(row["samples_ms"])
+        with_times.append(Figure(key, row["median_ms"], low, high))
     return with_times
 
 
@@ -158,10 +151,7 @@ class Line(NamedTuple):
         """Slope of the least-squares fit of log time to log size."""
         xs = [math.log(size) for size, _ in self.points]
         ys = [math.log(figure.median) for _, figure in self.points]
-        x, y = (sum(values) / len(values) for values in (xs, ys))
-        return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
-            (a - x) ** 2 for a in xs
-        )
+        return statistics.linear_regression(xs, ys).slope
 
 
 def lines(all_figures: Sequence[Figure]) -> list[Line]:
@@ -251,8 +241,8 @@ def changes_table(changes: Sequence[Change], title: str) -> Table:
     """The changes, slower ones first."""
     table = new_table(title, ("figure",), ("then", "now", "now / then", ""))
     for change in sorted(changes, key=lambda change: -change.ratio):
-        times = (f"{figure.median:.3g} {figure.unit}" for figure in change)
-        table.add_row(change.now.label, *times, f"{change.ratio:.3f}", change.verdict)
+        times = (f"{figure.median:.3g} ms" for figure in change)
+        table.add_row(label(change.now.key), *times, f"{change.ratio:.3f}", change.verdict)
     return table
 
 
@@ -278,7 +268,6 @@ def picture(all_figures: Sequence[Figure], title: str) -> Picture:
     from matplotlib.figure import Figure as Picture
 
     joined = lines(all_figures)
-    unit = all_figures[0].unit if all_figures else ""
     if joined:
         drawn = Picture(figsize=(9, 6), layout="constrained")
         axes = drawn.subplots()
@@ -291,17 +280,17 @@ def picture(all_figures: Sequence[Figure], title: str) -> Picture:
             medians = [figure.median for figure in points]
             axes.errorbar(sizes, medians, yerr=_spread(points), marker="o", capsize=3, label=name)
             ticks.update(sizes)
-        axes.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel=unit)
+        axes.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel="ms")
         axes.set_xticks(sorted(ticks), list(map(str, sorted(ticks))))
         axes.minorticks_off()
         axes.legend(fontsize="small")
     else:
         drawn = Picture(figsize=(9, 1.2 + 0.32 * len(all_figures)), layout="constrained")
         axes = drawn.subplots()
-        names, medians = [f.label for f in all_figures], [f.median for f in all_figures]
+        names, medians = [label(f.key) for f in all_figures], [f.median for f in all_figures]
         axes.barh(names, medians, xerr=_spread(all_figures), color="#4878a8", capsize=3)
         axes.invert_yaxis()
-        axes.set(xlabel=unit)
+        axes.set(xlabel="ms")
     axes.set_title(title, fontsize="medium", loc="left")
     axes.grid(alpha=0.3)
     return drawn

@@ -149,7 +149,9 @@ class Report(Generic[S, R]):
                 files.changes_table(changes, files.comparison_title(outputs.earlier, now))
             )
             slower = [change for change in changes if change.verdict == "slower"]
-            self.failures += [f"{c.now.label}: {c.ratio:.2f} x the time before" for c in slower]
+            self.failures += [
+                f"{files.label(c.now.key)}: {c.ratio:.2f} x the time before" for c in slower
+            ]
             now["failures"] = self.failures
         if outputs.csv is not None:
             outputs.csv.write_text(files.to_csv(now["rows"]), encoding="utf-8")

@@ -18,6 +18,7 @@ from ring_attn.bench.outputs import (
     compare,
     comparison_title,
     figures,
+    label,
     lines,
     to_csv,
     to_page,
@@ -42,10 +43,10 @@ def report(*rows: dict[str, Any], **setting: Any) -> dict[str, Any]:
 def test_figures_have_their_key_and_spread() -> None:
     (found,) = figures([row("a", 8, 2.0), row("b", 8, None)])
     assert found.key == (("impl", "a"), ("seqlen", 8), ("causal", True))
-    assert (found.unit, found.median, found.label) == ("ms", 2.0, "a, seqlen 8, causal True")
+    assert (found.median, label(found.key)) == (2.0, "a, seqlen 8, causal True")
     config = {"kind": "fwd", "config": {"BLOCK_M": 64}, "max_ratio": 0.5, **row("a", 8, 2.0)}
     assert dict(figures([config])[0].key) == {"kind": "fwd", **dict(found.key)}
-    (sampled,) = figures([{"shape": "s", "median_us": 3.0, "samples_us": [1.0, 3.0, 9.0]}])
+    (sampled,) = figures([{"shape": "s", "median_ms": 3.0, "samples_ms": [1.0, 3.0, 9.0]}])
     assert sampled.low < sampled.median < sampled.high
 
 
