@@ -5,7 +5,7 @@ The chunk-level rule
 
     kv chunk entirely before the q chunk   FULL           no mask
     the two overlap                        CAUSAL         masked on the diagonal
-    kv chunk entirely after the q chunk    NO_ATTENTION   not computed; not sent if no rank needs it
+    kv chunk entirely after the q chunk    NO_ATTENTION   no tile; not sent if no rank needs it
 
 follows from one fact. Between two segments of equal stride, a slice of the mask is two runs of rows
 and a band of local indices: `lo <= j - i <= hi` holds for rows as for positions, with other bounds.
@@ -38,12 +38,11 @@ Displacement = tuple[int, int]
 
 
 class MaskKind(enum.Enum):
-    """Kinds of rectangles: all visible, cut by a diagonal, by a window, or nothing visible."""
+    """Kinds of tiles: all visible, cut by a diagonal, or by a window."""
 
     FULL = "full"
     CAUSAL = "causal"
     WINDOW = "window"
-    NO_ATTENTION = "no_attention"
 
 
 class Band(NamedTuple):
@@ -83,7 +82,6 @@ class Tile:
 
     @property
     def kind(self) -> MaskKind:
-        """FULL, CAUSAL or WINDOW; a tile is never NO_ATTENTION."""
         if self.band.lo is not None:
             return MaskKind.WINDOW
         return MaskKind.FULL if self.band.hi is None else MaskKind.CAUSAL
@@ -326,13 +324,6 @@ def _pairs_up_to(rows: int, cols: int, hi: int) -> int:
         return x * (x + 1) // 2 if x <= cols else cols * (cols + 1) // 2 + cols * (x - cols)
 
     return below(hi + rows) - below(hi)
-
-
-def kind_of(area: int, rectangle: int) -> MaskKind:
-    """FULL, CAUSAL or NO_ATTENTION: kind of a rectangle of which `area` pairs are visible."""
-    if area == 0:
-        return MaskKind.NO_ATTENTION
-    return MaskKind.FULL if area == rectangle else MaskKind.CAUSAL
 
 
 def with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:

@@ -61,12 +61,10 @@ from typing import NamedTuple
 from ring_attn.backends import get_backend
 from ring_attn.core import program as ops
 from ring_attn.core import sizes
-from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Message, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
-from ring_attn.core.ranks import OneRank, Ranks
-from ring_attn.core.tiles import Displacement, Grid, MaskKind, Tile, Traveller, kind_of, ring_grid
+from ring_attn.core.ranks import Ranks
+from ring_attn.core.tiles import Displacement, Grid, Traveller, ring_grid
 from ring_attn.strategies import base
 from ring_attn.strategies.base import Call, StrategyCode, differentiate
 
@@ -116,69 +114,6 @@ def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -
         return base.core_program(ranks, arrays, _forward(call, steps), backward=False)
     made = _backward(call, steps, arrays, in_order=in_order, rounded=rounded)
     return base.core_program(ranks, arrays, made, backward=True)
-
-
-class RingStep(NamedTuple):
-    """One step of one rank, for tables and pictures.
-
-    Attributes:
-        source: owner of the shard (KV, or the travelling Q side) that the rank holds.
-        rows: rows of the shard that the rank holds: all of its own, of others those that travel.
-        tiles: tiles in folding order; travelling rows count from the first row held.
-        kind: FULL, CAUSAL or NO_ATTENTION of the whole rectangle.
-        hop: peers of the hop to the next step; None at the last step.
-    """
-
-    source: int
-    rows: slice
-    tiles: tuple[Tile, ...]
-    kind: MaskKind
-    hop: ops.Hop | None
-
-
-def ring_steps(
-    layout_q: SequenceLayout,
-    layout_kv: SequenceLayout,
-    mask: Mask,
-    rank: int,
-    travels: Traveller = "kv",
-    inner_degree: int = 1,
-) -> list[RingStep]:
-    """The steps of one rank: its own shard first, then those of rank - 1, rank - 2, ...
-
-    Raises:
-        ValueError: layouts and mask do not fit each other, the rank does not exist, or
-            `inner_degree` does not divide the number of ranks.
-        NotImplementedError: the strides of the layouts differ (striped against another kind).
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(1024, 4)
-        >>> steps = ring_steps(layout, layout, Mask(1024, 1024, causal=True), rank=2)
-        >>> [(step.source, step.kind.name) for step in steps]
-        [(2, 'CAUSAL'), (1, 'FULL'), (0, 'FULL'), (3, 'NO_ATTENTION')]
-        >>> steps[0].hop
-        Hop(send_to=3, recv_from=1)
-    """
-    world_size = layout_q.world_size
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-    ranks, grid = OneRank((layout_q, layout_kv), mask, rank), ring_grid(world_size, inner_degree)
-    order = ranks.order(grid, travels)
-    moving = layout_kv if travels == "kv" else layout_q
-    steps = []
-    for index, by in enumerate(order):
-        source = grid.moved(rank, by, -1)
-        rows = ranks.moving(grid, travels, by) if index else slice(0, moving.shard_len(source))
-        tiles = ranks.tiles(grid, travels, by)
-        pair = (rank, source) if travels == "kv" else (source, rank)
-        rectangle = layout_q.shard_len(pair[0]) * layout_kv.shard_len(pair[1])
-        kind = kind_of(sum(tile.area for tile in tiles), rectangle)
-        hop = None
-        if index + 1 < len(order):
-            (a, b), (c, d) = by, order[index + 1]
-            hop = ranks.hop(grid, (c - a, d - b))
-        steps.append(RingStep(source, rows, tiles, kind, hop))
-    return steps
 
 
 class _Leg(NamedTuple):

@@ -18,9 +18,9 @@ from ring_attn.backends.base import BackwardInputs
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
+from ring_attn.core.tiles import pair_tiles
 from ring_attn.kernels import flash_bwd, flash_fwd
 from ring_attn.kernels.step_table import StepTable
-from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import Inputs, random_qkv
 from tests.bounds import MASKS, assert_holds, expect, whole
 from tests.kernels import toys
@@ -159,10 +159,10 @@ def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
     for kind, rank, index in (("contiguous", 2, 1), ("zigzag", 1, 0), ("zigzag", 0, 1),
                               ("zigzag", 1, 1), ("striped", 0, 1), ("striped", 1, 1)):  # fmt: skip
         layout = SequenceLayout.from_name(kind, 193, 3 if kind == "contiguous" else 2)
-        step = ring_steps(layout, layout, mask, rank)[index]
-        keys = layout.position_ids(step.source)[step.rows]
-        dense = mask.dense(layout.position_ids(rank), keys)
-        found[f"{kind}, rank {rank}, step {index}"] = step.tiles, dense
+        source = (rank - index) % layout.world_size
+        dense = mask.dense(layout.position_ids(rank), layout.position_ids(source))
+        tiles = pair_tiles(layout, layout, mask, rank, source)
+        found[f"{kind}, rank {rank}, step {index}"] = tiles, dense
     return found
 
 

@@ -14,17 +14,17 @@ import torch
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.ranks import OneRank
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Grid, Traveller
 from ring_attn.machines.actions import SHARE_OF_DQ, schedule_of
 from ring_attn.machines.check import _add_work, check, check_calls
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.machines.draw import draw
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
-from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 
 MASKS = masks(61)
@@ -235,8 +235,8 @@ def test_what_goes_between_nodes_has_a_whole_round(world_size: int, inner_degree
 def test_rounds_that_nobody_needs_are_left_out() -> None:
     layout = SequenceLayout.contiguous(32, 8)
     window = Mask(32, 32, causal=True, window_size=(4, -1))
-    steps = ring_steps(layout, layout, window, 5, inner_degree=4)
-    assert [step.source for step in steps] == [5, 4, 0]
+    order = OneRank((layout, layout), window, 5).order(Grid(2, 4), "kv")
+    assert order == ((0, 0), (0, 1), (1, 1))
     documents = Mask(32, 32, True, (-1, -1), (0, 16, 32), (0, 16, 32))
     for call in calls_of(Strategy(inner_degree=4), documents, "contiguous", 8)[:1]:
         for backward in (False, True):

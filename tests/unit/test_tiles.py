@@ -6,7 +6,7 @@ Tiles are pure data, so they are compared with the dense mask for every rank of 
 import time
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Hop
+from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import (
@@ -25,11 +26,11 @@ from ring_attn.core.tiles import (
     gathered_tiles,
     make_tile,
     pair_tiles,
+    ring_grid,
 )
 from ring_attn.core.work import needed_displacements
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.ring import RingStep, ring_steps
 from ring_attn.testing import LAYOUTS, Layouts, layouts_of
 from ring_attn.testing import masks as table_masks
 from tests.bounds import painted, visible_pairs
@@ -72,8 +73,23 @@ def check_tile(tile: Tile) -> None:
         assert tile.kind is (MaskKind.CAUSAL if lo is None else MaskKind.WINDOW)
 
 
+class RingStep(NamedTuple):
+    source: int
+    rows: slice
+    tiles: tuple[Tile, ...]
+
+
 def plans(layouts: Layouts, mask: Mask, travels: Traveller = "kv") -> list[list[RingStep]]:
-    return [ring_steps(*layouts, mask, rank, travels) for rank in range(layouts[0].world_size)]
+    """The steps of each rank in a plain ring: owner, held rows and tiles of each shard."""
+    return [[*_steps(OneRank(layouts, mask, r), travels)] for r in range(layouts[0].world_size)]
+
+
+def _steps(ranks: OneRank, travels: Traveller) -> Iterator[RingStep]:
+    grid = ring_grid(ranks.world_size)
+    for by in ranks.order(grid, travels):
+        rows = ranks.moving(grid, travels, by) if any(by) else slice(0, ranks.rows(travels))
+        source = grid.moved(ranks.rank, by, -1)
+        yield RingStep(source, rows, ranks.tiles(grid, travels, by))
 
 
 def check_everything(layouts: Layouts, mask: Mask) -> None:
@@ -113,10 +129,6 @@ def check_step(
     held = seen[:, step.rows] if travels == "kv" else seen[step.rows]
     assert int(held.sum()) == int(seen.sum()), "a row that is needed does not travel"
     assert torch.equal(painted(step.tiles, *held.shape), held.long())
-    if not bool(seen.any()):
-        assert step.kind is MaskKind.NO_ATTENTION
-    else:
-        assert step.kind is (MaskKind.FULL if bool(seen.all()) else MaskKind.CAUSAL)
     if index == 0:
         assert step.rows == slice(0, seen.size(side)), "a rank's own rows are all there"
         return
@@ -207,17 +219,29 @@ def test_a_window_makes_as_many_hops_as_it_is_shards_wide(world_size: int, chunk
             for plan in plans((layout, layout), mask, travels):
                 assert len(plan) == min(hops, world_size - 1) + 1
         both = Mask(n, n, window_size=(window, window))
-        assert len(ring_steps(layout, layout, both, 0)) == min(2 * hops, world_size - 1) + 1
+        assert len(plans((layout, layout), both)[0]) == min(2 * hops, world_size - 1) + 1
 
 
 def test_distances_that_nobody_needs_are_jumped_over() -> None:
     # Two documents of two shards each: only neighbours exchange rows.
     layout = SequenceLayout.contiguous(16, 4)
     mask = Mask(16, 16, False, (-1, -1), (0, 8, 16), (0, 8, 16))
-    plan = ring_steps(layout, layout, mask, 0)
-    assert [step.source for step in plan] == [0, 3, 1]
-    assert [step.hop for step in plan] == [Hop(1, 3), Hop(2, 2), None]
-    assert [step.source for step in ring_steps(layout, layout, mask, 0, "q")] == [0, 3, 1]
+    for travels in TRAVELLERS:
+        plan = plans((layout, layout), mask, travels)[0]
+        assert [step.source for step in plan] == [0, 3, 1]
+    spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 8, 8)
+    program = program_of(
+        Call(spec, (layout, layout), mask, 0, Strategy(), 0.1, "aten"), backward=False
+    )
+    assert [post.route for post in program.posts()] == [Hop(1, 3), Hop(2, 2)]
+
+
+def test_the_kinds_of_a_causal_ring() -> None:
+    layout = SequenceLayout.contiguous(1024, 4)
+    (plan,) = plans((layout, layout), Mask(1024, 1024, causal=True))[2:3]
+    assert [step.source for step in plan] == [2, 1, 0, 3]
+    kinds = [[tile.kind.name for tile in step.tiles] for step in plan]
+    assert kinds == [["CAUSAL"], ["FULL"], ["FULL"], []]
 
 
 @pytest.mark.parametrize("num_documents", [1, 2000])
