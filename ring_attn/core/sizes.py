@@ -1,9 +1,9 @@
-"""Closed-form sizes: messages of a ring, operations, shares of a sequence, all-reduces."""
+"""Closed-form sizes: messages of a ring, operations, all-reduces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -89,74 +89,6 @@ def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:
     qk, pv = 2 * spec.headdim, 2 * spec.headdim_v
     per_pair = 3 * qk + 2 * pv if backward else qk + pv
     return area * per_pair * spec.batch * spec.nheads
-
-
-def memory_saving(world_size: int) -> float:
-    """Fraction of a sequence's activations that a rank need not store."""
-    return 1.0 - 1.0 / world_size
-
-
-@dataclass(frozen=True)
-class SequenceShare:
-    """Sizes of one rank's part of a sequence that is cut into equal runs.
-
-    Args:
-        rank: the rank.
-        world_size: number of ranks.
-        seqlen: the full length; if it does not divide, the first ranks have one row more.
-        hidden_size: hidden size of the model.
-        nheads: number of query heads.
-
-    Raises:
-        ValueError: the rank does not exist, or the heads do not divide the hidden size.
-
-    Example:
-        >>> share = SequenceShare(2, 4, 8192, 1024, 16)
-        >>> share.start, share.end, share.headdim, share.ring_steps, share.memory_saving
-        (4096, 6144, 64, 3, 0.75)
-    """
-
-    rank: int
-    world_size: int
-    seqlen: int
-    hidden_size: int
-    nheads: int
-
-    def __post_init__(self) -> None:
-        self._layout.segments(self.rank)  # raises for a wrong rank or size
-        if self.nheads < 1 or self.hidden_size % self.nheads:
-            raise ValueError(
-                f"hidden_size must divide by nheads, got {self.hidden_size} and {self.nheads}"
-            )
-
-    @property
-    def _layout(self) -> SequenceLayout:
-        return SequenceLayout.contiguous(self.seqlen, self.world_size)
-
-    @property
-    def start(self) -> int:
-        return sum(self._layout.shard_lens[: self.rank])
-
-    @property
-    def end(self) -> int:
-        return self.start + self.local_len
-
-    @property
-    def local_len(self) -> int:
-        return self._layout.shard_len(self.rank)
-
-    @property
-    def headdim(self) -> int:
-        return self.hidden_size // self.nheads
-
-    @property
-    def ring_steps(self) -> int:
-        """Exchanges of a ring in which every rank needs every shard."""
-        return self.world_size - 1
-
-    @property
-    def memory_saving(self) -> float:
-        return memory_saving(self.world_size)
 
 
 def all_reduce_bytes(seqlen: int, hidden_size: int, num_blocks: int, itemsize: int) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.sizes import SequenceShare, choose_traveller, flops
+from ring_attn.core.sizes import choose_traveller, flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines.count import bytes_sent, num_messages
@@ -128,22 +128,13 @@ def test_flops_count_each_headdim() -> None:
 def test_vectors(
     given: tuple[int, ...], local_len: int, start: int, end: int, saving: float, steps: int
 ) -> None:
-    share = SequenceShare(*given)
-    assert (share.local_len, share.start, share.end) == (local_len, start, end)
-    assert (share.memory_saving, share.ring_steps) == (saving, steps)
-    assert share.headdim == given[3] // given[4]
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ((3, 3, 1000, 64, 4), "got 3"),
-        ((0, 1, 1000, 100, 16), "hidden_size must divide by nheads, got 100 and 16"),
-    ],
-)
-def test_what_cannot_be_is_refused(given: tuple[int, ...], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        SequenceShare(*given)
+    rank, world_size, seqlen, hidden_size, nheads = given
+    layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)
+    (segment,) = layout.segments(rank)
+    assert (segment.start, segment.start + segment.length) == (start, end)
+    assert layout.shard_len(rank) == local_len and 1 - local_len / seqlen == saving
+    spec = spec_of(nheads=nheads, nheads_kv=nheads, headdim=hidden_size // nheads)
+    assert sent(spec, (layout, layout), mask, rank, backward=False).messages == steps
 
 
 def test_bytes_of_a_send_and_in_all() -> None:
