@@ -372,7 +372,7 @@ class Program:
                 last[op.buffer.room] = index
             elif isinstance(op, Differentiate):
                 # Cleared buffers get their memory here.
-                entries = [x for x in (op.dq, *(op.dkv or ())) if isinstance(x, Entry)]
+                entries = [x for x in effects(op).writes if isinstance(x, Entry)]
                 last |= {entry.buffer.room: index for entry in entries}
             elif isinstance(op, Post):
                 last[op.send.room] = last[op.recv.room] = index
@@ -383,11 +383,7 @@ class Program:
         """Rooms in bytes for which a buffer is taken after another was freed."""
         freed: dict[int, int] = {}
         for index, op in enumerate(self.ops):
-            names = op.names if isinstance(op, Free) else ()
-            buffers = [name for name in names if isinstance(name, Buffer)]
-            if isinstance(op, Add | Unpack | Merge):
-                buffers.append(op.buffer)
-            for buffer in buffers:
+            for buffer in effects(op).frees:
                 freed.setdefault(buffer.room, index)
         return frozenset(
             room for room, last in self.last_takes.items() if freed.get(room, last) < last
@@ -409,6 +405,70 @@ class Program:
                 yield op
             elif isinstance(op, Inner):
                 yield from op.program.posts()
+
+
+class Effects(NamedTuple):
+    """Existing operands that an op reads and writes, and the lifetimes that it begins and ends."""
+
+    reads: tuple[Operand, ...] = ()
+    writes: tuple[Operand, ...] = ()
+    takes: tuple[Buffer, ...] = ()
+    frees: tuple[Buffer, ...] = ()
+    makes: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+
+
+def effects(op: Op) -> Effects:
+    """The effects of an op, but for the buffers of a post, which others use until its wait."""
+    match op:
+        case Pack():
+            return Effects(reads=_outside(op.copies), takes=(op.buffer,))
+        case Clear():
+            return Effects(takes=(op.buffer,))
+        case Add():
+            return Effects((Entry(op.buffer, 0),), (Entry(op.into, 0),), frees=(op.buffer,))
+        case Unpack():
+            return Effects((Entry(op.buffer, 0),), _outside(op.copies), frees=(op.buffer,))
+        case Merge():
+            return Effects((Entry(op.buffer, 0),), frees=(op.buffer,), makes=(op.out, op.lse))
+        case Free():
+            buffers = tuple(name for name in op.names if isinstance(name, Buffer))
+            return Effects(frees=buffers, drops=tuple(x for x in op.names if isinstance(x, str)))
+        case New():
+            return Effects(makes=(op.name,))
+        case Assign():
+            return Effects((op.source,), _parts(op.into), makes=(op.into.name,))
+        case Round():
+            used_up = (op.gradient.name,) if isinstance(op.gradient, View) else ()
+            made = (op.into.name,)
+            return Effects((op.gradient,), _parts(op.into), makes=made, drops=used_up)
+        case Start():
+            return Effects(reads=(op.q,))
+        case Attend():
+            return Effects(reads=(op.q, op.k, op.v))
+        case Decode():
+            return Effects(reads=(op.q, op.k, op.v), makes=("partial out", "partial lse"))
+        case Finish():
+            return Effects(makes=(op.out, op.lse))
+        case Delta():
+            return Effects(reads=tuple(map(View, ("out", "dout", "lse"))), makes=("delta",))
+        case Differentiate():
+            out = () if op.out is None else (op.out,)
+            sums = (op.dq, *(op.dkv or ()))
+            writes = tuple(x for x in sums if x is not None)
+            return Effects((*op.q_side, *op.kv, *out), writes)
+        case Inner():
+            return Effects(reads=tuple(View(outer) for _, outer in op.inputs))
+    return Effects()
+
+
+def _parts(into: View) -> tuple[View, ...]:
+    """The view, if it is a part of a tensor that exists."""
+    return () if into.rows is None and into.heads is None else (into,)
+
+
+def _outside(copies: Sequence[Copy]) -> tuple[View, ...]:
+    return tuple(copy.tensor for copy in copies if copy.tensor is not None)
 
 
 def copies_of_runs(

@@ -14,11 +14,11 @@ Use it to develop a strategy: `ring-attn plan --check`, or `check(programs)` in 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_attn.core import program as ops
-from ring_attn.core.program import Buffer, Channel, Entry, Op, Operand, Program, View, part_of_heads
+from ring_attn.core.program import Channel, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
@@ -57,8 +57,7 @@ def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
         lines.append(line)
         faults += _Tracking(rank, line).faults(program)
     faults += _check_order(lines)
-    # If sends and receives do not match, checking the waits adds nothing.
-    faults += _check_messages(lines) or _check_waits(lines)
+    faults += _check_messages(lines)
     if call is not None and not faults:
         faults += _check_work(programs, call)
     return faults
@@ -146,28 +145,22 @@ class _Tracking:
 
     def _do(self, line: _Line) -> None:
         op, scope = line.op, line.scope
-        for operand in _reads(op):
+        effects = ops.effects(op)
+        for operand in effects.reads:
             self._read(operand, scope)
-        for operand in _writes(op):
+        for operand in effects.writes:
             self._write(operand, scope)
-        match op:
-            case ops.Pack() | ops.Clear():
-                self._take(scope.name(op.buffer.name))
-            case ops.Post():
-                self._post(op, line)
-            case ops.Wait():
-                self._wait(op, line)
-            case ops.Add() | ops.Unpack() | ops.Merge():
-                self._free(scope.name(op.buffer.name))
-            case ops.Free():
-                for name in op.names:
-                    if isinstance(name, Buffer):
-                        self._free(scope.name(name.name))
-                    else:
-                        self._drop(scope.name(name))
-            case ops.Round() if isinstance(op.gradient, View):
-                self._drop(scope.name(op.gradient.name))
-        self._tensors |= {scope.name(name) for name in _made(op)}
+        for buffer in effects.takes:
+            self._take(scope.name(buffer.name))
+        if isinstance(op, ops.Post):
+            self._post(op, line)
+        elif isinstance(op, ops.Wait):
+            self._wait(op, line)
+        for buffer in effects.frees:
+            self._free(scope.name(buffer.name))
+        for name in effects.drops:
+            self._drop(scope.name(name))
+        self._tensors |= {scope.name(name) for name in effects.makes}
 
     def _take(self, name: str) -> None:
         if name in self._held:
@@ -229,69 +222,10 @@ class _Tracking:
         self._received.discard(pair[1])
 
 
-def _reads(op: Op) -> tuple[Operand, ...]:
-    """Tensors and buffers that an op reads."""
-    match op:
-        case ops.Pack():
-            return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
-        case ops.Add() | ops.Unpack() | ops.Merge():
-            return (Entry(op.buffer, 0),)
-        case ops.Assign():
-            return (op.source,)
-        case ops.Start():
-            return (op.q,)
-        case ops.Attend() | ops.Decode():
-            return (op.q, op.k, op.v)
-        case ops.Delta():
-            return tuple(map(View, ("out", "dout", "lse")))
-        case ops.Differentiate():
-            return (*op.q_side, *op.kv, *(() if op.out is None else (op.out,)))
-        case ops.Round():
-            return (op.gradient,)
-        case ops.Inner():
-            return tuple(View(outer) for _, outer in op.inputs)
-    return ()
-
-
-def _writes(op: Op) -> tuple[Operand, ...]:
-    """Existing tensors and buffers that an op writes."""
-    match op:
-        case ops.Unpack():
-            return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
-        case ops.Add():
-            return (Entry(op.into, 0),)
-        case ops.Differentiate():
-            return tuple(x for x in (op.dq, *(op.dkv or ())) if x is not None)
-        case ops.Assign() | ops.Round() if op.into.rows is not None or op.into.heads is not None:
-            return (op.into,)
-    return ()
-
-
-def _made(op: Op) -> tuple[str, ...]:
-    """Names of the tensors that an op makes."""
-    match op:
-        case ops.New():
-            return (op.name,)
-        case ops.Assign() | ops.Round():
-            return (op.into.name,)
-        case ops.Finish() | ops.Merge():
-            return (op.out, op.lse)
-        case ops.Decode():
-            return ("partial out", "partial lse")
-        case ops.Delta():
-            return ("delta",)
-    return ()
-
-
 # -- all ranks
 
-
-def _exchange_kind(op: ops.Post | ops.Join) -> str:
-    return (
-        op.route.op
-        if isinstance(op, ops.Post) and isinstance(op.route, ops.Collective)
-        else "shift"
-    )
+# A peer, the bytes and lines of its posts, and the number of one of them.
+_Needed = tuple[int, list[tuple[int, int]], int]
 
 
 def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
@@ -300,8 +234,8 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
     for rank, rank_lines in enumerate(lines):
         for line in rank_lines:
             if isinstance(line.op, ops.Post | ops.Join):
-                order = orders[_members(line)].setdefault(rank, [])
-                order.append((line.op.channel, _exchange_kind(line.op)))
+                kind = getattr(getattr(line.op, "route", None), "op", "shift")
+                orders[_members(line)].setdefault(rank, []).append((line.op.channel, kind))
     for members, by_rank in orders.items():
         first = by_rank.get(members[0], [])
         for rank in members[1:]:
@@ -318,34 +252,62 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
-    """Finds messages, by sender, receiver and channel, of which the two ranks disagree."""
-    sent: dict[Any, list[int]] = defaultdict(list)
-    received: dict[Any, list[int]] = defaultdict(list)
+    """Finds messages of which sender and receiver disagree, else ranks that wait for ever."""
+    # By group, channel, sender and receiver: bytes of each message, and the line of its post.
+    sent: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    received: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    # By rank and line of a wait: each peer, its posts, and the number of the post to wait for.
+    needed: dict[tuple[int, int], list[_Needed]] = {}
     for rank, rank_lines in enumerate(lines):
         messages: dict[str, int] = {}
-        for line in rank_lines:
-            op = line.op
+        under_way: dict[Any, deque[list[_Needed]]] = defaultdict(deque)
+        for at, (op, scope) in enumerate((line.op, line.scope) for line in rank_lines):
+            members = _members(rank_lines[at])
             if isinstance(op, ops.Pack | ops.Clear):
-                messages[line.scope.name(op.buffer.name)] = op.message.nbytes
-            if not isinstance(op, ops.Post):
-                continue
-            members = _members(line)
-            messages[line.scope.name(op.recv.name)] = op.message.nbytes
-            nbytes = messages.get(line.scope.name(op.send.name), -1)
-            for to, count in _parts(op, members, rank, nbytes, sends=True):
-                sent[members, op.channel, rank, to].append(count)
-            for source, count in _parts(op, members, rank, op.message.nbytes, sends=False):
-                received[members, op.channel, source, rank].append(count)
+                messages[scope.name(op.buffer.name)] = op.message.nbytes
+            elif isinstance(op, ops.Post):
+                messages[scope.name(op.recv.name)] = op.message.nbytes
+                nbytes = messages.get(scope.name(op.send.name), -1)
+                peers: list[_Needed] = []
+                for to, count in _parts(op, members, rank, nbytes, sends=True):
+                    key = members, op.channel, rank, to
+                    peers.append((to, received[key], len(sent[key])))
+                    sent[key].append((count, at))
+                for source, count in _parts(op, members, rank, op.message.nbytes, sends=False):
+                    key = members, op.channel, source, rank
+                    peers.append((source, sent[key], len(received[key])))
+                    received[key].append((count, at))
+                under_way[members, op.channel].append(peers)
+            elif isinstance(op, ops.Wait) and under_way[members, op.channel]:
+                needed[rank, at] = under_way[members, op.channel].popleft()
     faults = []
     for key in sorted({*sent, *received}, key=str):
-        if sent[key] != received[key]:
+        ends = [[count for count, _ in table[key]] for table in (sent, received)]
+        if ends[0] != ends[1]:
             _, channel, source, to = key
-            faults.append(Fault(
-                "message", source, None,
-                f"sends {sent[key]} bytes to rank {to} on {channel!r}, which receives "
-                f"{received[key]}",
-            ))  # fmt: skip
-    return faults
+            text = f"sends {ends[0]} bytes to rank {to} on {channel!r}, which receives {ends[1]}"
+            faults.append(Fault("message", source, None, text))
+    return faults or _stuck(lines, needed)
+
+
+def _stuck(lines: Sequence[Sequence[_Line]], needed: Mapping[Any, list[_Needed]]) -> list[Fault]:
+    """Advances all ranks as far as their waits allow, and reports the ranks that do not end."""
+    done = [0] * len(lines)
+    moved = True
+    while moved:
+        moved = False
+        for rank, rank_lines in enumerate(lines):
+            while done[rank] < len(rank_lines) and all(
+                done[peer] > posts[number][1]
+                for peer, posts, number in needed.get((rank, done[rank]), ())
+            ):
+                done[rank] += 1
+                moved = True
+    return [
+        Fault("order", rank, at, "waits for ever")
+        for rank, at in enumerate(done)
+        if at < len(lines[rank])
+    ]
 
 
 def _parts(
@@ -365,45 +327,6 @@ def _parts(
             yield member, nbytes if sends else nbytes // len(members)
         else:
             yield member, nbytes // len(members) if sends else nbytes
-
-
-def _check_waits(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
-    """Advances all ranks as far as their waits allow, and reports the ranks that are stuck."""
-    left = [deque(line) for line in lines]
-    # Numbers of messages that are posted, by group, channel, sender and receiver.
-    sent: Counter[Any] = Counter()
-    received: Counter[Any] = Counter()
-    # Exchanges under way by rank, group and channel, each with what the peers must have posted.
-    under_way: dict[Any, deque[list[tuple[Counter[Any], Any, int]]]] = defaultdict(deque)
-    moved = True
-    while moved:
-        moved = False
-        for rank, todo in enumerate(left):
-            while todo:
-                op, members = todo[0].op, _members(todo[0])
-                exchanges = under_way[rank, members, getattr(op, "channel", "")]
-                if isinstance(op, ops.Post):
-                    needed = []
-                    for to, _ in _parts(op, members, rank, 0, sends=True):
-                        message = members, op.channel, rank, to
-                        sent[message] += 1
-                        needed.append((received, message, sent[message]))
-                    for source, _ in _parts(op, members, rank, 0, sends=False):
-                        message = members, op.channel, source, rank
-                        received[message] += 1
-                        needed.append((sent, message, received[message]))
-                    exchanges.append(needed)
-                elif isinstance(op, ops.Wait) and exchanges:
-                    if any(posted[message] < least for posted, message, least in exchanges[0]):
-                        break
-                    exchanges.popleft()
-                todo.popleft()
-                moved = True
-    return [
-        Fault("order", rank, len(lines[rank]) - len(todo), "waits for ever")
-        for rank, todo in enumerate(left)
-        if todo
-    ]
 
 
 def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
