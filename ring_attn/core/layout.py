@@ -76,38 +76,38 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         """Refuses fields that no constructor would set."""
         check_one_of("kind", self.kind, KINDS)
-        as_int("seqlen", self.seqlen)
-        as_int("world_size", self.world_size)
-        for name, value, kind in (
-            ("cuts", self.cuts, "boundaries"),
-            ("parts", self.parts, "segments"),
-        ):
-            if not (isinstance(value, tuple) if self.kind == kind else value is None):
-                raise ValueError(
-                    f"{name} must be a tuple for kind {kind!r} and None for others, got kind "
-                    f"{self.kind!r} with {name} {value!r}; use a constructor of SequenceLayout"
-                )
-        sizes = self.seqlen, self.world_size
-        if self.cuts is not None:
-            _check_cuts(self.cuts)
-            sizes = self.cuts[-1], len(self.cuts) - 1
-        stride = 1 if self.parts is None else _checked_stride(self.parts)
-        if self.parts is not None:
-            seqlen = sum(s.length for segments in self.parts for s in segments)
-            sizes = seqlen, len(self.parts)
-        if sizes != (self.seqlen, self.world_size):
+        if self.kind == "boundaries":
+            made = self.boundaries(self.cuts or ())
+        elif self.kind == "segments":
+            made = self.from_segments(self.parts or ())
+        else:
+            made = self.from_name(self.kind, self.seqlen, self.world_size)
+        if self != made:
             raise ValueError(
-                f"seqlen and world_size must be those of {self}, {sizes[0]} and {sizes[1]}, got "
-                f"{self.seqlen} and {self.world_size}; use a constructor of SequenceLayout"
+                f"{self.kind!r} has seqlen {made.seqlen}, world_size {made.world_size}, cuts "
+                f"{made.cuts} and parts {made.parts}, got {self.seqlen}, {self.world_size}, "
+                f"{self.cuts} and {self.parts}; use a constructor of SequenceLayout"
             )
-        if self.parts is not None:
-            _check_cover(self.parts, stride, self.seqlen)
-        _checked(self.seqlen, self.world_size)
+
+    @classmethod
+    def _new(
+        cls,
+        kind: str,
+        seqlen: int,
+        world_size: int,
+        cuts: tuple[int, ...] | None = None,
+        parts: tuple[tuple[Segment, ...], ...] | None = None,
+    ) -> SequenceLayout:
+        """The layout of valid fields, unchecked."""
+        layout = object.__new__(cls)
+        fields = {"seqlen": seqlen, "world_size": world_size, "cuts": cuts, "parts": parts}
+        vars(layout).update(fields, kind=kind)
+        return layout
 
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
         """Rank r holds the r-th of `world_size` equal runs."""
-        return cls("contiguous", *_checked(seqlen, world_size))
+        return cls._new("contiguous", *_checked(seqlen, world_size))
 
     @classmethod
     def zigzag(cls, seqlen: int, world_size: int) -> SequenceLayout:
@@ -115,12 +115,12 @@ class SequenceLayout:
 
         If `seqlen` divides by 2P, the order is the same as in torch's `_HeadTailLoadBalancer`.
         """
-        return cls("zigzag", *_checked(seqlen, world_size))
+        return cls._new("zigzag", *_checked(seqlen, world_size))
 
     @classmethod
     def striped(cls, seqlen: int, world_size: int) -> SequenceLayout:
         """Rank r holds positions r, r+P, r+2P, ... (Striped Attention, arXiv 2311.09431)."""
-        return cls("striped", *_checked(seqlen, world_size))
+        return cls._new("striped", *_checked(seqlen, world_size))
 
     @classmethod
     def boundaries(cls, cuts: Sequence[int]) -> SequenceLayout:
@@ -134,7 +134,16 @@ class SequenceLayout:
             TypeError: a cut is not an int.
         """
         cuts = as_ints("cuts", cuts)
-        return cls("boundaries", cuts[-1] if cuts else 0, len(cuts) - 1, cuts)
+        if len(cuts) < 2 or cuts[0] != 0:
+            raise ValueError(
+                f"cuts must be world_size + 1 positions that start at 0, got {[*cuts]}"
+            )
+        for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            if b < a:
+                raise ValueError(
+                    f"cuts must not decrease, got {a} then {b} for rank {rank} in {[*cuts]}"
+                )
+        return cls._new("boundaries", cuts[-1], len(cuts) - 1, cuts)
 
     @classmethod
     def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
@@ -177,7 +186,8 @@ class SequenceLayout:
         )
         if runs == joined:
             return cls.boundaries(cuts)
-        return cls("segments", seqlen, len(joined), parts=joined)
+        _check_cover(joined, strides[0], seqlen)
+        return cls._new("segments", seqlen, len(joined), parts=joined)
 
     @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
@@ -186,7 +196,7 @@ class SequenceLayout:
             raise ValueError(
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
             )
-        return cls(name, *_checked(seqlen, world_size))
+        return cls._new(name, *_checked(seqlen, world_size))
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
@@ -195,7 +205,7 @@ class SequenceLayout:
             return cls.boundaries(rest)
         if KINDS[code] != "segments":
             seqlen, world_size = rest
-            return cls(KINDS[code], seqlen, world_size)
+            return cls.from_name(KINDS[code], seqlen, world_size)
         counts = rest[1 : 1 + rest[0]]
         runs = iter(zip(*(iter(rest[1 + rest[0] :]),) * 3, strict=True))
         return cls.from_segments([[Segment(*next(runs)) for _ in range(count)] for count in counts])
@@ -258,10 +268,9 @@ class SequenceLayout:
         tail = _joined([*self.parts[rank][-1:], *added], stride)
         parts, lens = [*self.parts], [*self.shard_lens]
         parts[rank], lens[rank] = (*parts[rank][:-1], *tail), lens[rank] + count
-        # Skips the constructor's checks, whose time grows with the number of segments.
-        grown = object.__new__(SequenceLayout)
-        vars(grown).update(kind="segments", seqlen=end, world_size=self.world_size, cuts=None)
-        vars(grown).update(parts=tuple(parts), _shard_lens=tuple(lens), _stride=stride)
+        # Skips the checks of `from_segments`, whose time grows with the number of segments.
+        grown = SequenceLayout._new("segments", end, self.world_size, parts=tuple(parts))
+        vars(grown).update(_shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
@@ -429,29 +438,6 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
     if seqlen < 0:
         raise ValueError(f"seqlen must not be negative, got {seqlen}")
     return seqlen, world_size
-
-
-def _check_cuts(cuts: Sequence[int]) -> None:
-    if len(cuts) < 2 or cuts[0] != 0:
-        raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
-    for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        if as_int("each of cuts", b) < a:
-            raise ValueError(
-                f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
-            )
-
-
-def _checked_stride(parts: tuple[tuple[Segment, ...], ...]) -> int:
-    """The stride of all segments; refuses parts that `from_segments` would not make."""
-    for rank, segments in enumerate(parts):
-        _check_segments(rank, as_tuple("each of parts", segments))
-    stride = max((s.stride for segments in parts for s in segments), default=1)
-    if parts != tuple(_joined(segments, stride) for segments in parts):
-        raise ValueError(
-            f"parts must be tuples of joined segments of one stride, got {parts}; use "
-            "SequenceLayout.from_segments"
-        )
-    return stride
 
 
 def _check_segments(rank: int, segments: Sequence[Segment]) -> None:

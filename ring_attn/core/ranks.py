@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,10 +75,6 @@ class _Ranks:
         if travels == "kv":
             return needed
         return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in needed))
-
-    def over(self, layouts: Layouts) -> Self:
-        """The same ranks with other layouts."""
-        return replace(self, layouts=layouts)
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class OneRank(_Ranks):
         """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
-    def groups(self, layouts: Layouts, degree: int) -> OneRank:
+    def over(self, layouts: Layouts, degree: int = 1) -> OneRank:
         """The groups of `degree` consecutive ranks, each group as one rank of `layouts`."""
         return replace(self, layouts=layouts, rank=self.rank // degree)
 
@@ -225,7 +221,7 @@ class EveryRank(_Ranks):
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
         return work.gathered_work(*self.layouts, self.mask, gathers)
 
-    def groups(self, layouts: Layouts, degree: int) -> EveryRank:
+    def over(self, layouts: Layouts, degree: int = 1) -> EveryRank:
         return replace(self, layouts=layouts)
 
 

@@ -154,7 +154,7 @@ class _Exchanges:
         made: list[Op] = [ops.Step("to heads")]
         made += self._exchange(there, "shards", first, to_heads=True)
         saved: list[str] = []
-        cores = ranks.groups(core_layouts(self.call), self.degree)
+        cores = ranks.over(core_layouts(self.call), self.degree)
         for runs in self._runs():
             core_call = self.call.inner(
                 cores, replace(self.call.strategy, ulysses_degree=1), _core_spec(spec, runs.run)
@@ -332,7 +332,7 @@ class _Exchanges:
             return
         if self.ranks.rank is None:
             return
-        cores = self.ranks.groups(core_layouts(self.call), self.degree)
+        cores = self.ranks.over(core_layouts(self.call), self.degree)
         for runs in self._runs():
             for kind in kinds:
                 rows = cores.rows(kind.side)
