@@ -33,24 +33,19 @@ from ring_attn.planning.balance import (
     local_rows,
     visible_keys,
 )
+from ring_attn.testing import masks
 from tests.refusals import refused
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=100)
 
 Window = tuple[int, int]
 DOCUMENTS = (0, 3, 3, 4, 9, 11)
+WINDOWS: list[tuple[bool, Window]] = [
+    (False, (-1, -1)), (True, (-1, -1)), (True, (2, -1)), (False, (1, 3)), (False, (0, 0)),
+    (False, (-1, 2)),
+]  # fmt: skip
 
-MASKS = {
-    "causal": Mask(12, 12, causal=True),
-    "causal window": Mask(11, 11, causal=True, window_size=(2, -1)),
-    "window": Mask(10, 10, window_size=(1, 3)),
-    "longer kv": Mask(7, 11, causal=True),
-    "rows that see nothing": Mask(11, 6, causal=True),
-    "documents": Mask(11, 11, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-    "padding": Mask(11, 11, True, (-1, -1), (0, 3, 3, 8), (0, 3, 3, 8)),
-    "nothing to see": Mask(7, 0),
-    "no rows": Mask(0, 0, causal=True),
-}
+MASKS = masks(11) | {"nothing to see": Mask(7, 0), "no rows": Mask(0, 0, causal=True)}
 
 
 def every_cuts(seqlen: int, world_size: int, allowed: list[int] | None = None) -> Iterator[list]:
@@ -72,17 +67,17 @@ def at_multiples(layout: SequenceLayout, align: int) -> bool:
 
 
 @pytest.mark.parametrize("align", [1, 2, 5, 100])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_no_cuts_balance_the_area_better(mask: Mask, world_size: int, align: int) -> None:
-    layout = by_area(mask, world_size, align=align)
-    assert (layout.seqlen, layout.world_size) == (mask.seqlen_q, world_size)
-    assert at_multiples(layout, align)
+def test_no_cuts_balance_the_area_better(mask: Mask, align: int) -> None:
     work = mask.dense().sum(1).tolist()
     places = [*range(0, mask.seqlen_q, align), mask.seqlen_q]
-    best = min(greatest(work, cuts) for cuts in every_cuts(mask.seqlen_q, world_size, places))
-    assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
-    assert max(layout.mask_area(mask)) == best
+    for world_size in (1, 2, 3, 4):
+        layout = by_area(mask, world_size, align=align)
+        assert (layout.seqlen, layout.world_size) == (mask.seqlen_q, world_size)
+        assert at_multiples(layout, align)
+        best = min(greatest(work, cuts) for cuts in every_cuts(mask.seqlen_q, world_size, places))
+        assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
+        assert max(layout.mask_area(mask)) == best
 
 
 @reproducible
@@ -122,32 +117,26 @@ def test_no_rank_is_left_empty(costs: list[int], world_size: int, cuts: tuple[in
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "segments"])
-@pytest.mark.parametrize("mask", [m for m in MASKS.values() if m.seqlen_q], ids=str)
-def test_work_is_what_ranks_see(mask: Mask, kind: str) -> None:
-    n = mask.seqlen_q
-    third, half = n // 3, n // 2
-    parts = [[Segment(half, n - half)], [], [Segment(0, third), Segment(third, half - third)]]
-    layout = SequenceLayout.from_segments(parts)
-    if kind != "segments":
-        layout = SequenceLayout.from_name(kind, n, 3)
-    work = tuple(int(mask.dense()[layout.position_ids(rank)].sum()) for rank in range(3))
-    assert balance_of(layout, mask) == Balance(work, layout.shard_lens)
-    assert balance_of(layout, visible_keys(mask)) == Balance(work, layout.shard_lens)
-
-
-def test_balance_of_nothing_is_perfect() -> None:
-    empty = balance_of(by_area(Mask(0, 0), 3), Mask(0, 0))
-    assert empty.of_work == empty.of_rows == 1.0
-    assert balance_of(SequenceLayout.contiguous(4, 2), [0.0, 0, 0, 0]).of_work == 1.0
+def test_work_is_what_ranks_see(kind: str) -> None:
+    for mask in MASKS.values():
+        n = mask.seqlen_q
+        third, half = n // 3, n // 2
+        parts = [[Segment(half, n - half)], [], [Segment(0, third), Segment(third, half - third)]]
+        layout = SequenceLayout.from_segments(parts)
+        if kind != "segments":
+            layout = SequenceLayout.from_name(kind, n, 3)
+        work = tuple(int(mask.dense()[layout.position_ids(rank)].sum()) for rank in range(3))
+        expected = Balance(work, layout.shard_lens)
+        assert balance_of(layout, mask) == balance_of(layout, visible_keys(mask)) == expected
+        assert sum(work) or expected.of_work == 1.0
 
 
 # -- by_documents
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (0, 0), (1, 3), (-1, 2)])
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
 @pytest.mark.parametrize("cu", [(0, 11), DOCUMENTS, (0, 0, 4, 5, 12, 12), (0, 0)])
-def test_what_crosses_a_cut(cu: tuple[int, ...], window: Window, causal: bool) -> None:
+def test_what_crosses_a_cut(cu: tuple[int, ...], causal: bool, window: Window) -> None:
     mask = Mask(cu[-1], cu[-1], causal, window, cu, cu)
     dense = mask.dense()
     expected = [
@@ -163,11 +152,6 @@ def packings(
 ) -> tuple[int, ...]:
     lens = draw(st.lists(st.integers(min_len, max_len), min_size=1, max_size=max_documents))
     return tuple(accumulate(lens, initial=0))
-
-
-WINDOWS: tuple[tuple[bool, Window], ...] = (
-    (False, (-1, -1)), (True, (-1, -1)), (True, (2, -1)), (False, (1, 2))
-)  # fmt: skip
 
 
 @settings(reproducible, max_examples=200)
@@ -304,22 +288,17 @@ def test_no_rank_holds_more_than_it_can(
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "free", "bytes_per_token", "align", "lens"),
+    ("free", "align", "lens"),
     [
-        (1000, [0, 3 << 30, 1 << 30], 4096, 1, (0, 750, 250)),
+        ([0, 3 << 30, 1 << 30], 1, (0, 750, 250)),
         # Blocks of 128; the last rank takes the rest.
-        (1000, [1 << 30, 1 << 30, 2 << 30], 4096, 128, (256, 256, 488)),
-        (9, [7, 9, 4], 2, 1, (3, 4, 2)),  # full to the last row
+        ([1 << 30, 1 << 30, 2 << 30], 128, (256, 256, 488)),
         # A tail too long for the last rank goes to an earlier rank.
-        (11, [16, 16, 1], 1, 8, (8, 3, 0)),
-        # Here the last rank can take the tail, above its proportional share.
-        (17, [38, 5, 2], 1, 3, (15, 0, 2)),
+        ([4096 * 768, 4096 * 768, 4096], 128, (512, 488, 0)),
     ],
 )
-def test_memory_is_shared_in_proportion(
-    seqlen: int, free: list[int], bytes_per_token: int, align: int, lens: tuple[int, ...]
-) -> None:
-    assert by_memory(seqlen, free, bytes_per_token, align=align).shard_lens == lens
+def test_memory_is_shared_in_proportion(free: list[int], align: int, lens: tuple[int, ...]) -> None:
+    assert by_memory(1000, free, 4096, align=align).shard_lens == lens
 
 
 @reproducible
