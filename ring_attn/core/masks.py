@@ -412,21 +412,9 @@ def _boundaries(name: str, values: Lengths) -> tuple[int, ...]:
 def _of_blocks(seen: Tensor, sizes: tuple[int, int], seqlens: tuple[int, int]) -> Iterator[Slice]:
     """Yields one slice for each run of blocks in a row, merged with equal runs in rows below."""
     rows, cols = sizes
-    edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
-    open_runs: dict[tuple[int, int], int] = {}
-    for row in range(len(edges) + 1):
-        here: set[tuple[int, int]] = set()
-        if row < len(edges):
-            starts, stops = ((edges[row] == sign).nonzero().flatten().tolist() for sign in (1, -1))
-            here = set(zip(starts, stops, strict=True))
-        for run in [run for run in open_runs if run not in here]:
-            first = open_runs.pop(run)
-            yield Slice(
-                first * rows, min(row * rows, seqlens[0]),
-                run[0] * cols, min(run[1] * cols, seqlens[1]),
-            )  # fmt: skip
-        for run in here:
-            open_runs.setdefault(run, row)
+    for q0, q1, k0, k1, _, _ in _of_dense(seen, bands=False):
+        q_end, k_end = min(q1 * rows, seqlens[0]), min(k1 * cols, seqlens[1])
+        yield Slice(q0 * rows, q_end, k0 * cols, k_end)
 
 
 def _of_block_mask(mask: Any) -> Mask:
@@ -469,10 +457,10 @@ class _Run:
         # How far each end moves with a query; None until the second query.
         self.moves: list[int | None] = [None, None]
 
-    def continues(self, run: tuple[int, int]) -> bool:
-        """Whether the next query's run continues this one; if so, adds it."""
+    def continues(self, run: tuple[int, int], *, bands: bool) -> bool:
+        """Whether the next query's run continues this one, along a band too; if so, adds it."""
         moves = [now - before for now, before in zip(run, self.last, strict=True)]
-        if any(m not in (0, 1) or old not in (None, m)
+        if any(m not in (0, int(bands)) or old not in (None, m)
                for m, old in zip(moves, self.moves, strict=True)):  # fmt: skip
             return False
         self.moves, self.last = [*moves], run
@@ -485,8 +473,8 @@ class _Run:
         return Slice(self.row, stop_row, self.first[0], self.last[1], lo, hi)
 
 
-def _of_dense(seen: Tensor) -> Iterator[Slice]:
-    """Yields slices that hold exactly the pairs of `seen`."""
+def _of_dense(seen: Tensor, *, bands: bool = True) -> Iterator[Slice]:
+    """Yields slices that hold exactly the pairs of `seen`; without `bands` only rectangles."""
     open_runs: list[_Run] = []
     edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
     for row in range(len(edges) + 1):
@@ -496,7 +484,7 @@ def _of_dense(seen: Tensor) -> Iterator[Slice]:
             here = list(zip(starts, stops, strict=True))
         continued = []
         for run in open_runs:
-            following = next((ends for ends in here if run.continues(ends)), None)
+            following = next((ends for ends in here if run.continues(ends, bands=bands)), None)
             if following is None:
                 yield run.slice(row)
             else:

@@ -6,7 +6,7 @@ thousands of ranks cost as many tensor operations as one. `machines.time` simula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -111,12 +111,12 @@ class Phase:
     actions: tuple[Action, ...]
 
     @property
-    def posts(self) -> tuple[Transfer, ...]:
-        return tuple(action for action in self.actions if isinstance(action, Transfer))
+    def posts(self) -> Iterator[Transfer]:
+        return (action for action in self.actions if isinstance(action, Transfer))
 
     @property
-    def computes(self) -> tuple[Compute, ...]:
-        return tuple(action for action in self.actions if isinstance(action, Compute))
+    def computes(self) -> Iterator[Compute]:
+        return (action for action in self.actions if isinstance(action, Compute))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,35 +129,26 @@ class Schedule:
     phases: tuple[Phase, ...]
 
     def actions(self) -> Iterator[Action]:
-        for phase in self.phases:
-            yield from phase.actions
+        return (action for phase in self.phases for action in phase.actions)
 
     @property
     def bytes_sent(self) -> Tensor:
         """(P,) int64 bytes that leave each rank."""
-        total = torch.zeros(self.world_size, dtype=torch.int64)
-        for phase in self.phases:
-            for post in phase.posts:
-                total += post.nbytes * post.active
-        return total
+        return self._total(post.nbytes * post.active for p in self.phases for post in p.posts)
 
     @property
     def messages(self) -> Tensor:
         """(P,) int64 number of exchanges in which each rank takes part; a collective is one."""
-        total = torch.zeros(self.world_size, dtype=torch.int64)
-        for phase in self.phases:
-            for post in phase.posts:
-                total += post.active
-        return total
+        return self._total(post.active for phase in self.phases for post in phase.posts)
 
     @property
     def flops(self) -> Tensor:
         """(P,) float64 operations of each rank."""
-        total = torch.zeros(self.world_size, dtype=torch.float64)
-        for phase in self.phases:
-            for compute in phase.computes:
-                total += compute.flops
-        return total
+        operations = (work.flops for phase in self.phases for work in phase.computes)
+        return self._total(operations, torch.float64)
+
+    def _total(self, values: Iterable[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+        return sum(values, torch.zeros(self.world_size, dtype=dtype))
 
 
 def schedule_of(call: Call, *, backward: bool) -> Schedule:
