@@ -43,12 +43,7 @@ class Rows:
     @property
     def count(self) -> Tensor:
         """Number of rows, int64."""
-        return self.count_int32.long()
-
-    @property
-    def count_int32(self) -> Tensor:
-        """Number of rows, with half the memory."""
-        return self.stop - self.start
+        return (self.stop - self.start).long()
 
 
 @dataclass(frozen=True)
@@ -85,37 +80,9 @@ class PairWork:
     kv: Rows
 
     @property
-    def world_size(self) -> int:
-        return self.area.size(0)
-
-    def by_displacement(self, grid: Grid, travels: Traveller = "kv") -> list[StepWork]:
-        """The work of each rank with a visiting shard, for every displacement from its owner.
-
-        The work at displacement `(a, b)` is at index `a * grid.inner + b`.
-        """
-        tables = self.tables if travels == "kv" else [x.t() for x in self.tables]
-        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
-        for ranks in _blocks(self.world_size):
-            owners = _owners(grid, ranks)
-            for table, result in zip(tables, results, strict=True):
-                result[:, ranks] = table[ranks].gather(1, owners).t()
-        return [StepWork(*work) for work in zip(*results, strict=True)]
-
-    def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
-        """All displacements from a KV owner to a rank that attends to it, and (0, 0); sorted."""
-        needed = torch.zeros(self.world_size, dtype=torch.bool)
-        needed[0] = True
-        # The last ranks first: under a causal mask they see most.
-        for ranks in reversed(list(_blocks(self.world_size))):
-            needed |= (self.area[ranks] > 0).gather(1, _owners(grid, ranks)).any(0)
-            if needed.all():
-                break
-        return tuple(divmod(by, grid.inner) for by in needed.nonzero().flatten().tolist())
-
-    @property
     def tables(self) -> list[Tensor]:
         """(P, P) tables, one for each field of `StepWork`."""
-        return [self.area, self.edge, self.q.count_int32, self.kv.count_int32]
+        return [self.area, self.edge, self.q.stop - self.q.start, self.kv.stop - self.kv.start]
 
 
 def _blocks(world_size: int) -> Iterator[slice]:
@@ -147,22 +114,38 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
         [[10, 0], [16, 10]]
     """
     check_fit(layout_q, layout_kv, mask)
-    total = _Totals(layout_q.world_size)
+    shape = layout_q.world_size, layout_q.world_size
+    area = torch.zeros(shape, dtype=torch.int64)
+    edge, *ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     for table in mask.tables:
         pieces, columns = _pieces(q, table.cpu())
         for pair, tiles in _tiles_of_pieces(pieces, kv, columns, *_seen(pieces, kv, columns)):
-            total.add(pair, tiles)
-    return total.done()
+            area.view(-1).index_add_(0, pair, tiles.area)
+            edge.view(-1).index_add_(0, pair, tiles.edge.int())
+            for table_of_ends, of_tiles in zip(ends, tiles.ends, strict=True):
+                table_of_ends.view(-1).scatter_reduce_(0, pair, of_tiles, "amax")
+    q0, q1, k0, k1 = ends
+    for start, stop in ((q0, q1), (k0, k1)):
+        torch.sub(MOST, start, out=start).mul_(stop > 0)
+    return PairWork(area, edge, Rows(q0, q1), Rows(k0, k1))
 
 
 @lru_cache(maxsize=1024)
 def needed_displacements(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, inner_degree: int = 1
 ) -> tuple[Displacement, ...]:
-    """`PairWork.displacements` in a grid; in a plain ring they are (0, distance)."""
+    """All displacements from a KV owner to a rank that attends to it, and (0, 0); sorted."""
     grid = ring_grid(layout_q.world_size, inner_degree)
-    return pair_work(layout_q, layout_kv, mask).displacements(grid)
+    seen = pair_work(layout_q, layout_kv, mask).area > 0
+    needed = torch.zeros(len(seen), dtype=torch.bool)
+    needed[0] = True
+    # The last ranks first: under a causal mask they see most.
+    for ranks in reversed(list(_blocks(len(seen)))):
+        needed |= seen[ranks].gather(1, _owners(grid, ranks)).any(0)
+        if needed.all():
+            break
+    return tuple(divmod(by, grid.inner) for by in needed.nonzero().flatten().tolist())
 
 
 @lru_cache(maxsize=64)
@@ -192,8 +175,19 @@ def gathered_work(
 def work_by_displacement(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, grid: Grid, travels: Traveller
 ) -> list[StepWork]:
-    """`PairWork.by_displacement` of one side."""
-    return pair_work(layout_q, layout_kv, mask).by_displacement(grid, travels)
+    """The work of each rank with a visiting shard, for every displacement from its owner.
+
+    The work at displacement `(a, b)` is at index `a * grid.inner + b`.
+    """
+    tables = pair_work(layout_q, layout_kv, mask).tables
+    if travels == "q":
+        tables = [table.t() for table in tables]
+    results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
+    for ranks in _blocks(layout_q.world_size):
+        owners = _owners(grid, ranks)
+        for table, result in zip(tables, results, strict=True):
+            result[:, ranks] = table[ranks].gather(1, owners).t()
+    return [StepWork(*work) for work in zip(*results, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -253,29 +247,6 @@ class _Tiles(NamedTuple):
         exists = self.area > 0
         ends = MOST - self.q0, self.q1, MOST - self.k0, self.k1
         return tuple(x.int() * exists for x in ends)
-
-
-class _Totals:
-    """Accumulates tiles into the tables of a `PairWork`."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size, shape = world_size, (world_size, world_size)
-        self.area = torch.zeros(shape, dtype=torch.int64)
-        self.edge, *self.ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
-
-    def add(self, pair: Tensor, tiles: _Tiles) -> None:
-        """Adds a tile for each `pair`, which is `q_rank * P + kv_rank`; pairs may repeat."""
-        self.area.view(-1).index_add_(0, pair, tiles.area)
-        self.edge.view(-1).index_add_(0, pair, tiles.edge.int())
-        for table, ends in zip(self.ends, tiles.ends, strict=True):
-            table.view(-1).scatter_reduce_(0, pair, ends, "amax")
-
-    def done(self) -> PairWork:
-        """The tables; runs of pairs without a tile are 0, 0."""
-        q0, q1, k0, k1 = self.ends
-        for start, stop in ((q0, q1), (k0, k1)):
-            torch.sub(MOST, start, out=start).mul_(stop > 0)
-        return PairWork(self.area, self.edge, Rows(q0, q1), Rows(k0, k1))
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_attn.core.program import CHANNELS
 from ring_attn.core.tiles import ring_grid
-from ring_attn.core.work import pair_work
+from ring_attn.core.work import needed_displacements, pair_work
 from ring_attn.machines.actions import Compute, Transfer
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
@@ -143,7 +143,7 @@ def mask_picture(choice: Choice) -> MaskPicture:
     num_steps = 1
     if best.strategy.core == "ring":
         grid = ring_grid(count, best.strategy.inner_degree)
-        order = work.displacements(grid)
+        order = needed_displacements(*layouts, problem.mask, grid.inner)
         num_steps = len(order)
         ranks = torch.arange(count)
         for index, (outer, inner) in enumerate(order):
