@@ -22,7 +22,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.work import StepWork
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import program_of_every_rank
+from ring_attn.strategies.registry import programs
 
 # If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
 # recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
@@ -153,7 +153,7 @@ class Schedule:
 
 def schedule_of(call: Call, *, backward: bool) -> Schedule:
     """Actions of all ranks in one direction of a call."""
-    program = program_of_every_rank(call, backward=backward)
+    program = programs(call, call.every_rank, backward=backward)
     carries = get_backend(call.backend).carries_state
     phases = _phases(program, call.spec, carries, window=call.mask.has_windows)
     return Schedule(call.strategy, call.world_size, backward, tuple(phases))

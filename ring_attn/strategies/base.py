@@ -73,13 +73,6 @@ class Call:
     def every_rank(self) -> EveryRank:
         return EveryRank(self.layouts, self.mask)
 
-    def inner(self, ranks: Ranks, strategy: Strategy, spec: AttentionSpec | None = None) -> Call:
-        """The call inside this one: of another strategy, over the layouts of `ranks`."""
-        rank = 0 if ranks.rank is None else ranks.rank
-        return replace(
-            self, spec=spec or self.spec, layouts=ranks.layouts, rank=rank, strategy=strategy
-        )
-
 
 class MakeProgram(Protocol):
     """Makes the program of one rank, or of every rank, for a call in one direction.

@@ -27,22 +27,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from ring_attn.core import program as ops
-from ring_attn.core.layout import Layouts, Segment, SequenceLayout
+from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.messages import Message, Number, message_of, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import Packet
 from ring_attn.strategies.base import SAVED, Call, StrategyCode, input_arrays, result_arrays
-
-
-class Halves(NamedTuple):
-    """Rows of the half that stays and of the half that is exchanged."""
-
-    head: slice
-    tail: slice
 
 
 def around(inner: StrategyCode) -> StrategyCode:
@@ -55,8 +47,8 @@ def around(inner: StrategyCode) -> StrategyCode:
         inner.check(_core(call))
 
     def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        held = ranks.over(_exchanged(call.layouts))
-        core = call.inner(held, replace(call.strategy, exchange_q=False))
+        core = _core(call)
+        held = ranks.over(core.layouts)
         within = inner.program(core, held, backward=backward, rounded=rounded)
         arrays = input_arrays(call.spec, ranks, backward=backward)
         made = tuple(_around(call, ranks, within, arrays, rounded=rounded))
@@ -70,12 +62,8 @@ def around(inner: StrategyCode) -> StrategyCode:
 
 
 def _core(call: Call) -> Call:
-    strategy = replace(call.strategy, exchange_q=False)
-    return replace(call, layouts=_exchanged(call.layouts), strategy=strategy)
-
-
-def _exchanged(layouts: Layouts) -> Layouts:
-    return exchanged_layout(layouts[0]), layouts[1]
+    layouts = exchanged_layout(call.layouts[0]), call.layouts[1]
+    return replace(call, layouts=layouts, strategy=replace(call.strategy, exchange_q=False))
 
 
 def _inner_name(name: str) -> str:
@@ -130,14 +118,14 @@ class _Exchange:
         """Number of rows after the exchange: the own head and the partner's tail."""
         return self.own_rows - self.own_rows // 2 + self.partner_rows // 2
 
-    def _halves(self, *, there: bool) -> Halves:
-        """The head and the tail in a tensor before the exchange, or (`there`) after it."""
+    def _halves(self, *, there: bool) -> tuple[slice, slice]:
+        """Rows of the half that stays and of the half that is exchanged, before it or `there`."""
         head, tail = self.own_rows - self.own_rows // 2, self.own_rows // 2
         if there and not self.alone:
             tail = self.partner_rows // 2
             if self.hop.send_to < self.ranks.rank:
-                return Halves(slice(tail, tail + head), slice(0, tail))
-        return Halves(slice(0, head), slice(head, head + tail))
+                return slice(tail, tail + head), slice(0, tail)
+        return slice(0, head), slice(head, head + tail)
 
     def steps(
         self, label: str, arrays: dict[str, Array], step: int, *, there: bool
@@ -164,10 +152,11 @@ class _Exchange:
             packed: tuple[Copy, ...] = ()
             unpacked, heads = packed, None
         else:
-            before, after = self._halves(there=not there), self._halves(there=there)
-            packed = tuple(Copy(i, View(x, before.tail)) for i, x in enumerate(sources))
-            unpacked = tuple(Copy(i, View(x, after.tail)) for i, x in enumerate(targets))
-            heads = before.head, after.head
+            head_before, tail_before = self._halves(there=not there)
+            head_after, tail_after = self._halves(there=there)
+            packed = tuple(Copy(i, View(x, tail_before)) for i, x in enumerate(sources))
+            unpacked = tuple(Copy(i, View(x, tail_after)) for i, x in enumerate(targets))
+            heads = head_before, head_after
         nbytes = sent.nbytes if self.active is None else sent.nbytes * self.active
         yield ops.Pack(send, sent, packed)
         yield ops.Post("shards", step, self.hop, send, recv, received, nbytes, None, self.active)
@@ -191,18 +180,7 @@ class _Exchange:
 
 @lru_cache(maxsize=1024)
 def exchanged_layout(layout: SequenceLayout) -> SequenceLayout:
-    """The layout of the exchanged queries: a rank's head half and rank P-1-r's tail half.
-
-    Args:
-        layout: contiguous or `boundaries`.
-
-    Raises:
-        NotImplementedError: any other layout.
-
-    Example:
-        >>> exchanged_layout(SequenceLayout.contiguous(16, 4)).position_ids(rank=1).tolist()
-        [4, 5, 10, 11]
-    """
+    """The layout of the exchanged queries: a rank's head half and rank P-1-r's tail half."""
     if layout.kind not in ("contiguous", "boundaries"):
         raise NotImplementedError(
             f"exchanging the queries' tail halves is for a contiguous layout, got {layout}; "

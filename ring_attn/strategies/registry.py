@@ -92,11 +92,6 @@ def program_of(call: Call, *, backward: bool) -> Program:
     return call.programs[backward]
 
 
-def program_of_every_rank(call: Call, *, backward: bool) -> Program:
-    """The program of every rank at once, in one direction."""
-    return programs(call, call.every_rank, backward=backward)
-
-
 def programs(call: Call, ranks: Ranks, *, backward: bool) -> Program:
     # The numbers of ranks are on the host, whatever torch's default device. The context slows every
     # call of torch, which costs 10 % of a plan for 4096 ranks.

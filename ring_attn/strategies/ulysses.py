@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from ring_attn.core.messages import Bytes, Message, Number, Parcels, packet_of, 
 from ring_attn.core.order import why_not_by_heads
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
-from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.spec import Packet
 from ring_attn.core.tiles import Traveller, with_first_row
 from ring_attn.strategies.base import SAVED, Call, MakeProgram, StrategyCode, input_arrays
 
@@ -84,20 +84,22 @@ def core_layouts(call: Call) -> Layouts:
     return merge_groups(call.layouts[0], degree)[0], merge_groups(call.layouts[1], degree)[0]
 
 
-def _core_spec(spec: AttentionSpec, run: HeadRun) -> AttentionSpec:
-    return replace(spec, nheads=run.num, nheads_kv=run.num_kv)
+def _core(call: Call, run: HeadRun) -> Call:
+    """The core's call with the heads of a run."""
+    degree = call.strategy.ulysses_degree
+    return replace(
+        call,
+        spec=replace(call.spec, nheads=run.num, nheads_kv=run.num_kv),
+        layouts=core_layouts(call),
+        rank=call.rank // degree,
+        strategy=replace(call.strategy, ulysses_degree=1),
+    )
 
 
 def _cores(call: Call) -> list[Call]:
     """The core's calls, one for each number of heads."""
-    degree = call.strategy.ulysses_degree
-    shares = share_heads(call.spec.nheads, call.spec.nheads_kv, degree)
-    specs = dict.fromkeys(_core_spec(call.spec, run) for share in shares for run in share.runs)
-    merged, strategy = core_layouts(call), replace(call.strategy, ulysses_degree=1)
-    return [
-        replace(call, spec=spec, layouts=merged, rank=call.rank // degree, strategy=strategy)
-        for spec in specs
-    ]
+    shares = share_heads(call.spec.nheads, call.spec.nheads_kv, call.strategy.ulysses_degree)
+    return list(dict.fromkeys(_core(call, run) for share in shares for run in share.runs))
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,6 @@ class _Kind:
         return run.num if self.side == "q" else run.num_kv
 
 
-class _Runs(NamedTuple):
-    """Heads of one core: index of the run, its heads, and the group's members that compute it."""
-
-    number: int
-    run: HeadRun
-    members: Tensor | None
-
-
 class _Exchanges:
     """Builds the programs: heads for rows, the cores, rows for heads."""
 
@@ -155,28 +149,26 @@ class _Exchanges:
         made += self._exchange(there, "shards", first, to_heads=True)
         saved: list[str] = []
         cores = ranks.over(core_layouts(self.call), self.degree)
-        for runs in self._runs():
-            core_call = self.call.inner(
-                cores, replace(self.call.strategy, ulysses_degree=1), _core_spec(spec, runs.run)
-            )
+        for number, run, members in self._runs():
+            core_call = _core(self.call, run)
             program = self.inner(
                 core_call, cores, backward=backward, rounded=rounded and not self.summed
             )
             inputs, results = ([kind.name for kind in kinds] for kinds in (there, back))
             if backward:
-                arrays |= {f"{name} {runs.number}": program.arrays[name] for name in SAVED}
+                arrays |= {f"{name} {number}": program.arrays[name] for name in SAVED}
                 inputs += SAVED
             else:
-                saved += [f"{name} {runs.number}" for name in program.saved]
+                saved += [f"{name} {number}" for name in program.saved]
                 results += [name for name in program.saved if name not in results]
             made.append(ops.Inner(
                 program, core_call.spec, self._peers,
-                tuple((name, f"{name} {runs.number}") for name in inputs),
-                tuple((name, f"{name} {runs.number}") for name in results),
-                runs.run.q, runs.members, self.degree,
+                tuple((name, f"{name} {number}") for name in inputs),
+                tuple((name, f"{name} {number}") for name in results),
+                run.q, members, self.degree,
             ))  # fmt: skip
-            if backward and runs.members is None:
-                made.append(ops.Free((f"dout {runs.number}",)))
+            if backward and members is None:
+                made.append(ops.Free((f"dout {number}",)))
         made.append(ops.Step("to rows"))
         made += self._exchange(back, channel, first + 1, to_heads=False)
         if backward:
@@ -190,11 +182,14 @@ class _Exchanges:
         assert self.ranks.rank is not None
         return self.shares[self.ranks.rank % self.degree]
 
-    def _runs(self) -> Iterator[_Runs]:
-        """Yields this rank's runs of heads; for every rank, runs of equal sizes together."""
+    def _runs(self) -> Iterator[tuple[int, HeadRun, Tensor | None]]:
+        """Yields this rank's runs of heads with their numbers.
+
+        For every rank, yields runs of equal sizes together, with the group's members that have one.
+        """
         if self.ranks.rank is not None:
             for index, run in enumerate(self._share.runs):
-                yield _Runs(index, run, None)
+                yield index, run, None
             return
         for index in range(max(len(share.runs) for share in self.shares)):
             members: dict[tuple[int, int], list[int]] = {}
@@ -205,7 +200,7 @@ class _Exchanges:
                     members.setdefault((run.num, run.num_kv), []).append(member)
                     first.setdefault((run.num, run.num_kv), run)
             for sizes, ranks in members.items():
-                yield _Runs(index, first[sizes], torch.tensor(ranks))
+                yield index, first[sizes], torch.tensor(ranks)
 
     @property
     def _peers(self) -> tuple[int, ...] | None:
@@ -333,11 +328,11 @@ class _Exchanges:
         if self.ranks.rank is None:
             return
         cores = self.ranks.over(core_layouts(self.call), self.degree)
-        for runs in self._runs():
+        for number, run, _ in self._runs():
             for kind in kinds:
                 rows = cores.rows(kind.side)
-                array = Array(spec.batch, rows, kind.num_heads(runs.run), kind.dim, kind.dtype)
-                yield f"{kind.name} {runs.number}", array, False
+                array = Array(spec.batch, rows, kind.num_heads(run), kind.dim, kind.dtype)
+                yield f"{kind.name} {number}", array, False
 
     def _copies(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> tuple[Copy, ...]:
         """Copies between the messages and the tensors before, or after, the exchange."""
