@@ -60,13 +60,6 @@ def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ..
     Among such shares, picks the fewest runs beyond one a rank, then the fewest kv heads on several
     ranks, then the most equal sizes. So the q heads of one kv head stay together where that makes
     no rank's share larger.
-
-    Raises:
-        ValueError: a number below 1, or kv heads that do not divide the q heads.
-
-    Example:
-        >>> [(run.q, run.kv) for share in share_heads(3, 1, 2) for run in share.runs]
-        [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(0, 1, None))]
     """
     for name, value in (("nheads", nheads), ("nheads_kv", nheads_kv), ("degree", degree)):
         if value < 1:

@@ -170,14 +170,10 @@ def takes_gluon_bwd(spec: AttentionSpec) -> bool:
 
 
 def attained(architecture: str, rates: Rates, *, state_bytes: float, backward: bool) -> float:
-    """FLOP/s in a ring step of 8k rows x 8k columns.
+    """FLOP/s in a ring step of 8k rows x 8k columns, with or without a backward.
 
-    Args:
-        architecture: a key of `RATES`.
-        rates: rates of the backend on the architecture.
-        state_bytes: bytes moved for each element of the state in a forward step: some kernels load
-            and store the state, results of the others are merged into it.
-        backward: whether a backward follows, with 5 products to the forward's 2.
+    A forward step moves `state_bytes` for each element of the state: some kernels load and store
+    the state, results of the others are merged into it.
     """
     products = [(rates.forward, 2), *([(rates.backward, 5)] if backward else [])]
     per_column = 2.0 * STEP_HEADDIM  # FLOP of a product, for a row

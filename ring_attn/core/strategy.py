@@ -141,12 +141,7 @@ def family(strategy: Strategy, world_size: int) -> str:
 
 
 def label(strategy: Strategy, world_size: int) -> str:
-    """The strategy's name with its degrees, for tables.
-
-    Example:
-        >>> label(Strategy("all_gather", ulysses_degree=4), 8)
-        'hybrid 4 x all_gather'
-    """
+    """The strategy's name with its degrees, for tables, such as "hybrid 4 x all_gather"."""
     text: str = strategy.core
     if strategy.heads_per_chunk is not None and strategy.heads_per_chunk > 1:
         text += f" by {strategy.heads_per_chunk} heads"
@@ -172,10 +167,6 @@ def resolve_strategy(
         ValueError: an unknown name, a missing degree, or a degree that does not divide the number
             of ranks or differs from the mesh.
         TypeError: neither a name nor a `Strategy`.
-
-    Example:
-        >>> print(resolve_strategy("hybrid", 8, (4, 2)))
-        Strategy(ulysses_degree=2)
     """
     if isinstance(strategy, str):
         of_mesh = mesh_shape[1] if strategy in NEED_DEGREE and len(mesh_shape) == 2 else None

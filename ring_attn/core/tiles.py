@@ -107,15 +107,7 @@ class Grid(NamedTuple):
 
 
 def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
-    """The ranks as inner rings of `inner_degree` ranks each; a degree of 1 is one plain ring.
-
-    Raises:
-        ValueError: `inner_degree` does not divide the number of ranks.
-
-    Example:
-        >>> ring_grid(8, 4), ring_grid(8)
-        (Grid(outer=2, inner=4), Grid(outer=1, inner=8))
-    """
+    """The ranks as inner rings of `inner_degree` ranks each; a degree of 1 is one plain ring."""
     if inner_degree < 1 or world_size % inner_degree:
         raise ValueError(
             f"inner_degree must divide the world size, got {inner_degree} and {world_size}"
@@ -192,11 +184,6 @@ def gathered_tiles(
     The gathered shards follow one another in the order of the ranks, each in `rows` rows. If
     contiguous shards fill these rows, they are in the order of positions, and neighbouring tiles of
     a slice become one tile, as in one process: sums then have the same order, and the same bits.
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(1024, 4)
-        >>> gathered_tiles(layout, layout, Mask(1024, 1024, causal=True), 2, 256)
-        (Tile(q=slice(0, 256, None), kv=slice(0, 768, None), band=Band(lo=None, hi=512)),)
     """
     check_fit(layout_q, layout_kv, mask)
     by_end: dict[tuple[Slice, int], list[Tile]] = {}
@@ -263,11 +250,7 @@ def _raw_tiles(
 def _local_band(
     q_seg: Segment, kv_seg: Segment, piece: Slice, shift: int
 ) -> tuple[int | None, int | None]:
-    """The band of a slice between two segments, as bounds on local `j - i`.
-
-    With positions `start + stride * row` on both sides, `lo <= position_j - position_i <= hi`
-    bounds `row_j - row_i`, with the lower bound rounded up and the upper bound rounded down.
-    """
+    """The band of a slice between two segments, as bounds on local `j - i`, rounded inwards."""
     gap = q_seg.start - kv_seg.start
     lo = None if piece.lo is None else -(-(piece.lo + gap) // q_seg.stride) + shift
     hi = None if piece.hi is None else (piece.hi + gap) // q_seg.stride + shift

@@ -51,14 +51,7 @@ class Pairs(NamedTuple):
 def turns_of(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> tuple[Pairs, ...]:
-    """The turns in which every rank gets the rows that it needs.
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(8, 4)
-        >>> turns = turns_of(layout, layout, Mask(8, 8, causal=True), "kv")
-        >>> [turn.to.tolist() for turn in turns]
-        [[1, 2, 3, 0], [2, 3, 0, 1], [3, 1, 2, 0]]
-    """
+    """The turns in which every rank gets the rows that it needs."""
     rows = needed_rows(layout_q, layout_kv, mask, travels)
     # One line for each sender.
     rows = (rows.t() if travels == "kv" else rows).clone().fill_diagonal_(0)

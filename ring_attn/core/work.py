@@ -102,17 +102,7 @@ def _owners(grid: Grid, ranks: slice) -> Tensor:
 
 @lru_cache(maxsize=4)
 def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
-    """The work of all pairs of ranks.
-
-    Raises:
-        ValueError: layouts and mask do not fit each other.
-        NotImplementedError: the strides of the layouts differ.
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(8, 2)
-        >>> pair_work(layout, layout, Mask(8, 8, causal=True)).area.tolist()
-        [[10, 0], [16, 10]]
-    """
+    """The work of all pairs of ranks."""
     check_fit(layout_q, layout_kv, mask)
     shape = layout_q.world_size, layout_q.world_size
     area = torch.zeros(shape, dtype=torch.int64)

@@ -123,14 +123,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries over the whole cache, with the same bits on every rank.
 
-    Args:
-        call: the call, equal on every rank.
-        tiles: tiles of all queries x this rank's rows.
-        q: (batch, seqlen_q, nheads, headdim), the same on every rank.
-        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache; rows may be 0.
-        v: (batch, rows, nheads_kv, headdim_v).
-        transport: this rank's transport.
-        sinks: (nheads,), the same on every rank; used in the type of the state.
+    The queries and the sinks are the same on every rank; k and v are this rank's rows of the
+    cache, and may have none. `tiles` are those of all queries x these rows.
     """
     steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
     inputs = {"q": q, "k": k, "v": v}

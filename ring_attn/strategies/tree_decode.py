@@ -109,12 +109,6 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
 
     Takes one pass over the segments. Neighbouring segments that every query sees become one tile:
     in a causal cache of a thousand segments, all but the last few.
-
-    Example:
-        >>> segments = [Segment(0, 4), Segment(9, 3)]
-        >>> tiles = decode_tiles(segments, Mask(2, 12, causal=True))  # queries 10 and 11
-        >>> [(tile.kv, tile.kind.name) for tile in tiles]
-        [(slice(4, 7, None), 'CAUSAL'), (slice(0, 4, None), 'FULL')]
     """
     tiles = [tile for piece in mask.slices for tile in _slice_tiles(segments, piece)]
     return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
