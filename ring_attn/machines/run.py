@@ -70,8 +70,7 @@ def forward(
     """
     steps = program_of(call, backward=False)
     inputs = {"q": q, "k": k, "v": v}
-    kind = str(call.strategy)
-    run = execute(steps, call.spec, call.scores, call.backend, inputs, transport, sinks, kind)
+    run = execute(steps, call, inputs, transport, sinks, str(call.strategy))
     saved = tuple(run.tensors[name] for name in steps.saved)
     lse = run.tensors["lse"]
     most = run.max_logits
@@ -103,8 +102,7 @@ def backward(
     names = program_of(call, backward=False).saved
     inputs = {**dict(zip(names, saved, strict=True)), "dout": dout}
     steps = program_of(call, backward=True)
-    kind = str(call.strategy)
-    run = execute(steps, call.spec, call.scores, call.backend, inputs, transport, sinks, kind)
+    run = execute(steps, call, inputs, transport, sinks, str(call.strategy))
     dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
     dsinks = run.dsinks
     if sinks is not None and dsinks is None:  # a rank without heads
@@ -128,36 +126,34 @@ def decode(
     """
     steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
     inputs = {"q": q, "k": k, "v": v}
-    run = execute(steps, call.spec, call.scores, call.backend, inputs, transport, sinks, "decode")
+    run = execute(steps, call, inputs, transport, sinks, "decode")
     return run.tensors["out"], run.tensors["lse"]
 
 
 def execute(
     program: Program,
-    spec: AttentionSpec,
-    scores: Scores,
-    backend: str,
+    call: Call | DecodeCall,
     tensors: Mapping[str, Tensor],
     transport: Transport,
     sinks: Tensor | None = None,
     kind: str = "",
 ) -> Run:
-    """Runs a program of one rank to its end, with an observer if the call is observed.
+    """Runs a program of one rank of a call to its end, with an observer if the call is observed.
 
     Programs of one `kind` have the same connections. On a device with streams, all ranks connect,
     compile and wait for each other before the first call of a kind and spec.
     """
-    chosen = get_backend(backend)
-    run = Run(program, spec, scores, chosen, dict(tensors), transport, sinks)
+    spec, scores, backend = call.spec, call.scores, get_backend(call.backend)
+    run = Run(program, spec, scores, backend, dict(tensors), transport, sinks)
     device = next(iter(tensors.values())).device
     if streams.are_used(device) and transport.world_size > 1:
 
         def rehearse() -> None:
             connect(program, transport, device)
             silent: Any = Silent(transport)
-            Run(program, spec, scores, chosen, dict(tensors), silent, sinks).all()
+            Run(program, spec, scores, backend, dict(tensors), silent, sinks).all()
 
-        transport.before_first((kind, program.backward, spec, backend), rehearse)
+        transport.before_first((kind, program.backward, spec, call.backend), rehearse)
     if not is_observed():
         run.all()
         return run

@@ -48,8 +48,8 @@ from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import SHARD, gradient_packet
 from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import Traveller
-from ring_attn.strategies import base
 from ring_attn.strategies.base import Call, StrategyCode, core_program, input_arrays, result_arrays
+from ring_attn.strategies.order import why_not_in_order
 
 
 class Chunk(NamedTuple):
@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
 def why_not_same_bits(call: Call) -> str | None:
     if call.same_bits is False:
         return "gradients are added up: same_bits=False"
-    reason, backend = base.why_not_in_order(call), get_backend(call.backend)
+    reason, backend = why_not_in_order(call), get_backend(call.backend)
     parts = (chunk_spec(call.spec, chunk) for chunk in chunks_of(call))
     return reason or next(filter(None, (why_not_alike(backend, call.spec, x) for x in parts)), None)
 

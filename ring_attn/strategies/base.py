@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from ring_attn.backends import bits_unit
-from ring_attn.core import order
 from ring_attn.core import program as ops
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
@@ -84,12 +82,6 @@ class MakeProgram(Protocol):
     def __call__(
         self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True
     ) -> Program: ...
-
-
-def why_not_in_order(call: Call) -> str | None:
-    """None if the call makes every sum in the order of one process, else the reason why not."""
-    heads, unit = (call.spec.nheads, call.spec.nheads_kv), bits_unit(call.backend)
-    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend, unit)
 
 
 def check_layouts(call: Call) -> None:

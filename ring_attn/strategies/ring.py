@@ -67,6 +67,7 @@ from ring_attn.core.ranks import Ranks
 from ring_attn.core.tiles import Displacement, Grid, Traveller, ring_grid
 from ring_attn.strategies import base
 from ring_attn.strategies.base import Call, StrategyCode, differentiate
+from ring_attn.strategies.order import why_not_in_order
 
 # KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
 # fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads
@@ -81,7 +82,7 @@ def check(call: Call) -> None:
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    reason = base.why_not_in_order(call)
+    reason = why_not_in_order(call)
     if reason is None and not choose_gradients(call)[1]:
         return "gradients are added up: same_bits=False"
     return reason
@@ -96,7 +97,7 @@ def choose_gradients(call: Call) -> tuple[Traveller, bool]:
     """
     if call.gradients is not None:
         return call.gradients
-    if call.same_bits or (call.same_bits is None and base.why_not_in_order(call) is None):
+    if call.same_bits or (call.same_bits is None and why_not_in_order(call) is None):
         return "kv", True
     travels = sizes.choose_traveller(call.spec, *call.layouts, call.mask)
     grid = ring_grid(call.world_size, call.strategy.inner_degree)

@@ -38,12 +38,12 @@ from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.messages import Bytes, Message, Number, Parcels, packet_of, room_of
-from ring_attn.core.order import why_not_by_heads
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import Packet
 from ring_attn.core.tiles import Traveller, with_first_row
 from ring_attn.strategies.base import SAVED, Call, MakeProgram, StrategyCode, input_arrays
+from ring_attn.strategies.order import why_not_by_heads
 
 # For each group, for each member: pairs (rows of the member, rows of the group) of equal length.
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
@@ -51,8 +51,7 @@ MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
 def around(inner: StrategyCode) -> StrategyCode:
     def why_not_same_bits(call: Call) -> str | None:
-        heads = (call.spec.nheads, call.spec.nheads_kv)
-        reason = why_not_by_heads(heads, call.strategy.ulysses_degree)
+        reason = why_not_by_heads(call)
         if reason is not None:
             return reason
         backend, cores = get_backend(call.backend), _cores(call)

@@ -24,7 +24,7 @@ ROWS = [
     "core.batch core.tiles core.program",
     "core.work",
     "core.turns",
-    "core.ranks core.order",
+    "core.ranks",
     "core.sizes",
     "check kernels",
     "backends.base backends.kept_launches backends.triton_support transport.streams",

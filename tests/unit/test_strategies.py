@@ -245,7 +245,7 @@ def keep(case: Case, calls: list[Call], rank: int, transport: LocalTransport) ->
     names = program_of(call, backward=False).saved
     program = code_of(call.strategy).program(call, call.ranks, backward=True, rounded=False)
     given = {**dict(zip(names, saved, strict=True)), "dout": dout}
-    ran = run.execute(program, call.spec, call.scores, call.backend, given, transport)
+    ran = run.execute(program, call, given, transport)
     assert all(map(torch.equal, before, (*shards, *saved)))
     for x, name in zip(rounded, ("dq", "dk", "dv"), strict=True):
         y = ran.tensors[name]

@@ -11,57 +11,44 @@ process if it makes every sum in the same order:
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import accumulate
 
+from ring_attn.backends import bits_unit
 from ring_attn.core.heads import is_replicated, share_heads
-from ring_attn.core.layout import Layouts
-from ring_attn.core.mask import Mask
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import ring_grid
+from ring_attn.strategies.base import Call
 
 
-@lru_cache(maxsize=1024)
-def why_not_in_order(
-    strategy: Strategy,
-    heads: tuple[int, int],
-    layouts: Layouts,
-    mask: Mask,
-    backend: str,
-    bits_unit: int | None,
-) -> str | None:
-    """None if the call makes every sum in the order of one process, else the reason why not.
-
-    `heads` are the numbers of query heads and of KV heads. `layouts` are those of the core, after
-    queries, or heads for rows, are exchanged. `bits_unit` is the number of positions of a block, if
-    the backend folds in one order on a grid of blocks; None if its order varies.
-    """
-    reason = why_not_by_heads(heads, strategy.ulysses_degree)
+def why_not_in_order(call: Call) -> str | None:
+    """None if a core makes every sum in the order of one process, else the reason why not."""
+    reason = why_not_by_heads(call)
     if reason is not None:
         return reason
-    if bits_unit is None:
-        return f"backend {backend!r} does not fold in one order; triton does"
+    unit, layouts = bits_unit(call.backend), call.layouts
+    if unit is None:
+        return f"backend {call.backend!r} does not fold in one order; triton does"
     if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
         return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
-    if strategy.core == "ring":
-        if layouts[0].world_size == 1:
+    if call.strategy.core == "ring":
+        if call.world_size == 1:
             return None
-        reason = _why_not_by_turns(layouts, mask, strategy.inner_degree)
+        reason = _why_not_by_turns(call)
         if reason is not None:
             return reason
     for layout in layouts:
         # The first positions of the shards after rank 0's; empty shards at the end have none.
         for start in accumulate(layout.shard_lens):
-            if start % bits_unit and start != layout.seqlen:
+            if start % unit and start != layout.seqlen:
                 return (
-                    f"every rank's rows must start at a multiple of {bits_unit}, one's start at "
-                    f"{start}"
+                    f"every rank's rows must start at a multiple of {unit}, one's start at {start}"
                 )
     return None
 
 
-def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
+def why_not_by_heads(call: Call) -> str | None:
     """None if every KV head is on one rank of its group, else the reason why sums reorder."""
+    heads = call.spec.nheads, call.spec.nheads_kv
+    ulysses_degree = call.strategy.ulysses_degree
     if not is_replicated(share_heads(*heads, ulysses_degree), heads[1]):
         return None
     return (
@@ -71,11 +58,12 @@ def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
     )
 
 
-def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | None:
+def _why_not_by_turns(call: Call) -> str | None:
     """None if a ring brings shards in the order of their positions, else the reason why not."""
+    layouts, mask = call.layouts, call.mask
     if not mask.is_causal:
         return f"the mask must be causal, without window and documents, got {mask.words}"
-    grid = ring_grid(layouts[0].world_size, inner_degree)
+    grid = ring_grid(call.world_size, call.strategy.inner_degree)
     if grid.outer > 1:
         return (
             f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner} ranks: "
