@@ -499,14 +499,11 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
     rows[: x.size(dim)] = x.detach().movedim(dim, 0)
-    gathered = rows.new_empty(layout.world_size, *rows.shape)
     described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": str(layout)}
     if debug_enabled():
         check_agreement(described, process_group, TransportOptions())
     transport = new_p2p(process_group, TransportOptions())
     with transport.call("unshard", Agreement(described), x.device):
-        flat = (y.view(-1).view(torch.uint8) for y in (rows, gathered))
-        transport.all_gather("shards", 0, *flat)
-        transport.wait("shards")
+        gathered = transport.gather(rows)
     shards = zip(gathered, layout.shard_lens, strict=True)
     return layout.unshard([part[:n].movedim(0, dim) for part, n in shards], dim)

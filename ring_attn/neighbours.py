@@ -24,6 +24,7 @@ from torch import Tensor
 from ring_attn import check
 from ring_attn.call import Group
 from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.program import Collective
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import as_int
 from ring_attn.profiling import observe
@@ -188,8 +189,9 @@ def _exchanged(
     if rows.size(1):
         row_bytes = rows.size(1) * rows.element_size()
         send, recv = (x.contiguous().view(-1).view(torch.uint8) for x in (rows, got))
-        counts = ([row_bytes * n for n in each] for each in (sent, received))
-        transport.all_to_all("shards", 0, send, next(counts), recv, next(counts))
+        send_counts, recv_counts = (tuple(row_bytes * n for n in each) for each in (sent, received))
+        route = Collective("all_to_all", torch.uint8, send_counts, recv_counts)
+        transport.post("shards", 0, route, send, recv)
         transport.wait("shards")
     return got
 

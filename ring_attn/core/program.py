@@ -125,7 +125,7 @@ class Collective(NamedTuple):
     """An exchange among all ranks of a group.
 
     Attributes:
-        op: name of the transport's method.
+        op: see `Transport.post`.
         dtype: type of the summed elements.
         send_counts, recv_counts: bytes of an all-to-all to, and from, each rank.
         groups: (groups, ranks) all groups, in a program of every rank.

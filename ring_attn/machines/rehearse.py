@@ -33,19 +33,16 @@ def connect(program: Program, transport: Transport, device: torch.device) -> Non
 
 
 def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
-    ranks, place, route = transport.world_size, (op.channel, op.step), op.route
+    ranks, route = transport.world_size, op.route
     # Both buffers must live until the wait.
     send, recv = (torch.zeros(ranks * NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    if not isinstance(route, ops.Collective):
-        transport.post(*place, route, send, recv)
-    elif route.op == "all_gather":
-        transport.all_gather(*place, send[:NBYTES], recv)
-    elif route.op == "reduce_scatter":
-        part = recv[:NBYTES].view(route.dtype)
-        transport.reduce_scatter(*place, send.view(route.dtype), part)
-    else:
-        counts = ranks * [NBYTES]
-        transport.all_to_all(*place, send, counts, recv, counts)
+    sizes = [send.numel(), recv.numel()]
+    if isinstance(route, ops.Collective):
+        counts = ranks * (NBYTES,)
+        route = route._replace(send_counts=counts, recv_counts=counts)
+        if route.op != "all_to_all":
+            sizes[route.op == "reduce_scatter"] = NBYTES
+    transport.post(op.channel, op.step, route, send[: sizes[0]], recv[: sizes[1]])
     transport.wait(op.channel)
 
 
@@ -69,8 +66,6 @@ class Silent:
 
     def post(self, *_: Any, **__: Any) -> None:
         """Sends nothing."""
-
-    all_gather = reduce_scatter = all_to_all = post
 
     def wait(self, *_: Any) -> None:
         """Returns at once."""

@@ -76,16 +76,8 @@ def forward(
     most = run.max_logits
     if call.spec.max_logits and most is None:  # a rank without heads
         most = lse.new_full((call.spec.nheads,), -torch.inf)
-    most = lse.new_empty(0) if most is None else _over_ranks(most, transport)
+    most = lse.new_empty(0) if most is None else transport.gather(most, MAXIMA).amax(0)
     return Forward(run.tensors["out"], lse, saved, most)
-
-
-def _over_ranks(x: Tensor, transport: Transport) -> Tensor:
-    """The elementwise maximum over all ranks."""
-    every = x.new_empty(transport.world_size, *x.shape)
-    transport.all_gather("shards", MAXIMA, x.view(torch.uint8), every.view(-1).view(torch.uint8))
-    transport.wait("shards")
-    return every.amax(0)
 
 
 def backward(
@@ -310,7 +302,8 @@ class Run:
         self._used.clear()
 
     def pack(self, op: ops.Pack) -> None:
-        self._take(op.buffer, op.message)
+        # The compute stream, which now writes, has waited for the exchanges that sent the block.
+        self._take(op.buffer, op.message).sent.clear()
         entries = self._entries(op.buffer)
         for copy in op.copies:
             target = _rows_of(entries[copy.entry], copy)
@@ -499,19 +492,9 @@ _DO: dict[type, Callable[[Run, Any], None]] = {
 
 def _post(transport: Transport, op: ops.Post, nbytes: int, sent: Block, received: Block) -> None:
     """Posts an exchange: sends `nbytes` of one buffer and receives the op's message in another."""
-    route, place = op.route, (op.channel, op.step)
-    after = last_uses(sent, received)
     send, recv = sent.data[:nbytes], received.data[: op.message.nbytes]
-    if not isinstance(route, ops.Collective):
-        end = transport.post(*place, route, send, recv, after=after)
-    elif route.op == "all_gather":
-        end = transport.all_gather(*place, send, recv, after=after)
-    elif route.op == "reduce_scatter":
-        send, recv = send.view(route.dtype), recv.view(route.dtype)
-        end = transport.reduce_scatter(*place, send, recv, after=after)
-    else:
-        counts = route.send_counts, route.recv_counts
-        end = transport.all_to_all(*place, send, counts[0], recv, counts[1], after=after)
+    after = last_uses(sent, received)
+    end = transport.post(op.channel, op.step, op.route, send, recv, after=after)
     exchanged(sent, received, end)
 
 

@@ -132,18 +132,12 @@ def _gathered(
         text = json.dumps({**message, "error": [name, words[: MESSAGE_BYTES // 8] + " ..."]})
     padded = bytearray(text.encode().ljust(MESSAGE_BYTES))
     send = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    recv = torch.empty(transport.world_size * MESSAGE_BYTES, dtype=torch.uint8, device=device)
     try:
         with transport.call("choose a strategy", _CHOOSING, device):
-            transport.all_gather("shards", 0, send, recv)
-            transport.wait("shards")
+            parts = transport.gather(send).tolist()
     except RuntimeError as error:
         raise RuntimeError(
             "strategy='auto': the ranks choose together at the first call with new arguments, and "
             f"some did not take part: {error}"
         ) from error
-    parts = bytes(recv.cpu().tolist())
-    return [
-        json.loads(parts[start : start + MESSAGE_BYTES])
-        for start in range(0, len(parts), MESSAGE_BYTES)
-    ]
+    return [json.loads(bytes(part)) for part in parts]

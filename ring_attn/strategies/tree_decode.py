@@ -174,8 +174,5 @@ def gather_numbers(
     numbers: tuple[int, int], device: torch.device, transport: Transport
 ) -> list[tuple[int, int]]:
     """The two numbers of each rank, gathered in messages of 16 bytes; on CUDA the host waits."""
-    sent = torch.tensor(numbers, device=device).view(torch.uint8)
-    gathered = sent.new_empty(transport.world_size * sent.numel())
-    transport.all_gather("shards", 0, sent, gathered)
-    transport.wait("shards")
-    return [(first, second) for first, second in gathered.view(torch.int64).view(-1, 2).tolist()]
+    gathered = transport.gather(torch.tensor(numbers, device=device))
+    return [(first, second) for first, second in gathered.tolist()]

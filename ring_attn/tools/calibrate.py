@@ -28,7 +28,7 @@ from torch import Tensor
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.check import check_group
-from ring_attn.core.program import Hop
+from ring_attn.core.program import Collective, Hop
 from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
@@ -336,22 +336,17 @@ class _Bench:
         """A call that posts an exchange of `part` bytes per rank, runs `meanwhile`, and waits."""
         ranks, transport = self.world_size, self.transport
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
-        hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
-        counts = [part] * ranks
+        send = whole[:part] if op in ("shift", "all_gather") else whole
+        size = part if op in ("shift", "reduce_scatter") else ranks * part
+        route: Hop | Collective = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
+        if op != "shift":
+            # A reduce-scatter adds, so it needs numbers.
+            dtype, counts = torch.float32, (part,) * ranks
+            route = Collective(op, dtype, counts, counts)  # type: ignore[arg-type]
 
         def both() -> None:
-            size = part if op in ("shift", "reduce_scatter") else ranks * part
             new = torch.empty(size, dtype=torch.uint8, device=self.device)
-            if op == "shift":
-                transport.post("shards", 0, hop, whole[:part], new)
-            elif op == "all_gather":
-                transport.all_gather("shards", 0, whole[:part], new)
-            elif op == "reduce_scatter":
-                # A reduce-scatter adds, so it needs numbers.
-                numbers = (whole.view(torch.float32), new.view(torch.float32))
-                transport.reduce_scatter("shards", 0, *numbers)
-            else:
-                transport.all_to_all("shards", 0, whole, counts, new, counts)
+            transport.post("shards", 0, route, send, new)
             if meanwhile is not None:
                 meanwhile()
             transport.wait("shards")

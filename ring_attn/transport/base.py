@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.program import Channel, Hop
+from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.streams import Event, Stream
 
@@ -109,47 +109,33 @@ class Transport:
         self,
         channel: Channel,
         step: int,
-        hop: Hop,
+        route: Hop | Collective,
         send: Tensor,
         recv: Tensor,
         *,
         after: After = None,
     ) -> Event | None:
-        """Starts one exchange of uint8 buffers with one or two other ranks."""
-        return self._exchange(channel, step, [(hop.send_to, send)], [(hop.recv_from, recv)], after)
+        """Starts one exchange of uint8 buffers: with one or two other ranks, or with all.
 
-    def all_gather(
-        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
-    ) -> Event | None:
-        """Starts to gather all ranks' `send`, (n,) uint8, in rank order: (world_size * n,)."""
-        return self._collective("all_gather", channel, step, send, recv, after)
-
-    def reduce_scatter(
-        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
-    ) -> Event | None:
-        """Starts to sum all ranks' `send`, (world_size * n,); rank r receives the r-th chunk.
-
-        A host sums in rank order; NCCL chooses its own order.
+        all_gather gathers all ranks' `send`, (n,), in rank order: (world_size * n,). reduce_scatter
+        sums all ranks' `send`, (world_size * n,), of which rank r receives the r-th chunk; a host
+        sums in rank order, NCCL chooses its own order. all_to_all sends each rank its part of
+        `send`, and receives each rank's part for this; the counts split them in rank order.
         """
-        return self._collective("reduce_scatter", channel, step, send, recv, after)
+        if isinstance(route, Hop):
+            sends, receives = [(route.send_to, send)], [(route.recv_from, recv)]
+            return self._exchange(channel, step, sends, receives, after)
+        if route.op == "reduce_scatter":
+            send, recv = send.view(route.dtype), recv.view(route.dtype)
+        return self._collective(channel, step, route, send, recv, after)
 
-    def all_to_all(
-        self,
-        channel: Channel,
-        step: int,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv: Tensor,
-        recv_counts: Sequence[int],
-        *,
-        after: After = None,
-    ) -> Event | None:
-        """Starts to send each rank its part of `send`, and to receive each rank's part for this.
-
-        `send` and `recv` are uint8; the counts, in bytes, split them in rank order.
-        """
-        counts = list(send_counts), list(recv_counts)
-        return self._collective("all_to_all", channel, step, send, recv, after, counts)
+    def gather(self, x: Tensor, step: int = 0) -> Tensor:
+        """All ranks' `x`, which have one shape, in rank order: (world_size, *shape)."""
+        every = x.new_empty(self.world_size, *x.shape)
+        send, recv = (y.contiguous().view(-1).view(torch.uint8) for y in (x, every))
+        self.post("shards", step, Collective("all_gather"), send, recv)
+        self.wait("shards")
+        return every
 
     def wait(self, channel: Channel) -> None:
         """Waits until the exchange posted on this channel is complete on this rank.
@@ -197,31 +183,28 @@ class Transport:
 
     def _collective(
         self,
-        kind: str,
         channel: Channel,
         step: int,
+        route: Collective,
         send: Tensor,
         recv: Tensor,
         after: After,
-        counts: tuple[list[int], list[int]] | None = None,
     ) -> Event | None:
         """Starts a collective, as messages between each two ranks."""
-        ranks, finish = range(self.world_size), None
+        finish = None
         outgoing: Sequence[Tensor] = self.world_size * [send]
-        incoming: Sequence[Tensor]
-        if kind == "reduce_scatter":
+        incoming: Sequence[Tensor] = recv.chunk(self.world_size)
+        if route.op == "reduce_scatter":
             outgoing = send.chunk(self.world_size)
             received = [torch.empty_like(x) for x in outgoing]
             received[self.rank] = outgoing[self.rank]
             incoming, finish = received, partial(_sum, received, recv)
         else:
-            if counts is not None:
-                outgoing, incoming = send.split(counts[0]), recv.split(counts[1])
-            else:
-                incoming = recv.chunk(self.world_size)
+            if route.op == "all_to_all":
+                outgoing, incoming = send.split(route.send_counts), recv.split(route.recv_counts)
             incoming[self.rank].copy_(outgoing[self.rank])
         sends, receives = (
-            [(r, parts[r].view(torch.uint8)) for r in ranks if r != self.rank]
+            [(r, x.view(torch.uint8)) for r, x in enumerate(parts) if r != self.rank]
             for parts in (outgoing, incoming)
         )
         return self._exchange(channel, step, sends, receives, after, finish)
@@ -243,18 +226,10 @@ def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
 def gather_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
     """All ranks' texts, in rank order; takes two exchanges, for which the host waits."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([mine.numel()], device=device)
-    lengths = length.new_empty(transport.world_size)
-    transport.all_gather("shards", 0, length.view(torch.uint8), lengths.view(torch.uint8))
-    transport.wait("shards")
-    counts: list[int] = lengths.tolist()
-    send = mine.new_zeros(max(counts))
-    send[: mine.numel()] = mine
-    everyone = mine.new_empty(transport.world_size, max(counts))
-    transport.all_gather("shards", 1, send, everyone.view(-1))
-    transport.wait("shards")
-    rows = zip(everyone.cpu(), counts, strict=True)
-    return [bytes(row[:count].tolist()).decode() for row, count in rows]
+    counts = transport.gather(torch.tensor(mine.numel(), device=device)).tolist()
+    padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
+    rows = zip(transport.gather(padded, 1).tolist(), counts, strict=True)
+    return [bytes(row[:count]).decode() for row, count in rows]
 
 
 def check_ranks(ranks: Ranks, rank: int, world_size: int) -> None:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.core.program import Channel
+from ring_attn.core.program import Channel, Collective
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
@@ -209,32 +209,31 @@ class P2PTransport(Transport):
 
     def _collective(
         self,
-        kind: str,
         channel: Channel,
         step: int,
+        route: Collective,
         send: Tensor,
         recv: Tensor,
         after: After,
-        counts: tuple[list[int], list[int]] | None = None,
     ) -> Event | None:
         """Starts one of NCCL's collectives, together with an all-gather of the headers."""
         if self.world_size == 1:
             recv.copy_(send)
             return None
         if not streams.are_used(send.device):
-            return super()._collective(kind, channel, step, send, recv, after, counts)
+            return super()._collective(channel, step, route, send, recv, after)
         lane, headers = self._lane(channel, send.device), self._shared.headers
         nccl: Any = lane.communicator
         incoming, begun = headers.incoming(self.world_size)
-        if counts is not None:
+        nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
+        if route.op == "all_gather":
+            start = partial(nccl._allgather_base, recv, send)
+        elif route.op == "reduce_scatter":
+            start = partial(nccl._reduce_scatter_base, recv, send)
+        else:
+            counts = list(route.send_counts), list(route.recv_counts)
             start = partial(nccl.alltoall_base, recv, send, counts[1], counts[0])
             nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
-        else:
-            gathers = kind == "all_gather"
-            start = partial(
-                nccl._allgather_base if gathers else nccl._reduce_scatter_base, recv, send
-            )
-            nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
         starts = [start, partial(nccl._allgather_base, incoming.view(-1), headers.outgoing)]
         peer = int(self.rank == 0)
         return self._start_on_lane(lane, step, peer, nbytes, starts, after, begun)

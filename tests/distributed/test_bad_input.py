@@ -235,7 +235,7 @@ def no_communication() -> Iterator[None]:
         names = ("new_group", "all_gather", "all_gather_object", "isend", "irecv")
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, refuse))
-        for name in ("call", "post", "all_gather"):
+        for name in ("call", "post", "gather"):
             stack.enter_context(mock.patch.object(p2p.P2PTransport, name, refuse))
         yield
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import TransportOptions
-from ring_attn.core.program import Hop
+from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.local import run_local
 from ring_attn.transport.p2p import open_p2p
@@ -28,12 +28,16 @@ def assert_sent(transport: Transport, bytes_sent: int) -> None:
     transport.stats.reset()
 
 
+def post(
+    transport: Transport, channel: Channel, step: int, route: Collective, send: Tensor, recv: Tensor
+) -> None:
+    transport.post(channel, step, route, send.view(torch.uint8), recv.view(torch.uint8))
+
+
 def gather(transport: Transport, n: int) -> None:
     rank, world_size = transport.rank, transport.world_size
-    got = torch.empty(world_size * n, dtype=torch.uint8)
-    transport.all_gather("shards", 0, payload(rank, n), got)
-    transport.wait("shards")
-    assert torch.equal(got, torch.cat([payload(r, n) for r in range(world_size)]))
+    got = transport.gather(payload(rank, n))
+    assert torch.equal(got, torch.stack([payload(r, n) for r in range(world_size)]))
     assert_sent(transport, (world_size - 1) * n)
 
 
@@ -42,7 +46,9 @@ def scatter(transport: Transport, n: int, dtype: torch.dtype) -> None:
     parts = [[torch.arange(n, dtype=dtype) * 10**r + p for p in range(world_size)]
              for r in range(world_size)]  # fmt: skip
     got = torch.empty(n, dtype=dtype)
-    transport.reduce_scatter("gradients", 0, torch.cat(parts[rank]), got)
+    post(
+        transport, "gradients", 0, Collective("reduce_scatter", dtype), torch.cat(parts[rank]), got
+    )
     transport.wait("gradients")
     assert torch.equal(got, torch.stack([parts[r][rank] for r in range(world_size)]).sum(0))
     assert_sent(transport, (world_size - 1) * n * dtype.itemsize)
@@ -56,12 +62,18 @@ def count(sender: int, receiver: int) -> int:
 def exchange(transport: Transport) -> None:
     rank, world_size = transport.rank, transport.world_size
     ranks = range(world_size)
-    send_counts, recv_counts = ([f(r) for r in ranks] for f in (
-        lambda r: count(rank, r), lambda r: count(r, rank)
-    ))  # fmt: skip
+    send_counts = tuple(count(rank, r) for r in ranks)
+    recv_counts = tuple(count(r, rank) for r in ranks)
     send = torch.cat([payload(10 * rank + r, send_counts[r]) for r in ranks])
     got = torch.empty(sum(recv_counts), dtype=torch.uint8)
-    transport.all_to_all("shards", 0, send, send_counts, got, recv_counts)
+    post(
+        transport,
+        "shards",
+        0,
+        Collective("all_to_all", torch.uint8, send_counts, recv_counts),
+        send,
+        got,
+    )
     transport.wait("shards")
     expected = [payload(10 * r + rank, recv_counts[r]) for r in ranks]
     assert torch.equal(got, torch.cat(expected))
@@ -83,8 +95,8 @@ def two_at_a_time(transport: Transport) -> None:
     got, total = torch.empty(world_size * 64, dtype=torch.uint8), torch.empty(8)
     for step in range(5):
         send, grads = payload(rank + step, 64), torch.full((world_size * 8,), float(step + rank))
-        transport.all_gather("shards", step, send, got)
-        transport.reduce_scatter("gradients", step, grads, total)
+        post(transport, "shards", step, Collective("all_gather"), send, got)
+        post(transport, "gradients", step, Collective("reduce_scatter", total.dtype), grads, total)
         transport.wait("gradients")
         transport.wait("shards")
         assert torch.equal(got, torch.cat([payload(r + step, 64) for r in range(world_size)]))
