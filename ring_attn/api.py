@@ -30,9 +30,8 @@ from ring_attn.core.values import check_flag
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal
-from ring_attn.transport.p2p import new_p2p, open_p2p
-from ring_attn.transport.ranks.group import refused
+from ring_attn.transport.debug import debug_enabled
+from ring_attn.transport.p2p import new_p2p, open_p2p, tell_refusal
 
 
 @overload
@@ -203,10 +202,6 @@ def ring_attention(
             check.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
         slices = None if mask is None else mask.tensor
         arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, call.text)
-    except BaseException as error:
-        tell_refusal(error, group, transport)
-        raise
-    try:
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
@@ -220,7 +215,7 @@ def ring_attention(
         results = (out, *((lse,) * return_lse), *((most,) * return_max_logits))
         return results if len(results) > 1 else out
     except BaseException as error:
-        refused(call.process_group, error)
+        tell_refusal(error, group, transport)
         raise
 
 
@@ -243,24 +238,21 @@ def _with_strategy(
     check.check_capture("ring_attention", q)
     call = arguments.call
     group, shape = call.process_group, call.mesh_shape
-    try:
-        spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-        rows = (q.size(1), k.size(1))
-        masked = arguments.documents(), arguments.given_mask()
-        resolved = resolve(call, rows, *masked, arguments.numbers, *call.place)
-        purpose = Purpose.of(resolved.mask, backward=call.differentiated, same_bits=call.same_bits)
-        backend = choose_backend(spec, call.backend, purpose).name
-    except Exception as error:
-        tell_refusal(error, group, call.transport)
-        raise
+    spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
+    rows = (q.size(1), k.size(1))
+    masked = arguments.documents(), arguments.given_mask()
+    resolved = resolve(call, rows, *masked, arguments.numbers, *call.place)
+    purpose = Purpose.of(resolved.mask, backward=call.differentiated, same_bits=call.same_bits)
+    backend = choose_backend(spec, call.backend, purpose).name
+    ends = open_p2p(group, call.transport)
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
         choice = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}
-        check_agreement({**describe(spec, resolved, call), **choice}, group, call.transport)
+        ends.compare(Agreement(describe(spec, resolved, call) | choice).texts, q.device)
     strategy = agreed_strategy(
         spec,
         *resolved,
-        open_p2p(group, call.transport),
+        ends,
         backend=backend,
         same_bits=call.same_bits,
         backward=call.differentiated,
@@ -391,14 +383,10 @@ def tree_decode(
         if mask is not None:
             check.check_mask_alone(mask, not causal, window_size)
         decoding = decode.prepare(q, k, v, sinks, layout, mask, call)
-    except BaseException as error:
-        tell_refusal(error, group, transport)
-        raise
-    try:
         out, lse = decode.attend(q, k, v, sinks, decoding, sizes_known)
         return (out, lse) if return_lse else out
     except BaseException as error:
-        refused(process_group, error)
+        tell_refusal(error, group, transport)
         raise
 
 
@@ -500,8 +488,6 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
     rows[: x.size(dim)] = x.detach().movedim(dim, 0)
     described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": str(layout)}
-    if debug_enabled():
-        check_agreement(described, process_group, TransportOptions())
     transport = new_p2p(process_group, TransportOptions())
     with transport.call("unshard", Agreement(described), x.device):
         gathered = transport.gather(rows)

@@ -21,7 +21,6 @@ from ring_attn.core.values import as_int, check_type
 from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import DecodeCall, decode_tiles, gather_numbers, make_call
 from ring_attn.transport.base import Agreement, Transport
-from ring_attn.transport.debug import check_agreement, debug_enabled, values_of
 from ring_attn.transport.p2p import open_p2p
 
 
@@ -76,12 +75,8 @@ def attend(
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             decoding = prepare(q, k, v, sinks, layout, decoding.mask, decoding.call)
     call, group, layout, mask, decode_call, agreement = decoding
-    values = () if sinks is None else (sinks,)
-    if debug_enabled():
-        described = agreement.values | values_of(q=q, sinks=sinks)
-        check_agreement(described, group, call.transport)
     ends = open_p2p(group, call.transport)
-    with ends.call("decode", agreement, q.device, values=values):
+    with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # No operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

@@ -30,9 +30,7 @@ from ring_attn.core.values import as_int
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
-from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal
-from ring_attn.transport.p2p import open_p2p
-from ring_attn.transport.ranks.group import refused
+from ring_attn.transport.p2p import open_p2p, tell_refusal
 
 # (layout, rows before, rows after, rank)
 Place = tuple[SequenceLayout, int, int, int]
@@ -112,8 +110,6 @@ def _halo(
         "dtype": x.dtype, "features": x.size(-1), "layout": str(place[0]), "left": left,
         "right": right, "back": back,
     }  # fmt: skip
-    if debug_enabled():
-        check_agreement(described, process_group, TransportOptions())
     plan = _plan(place, x.device)
     try:
         transport = open_p2p(process_group, TransportOptions())
@@ -123,7 +119,7 @@ def _halo(
         ):
             return plan.back(x, transport) if back else plan.there(x, transport)
     except BaseException as error:
-        refused(process_group, error)
+        tell_refusal(error, process_group)
         raise
 
 

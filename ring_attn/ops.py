@@ -33,9 +33,7 @@ from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
-from ring_attn.transport.p2p import open_p2p
-from ring_attn.transport.ranks.group import refused
+from ring_attn.transport.p2p import open_p2p, tell_refusal
 
 # `Arguments`; only the numbers of layouts may be symbols.
 _ARGUMENTS = (
@@ -116,36 +114,19 @@ def _attention(
     call = arguments.call
     group = call.process_group
     try:
-        run, agreement = _agreed(q, k, v, sinks, arguments)
+        spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
+        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
         transport = open_p2p(group, call.transport)
-        values = () if sinks is None else (sinks,)
-        with transport.call("forward", agreement, q.device, values=values) as number:
+        with transport.call("forward", agreement, q.device, sinks=sinks) as number:
             out, lse, saved, most = machine.forward(run, q, k, v, transport, sinks)
     except BaseException as error:
-        refused(group, error)
+        tell_refusal(error, group, call.transport)
         raise
     if not call.differentiated:
         return out.contiguous(), lse.contiguous(), most, []
     known = (q, k, v, out, lse)
     extra = [x.contiguous() for x in saved if not any(x is other for other in known)]
     return out.contiguous(), lse.contiguous(), most, [_as_tensor(number), *extra]
-
-
-def _agreed(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
-) -> tuple[Call, Agreement]:
-    """`_prepare`; under RING_ATTN_DEBUG the ranks also compare their calls."""
-    call = arguments.call
-    try:
-        spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
-    except Exception as error:
-        tell_refusal(error, call.process_group, call.transport)
-        raise
-    if debug_enabled():
-        described = agreement.values | values_of(sinks=sinks)
-        check_agreement(described, call.process_group, call.transport)
-    return run, agreement
 
 
 # Scales the numbers of calls down: torch's checks compare the results of two calls within 1e-7,
@@ -282,13 +263,11 @@ def _attention_backward(
         run, agreement = _prepare(spec, (rows, rows_kv), arguments)
         transport = open_p2p(group, call.transport)
         number, tensors = _in_order(_kept(arguments.text, *call.place), saved)
-        values = () if sinks is None else (sinks,)
-        with transport.call(
-            "backward", agreement, dout.device, values=values, number=_as_number(number)
-        ):
+        forward = _as_number(number)
+        with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
             grads = machine.backward(run, tensors, dout.contiguous(), transport, sinks)
     except BaseException as error:
-        refused(group, error)
+        tell_refusal(error, group, call.transport)
         raise
     dsinks = dout.new_empty(0) if grads.dsinks is None else grads.dsinks
     return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks

@@ -31,7 +31,7 @@ from ring_attn.backends import PREFERENCE, get_backend
 from ring_attn.call import DistributedOptions, ExecutionOptions, Group, Layout
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.values import as_int, check_tensor
-from ring_attn.transport.debug import tell_refusal
+from ring_attn.transport.p2p import tell_refusal
 
 _ASKS_BACKEND = (
     "deterministic=True checks which backend would run, and a graph cannot: compile without "

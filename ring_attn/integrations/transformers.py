@@ -69,7 +69,7 @@ from ring_attn.integrations.transformers_masks import (
     scaled_again,
 )
 from ring_attn.models.sdpa import as_autocast
-from ring_attn.transport.debug import tell_refusal
+from ring_attn.transport.p2p import tell_refusal
 
 # The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
 LAYOUT = "sequence_layout"

@@ -91,7 +91,8 @@ class Transport:
         agreement: Agreement,
         device: torch.device,
         *,
-        values: Sequence[Tensor] = (),
+        sinks: Tensor | None = None,
+        queries: Tensor | None = None,
         number: int | None = None,
     ) -> Iterator[int]:
         """Begins a call that all ranks make; yields its number. No other call gets its messages.
@@ -100,7 +101,8 @@ class Transport:
             kind: "forward", "backward", "decode", ...
             agreement: everything else that must be equal on all ranks.
             device: device of the messages.
-            values: tensors whose values must be equal on all ranks.
+            sinks: its values must be equal on all ranks.
+            queries: likewise, but compared only with RING_ATTN_DEBUG.
             number: for a backward, the number of its forward; by default a new number.
         """
         yield 0

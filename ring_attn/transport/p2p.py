@@ -17,32 +17,52 @@ compute stream wait for the exchange. The host waits for neither.
 from __future__ import annotations
 
 import datetime
+import json
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attn import check
 from ring_attn.core.program import Channel, Collective
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
-from ring_attn.transport.base import After, Agreement, Parts, Ranks, Transport, TransportStats
+from ring_attn.transport.base import (
+    After,
+    Agreement,
+    Parts,
+    Ranks,
+    Transport,
+    TransportStats,
+    gather_texts,
+)
 from ring_attn.transport.buffers import Pool
-from ring_attn.transport.ranks.group import RankGroup, Waiting, describe_error, rank_group
+from ring_attn.transport.debug import debug_enabled, difference
+from ring_attn.transport.ranks.group import (
+    RankGroup,
+    Waiting,
+    describe_error,
+    mark_counted,
+    rank_group,
+    was_counted,
+)
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
 from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
 PREPARE_S = 600.0
+
+COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]  # the work, RECEIVE or SEND, and the peer
@@ -81,7 +101,8 @@ class P2PTransport(Transport):
         agreement: Agreement,
         device: torch.device,
         *,
-        values: Sequence[Tensor] = (),
+        sinks: Tensor | None = None,
+        queries: Tensor | None = None,
         number: int | None = None,
     ) -> Iterator[int]:
         """See `Transport.call`; an error raised within the call ends the ring."""
@@ -89,6 +110,12 @@ class P2PTransport(Transport):
         if self.world_size == 1:
             yield 0
             return
+        if debug_enabled() and agreement is not COMPARING:
+            report = {"call": kind if number is None else f"{kind} {number}", **agreement.texts}
+            for name, x in (("q", queries), ("sinks", sinks)):
+                if x is not None:
+                    report[f"values of {name}"] = f"a checksum of {int(checksum(x))}"
+            self.compare(report, device)
         shared.refuse_fork()
         shared.occupy()
         try:
@@ -96,26 +123,45 @@ class P2PTransport(Transport):
             if mismatch is not None:
                 shared.fail(mismatch)
             shared.refuse_failed()
-            check = checksum(values) if values else None
+            total = None if sinks is None else checksum(sinks)
             number = shared.next_number() if number is None else number
             queued = streams.are_used(device)
-            known = 0 if queued or check is None else int(check)
-            identity = Identity(shared.next_sequence(), number, kind, agreement, known)
+            on_host = 0 if queued or total is None else int(total)
+            identity = Identity(shared.next_sequence(), number, kind, agreement, on_host)
             shared.begin(identity)
             shared.medium(device, self._timeout_s)
             if queued:
                 pool = self.pool(device)
                 pool.begin()
-                shared.headers.begin(identity, device, check, pool)
+                shared.headers.begin(identity, device, total, pool)
             yield number
             if queued:
                 shared.headers.end(identity)
         except BaseException as error:
+            mark_counted(error)
             shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
             self._forget()
             raise
         finally:
             shared.end()
+
+    def compare(self, report: Mapping[str, str], device: torch.device) -> None:
+        """Compares all ranks' reports of a call; see `debug.difference`.
+
+        Raises:
+            ValueError: on every rank, naming each differing argument, its ranks and their values.
+            RuntimeError: a rank did not take part in time.
+        """
+        # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
+        options = replace(self._options, nccl_max_ctas=None)
+        transport = P2PTransport(self._shared, options, self._timeout_s)
+        with transport.call("compare arguments", COMPARING, device):
+            reports = gather_texts(transport, json.dumps(dict(report)), device)
+        differs = difference([json.loads(text) for text in reports])
+        if differs is not None:
+            error = ValueError(f"ranks disagree on the call; {differs}")
+            self._shared.refuse(error)
+            raise error
 
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
@@ -334,3 +380,25 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """A transport with new statistics, over the group's shared connections."""
     return P2PTransport(rank_group(group), options, options.timeout or group_timeout(group))
+
+
+def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
+    """Tells the other ranks that this rank has refused a call; group and options are unchecked.
+
+    The other ranks may be in that call, so it is counted: this rank's next call must not be
+    mistaken for it. With RING_ATTN_DEBUG, takes part in the comparison: then all other ranks raise
+    at once, and name this rank. Does nothing without a group, or if the call was counted before.
+    """
+    process_group = None
+    with suppress(Exception):
+        process_group = check.check_group(cast(Any, group))
+    if process_group is None or was_counted(error):
+        return
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if debug_enabled() and isinstance(error, Exception) and not capturing:
+        known = options if isinstance(options, TransportOptions) else TransportOptions()
+        with suppress(ValueError):
+            report = {"error": f"{type(error).__name__}: {error}"}
+            new_p2p(process_group, known).compare(report, group_device(process_group))
+        mark_counted(error)
+    rank_group(process_group).refuse(error)

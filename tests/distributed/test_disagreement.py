@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, masks, ops, ring_attention, tree_decode
+from ring_attn import SequenceLayout, TransportOptions, masks, ring_attention, tree_decode
 from ring_attn.testing.cases import strategy_of
-from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.p2p import P2PTransport, open_p2p
 from tests.distributed.pool import ended, everyone, on_ranks
 from tests.refusals import refused as refused_by_name
 from tests.refusals import says
@@ -293,21 +293,25 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
         assert not any(f"rank {innocent} has" in got.text for innocent in (0, 2, 3)), (name, got)
     with debug(), refused_by_name(ValueError, "1.0|2.0|3.0|4.0"):
         call(None, softmax_scale=1.0 + dist.get_rank())
+    with debug(), refused_by_name(ValueError, "call: rank 1 has backward"):
+        backwards_swapped(None, dist.get_rank() == ODD)
 
 
 @on_ranks(WORLD_SIZE)
 def test_ranks_that_agree_run() -> None:
-    """With the check the ranks compare once a call, and the result is the same; else never."""
+    """With the check the ranks compare each forward and backward; the result is the same."""
     layout, other = SequenceLayout.boundaries([0, 3, 3, 20, SEQLEN]), TransportOptions(timeout=20)
     calls = ({}, {"layout": layout}, {"cu_seqlens": documents(5, 11)}, {"transport": other})
     outs = []
     for value in ("1", "yes", None, "0", ""):
         with (
+            mock.patch.object(
+                P2PTransport, "compare", autospec=True, side_effect=P2PTransport.compare
+            ) as compare,
             debug(value),
-            mock.patch.object(ops, "check_agreement", side_effect=ops.check_agreement) as compare,
         ):
             outs.append([call(None, **one) for one in calls])
-        assert compare.call_count == (4 if value in ("1", "yes") else 0), value
+        assert compare.call_count == (8 if value in ("1", "yes") else 0), value
     assert all(all(map(torch.equal, outs[0], one)) for one in outs)
 
 

@@ -31,7 +31,7 @@ ROWS = [
     "backends.aten backends.flash_attn backends.reference backends.triton transport.buffers",
     "backends transport.base",
     "call transport planning.devices",
-    "profiling strategies transport.debug",
+    "profiling strategies",
     "machines",
     "planning",
     "ops decode neighbours connections",

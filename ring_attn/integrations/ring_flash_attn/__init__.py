@@ -63,7 +63,7 @@ from ring_attn.integrations.ring_flash_attn.adapters import (
 from ring_attn.integrations.ring_flash_attn.adapters import (
     update_ring_flash_attn_params as update_ring_flash_attn_params,
 )
-from ring_attn.transport.debug import tell_refusal
+from ring_attn.transport.p2p import tell_refusal
 
 # Error of torch.compile with fullgraph=True for functions that are left out of the graph.
 _READS_DOCUMENTS = (

@@ -131,7 +131,10 @@ class RankGroup:
         self._occupied.release()
 
     def refuse(self, error: BaseException) -> None:
-        """Counts a call that this rank refuses because of an error."""
+        """Counts a call that this rank refuses because of an error, once for each error."""
+        if was_counted(error):
+            return
+        mark_counted(error)
         number, why = self.next_number(), describe_error(error)
         refused = Identity(self.next_sequence(), number, "refused", NOTHING, note=f" by {why}")
         self._calls.append(refused)
@@ -358,18 +361,12 @@ def rank_group(group: dist.ProcessGroup) -> RankGroup:
         return _groups[group]
 
 
-def refused(group: dist.ProcessGroup, error: BaseException) -> None:
-    """Counts a call that this rank refuses because of an error, once for each error.
-
-    The other ranks may be in that call: this rank's next call must not be mistaken for it.
-    """
-    if not was_counted(error):
-        error._ring_attn_counted = True  # type: ignore[attr-defined]
-        rank_group(group).refuse(error)
+def mark_counted(error: BaseException) -> None:
+    """Notes that the call which this error ends has been counted."""
+    error._ring_attn_counted = True  # type: ignore[attr-defined]
 
 
 def was_counted(error: BaseException) -> bool:
-    """Whether `refused` has counted a call for this error."""
     return getattr(error, "_ring_attn_counted", False)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,14 +96,10 @@ def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None
     return f"{ranks}, {'; '.join(parts)}" if parts else None
 
 
-def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A checksum of the tensors' bits and their order: 0-dim int64 on the tensors' device."""
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-    for x in tensors:
-        bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()]).long()
-        weights = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
-        total = total * 31 + (bits * weights).sum()
-    return total
+def checksum(x: Tensor) -> Tensor:
+    """A checksum of the tensor's bits and their order: 0-dim int64 on the tensor's device."""
+    bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()]).long()
+    return (bits * torch.arange(1, 2 * bits.numel(), 2, device=x.device)).sum()
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
