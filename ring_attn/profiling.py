@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_attn.torch_private import profiler_enabled
+from ring_attn.transport import streams
 from ring_attn.transport.base import TransportStats
+from ring_attn.transport.streams import Stream
 
 Direction = Literal["forward", "backward"]
 
@@ -141,9 +143,7 @@ def stats() -> Stats:
             "no call has been measured, or the last one failed: call within "
             "`with ring_attn.profiling.collect():`, or set RING_ATTN_STATS=1 before the start"
         )
-    forward, backward = (
-        last[name].figures() if name in last else None for name in ("forward", "backward")
-    )
+    forward, backward = (last[name]() if name in last else None for name in ("forward", "backward"))
     return Stats(forward, backward, _total(syncs) if syncs else None)
 
 
@@ -187,10 +187,9 @@ def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
         if not _collected.depth:
             yield
             return
-        clock = _clock_of(torch.device(device))
-        start = clock.mark()
+        start = _now(torch.device(device))
         yield
-        _collected.syncs.append(_Span(clock, start, clock.mark()))
+        _collected.syncs.append((start, _now(torch.device(device))))
 
 
 @contextmanager
@@ -256,18 +255,24 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 
 # -- what `machines.run` uses
 
+# Nanoseconds of the host's clock; on a device with streams, an event on one of them.
+Moment = Any
+Span = tuple[Moment, Moment]
+Follow = Callable[[Stream], bool]
+
+_HOST = torch.device("cpu")
+
 
 class Observer:
-    """Names the parts of one call on one rank, and with a clock times them."""
+    """Names the parts of one call on one rank; with a device also measures them."""
 
-    def __init__(self, clock: Clock | None) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.step: int | None = None  # None between steps
         # Steps done, and tiles folded so far.
         self.steps = self.merges = 0
-        self.clock = clock
-        self.spans: dict[str, list[_Span]] = defaultdict(list)
-        self.flights: list[_Span] = []
-        self.transfers: list[_Span | None] = []
+        self.spans: dict[str, list[Span]] = defaultdict(list)
+        self.transfers: list[Span | None] = []
+        self._device = device
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
@@ -275,26 +280,36 @@ class Observer:
         step = "" if self.step is None else f"step{self.step}."
         with _named(f"ring_attn::{step}{what}"):
             # A post takes host time, on CUDA too.
-            clock = _HOST if what == "post" and self.clock else self.clock
-            start = clock.mark() if clock else None
+            device = _HOST if what == "post" and self._device else self._device
+            start = None if device is None else _now(device)
             yield
-            if clock:
-                self.spans[what].append(_Span(clock, start, clock.mark()))
+            if device is not None:
+                self.spans[what].append((start, _now(device)))
 
-    def mark(self) -> Any:
-        """A mark of this moment on the device's clock; None where nothing is measured."""
-        return self.clock.mark() if self.clock else None
+    def mark(self) -> Moment:
+        """This moment on the device's clock; None where nothing is measured."""
+        return None if self._device is None else _now(self._device)
 
-    def arrival(self, start: Any, follow: Follow) -> None:
+    def arrival(self, start: Moment, follow: Follow) -> None:
         """Records a transfer's start and, if `follow` can make a stream wait, its arrival."""
-        if self.clock:
-            end = self.clock.mark_behind(follow)
-            self.transfers.append(None if end is None else _Span(self.clock, start, end))
+        if self._device is None:
+            return
+        # Without streams the host does not see when a transfer arrives.
+        span = None
+        if streams.are_used(self._device):
+            side = _side_stream(self._device)
+            span = (start, streams.moment(side)) if follow(side) else None
+        self.transfers.append(span)
 
-    def landed(self, start: Any) -> None:
+    def landed(self, start: Moment) -> None:
         """Records the end of the wait for a transfer."""
-        if self.clock:
-            self.flights.append(_Span(self.clock, start, self.clock.mark()))
+        if self._device is not None:
+            self.spans["flight"].append((start, _now(self._device)))
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> Stream:
+    return streams.new(device)
 
 
 def is_observed() -> bool:
@@ -310,131 +325,81 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
     """
     if not _collected.depth:
         with _named(f"ring_attn::{direction}"):
-            yield Observer(None)
+            yield Observer()
         return
-    clock = _clock_of(device)
     _collected.forget(direction)
-    memory = _Memory(device)
-    observer, before = Observer(clock), replace(sent)
+    start_bytes = _held_bytes(device)
+    observer, before = Observer(device), replace(sent)
     with _named(f"ring_attn::{direction}"):
-        start = clock.mark()
+        start = _now(device)
         yield observer
-        whole = _Span(clock, start, clock.mark())
+        whole = start, _now(device)
     counts = (
         sent.bytes_sent - before.bytes_sent,
         sent.bytes_received - before.bytes_received,
         sent.messages - before.messages,
     )
-    _collected.last[direction] = _Record(whole, observer, counts, memory.read())
+    memory = start_bytes, _peak_bytes(device, start_bytes), _device_bytes(device)
+    _collected.last[direction] = partial(_figures, whole, observer, counts, memory)
 
 
-# -- clocks
+def _now(device: torch.device) -> Moment:
+    if streams.are_used(device):
+        return streams.moment(streams.current(device))
+    return time.perf_counter_ns()
 
-Follow = Callable[[torch.cuda.Stream], bool]
 
-
-class _HostClock:
-    """The host's clock, for CPUs, where operators run synchronously."""
-
-    def mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def mark_behind(self, follow: Follow) -> None:
-        """None: the host does not see when a transfer arrives."""
-
-    def seconds(self, start: int, end: int) -> float:
+def _seconds(start: Moment, end: Moment) -> float:
+    """Seconds between two moments; on a device with streams the host waits for the second."""
+    if isinstance(end, int):
         return (end - start) * 1e-9
-
-
-class _CudaClock:
-    """Events on the device's current stream; only `seconds` waits for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)
-
-    def mark(self) -> torch.cuda.Event:
-        return self._marked(torch.cuda.current_stream(self._device))
-
-    def mark_behind(self, follow: Follow) -> torch.cuda.Event | None:
-        return self._marked(self._side) if follow(self._side) else None
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
-
-    def _marked(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-
-Clock = _HostClock | _CudaClock
-
-_HOST = _HostClock()
-
-
-@lru_cache
-def _cuda_clock(index: int) -> _CudaClock:
-    return _CudaClock(torch.device("cuda", index))
-
-
-def _clock_of(device: torch.device) -> Clock:
-    if device.type != "cuda":
-        return _HOST
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _cuda_clock(index)
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds * 1e-3
 
 
 # -- records of calls
 
 
-@dataclass(frozen=True)
-class _Span:
-    """The time between two marks, computed only when asked for: on CUDA that waits."""
-
-    clock: Clock
-    start: Any
-    end: Any
-
-    def seconds(self) -> float:
-        return self.clock.seconds(self.start, self.end)
+def _total(spans: Iterable[Span]) -> float:
+    return sum((_seconds(*span) for span in spans), 0.0)
 
 
-def _total(spans: Iterable[_Span]) -> float:
-    return sum((span.seconds() for span in spans), 0.0)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Marks, counts (bytes sent, received, messages) and memory of one call."""
-
-    whole: _Span
-    observer: Observer
-    counts: tuple[int, int, int]
-    memory: tuple[int | None, int | None, int | None]
-
-    def figures(self) -> Figures:
-        """The figures; on CUDA waits for the call to end."""
-        seen = self.observer
-        arrived = [span for span in seen.transfers if span is not None]
-        compute_s = sum(_total(seen.spans[name]) for name in COMPUTE)
-        wait_s, post_s = _total(seen.spans["wait"]), _total(seen.spans["post"])
-        transfer_s = _total(arrived) if len(arrived) == len(seen.transfers) else None
-        times = self.whole.seconds(), compute_s, wait_s, post_s, _total(seen.flights), transfer_s
-        return Figures(*times, *self.counts, seen.steps, seen.merges, *self.memory)
+def _figures(
+    whole: Span,
+    observer: Observer,
+    counts: tuple[int, int, int],
+    memory: tuple[int | None, int | None, int | None],
+) -> Figures:
+    """The figures; on CUDA waits for the call to end."""
+    compute_s = sum(_total(observer.spans[name]) for name in COMPUTE)
+    arrived = [span for span in observer.transfers if span is not None]
+    transfer_s = _total(arrived) if len(arrived) == len(observer.transfers) else None
+    return Figures(
+        _seconds(*whole),
+        compute_s,
+        _total(observer.spans["wait"]),
+        _total(observer.spans["post"]),
+        _total(observer.spans["flight"]),
+        transfer_s,
+        *counts,
+        observer.steps,
+        observer.merges,
+        *memory,
+    )
 
 
 @dataclass
 class _Collected:
-    """Records of the last calls of all threads: on CUDA, autograd has its own for a backward."""
+    """The last calls of all threads: on CUDA, autograd has its own for a backward."""
 
     depth: int  # number of open requests to collect
-    last: dict[str, _Record] = field(default_factory=dict)
-    syncs: list[_Span] = field(default_factory=list)
+    # Computed when asked for: on CUDA that waits.
+    last: dict[str, Callable[[], Figures]] = field(default_factory=dict)
+    syncs: list[Span] = field(default_factory=list)
 
     def forget(self, direction: Direction = "forward") -> None:
-        """Drops the records that the beginning call will replace."""
+        """Drops the figures that the beginning call will replace."""
         self.last.pop("backward", None)
         if direction == "forward":
             self.last.pop("forward", None)
@@ -452,26 +417,25 @@ def _named(name: str) -> AbstractContextManager[object]:
 # -- memory
 
 
-class _Memory:
-    """Measures the bytes held when a call begins, and the peak until it ends."""
+def _held_bytes(device: torch.device) -> int | None:
+    """Bytes held now, from which the peak is counted; None where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    return resident_bytes()[0] if reset_resident_peak() else None
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._start: int | None = torch.cuda.memory_allocated(device)
-        else:
-            self._start = resident_bytes()[0] if reset_resident_peak() else None
 
-    def read(self) -> tuple[int | None, int | None, int | None]:
-        """Bytes held at the start, bytes held at the peak, and bytes of the device."""
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            return self._start, peak, torch.cuda.get_device_properties(self._device).total_memory
-        if self._start is None:
-            return None, None, _machine_bytes()
-        # Some systems sample the peak, so it may be below the present value.
-        return self._start, max(self._start, *resident_bytes()), _machine_bytes()
+def _peak_bytes(device: torch.device, start_bytes: int | None) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Some systems sample the peak, so it may be below the present value.
+    return None if start_bytes is None else max(start_bytes, *resident_bytes())
+
+
+def _device_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return _machine_bytes()
 
 
 def reset_resident_peak() -> bool:

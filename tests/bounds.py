@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -120,18 +119,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Compares bits: NaN equals NaN, and 8-bit floats have no comparison."""
     bits = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
     return a.dtype == b.dtype and torch.equal(*bits)
-
-
-def note_calls(
-    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, note: Callable[..., None]
-) -> None:
-    method = getattr(cls, name)
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note(self, *args)
-        return method(self, *args, **kwargs)
-
-    monkeypatch.setattr(cls, name, noted)
 
 
 def _scores(

@@ -44,6 +44,13 @@ def record(device: torch.device) -> Event:
     return event
 
 
+def moment(stream: Stream) -> Event:
+    """An event on a stream that notes the time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
 def wait(event: Event) -> None:
     """Makes the current stream wait for an event."""
     event.wait()

@@ -7,6 +7,7 @@ or too late is noticed on the deferred device (`tests/deferred`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import profiling
 from ring_attn.transport import streams
 from ring_attn.transport.ranks.media import Gloo
 from tests.stand_in import Parts, StandIn
@@ -83,11 +83,6 @@ def _call(ends: list[Callable[[], object]]) -> None:
         end()
 
 
-class Clock(profiling._HostClock):
-    def mark_behind(self, follow: Callable[[Any], bool]) -> Any:
-        return self.mark() if follow(Moment()) else None
-
-
 def install() -> None:
     """Treats CPU tensors as CUDA's, in this process from now on."""
     streams.are_used = lambda device: True
@@ -98,5 +93,4 @@ def install() -> None:
     streams.wait = Moment.wait
     streams.pinned = torch.clone
     dist.ProcessGroupNCCL = Communicator
-    clock = Clock()
-    profiling._clock_of = lambda device: clock
+    streams.moment = lambda stream: time.perf_counter_ns()
