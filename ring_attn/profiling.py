@@ -39,7 +39,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ring_attn.torch_private import profiler_enabled
 from ring_attn.transport import streams
 from ring_attn.transport.base import TransportStats
-from ring_attn.transport.streams import Stream
+from ring_attn.transport.streams import Event, Stream
 
 Direction = Literal["forward", "backward"]
 
@@ -258,7 +258,6 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 # Nanoseconds of the host's clock; on a device with streams, an event on one of them.
 Moment = Any
 Span = tuple[Moment, Moment]
-Follow = Callable[[Stream], bool]
 
 _HOST = torch.device("cpu")
 
@@ -290,15 +289,15 @@ class Observer:
         """This moment on the device's clock; None where nothing is measured."""
         return None if self._device is None else _now(self._device)
 
-    def arrival(self, start: Moment, follow: Follow) -> None:
-        """Records a transfer's start and, if `follow` can make a stream wait, its arrival."""
+    def arrival(self, start: Moment, end: Event | None) -> None:
+        """Records a transfer's start and arrival, which the host does not see without streams."""
         if self._device is None:
             return
-        # Without streams the host does not see when a transfer arrives.
         span = None
-        if streams.are_used(self._device):
+        if end is not None:
             side = _side_stream(self._device)
-            span = (start, streams.moment(side)) if follow(side) else None
+            side.wait_event(end)
+            span = start, streams.moment(side)
         self.transfers.append(span)
 
     def landed(self, start: Moment) -> None:

@@ -347,14 +347,16 @@ class Run:
         transport, send = self._among(op.ranks), self._held(op.send)
         if self._used:
             self._note_uses()
-        nbytes = self._messages[op.send.name].nbytes
         recv = self._take(op.recv, op.message)
+        after = last_uses(send, recv)
+        data = send.data[: self._messages[op.send.name].nbytes], recv.data[: op.message.nbytes]
         start = None if self.observer is None else self.observer.mark()
         with self._part("post"):
-            _post(transport, op, nbytes, send, recv)
+            end = transport.post(op.channel, op.step, op.route, *data, after=after)
+        exchanged(send, recv, end)
         if self.observer is not None and transport.world_size > 1:
             self._posted[op.channel] = start
-            self.observer.arrival(start, lambda stream: transport.follow(op.channel, stream))
+            self.observer.arrival(start, end)
 
     def wait(self, op: ops.Wait) -> None:
         transport = self._among(op.ranks)
@@ -488,14 +490,6 @@ _NOTHING = nullcontext()
 _DO: dict[type, Callable[[Run, Any], None]] = {
     op: getattr(Run, op.__name__.lower()) for op in get_args(ops.Op)
 }
-
-
-def _post(transport: Transport, op: ops.Post, nbytes: int, sent: Block, received: Block) -> None:
-    """Posts an exchange: sends `nbytes` of one buffer and receives the op's message in another."""
-    send, recv = sent.data[:nbytes], received.data[: op.message.nbytes]
-    after = last_uses(sent, received)
-    end = transport.post(op.channel, op.step, op.route, send, recv, after=after)
-    exchanged(sent, received, end)
 
 
 def _rows_of(entry: Tensor, copy: Copy) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport.buffers import Pool
-from ring_attn.transport.streams import Event, Stream
+from ring_attn.transport.streams import Event
 
 After = Sequence[Event] | None
 Ranks = tuple[int, ...]
@@ -153,17 +153,12 @@ class Transport:
     def join(self, channel: Channel, device: torch.device) -> None:
         """Connects for an exchange in which this rank neither sends nor receives."""
 
-    def follow(self, channel: Channel, stream: Stream) -> bool:
-        """Makes a stream wait for the current exchange; returns False if only the host can wait."""
-        return False
-
     def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
         """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank."""
 
     def sub(self, ranks: Ranks) -> Transport:
         """The transport among some of these ranks, in ascending order, with this rank."""
         if ranks not in self._subs:
-            check_ranks(ranks, self.rank, self.world_size)
             members = tuple(self._members[rank] for rank in ranks)
             self._subs[ranks] = self if members == self._members else self._among(members)
         return self._subs[ranks]
@@ -232,14 +227,3 @@ def gather_texts(transport: Transport, text: str, device: torch.device) -> list[
     padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
     rows = zip(transport.gather(padded, 1).tolist(), counts, strict=True)
     return [bytes(row[:count]).decode() for row, count in rows]
-
-
-def check_ranks(ranks: Ranks, rank: int, world_size: int) -> None:
-    """Refuses ranks without `rank`, or that do not ascend within the world size.
-
-    torch.distributed numbers a group's ranks in ascending order, in whatever order they are listed.
-    """
-    if rank not in ranks:
-        raise ValueError(f"rank {rank} must be among the ranks of its transport, got {ranks}")
-    if list(ranks) != sorted({r for r in ranks if 0 <= r < world_size}):
-        raise ValueError(f"ranks must ascend, each in [0, {world_size}), got {ranks}")

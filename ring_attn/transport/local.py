@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from operator import contains
 from typing import TypeVar
 
 import torch
@@ -32,9 +30,9 @@ class _Exchange:
         self.sent: dict[Key, Tensor] = {}
         self.failed: BaseException | None = None
 
-    def until(self, ready: Callable[[], bool]) -> None:
-        """Lets other ranks run until `ready`, or raises if one of them has failed."""
-        self.turn.wait_for(lambda: self.failed is not None or ready())
+    def until(self, key: Key, *, sent: bool) -> None:
+        """Lets other ranks run until a message is `sent` or received; raises if one has failed."""
+        self.turn.wait_for(lambda: self.failed is not None or (key in self.sent) == sent)
         if self.failed is not None:
             raise RuntimeError("another rank of the local ring failed") from self.failed
 
@@ -63,13 +61,12 @@ class LocalTransport(Transport):
         sent, turn = self._under_way.sent, self._under_way.turn
         for rank, into in pending.receives:
             incoming = self._key(channel, rank, self.rank)
-            self._under_way.until(partial(contains, sent, incoming))
+            self._under_way.until(incoming, sent=True)
             self.stats.bytes_received += sent[incoming].nbytes
             into.copy_(sent.pop(incoming))
             turn.notify_all()
         for rank, _ in pending.sends:
-            outgoing = self._key(channel, self.rank, rank)
-            self._under_way.until(partial(_lacks, sent, outgoing))
+            self._under_way.until(self._key(channel, self.rank, rank), sent=False)
         if pending.finish is not None:
             pending.finish()
 
@@ -94,10 +91,6 @@ class LocalTransport(Transport):
 
     def _key(self, channel: Channel, sender: int, receiver: int) -> Key:
         return self._members, channel, sender, receiver
-
-
-def _lacks(sent: dict[Key, Tensor], key: Key) -> bool:
-    return key not in sent
 
 
 def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T]:

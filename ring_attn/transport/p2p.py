@@ -57,7 +57,7 @@ from ring_attn.transport.ranks.group import (
 )
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
-from ring_attn.transport.streams import Event, Stream
+from ring_attn.transport.streams import Event
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
 PREPARE_S = 600.0
@@ -181,13 +181,6 @@ class P2PTransport(Transport):
         if pending.finish is not None:
             pending.finish()
         self.stats.wait_s += time.monotonic() - start
-
-    def follow(self, channel: Channel, stream: Stream) -> bool:
-        pending: Pending | None = self._pending.get(channel)
-        if pending is None or pending.end is None:
-            return False
-        stream.wait_event(pending.end)
-        return True
 
     def pool(self, device: torch.device) -> Pool:
         return self._shared.pool(device) if streams.are_used(device) else Pool(device)

@@ -118,11 +118,6 @@ def among_some(transport: Transport) -> None:
         pair.post("outer", 0, Hop(1 - pair.rank, 1 - pair.rank), mine, got)
         pair.wait("outer")
         assert torch.equal(got, payload(1 - pair.rank, 32))
-    for wrong in ((last, 0) if rank in (0, last) else (rank, 0), (rank, rank), (rank, world_size)):
-        with pytest.raises(ValueError, match=rf"ranks must ascend, each in \[0, {world_size}\)"):
-            transport.sub(wrong)
-    with pytest.raises(ValueError, match=rf"rank {rank} must be among the ranks"):
-        transport.sub(tuple(r for r in range(world_size) if r != rank))
     all_of_them(transport.sub((rank,)))
 
 

@@ -193,13 +193,8 @@ def test_on_cuda_an_arrival_is_seen_from_another_stream() -> None:
     start = observer.mark()
     with torch.cuda.stream(copies):
         torch.cuda._sleep(100_000_000)
-
-    def follow(stream: torch.cuda.Stream) -> bool:
-        stream.wait_stream(copies)
-        return True
-
-    observer.arrival(start, follow)
-    observer.arrival(start, lambda stream: False)
+    observer.arrival(start, copies.record_event())
+    observer.arrival(start, None)
     seen, unseen = observer.transfers
     assert unseen is None and seen is not None
     assert profiling._seconds(*seen) > 0.01

@@ -34,7 +34,7 @@ class Headers:
         # The call's buffers, and the number of used rows in each buffer.
         self._blocks: list[Block] = []
         self._rows: list[int] = []
-        self._results: deque[tuple[str, Tensor, Event | None]] = deque()
+        self._results: deque[tuple[str, Tensor, Event]] = deque()
 
     def begin(
         self, call: Identity, device: torch.device, values: Tensor | None, pool: Pool
@@ -45,12 +45,11 @@ class Headers:
         ranks' headers are received into buffers of the pool.
         """
         words = torch.tensor([*call.words(), *(WORDS - 5) * (0,)])
-        queued = streams.are_used(device)
-        own = (streams.pinned(words) if queued else words).to(device, non_blocking=True)
+        own = streams.pinned(words).to(device, non_blocking=True)
         if values is not None:
             own[5] = values
         self._own, self._pool = own.view(torch.uint8), pool
-        self._begun = streams.record(device) if queued else None
+        self._begun = streams.record(device)
         self._blocks, self._rows = [], []
 
     @property
@@ -79,16 +78,14 @@ class Headers:
             for block, taken in zip(self._blocks, self._rows, strict=True)
         ]
         differs = torch.cat([block.ne(self.outgoing).any().view(1) for block in rows]).any()
-        event = None
-        if self._begun is not None:
-            result = streams.pinned(torch.empty((), dtype=torch.bool))
-            differs = result.copy_(differs, non_blocking=True)
-            event = streams.record(self.outgoing.device)
+        result = streams.pinned(torch.empty((), dtype=torch.bool))
+        result.copy_(differs, non_blocking=True)
+        event = streams.record(self.outgoing.device)
         assert self._pool is not None, "a call has begun"
         for block in self._blocks:
             block.written = event
             self._pool.give(block)
-        self._results.append((str(call), differs, event))
+        self._results.append((str(call), result, event))
 
     def spoil(self) -> None:
         """Zeroes this rank's header, so that messages still to be sent belong to no call.
@@ -102,7 +99,7 @@ class Headers:
         """The first error among the calls that the device has compared so far, or None."""
         while self._results:
             call, differs, event = self._results[0]
-            if event is not None and not event.query():
+            if not event.query():
                 return None
             self._results.popleft()
             if differs.item():
