@@ -382,8 +382,7 @@ def tree_decode(
         )
         if mask is not None:
             check.check_mask_alone(mask, not causal, window_size)
-        decoding = decode.prepare(q, k, v, sinks, layout, mask, call)
-        out, lse = decode.attend(q, k, v, sinks, decoding, sizes_known)
+        out, lse = decode.attend(q, k, v, sinks, layout, mask, call, sizes_known)
         return (out, lse) if return_lse else out
     except BaseException as error:
         tell_refusal(error, group, transport)

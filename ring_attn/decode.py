@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from ring_attn import check
 from ring_attn.call import Request
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.machines import run
@@ -24,18 +24,7 @@ from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 
 
-class Decoding(NamedTuple):
-    """A checked call of `tree_decode`, before its tiles, which may need other ranks' lengths."""
-
-    call: Request
-    group: dist.ProcessGroup
-    layout: SequenceLayout | None
-    mask: Mask | None
-    decode_call: DecodeCall
-    agreement: Agreement
-
-
-def prepare(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -43,39 +32,28 @@ def prepare(
     layout: SequenceLayout | None,
     mask: Mask | None,
     call: Request,
-) -> Decoding:
-    """Plans a call from its arguments; sends nothing."""
-    group = call.process_group
-    check.check_max_ctas(call.transport, group)
-    if layout is not None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        check.check_layout("k", layout, k.size(1), None, rank, world_size)
-    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
-    if mask is not None:
-        check.check_given_mask(mask, q.size(1), None if layout is None else layout.seqlen)
-    masked = (call.causal, call.window_size, mask)
-    agreement = _agreement(spec, q.size(1), masked, layout, decode_call, call.transport)
-    return Decoding(call, group, layout, mask, decode_call, agreement)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding, sizes_known: bool
+    sizes_known: bool,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries, the same on every rank.
 
     If not `sizes_known`, k and v are placeholders: their heads and headdim come from other ranks.
     """
+    group = call.process_group
+    place = dist.get_rank(group), dist.get_world_size(group)
+    check.check_max_ctas(call.transport, group)
+    # Checks the call before anything is sent.
+    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call, *place)
     check.check_capture("tree_decode", q)
-    layout = decoding.layout
+    ends = open_p2p(group, call.transport)
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
-        nheads_kv, headdim_v = _kv_sizes(q, k, v, decoding, sizes_known)
+        own = (k.size(2), v.size(3)) if sizes_known else (0, 0)
+        nheads_kv, headdim_v = _kv_sizes(q, own, ends)
         if not sizes_known:
             k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
-            decoding = prepare(q, k, v, sinks, layout, decoding.mask, decoding.call)
-    call, group, layout, mask, decode_call, agreement = decoding
-    ends = open_p2p(group, call.transport)
+            spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+            decode_call, agreement = _planned(spec, (q.size(1), 0), layout, mask, call, *place)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # No operator takes a strided last dim.
@@ -83,53 +61,57 @@ def attend(
         return run.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
+# Cached: all layers share the values for a token, some of which are slow to hash.
+@lru_cache(maxsize=64)
+def _planned(
+    spec: AttentionSpec,
+    rows: tuple[int, int],
+    layout: SequenceLayout | None,
+    mask: Mask | None,
+    call: Request,
+    rank: int,
+    world_size: int,
+) -> tuple[DecodeCall, Agreement]:
+    """The checked call, and everything that must be equal on all ranks except tensor values."""
+    if layout is not None:
+        check.check_layout("k", layout, rows[1], None, rank, world_size)
+    decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
+    if mask is not None:
+        check.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
+    agreement = Agreement(
+        {
+            **vars(spec),
+            "seqlen_q": rows[0],
+            "causal": call.causal,
+            "window_size": call.window_size,
+            "mask": None if mask is None else mask.slices,
+            "softmax_scale": decode_call.softmax_scale,
+            "layout": None if layout is None else str(layout),
+            "backend": decode_call.backend,
+            "transport": call.transport,
+        }
+    )
+    return decode_call, agreement
+
+
 # KV heads and headdim of v, by transport (and dropped with its group) and by kind of query.
 _sizes: weakref.WeakKeyDictionary[Any, dict[object, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
-def _kv_sizes(
-    q: Tensor, k: Tensor, v: Tensor, decoding: Decoding, sizes_known: bool
-) -> tuple[int, int]:
+def _kv_sizes(q: Tensor, own: tuple[int, int], transport: Transport) -> tuple[int, int]:
     """KV heads and headdim of v, from the ranks that know them; asks once for each kind of query.
 
-    All ranks call this, or none: it depends on the layout only.
+    All ranks call this, or none: it depends on the layout only. `own` is (0, 0) if unknown.
     """
-    ends = open_p2p(decoding.group, decoding.call.transport)
     kind = (q.device.type, q.dtype, q.size(2), q.size(3))
-    known = _sizes.setdefault(ends, {})
+    known = _sizes.setdefault(transport, {})
     if kind not in known:
-        own = (k.size(2), v.size(3)) if sizes_known else (0, 0)
-        with ends.call("tell sizes of a cache", Agreement({"queries": kind}), q.device):
-            gathered = gather_numbers(own, q.device, ends)
+        with transport.call("tell sizes of a cache", Agreement({"queries": kind}), q.device):
+            gathered = gather_numbers(own, q.device, transport)
         # The decoding call checks that sizes agree. If no rank has rows, any sizes will do.
         default = (q.size(2), q.size(3))
         known[kind] = next((sizes for sizes in gathered if sizes != (0, 0)), default)
     return known[kind]
-
-
-@lru_cache(maxsize=64)
-def _agreement(
-    spec: AttentionSpec,
-    rows: int,
-    masked: tuple[bool, tuple[int, int], Mask | None],
-    layout: SequenceLayout | None,
-    decode_call: DecodeCall,
-    transport: TransportOptions,
-) -> Agreement:
-    """Everything that must be equal on all ranks of a call, except tensor values."""
-    return Agreement(
-        {
-            **vars(spec),
-            "seqlen_q": rows,
-            "causal": masked[0],
-            "window_size": masked[1],
-            "mask": None if masked[2] is None else masked[2].slices,
-            "softmax_scale": decode_call.softmax_scale,
-            "layout": None if layout is None else str(layout),
-            "backend": decode_call.backend,
-            "transport": transport,
-        }
-    )
 
 
 def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
