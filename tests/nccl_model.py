@@ -6,7 +6,7 @@
     device         has so many places; which of the ready kernels takes a free one is its choice,
                    or that of the host's order with NCCL_LAUNCH_ORDER_IMPLICIT=1
 
-`search` tries every order of all devices. The kernels come from the programs of
+`deadlock` tries every order of all devices. The kernels come from the programs of
 `ring_attn.strategies`; beside them stand those of FSDP2, tensor parallel and pipelines.
 
 Left out: a kernel takes its place whole or not at all, where a GPU places blocks one by one; short
@@ -70,7 +70,8 @@ class Launch(NamedTuple):
 class Line:
     """One rank's host program: the kernels launched, and the moment that compute waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.launches: list[Launch] = []
         self.now: Moment = {}  # to which the compute stream has been made to wait so far
         self._turns: Counter[Hashable] = Counter()
@@ -87,15 +88,16 @@ class Line:
         self.launches.append(Launch(communicator, turn, sends, receives, after))
         return self.launches[-1]
 
-    def collective(
-        self, communicator: Hashable, others: Ranks, after: Moment | None = None
-    ) -> Launch:
-        return self.launch(communicator, others, others, after)
+    def collective(self, name: str, members: Ranks, after: Moment | None = None) -> Launch | None:
+        """Adds a kernel that all members take part in, if there are any."""
+        others = _others(members, self.rank)
+        return self.launch((name, members), others, others, after) if members else None
 
-    def wait(self, kernel: Launch) -> None:
-        self.now = last([self.now, kernel.end])
+    def wait(self, kernel: Launch | None) -> None:
+        if kernel is not None:
+            self.now = last([self.now, kernel.end])
 
-    def run(self, program: Program, rank: int, ranks: Ranks, begun: Moment | None = None) -> None:
+    def run(self, program: Program, ranks: Ranks, begun: Moment | None = None) -> None:
         """Adds the exchanges of a call, each behind the last uses of its two buffers.
 
         `begun` is the moment when the call began, for a program within another.
@@ -105,7 +107,7 @@ class Line:
         held: dict[str, Uses] = {}
         for op in program.ops:
             if isinstance(op, Inner):
-                self.run(op.program, rank, _some(ranks, op.ranks), begun)
+                self.run(op.program, _some(ranks, op.ranks), begun)
             elif isinstance(op, Post | Wait):
                 members = _some(ranks, op.ranks)
                 # As in `transport.ranks.media.Nccl`: a communicator for each channel and ranks.
@@ -115,8 +117,8 @@ class Line:
                     continue
                 send, recv = self._take(op.send, held), self._take(op.recv, held)
                 after = last([begun, send.written, recv.written, *recv.sent])
-                rest = others(members, rank)
-                peers = rest, rest
+                others = _others(members, self.rank)
+                peers = others, others
                 if isinstance(op.route, Hop):
                     peers = (members[op.route.send_to],), (members[op.route.recv_from],)
                 kernel = pending[communicator] = self.launch(communicator, *peers, after)
@@ -164,7 +166,7 @@ def _some(ranks: Ranks, chosen: Ranks | None) -> Ranks:
     return ranks if chosen is None else tuple(ranks[r] for r in chosen)
 
 
-def others(members: Ranks, rank: int) -> Ranks:
+def _others(members: Ranks, rank: int) -> Ranks:
     return tuple(member for member in members if member != rank)
 
 
@@ -190,7 +192,7 @@ class Devices:
 
     def __init__(self, lines: Sequence[Line], places: int, *, in_order: bool) -> None:
         """Takes the hosts' orders, places per device, and whether kernels start in launch order."""
-        self._places, self._in_order = places, in_order
+        self._places = places
         kernels: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
         for rank, line in enumerate(lines):
             for host, kernel in enumerate(line.launches):
@@ -221,41 +223,18 @@ class Devices:
             running[:, stream] &= ~peers.met(states, states[:, stream].astype(int) - 1)
         return running
 
-    def ready(self, states: States, *, reduced: bool) -> NDArray[np.bool_]:
-        """Streams whose next kernel may start; `reduced` keeps enough to reach every deadlock.
-
-        Starts on two devices do not hinder each other. So one device is tried alone if no start
-        elsewhere changes its choices: if the host's order decides, or all its idle streams are
-        ready. A running kernel leaves its place to the next kernel of its stream.
-        Where all idle streams have room there is no choice at all.
-        """
+    def ready(self, states: States) -> NDArray[np.bool_]:
+        """Streams whose next kernel may start."""
         running = self.running(states)
-        ended, idle = states - running, (states < self.end) & ~running
-        ready = idle.copy()
+        ended = states - running
+        ready = (states < self.end) & ~running
         for stream, (waits, before) in enumerate(zip(self._ended, self._started, strict=True)):
             ready[:, stream] &= waits.met(ended, states[:, stream])
             ready[:, stream] &= before.met(states, states[:, stream])
-        free = self._places - np.stack([running[:, s].sum(1) for s in self._of])
-        for streams, room in zip(self._of, free, strict=True):
-            ready[:, streams] &= (room > 0)[:, None]
-        return self._reduced(ready, idle, free) if reduced else ready
-
-    def _reduced(
-        self, ready: NDArray[np.bool_], idle: NDArray[np.bool_], free: NDArray[np.integer[Any]]
-    ) -> NDArray[np.bool_]:
-        reduced, open_ = ready.copy(), np.ones(len(ready), np.bool_)
-        for one in (True, False):
-            for streams, room in zip(self._of, free, strict=True):
-                num_ready, num_idle = ready[:, streams].sum(1), idle[:, streams].sum(1)
-                alone = (room >= num_idle) | self._in_order if one else num_ready == num_idle
-                rows = np.flatnonzero(open_ & (num_ready > 0) & alone)
-                open_[rows] = False
-                here = ready[np.ix_(rows, streams)]
-                if one:
-                    here = here & (here.cumsum(1) == 1)
-                reduced[rows] = False
-                reduced[np.ix_(rows, streams)] = here
-        return reduced
+        for streams in self._of:
+            # A running kernel leaves its place to the next kernel of its stream.
+            ready[:, streams] &= (running[:, streams].sum(1) < self._places)[:, None]
+        return ready
 
 
 def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[int, int]]]:
@@ -277,44 +256,37 @@ def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[
     return found
 
 
-class Search(NamedTuple):
-    # Communicators whose kernels hold the places for ever, by rank; None where every order ends.
-    deadlock: list[set[Hashable]] | None
-    num_states: int
+def deadlock(
+    lines: Sequence[Line], places: int, *, in_order: bool = False
+) -> list[set[Hashable]] | None:
+    """Communicators, by rank, whose kernels hold the places for ever; None if every order ends.
 
-
-def search(
-    lines: Sequence[Line], places: int, *, in_order: bool = False, reduced: bool = True
-) -> Search:
-    """Tries every order in which the devices may start kernels.
-
-    Kernels of a device start in the order of their launch if `in_order`; `reduced` skips orders
-    that reach the same states as other orders.
+    Tries every order in which the devices may start kernels; if `in_order`, a device starts them in
+    the order of their launch.
     """
     devices = Devices(lines, places, in_order=in_order)
-    states, num_states = np.zeros((1, len(devices.end)), np.uint8), 1
+    states = np.zeros((1, len(devices.end)), np.uint8)
     for _ in range(int(devices.end.sum())):
-        ready = devices.ready(states, reduced=reduced)
+        ready = devices.ready(states)
         if not ready.any(1).all():
             running = devices.running(states[~ready.any(1)][:1])[0]
             held: list[set[Hashable]] = [set() for _ in lines]
             for at in np.flatnonzero(running):
                 rank, communicator = devices.streams[at]
                 held[rank].add(communicator)
-            return Search(held, num_states)
+            return held
         state, stream = np.nonzero(ready)
         states = states[state]
         states[np.arange(len(states)), stream] += 1
         rows = states.view(np.dtype((np.void, states.shape[1])))
         states = states[np.unique(rows, return_index=True)[1]]
-        num_states += len(states)
-    return Search(None, num_states)
+    return None
 
 
 def places_needed(lines: Sequence[Line]) -> int:
     """The least number of places with which no order ends in a deadlock."""
     most = max(len({launch.communicator for launch in line.launches}) for line in lines)
     for places in range(most, 0, -1):
-        if search(lines, places).deadlock is not None:
+        if deadlock(lines, places) is not None:
             return places + 1
     return 1
