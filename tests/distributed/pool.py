@@ -92,7 +92,7 @@ def ended(call: Callable[[], object]) -> Ended:
     start = time.monotonic()
     try:
         call()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         alone = error.__cause__ is None and error.__context__ is None
         return Ended(type(error), str(error), time.monotonic() - start, alone)
     return Ended(None, "it ran", time.monotonic() - start)
