@@ -3,126 +3,148 @@
     program = Program(recorders)
     program.races()                # unordered accesses to the same bytes
     program.run(schedule)          # the results of one order; fresh memory is poison
-    program.stuck()                # nodes that can never finish
+    program.stuck()                # what can never finish
 
-A message is read at any time after the sender starts, and written at any later time after the
-receiver starts.
+A transfer becomes several steps: its start; a read of each message, at any time after the sender's
+start; a write of each message, at any time after the read and the receiver's start; and its end.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, zip_longest
 
 import torch
 from torch import Tensor
 
-from tests.deferred.device import OVERWRITE, Node, Recorder, Ref, Transfer
+from tests.deferred.device import OVERWRITE, Memory, Node, Recorder, Ref, Transfer
 
 
 @dataclass(eq=False)
-class Message:
-    sender: Transfer
-    source: Ref
-    receiver: Transfer
-    target: Ref
+class Step:
+    kind: str  # "run" for a node; "start", "read", "write", "end" of a transfer, or its "abort"
+    node: Node
+    rank: int
+    after: list[Step]  # steps that must be done before
+    reads: Sequence[Ref] = ()
+    writes: Sequence[Ref] = ()
+    source: Step | None = None  # of a write
+
+    @property
+    def needs(self) -> list[Step]:
+        """Steps without which this one is never done: an abort ends a transfer at any time."""
+        cut = self.kind == "end" and isinstance(self.node, Transfer) and self.node.aborted
+        return self.after[:1] if cut else self.after
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.node.what}"
 
 
 class Program:
     def __init__(self, ranks: Sequence[Recorder]) -> None:
         self.ranks = ranks
-        self.nodes = [node for rank in ranks for node in rank.nodes]
-        self.number = {node: i for i, node in enumerate(self.nodes)}
-        self.rank_of = {node: r for r, rank in enumerate(ranks) for node in rank.nodes}
-        self.transfers = [node for node in self.nodes if isinstance(node, Transfer)]
-        self.messages = list(self._matched())
-        self.incoming: dict[Node, list[Message]] = defaultdict(list)
-        self.outgoing: dict[Node, list[Message]] = defaultdict(list)
-        for message in self.messages:
-            self.incoming[message.receiver].append(message)
-            self.outgoing[message.sender].append(message)
+        self.number: dict[Step, int] = {}
+        self.starts: dict[Node, Step] = {}
+        self.ends: dict[Node, Step] = {}
+        self.parts: dict[Transfer, list[Step]] = {}  # reads and writes of a transfer
+        self.unmatched: set[str] = set()
+        # Names of a message's communicator, sender and receiver.
+        sent: dict[tuple[str, int, int], list[Step]] = defaultdict(list)
+        received: dict[tuple[str, int, int], list[Step]] = defaultdict(list)
+        for rank, recorder in enumerate(ranks):
+            for node in recorder.nodes:
+                after = [self.ends[one] for one in node.after]
+                if isinstance(node, Transfer):
+                    self._add_transfer(node, rank, after, sent, received)
+                else:
+                    step = self._add(Step("run", node, rank, after, node.reads, node.writes))
+                    self.starts[node] = self.ends[node] = step
+        for key in sent.keys() | received.keys():
+            for read, write in zip_longest(sent[key], received[key]):
+                if read is None or write is None:
+                    self.unmatched.add((read or write).node.what)
+                if write is not None:
+                    write.source = read
+                    # No step is done before a step that comes after itself.
+                    write.after.append(read or write)
+                if read is not None and write is not None:
+                    assert read.reads[0].nbytes == write.writes[0].nbytes, f"{read} meets {write}"
+        aborted = {(step.rank, node.communicator): node for node, step in self.starts.items()
+                   if isinstance(node, Transfer) and node.aborted}  # fmt: skip
+        for (rank, _), last in aborted.items():
+            self._add(Step("abort", last, rank, [self.ends[one] for one in last.cut_after]))
 
-    def _matched(self) -> Iterator[Message]:
-        sent: dict[tuple[str, int, int], deque[tuple[Transfer, Ref]]] = defaultdict(deque)
-        received: dict[tuple[str, int, int], deque[tuple[Transfer, Ref]]] = defaultdict(deque)
-        for node in self.transfers:
-            for ref, peer in node.sends:
-                sent[node.communicator, node.member, peer].append((node, ref))
-            for ref, peer in node.receives:
-                received[node.communicator, peer, node.member].append((node, ref))
-        self.unmatched = {
-            node.what
-            for key in sent.keys() | received.keys()
-            for some, others in ((sent[key], received[key]), (received[key], sent[key]))
-            for node, _ in list(some)[len(others) :]
-        }
-        self._alone = {
-            node for key, some in received.items() for node, _ in list(some)[len(sent[key]) :]
-        }
-        for key, some in sent.items():
-            for (sender, source), (receiver, target) in zip(some, received[key], strict=False):
-                assert source.nbytes == target.nbytes, f"{sender.what} meets {receiver.what}"
-                yield Message(sender, source, receiver, target)
+    def _add(self, step: Step) -> Step:
+        self.number[step] = len(self.number)
+        return step
+
+    def _add_transfer(
+        self,
+        node: Transfer,
+        rank: int,
+        after: list[Step],
+        sent: dict[tuple[str, int, int], list[Step]],
+        received: dict[tuple[str, int, int], list[Step]],
+    ) -> None:
+        # The contents of a receive buffer are undefined until the message is complete.
+        poisoned = [ref for ref, _ in (*node.receives, *node.sums)]
+        start = self.starts[node] = self._add(Step("start", node, rank, after, (), poisoned))
+        reads = [self._add(Step("read", node, rank, [start], [ref])) for ref, _ in node.sends]
+        writes = [self._add(Step("write", node, rank, [start], (), [x])) for x, _ in node.receives]
+        for read, (_, peer) in zip(reads, node.sends, strict=True):
+            sent[node.communicator, node.member, peer].append(read)
+        for write, (_, peer) in zip(writes, node.receives, strict=True):
+            received[node.communicator, peer, node.member].append(write)
+        self.parts[node] = [*reads, *writes]
+        end = Step("end", node, rank, [start, *self.parts[node]])
+        end.reads = [part for _, parts in node.sums for part in parts]
+        end.writes = [target for target, _ in node.sums]
+        self.ends[node] = self._add(end)
 
     # -- every order at once
 
-    def _before(self) -> dict[Node, int]:
-        """For every node that ever starts, as bits: the nodes that are done before."""
-        before: dict[Node, int] = {}
-        done: dict[Node, int] = {}
-        waiting = list(self.nodes)
-        while waiting:
-            left = []
-            for node in waiting:
-                if node not in before and all(one in done for one in node.after):
-                    bits = 0
-                    for one in node.after:
-                        bits |= done[one]
-                    before[node] = bits
-                aborted = isinstance(node, Transfer) and node.aborted
-                senders = [] if aborted else [message.sender for message in self.incoming[node]]
-                ends = aborted or node not in self._alone
-                if node in before and ends and all(one in before for one in senders):
-                    bits = before[node] | 1 << self.number[node]
-                    for one in senders:
-                        bits |= before[one]
-                    done[node] = bits
-                else:
-                    left.append(node)
-            if len(left) == len(waiting):
-                break
-            waiting = left
-        self._never = left if waiting else []
+    def before(self) -> dict[Step, int]:
+        """For every step that is ever done, as bits: the steps that are done before."""
+        before: dict[Step, int] = {}
+        order = Order({step: step.needs for step in self.number})
+        while order.ready:
+            step = next(iter(order.ready))
+            before[step] = 0
+            for one in step.needs:
+                before[step] |= before[one]
+            for one in step.after:  # messages do not move after an abort
+                before[step] |= 1 << self.number[one]
+            order.finish(step)
         return before
 
     def stuck(self) -> list[str]:
-        self._before()
-        return [f"rank {self.rank_of[node]}: {node.what}" for node in self._never]
+        before = self.before()
+        return sorted({str(step) for step in self.number if step not in before})
 
     def races(self) -> list[str]:
         """Pairs of accesses to the same bytes, at least one a write, in no fixed order."""
-        before = self._before()
-        accesses: dict[tuple[int, int], list[tuple[Node, Ref, bool]]] = defaultdict(list)
-        for node in before:
-            rank = self.rank_of[node]
-            for refs, writes in ((node.reads, False), (node.writes, True)):
+        before = self.before()
+        accesses: dict[tuple[int, int], list[tuple[Step, Ref, bool]]] = defaultdict(list)
+        for step in before:
+            for refs, writes in ((step.reads, False), (step.writes, True)):
                 for ref in refs:
-                    accesses[rank, ref.memory].append((node, ref, writes))
+                    if step.node.what != OVERWRITE:
+                        accesses[step.rank, ref.memory].append((step, ref, writes))
         found = []
-        for (rank, _), some in accesses.items():
+        for some in accesses.values():
             for (a, ref_a, writes_a), (b, ref_b, writes_b) in combinations(some, 2):
-                if a is b or not (writes_a or writes_b) or OVERWRITE in (a.what, b.what):
+                if a is b or not (writes_a or writes_b):
                     continue
                 in_order = before[b] >> self.number[a] & 1 or before[a] >> self.number[b] & 1
                 if not in_order and _overlap(ref_a, ref_b):
                     one, other = (
-                        f"{node.what} {'writes' if writes else 'reads'}"
-                        for node, writes in ((a, writes_a), (b, writes_b))
+                        f"{step} {'writes' if writes else 'reads'}"
+                        for step, writes in ((a, writes_a), (b, writes_b))
                     )
-                    found.append(f"rank {rank}: {one} while {other}")
+                    found.append(f"{one} while {other}")
         return found
 
     # -- one order
@@ -130,8 +152,8 @@ class Program:
     def run(self, schedule: Schedule) -> list[dict[str, Tensor]]:
         """The results that all ranks reach, in the order that a schedule chooses."""
         run = Run(self)
-        while ready := run.ready():
-            run.do(schedule(run, ready))
+        while run.ready:
+            run.do(schedule(run, list(run.ready)))
         return run.results()
 
 
@@ -143,182 +165,124 @@ def same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bool
     )
 
 
-Schedule = Callable[["Run", "list[Action]"], "Action"]
+Schedule = Callable[["Run", "list[Step]"], "Step"]
 
 
-@dataclass(frozen=True)
-class Action:
-    """A thing that a device can do next.
+class Order:
+    """Steps that are done, and those that can be done next."""
 
-    To start a "node", "read" or "write" a message, or "abort" the node's communicator.
-    """
+    def __init__(self, needs: dict[Step, list[Step]]) -> None:
+        self.done: set[Step] = set()
+        self._missing = {step: len(before) for step, before in needs.items()}
+        self._next: dict[Step, list[Step]] = defaultdict(list)
+        for step, before in needs.items():
+            for one in before:
+                self._next[one].append(step)
+        self.ready = dict.fromkeys(step for step, missing in self._missing.items() if not missing)
 
-    kind: str
-    node: Node
-    message: Message | None = None
-
-
-class Run:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.memories = [[_initial(m) for m in rank.memories] for rank in program.ranks]
-        self.started: set[Node] = set()
-        self.done: set[Node] = set()
-        self._missing = {node: len(node.after) for node in program.nodes}
-        self._next: dict[Node, list[Node]] = defaultdict(list)
-        for node in program.nodes:
-            for one in node.after:
-                self._next[one].append(node)
-        self._read: dict[Message, Tensor] = {}
-        self._written: set[Message] = set()
-        self._ready = {
-            Action("node", node): None for node, missing in self._missing.items() if not missing
-        }
-        self._aborted: set[tuple[int, str]] = set()
-        aborted = {self._place(x): x for x in program.transfers if x.aborted}
-        self._cuts = list(aborted.values())
-        self._offer_cuts()
-
-    def _offer_cuts(self) -> None:
-        ready = [x for x in self._cuts if self.done.issuperset(x.cut_after)]
-        self._cuts = [x for x in self._cuts if x not in ready]
-        self._ready |= {Action("abort", node): None for node in ready}
-
-    def ready(self) -> list[Action]:
-        return list(self._ready)
-
-    def do(self, action: Action) -> None:
-        del self._ready[action]
-        node, message = action.node, action.message
-        if action.kind == "abort":
-            self._abort(node)
-        elif message is not None:
-            self._move(action, message)
-        elif not isinstance(node, Transfer):
-            assert node.run is not None
-            node.run(self.memories[self.program.rank_of[node]])
-            self._finish(node)
-        else:
-            self._start(node)
-
-    def _start(self, node: Transfer) -> None:
-        self.started.add(node)
-        if self._place(node) in self._aborted:
-            self._finish(node)
-            return
-        for message in self.program.incoming[node]:
-            # The contents of a receive buffer are undefined until the message is complete.
-            self._view(node, message.target).fill_(0xFF)
-            self._offer(message)
-        for target, _ in node.sums:
-            self._view(node, target).fill_(0xFF)
-        for message in self.program.outgoing[node]:
-            self._offer(message)
-        self._finish_transfer(node)
-
-    def _place(self, node: Transfer) -> tuple[int, str]:
-        return self.program.rank_of[node], node.communicator
-
-    def _abort(self, node: Transfer) -> None:
-        """Ends all transfers on a communicator of a rank: those under way, and later ones."""
-        place = self._place(node)
-        self._aborted.add(place)
-        for one in self.program.transfers:
-            if self._place(one) == place and one in self.started - self.done:
-                for action in [action for action in self._ready if action.node is one]:
-                    del self._ready[action]
-                self._finish(one)
-
-    def _offer(self, message: Message) -> None:
-        going = self.started - self.done
-        if message.sender in going and message not in self._read:
-            self._ready[Action("read", message.sender, message)] = None
-        if message.receiver in going and message in self._read and message not in self._written:
-            self._ready[Action("write", message.receiver, message)] = None
-
-    def _move(self, action: Action, message: Message) -> None:
-        if action.kind == "read":
-            self._read[message] = self._view(message.sender, message.source).clone()
-        else:
-            self._view(message.receiver, message.target).copy_(self._read[message])
-            self._written.add(message)
-        self._offer(message)
-        self._finish_transfer(message.sender)
-        self._finish_transfer(message.receiver)
-
-    def _finish_transfer(self, node: Transfer) -> None:
-        if node not in self.started or node in self.done | self.program._alone:
-            return
-        if not self._written.issuperset(self.program.incoming[node]) or not self.is_sent(node):
-            return
-        memories = self.memories[self.program.rank_of[node]]
-        for target, parts in node.sums:
-            total = target.of(memories)
-            total.zero_()
-            for part in parts:
-                total += part.of(memories)
-        self._finish(node)
-
-    def _finish(self, node: Node) -> None:
-        self.done.add(node)
-        if self._cuts:
-            self._offer_cuts()
-        for one in self._next[node]:
+    def finish(self, step: Step) -> None:
+        self.ready.pop(step, None)
+        self.done.add(step)
+        for one in self._next[step]:
             self._missing[one] -= 1
             if not self._missing[one]:
-                self._ready[Action("node", one)] = None
+                self.ready[one] = None
 
-    def _view(self, node: Node, ref: Ref) -> Tensor:
-        x = ref.of(self.memories[self.program.rank_of[node]])
-        return x.view(-1).view(torch.uint8)
+    def drop(self, step: Step) -> None:
+        """Makes sure that a step is never done, unless it has been."""
+        self.ready.pop(step, None)
+        self._missing[step] = -1
+
+
+class Run(Order):
+    """One order, on memories of its own."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__({step: step.after for step in program.number})
+        self.program = program
+        self.memories = [[_initial(m) for m in rank.memories] for rank in program.ranks]
+        self._messages: dict[Step | None, Tensor] = {}
+        self._aborted: set[tuple[int, str]] = set()
+
+    def do(self, step: Step) -> None:
+        node, memories = step.node, self.memories[step.rank]
+        if not isinstance(node, Transfer):
+            assert node.run is not None
+            node.run(memories)
+            self.finish(step)
+            return
+        place = step.rank, node.communicator
+        if step.kind == "abort":
+            self._aborted.add(place)
+        elif step.kind == "start" and place not in self._aborted:
+            for ref in step.writes:
+                _bytes(ref, memories).fill_(0xFF)
+        elif step.kind == "read":
+            self._messages[step] = _bytes(step.reads[0], memories).clone()
+        elif step.kind == "write":
+            _bytes(step.writes[0], memories).copy_(self._messages[step.source])
+        elif step.kind == "end":
+            for target, parts in node.sums:
+                total = target.of(memories).zero_()
+                for part in parts:
+                    total += part.of(memories)
+        self.finish(step)
+        if step.kind in ("start", "abort") and place in self._aborted:
+            self._cut(*place)
+
+    def _cut(self, rank: int, communicator: str) -> None:
+        """Ends the transfers that are under way on a communicator of a rank."""
+        for node, parts in self.program.parts.items():
+            start, end = self.program.starts[node], self.program.ends[node]
+            here = start.rank == rank and node.communicator == communicator
+            if here and start in self.done and end not in self.done:
+                for part in parts:
+                    self.drop(part)
+                self.finish(end)
 
     def is_sent(self, node: Transfer) -> bool:
-        return self._read.keys() >= set(self.program.outgoing[node])
+        return all(x in self.done for x in self.program.parts[node] if x.kind == "read")
 
     def results(self) -> list[dict[str, Tensor]]:
         return [
             {
                 name: ref.of(memories).clone()
                 for name, (ref, node) in rank.results.items()
-                if node in self.done
+                if self.program.ends[node] in self.done
             }
             for rank, memories in zip(self.program.ranks, self.memories, strict=True)
         ]
 
 
-def in_host_order(run: Run, ready: list[Action]) -> Action:
-    """Takes the action whose node a host has queued first."""
-    number = run.program.number
-    return min(ready, key=lambda action: number[action.node])
+def in_host_order(run: Run, ready: list[Step]) -> Step:
+    """Takes the step that a host has queued first."""
+    return min(ready, key=run.program.number.__getitem__)
 
 
 def at_random(seed: int) -> Schedule:
-    """Chooses actions at random; a stream or a message stays fast or slow for a while."""
+    """Chooses steps at random; a stream or a message stays fast or slow for a while."""
     rng = random.Random(seed)
-    speeds: dict[object, float] = {}
+    speeds: dict[object, float] = defaultdict(rng.random)
 
-    def choose(run: Run, ready: list[Action]) -> Action:
+    def choose(run: Run, ready: list[Step]) -> Step:
         if rng.random() < 0.02:
             speeds.clear()
-        aborts = [action for action in ready if action.kind == "abort"]
+        aborts = [step for step in ready if step.kind == "abort"]
         if aborts and (len(aborts) == len(ready) or rng.random() < 0.004):
             return rng.choice(aborts)
-        ready = [action for action in ready if action.kind != "abort"]
+        ready = [step for step in ready if step.kind != "abort"]
         if rng.random() < 0.2:
             return rng.choice(ready)
-
-        def speed(action: Action) -> float:
-            key = run.program.rank_of[action.node], action.kind, action.node.stream
-            if key not in speeds:
-                speeds[key] = rng.random()
-            return speeds[key]
-
-        return max(ready, key=speed)
+        return max(ready, key=lambda step: speeds[step.rank, step.kind, step.node.stream])
 
     return choose
 
 
-def _initial(memory: object) -> Tensor:
+def _bytes(ref: Ref, memories: Sequence[Tensor]) -> Tensor:
+    return ref.of(memories).view(-1).view(torch.uint8)
+
+
+def _initial(memory: Memory) -> Tensor:
     if memory.initial is None:
         return torch.full((memory.nbytes,), 0xFF, dtype=torch.uint8)
     return torch.from_numpy(memory.initial.copy())

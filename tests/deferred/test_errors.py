@@ -16,7 +16,7 @@ from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.headers import Headers
 from tests.deferred.calls import Layers
 from tests.deferred.device import PlantedError, Recorder
-from tests.deferred.program import Action, Program, Run, Schedule, at_random, in_host_order
+from tests.deferred.program import Program, Run, Schedule, Step, at_random, in_host_order
 from tests.deferred.ranks import record_rank
 from tests.deferred.test_calls import case_of
 
@@ -83,9 +83,9 @@ def sweep(strategy: str, every: int, orders: int) -> int:
 def cut_off(program: Program, channel: str, seed: int) -> Schedule:
     """An order that aborts `channel` after its last send, if possible before its last receive."""
     base = at_random(seed)
-    last = [x for x in program.transfers if x.aborted and channel in x.communicator][-1]
+    last = [x for x in program.parts if x.aborted and channel in x.communicator][-1]
 
-    def choose(run: Run, ready: list[Action]) -> Action:
+    def choose(run: Run, ready: list[Step]) -> Step:
         aborts = [x for x in ready if x.kind == "abort"]
         others = [x for x in ready if x.kind != "abort"]
         here = [x for x in aborts if channel in x.node.communicator]
@@ -93,7 +93,7 @@ def cut_off(program: Program, channel: str, seed: int) -> Schedule:
             return here[0]
         if not others:
             return aborts[0]
-        slow = [x for x in others if x.message is None or x.message.receiver is not last]
+        slow = [x for x in others if x.kind != "write" or x.node is not last]
         return base(run, slow or others)
 
     return choose

@@ -24,7 +24,7 @@ def behind_attention(program: Program) -> list[tuple[int, int]]:
 
     The layer's operators that it waits for, and those that the host had queued by then.
     """
-    nodes, before = program.ranks[0].nodes, program._before()
+    nodes, before = program.ranks[0].nodes, program.before()
     streams = Counter(node.stream for node in nodes if node.stream is not None)
     compute = streams.most_common(1)[0][0]
     places = [i for i, node in enumerate(nodes) if isinstance(node, Transfer)]
@@ -33,8 +33,9 @@ def behind_attention(program: Program) -> list[tuple[int, int]]:
     found = []
     for place in others:
         given = [node for node in nodes[first:place] if node.stream is compute]
-        bits = before[nodes[place]]
-        found.append((sum(bits >> program.number[node] & 1 for node in given), len(given)))
+        bits = before[program.starts[nodes[place]]]
+        behind = sum(bits >> program.number[program.ends[node]] & 1 for node in given)
+        found.append((behind, len(given)))
     return found
 
 
