@@ -226,44 +226,47 @@ TENSORS = {
     "qkv": "qkv: Tensor",
 }
 
-
-def parameters_of(options: Any) -> str:
-    """The fields of a NamedTuple with their defaults, as text for a signature."""
-    types, defaults = options.__annotations__, options._field_defaults
-    return ", ".join(f"{x}: {types[x].__forward_arg__} = {defaults[x]!r}" for x in options._fields)
-
-
-def names_of(parameters: str) -> str:
-    """The names of parameters, with a comma after each."""
-    return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
+# The type of each field of `Options`, as text.
+_OPTIONS = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
 
 
 def written_out(
-    name: str, parameters: Sequence[str], call: str, scope: dict[str, Any], doc: str
+    name: str,
+    form: str,
+    documents: str,
+    ours: str,
+    call: str,
+    scope: dict[str, Any],
+    doc: str,
+    without: str = "",
 ) -> Callable[..., Result]:
-    """Makes a function from the text of its parameters and of the call in its body.
+    """Makes a function of tensors, documents, `Options` and `ours`, given as text with types.
 
-    The function has real parameters, like the methods of dataclasses. So Python itself refuses
-    wrong arguments, and torch.compile can trace their binding.
+    Its body is `call`, the start of a call of a function in `scope`. It has real parameters, like
+    the methods of dataclasses: Python refuses wrong arguments, and torch.compile traces them.
     """
+    names = [x for x in _OPTIONS if x != without]
+    options = (f"{x}: {_OPTIONS[x]} = {Options._field_defaults[x]!r}" for x in names)
+    signature = ", ".join(filter(None, (TENSORS[form], documents, *options, ours)))
+    parts = [f"({_names_of(parameters)})" for parameters in (TENSORS[form], documents)]
+    given = ", ".join([*parts, f"Options({''.join(f'{x}={x}, ' for x in names)})"])
     namespace: dict[str, Callable[..., Result]] = {}
-    signature = ", ".join(filter(None, parameters))
-    exec(f"def {name}({signature}) -> Result:\n    return {call}", scope, namespace)
+    body = f"return {call}{form!r}, {given}, {_names_of(ours)})"
+    exec(f"def {name}({signature}) -> Result:\n    {body}", scope, namespace)
     namespace[name].__doc__ = doc
     return namespace[name]
 
 
+def _names_of(parameters: str) -> str:
+    """The names of parameters, with a comma after each."""
+    return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
+
+
 def _packed(form: str, sides: str, doc: str) -> Callable[..., Result]:
-    """Makes a function that takes packed tensors: `form` "kv" or "qkv" names the last tensor."""
     name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
-    options = parameters_of(Options)
     ours = "*, group: Group = None, layout: Layout = 'contiguous', "
     ours += "**execution: Unpack[ExecutionOptions]"
-    call = (
-        f"_call({form!r}, ({names_of(TENSORS[form])}), ({names_of(sides)}), "
-        f"Options({names_of(options)}), group, layout, execution)"
-    )
-    return written_out(name, (TENSORS[form], sides, options, ours), call, globals(), doc)
+    return written_out(name, form, sides, ours, "_call(", globals(), doc)
 
 
 _SIDES = "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int"

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,31 +38,23 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
-from ring_attn.call import DistributedOptions, Group
+from ring_attn.call import Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.values import as_int, check_type
 from ring_attn.integrations.flash_attn import (
-    TENSORS,
     Options,
     Qkv,
     Result,
     attend,
     check_deterministic,
     check_documents,
-    names_of,
     on_host,
-    parameters_of,
     unpacked,
     written_out,
 )
-from ring_attn.integrations.ring_flash_attn.adapters import (
-    substitute_hf_flash_attn as substitute_hf_flash_attn,
-)
-from ring_attn.integrations.ring_flash_attn.adapters import (
-    update_ring_flash_attn_params as update_ring_flash_attn_params,
-)
+from ring_attn.integrations.ring_flash_attn import adapters
 from ring_attn.transport.p2p import tell_refusal
 
 # Error of torch.compile with fullgraph=True for functions that are left out of the graph.
@@ -71,20 +63,10 @@ _READS_DOCUMENTS = (
     "without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens and a "
     "layout, which compiles whole"
 )
-Function = Callable[..., Result]
 
 
-class _Options(NamedTuple):
-    """The last parameters of all functions, in their order."""
-
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: Sequence[int] = (-1, -1)
-    alibi_slopes: Tensor | None = None
-    deterministic: bool = False
-    return_attn_probs: bool = False
-    group: Group = None
+# What a family of functions means: arguments of `attend` for this rank's shards.
+Meaning = Callable[..., dict[str, Any]]
 
 
 @left_out_of_graphs(_READS_DOCUMENTS)
@@ -118,43 +100,18 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
-def _attend(
-    qkv: Qkv,
-    options: _Options,
-    documents: Tensor | None = None,
-    **distributed: Unpack[DistributedOptions],
-) -> Result:
-    """Calls ring_attention with flash-attn's options; `distributed` has layout and strategy."""
-    flash_options = Options(*options[:4], 0.0, *options[4:-1])
-    check_deterministic(qkv, flash_options)
-    distributed["group"] = options.group
-    return attend(qkv, flash_options, documents, **distributed)
+substitute_hf_flash_attn = adapters.substitute_hf_flash_attn
+update_ring_flash_attn_params = adapters.update_ring_flash_attn_params
 
 
 def _longest(boundaries: Sequence[int]) -> int:
     return max(b - a for a, b in pairwise(boundaries))
 
 
-def _tells_refusal(function: Function) -> Function:
-    """Decorates a function of `(qkv, options, ...)`: its errors are reported to the other ranks."""
-
-    @wraps(function)
-    def call(qkv: Qkv, options: _Options, *args: Any, **kwargs: Any) -> Result:
-        try:
-            return function(qkv, options, *args, **kwargs)
-        except Exception as error:
-            tell_refusal(error, options.group)
-            raise
-
-    return call
-
-
-@left_out_of_graphs(_READS_DOCUMENTS)
-@_tells_refusal
-def _attend_split(
-    qkv: Qkv, options: _Options, cu_seqlens: Tensor, max_seqlen: int, *, chunks: int
-) -> Result:
-    """Attention within packed documents that are each split over all ranks."""
+def _split(
+    qkv: Qkv, causal: bool, group: Group, cu_seqlens: Tensor, max_seqlen: int, *, chunks: int
+) -> dict[str, Any]:
+    """Packed documents that are each split over all ranks."""
     check_documents("", cu_seqlens, max_seqlen)
     boundaries = on_host("cu_seqlens", cu_seqlens)
     for name, x in zip("qkv", qkv, strict=True):
@@ -163,9 +120,9 @@ def _attend_split(
                 f"{name} must have cu_seqlens[-1] rows, {boundaries[-1]}, got {len(x)}: cu_seqlens "
                 "has the global boundaries divided by the ranks, which is this rank's rows"
             )
-    world_size = dist.get_world_size(check.check_group(options.group))
+    world_size = dist.get_world_size(check.check_group(group))
     layout, documents = _split_documents(boundaries, world_size, chunks)
-    return _attend(qkv, options, documents, layout=layout)
+    return {"layout": layout, "cu_seqlens": documents}
 
 
 @lru_cache(maxsize=128)
@@ -204,11 +161,18 @@ def _local_documents(
     return cu_q, cu_k, slice(start, stop)
 
 
-@left_out_of_graphs(_READS_DOCUMENTS)
-@_tells_refusal
-def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
-    """Attention by all-gather over a sequence in equal runs; each rank passes its documents."""
-    cu_q, cu_k, max_seqlen_q, max_seqlen_k, heads_k_stride, keys = local
+def _gathered(
+    qkv: Qkv,
+    causal: bool,
+    group: Group,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    keys: slice,
+) -> dict[str, Any]:
+    """A sequence in equal runs by all-gather; each rank passes its documents."""
     check.check_tensors(*qkv, packed=True)
     rows, nheads_kv, _ = qkv[1].shape
     heads_k_stride = as_int("heads_k_stride", heads_k_stride, least=1)
@@ -217,12 +181,13 @@ def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
     check_documents("_q", cu_q, max_seqlen_q)
     check_documents("_k", cu_k, max_seqlen_k)
     check_type("local_k_slice", keys, slice)
-    group = check.check_group(options.group)
-    documents = _all_documents(cu_q, cu_k, keys, rows, options.causal, group)
-    world_size = dist.get_world_size(group)
-    layout = SequenceLayout.contiguous(rows * world_size, world_size)
-    strategy = Strategy("all_gather", heads_per_chunk=heads_k_stride)
-    return _attend(qkv, options, documents, layout=layout, strategy=strategy)
+    process_group = check.check_group(group)
+    world_size = dist.get_world_size(process_group)
+    return {
+        "layout": SequenceLayout.contiguous(rows * world_size, world_size),
+        "strategy": Strategy("all_gather", heads_per_chunk=heads_k_stride),
+        "cu_seqlens": _all_documents(cu_q, cu_k, keys, rows, causal, process_group),
+    }
 
 
 # cu_seqlens_q -> a rank's other arguments -> all documents, and cu_seqlens_k, which is kept so that
@@ -270,6 +235,10 @@ def _joined_documents(reported: Sequence[dict[str, Any]], causal: bool) -> list[
     return boundaries
 
 
+def _in_layout(qkv: Qkv, causal: bool, group: Group, *, name: str) -> dict[str, Any]:
+    return {"layout": name}
+
+
 # Parameters as text for signatures.
 _SPLIT = "cu_seqlens: Tensor, max_seqlen: int"
 _GATHERED = (
@@ -277,14 +246,14 @@ _GATHERED = (
     "heads_k_stride: int, local_k_slice: slice"
 )
 
-# For each name: the function of `(qkv, options, *documents)`, and its parameters for documents.
-_FAMILIES: dict[str, tuple[Function, str]] = {
-    "ring_flash_attn": (partial(_attend, layout="contiguous"), ""),
-    "zigzag_ring_flash_attn": (partial(_attend, layout="zigzag"), ""),
-    "stripe_flash_attn": (partial(_attend, layout="striped"), ""),
-    "ring_flash_attn_varlen": (partial(_attend_split, chunks=1), _SPLIT),
-    "zigzag_ring_flash_attn_varlen": (partial(_attend_split, chunks=2), _SPLIT),
-    "llama3_flash_attn_varlen": (_attend_gathered, _GATHERED),
+# The meaning of each family, and its parameters for documents.
+_FAMILIES: dict[str, tuple[Meaning, str]] = {
+    "ring_flash_attn": (partial(_in_layout, name="contiguous"), ""),
+    "zigzag_ring_flash_attn": (partial(_in_layout, name="zigzag"), ""),
+    "stripe_flash_attn": (partial(_in_layout, name="striped"), ""),
+    "ring_flash_attn_varlen": (partial(_split, chunks=1), _SPLIT),
+    "zigzag_ring_flash_attn_varlen": (partial(_split, chunks=2), _SPLIT),
+    "llama3_flash_attn_varlen": (_gathered, _GATHERED),
 }
 
 _DOCSTRING = """Attention of this rank's queries to all visible keys.
@@ -305,29 +274,35 @@ Returns:
 """
 
 
-def _function(family: str, form: str = "") -> Function:
+def _function(family: str, form: str = "") -> Callable[..., Result]:
     """Makes the function of a family for q, k, v; for q, kv; or for qkv."""
     _, documents = _FAMILIES[family]
     name = f"{family}_{form}packed_func" if form else f"{family}_func"
-    options = parameters_of(_Options)
-    call = (
-        f"_call({family!r}, {form!r}, ({names_of(TENSORS[form])}), "
-        f"_Options({names_of(options)}), {names_of(documents)})"
-    )
+    call = f"{'_call_left_out' if documents else '_call'}({family!r}, "
     doc = _DOCSTRING.format(rows="rows" if documents else "batch, rows")
-    return written_out(name, (TENSORS[form], documents, options), call, globals(), doc)
+    ours = "group: Group = None"
+    return written_out(name, form, documents, ours, call, globals(), doc, without="softcap")
 
 
 def _call(
-    family: str, form: str, tensors: tuple[Tensor, ...], options: _Options, *documents: Any
+    family: str,
+    form: str,
+    tensors: tuple[Tensor, ...],
+    documents: tuple[Any, ...],
+    options: Options,
+    group: Group,
 ) -> Result:
-    """Unpacks the tensors, and calls the family's function."""
     try:
         qkv = unpacked(form, tensors, packed=bool(documents))
+        check_deterministic(qkv, options)
+        meaning = _FAMILIES[family][0](qkv, options.causal, group, *documents)
     except Exception as error:
-        tell_refusal(error, options.group)
+        tell_refusal(error, group)
         raise
-    return _FAMILIES[family][0](qkv, options, *documents)
+    return attend(qkv, options, group=group, **meaning)
+
+
+_call_left_out = left_out_of_graphs(_READS_DOCUMENTS)(_call)
 
 
 ring_flash_attn_func = _function("ring_flash_attn")
