@@ -47,15 +47,8 @@ class SplitRows:
         """DTensors of the whole sequence from plain shards; without layouts, from equal shards."""
         lengths = [x.size(self.seq_dim) * self.mesh.size() for x in qkv]
         if layouts is not None:
-            for layout in layouts:
-                lens = _chunk_lens(layout.seqlen, self.mesh)
-                if layout.shard_lens != lens:
-                    raise ValueError(
-                        f"inside='global' makes DTensors, whose {layout.seqlen} rows are split "
-                        f"into {list(lens)}; layout {layout} has {list(layout.shard_lens)}. Use "
-                        f"inside='local', or SequenceLayout.boundaries({_cuts(lens)})"
-                    )
             lengths = [layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen]
+            self.layout_of_lengths((lengths[0], lengths[1]), layouts)
         placements = [Shard(self.seq_dim)] * self.mesh.ndim
         tensors: list[Tensor] = []
         for x, length in zip(qkv, lengths, strict=True):
@@ -81,20 +74,19 @@ class SplitRows:
             if (layout.seqlen, layout.shard_lens) != (seqlen, lens):
                 raise ValueError(
                     f"DTensors with {seqlen} rows have {list(lens)} on the ranks, layout {layout} "
-                    f"has {list(layout.shard_lens)}"
+                    f"has {list(layout.shard_lens)}. Use SequenceLayout.boundaries({_cuts(lens)}), "
+                    "or plain shards with inside='local', which may have any lengths"
                 )
             layouts.append(layout)
         return layouts[0], layouts[1]
 
-    def check_placements(self, qkv: Sequence[Tensor], dims: Dims) -> None:
+    def check_placements(self, qkv: Sequence[Any], dims: Dims) -> None:
         """Refuses DTensors unless the style's axes split only rows, others only heads or batch."""
         q = qkv[0]
-        assert isinstance(q, DTensor), "checked by the caller"
         dims.order(q.ndim)
         axes, mesh = self._axes(q.device_mesh), q.device_mesh
         num_shares = 1  # ranks among which the heads are split
         for name, x in zip("qkv", qkv, strict=True):
-            assert isinstance(x, DTensor), "checked by the caller"
             if x.device_mesh != mesh or x.placements != q.placements:
                 raise ValueError(
                     "q, k, v must be placed alike on one mesh, got q "

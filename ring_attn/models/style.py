@@ -39,7 +39,7 @@ from ring_attn.api import ring_attention
 from ring_attn.call import DistributedOptions, Layout, MathOptions
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.strategy import NEED_DEGREE, Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.strategy import Strategy, checked_strategy, resolve_strategy
 from ring_attn.core.values import as_int, as_tuple, check_one_of
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
 from ring_attn.models.head_exchange import HeadExchange
@@ -122,7 +122,9 @@ class ContextParallel(ParallelStyle):
             as_int("degree", self.degree, least=1)
         if not isinstance(self.strategy, str):
             checked_strategy(self.strategy)
-        if not isinstance(self.layout, str):
+        if isinstance(self.layout, str):
+            SequenceLayout.from_name(self.layout, 0, 1)
+        else:
             check.check_layouts(self.layout)
         check.check_name("backend", self.backend)
         check.check_same_bits(self.same_bits)
@@ -267,8 +269,7 @@ class _ParallelAttention:
             "group": mesh, "strategy": self.strategy, "backend": style.backend,
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
-        self.indices, self.names = _parameters_of_qkv(style, module)
-        _check_layout(style.layout, self.world_size)
+        self.parameters = _parameters_of_qkv(style, module)
         degree = self.strategy.ulysses_degree if isinstance(self.strategy, Strategy) else 1
         if style.inside == "whole" and degree != self.world_size:
             raise ValueError(
@@ -287,7 +288,7 @@ class _ParallelAttention:
         """Runs the module's forward for this rank's rows, or for DTensors."""
         arguments: dict[Key, Any] = dict(enumerate(args))
         arguments.update(kwargs)
-        keys = [self._key(i, args, kwargs, module) for i in range(3)]
+        keys = [self._key(i, len(args), kwargs, module) for i in range(3)]
         qkv = [arguments[key] for key in keys]
         _check_forms(qkv)
 
@@ -308,52 +309,47 @@ class _ParallelAttention:
             output = self._captured(module, call, shards.tensors, shards.layout)
         if not isinstance(qkv[0], DTensor):
             return output
-        return self._with_attention(module, output, shards.restore)
+        attention, replaced = self._opened(module, output)
+        return replaced(shards.restore(attention))
 
     # -- arguments and outputs
 
-    def _key(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> Key:
-        """Position or name of one of q, k, v among the arguments of a call."""
-        index, name = self.indices[i], self.names[i]
+    def _key(self, i: int, num: int, kwargs: dict[str, Any], module: nn.Module) -> Key:
+        """Position or name of one of q, k, v in a call with `num` positional arguments."""
+        index, name = self.parameters[i]
         if name is not None and name in kwargs:
             return name
-        if index is not None and index < len(args):
+        if index is not None and index < num:
             return index
         raise ValueError(
-            f"{type(module).__name__} was called with {len(args)} positional arguments and "
+            f"{type(module).__name__} was called with {num} positional arguments and "
             f"keywords {list(kwargs)}: no {'qkv'[i]} at index {index} or by the name "
             f"{name!r}; say where it is by qkv_indices or qkv_names"
         )
 
-    def _attention_of(self, module: nn.Module, output: Any) -> Tensor:
-        """The attention in the output of a forward."""
-        index, attention = self.style.output_index, output
-        if isinstance(output, tuple | list):
-            if not -len(output) <= index < len(output):
-                raise ValueError(
-                    f"output_index {index} is not in the {len(output)} elements that "
-                    f"{type(module).__name__} returned"
-                )
-            attention = output[index]
+    def _opened(self, module: nn.Module, output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """The attention in the output of a forward, and a function that replaces it there."""
+        name, index = type(module).__name__, self.style.output_index
+        if isinstance(output, Tensor):
+            return output, lambda changed: changed
+        elements = [*output] if isinstance(output, tuple | list) else []
+        if elements and not -len(elements) <= index < len(elements):
+            raise ValueError(
+                f"output_index {index} is not in the {len(elements)} elements that {name} returned"
+            )
+        attention = elements[index] if elements else output
         if not isinstance(attention, Tensor):
             raise TypeError(
-                f"{type(module).__name__} must return the attention as a tensor, or at "
-                f"output_index {index} of a tuple or list; got {type(attention).__name__}"
+                f"{name} must return the attention as a tensor, or at output_index {index} of a "
+                f"tuple or list; got {type(attention).__name__}"
             )
-        return attention
 
-    def _with_attention(
-        self, module: nn.Module, output: Any, change: Callable[[Tensor], Tensor]
-    ) -> Any:
-        """The output of a forward, with the attention in it changed."""
-        changed = change(self._attention_of(module, output))
-        if isinstance(output, Tensor):
-            return changed
-        elements = [*output]
-        elements[self.style.output_index] = changed
-        if hasattr(output, "_make"):  # a namedtuple
-            return output._make(elements)
-        return type(output)(elements)
+        def replaced(changed: Tensor) -> Any:
+            elements[index] = changed
+            is_named = hasattr(output, "_make")  # a namedtuple
+            return output._make(elements) if is_named else type(output)(elements)
+
+        return attention, replaced
 
     # -- inside="global" and "local": scaled_dot_product_attention is ours
 
@@ -379,13 +375,14 @@ class _ParallelAttention:
         if isinstance(qkv[0], DTensor):
             self.rows.check_placements(qkv, self.dims)
             output = self._captured(module, call, qkv, self.style.layout)
-            self._attention_of(module, output)
+            self._opened(module, output)
             return output
         self.dims.order(qkv[0].ndim)
         layout = self.style.layout
         layouts = None if isinstance(layout, str) else self._resolved(qkv, layout)
         output = self._captured(module, call, self.rows.distributed(qkv, layouts), layout)
-        if not isinstance(self._attention_of(module, output), DTensor):
+        attention, _ = self._opened(module, output)
+        if not isinstance(attention, DTensor):
             raise TypeError(
                 f"{type(module).__name__} got DTensors and returned a plain tensor; use "
                 "inside='local', which passes this rank's shard"
@@ -449,7 +446,7 @@ class _ParallelAttention:
         pairs = zip(shards.tensors, (*layouts, layouts[1]), strict=True)
         exchange = HeadExchange(self.group, *self.dims)
         output = call([exchange.to_heads(x, layout) for x, layout in pairs])
-        out = self._attention_of(module, output)
+        out, replaced = self._opened(module, output)
         shape = list(q.shape[:-1])
         shape[self.dims.seq] = layouts[0].seqlen
         shape[self.dims.head] //= self.world_size
@@ -464,7 +461,7 @@ class _ParallelAttention:
                 f"with inside='whole' {type(module).__name__} may return no tensor besides the "
                 f"attention, as it would cover only some heads; got {len(others) + 1} elements"
             )
-        return self._with_attention(module, output, partial(exchange.to_rows, layout=layouts[0]))
+        return replaced(exchange.to_rows(out, layouts[0]))
 
     def _shards(self, qkv: list[Tensor], dims: Dims, layout: Layout) -> _Shards:
         q, k, _ = qkv
@@ -499,28 +496,20 @@ def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
     """The strategy with its degree, checked against the ranks of the mesh."""
     strategy, degree = style.strategy, style.degree
     size, shape = mesh.size(), tuple(mesh.shape)
-    if degree is not None:
-        if isinstance(strategy, Strategy) or strategy == "auto":
-            raise ValueError(
-                f"degree={degree} goes with a strategy by name, got {strategy}; a Strategy has its "
-                "ulysses_degree, and 'auto' chooses one"
-            )
-        if degree < 1 or size % degree:
-            raise ValueError(f"degree must divide the size of the mesh, got {degree} and {size}")
-        if len(shape) == 2 and degree != shape[1]:
+    if degree is not None and (isinstance(strategy, Strategy) or strategy == "auto"):
+        raise ValueError(
+            f"degree={degree} goes with a strategy by name, got {strategy}; a Strategy has its "
+            "ulysses_degree, and 'auto' chooses one"
+        )
+    if len(shape) == 2:
+        if degree not in (None, shape[1]):
             raise ValueError(
                 f"degree must be the size of the last axis of a mesh with two, got {degree} and "
                 f"{shape[1]}"
             )
-    elif len(shape) == 2:
         degree = shape[1]
     if strategy == "auto":
         return strategy
-    if strategy in NEED_DEGREE and degree is None:
-        raise ValueError(
-            f"strategy {strategy!r} needs degree=, a divisor of the {size} ranks, or a mesh with "
-            "two axes, the last of which is the degree"
-        )
     if isinstance(strategy, str):
         strategy = Strategy.from_name(strategy, size, degree)
     return resolve_strategy(strategy, size, shape)
@@ -528,42 +517,18 @@ def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
 
 def _parameters_of_qkv(
     style: ContextParallel, module: nn.Module
-) -> tuple[tuple[int | None, ...], tuple[str | None, ...]]:
-    """Positions and names of q, k, v in forward; None for a parameter that lacks one."""
+) -> list[tuple[int | None, str | None]]:
+    """Position and name of each of q, k, v in forward; None if a parameter lacks one."""
     parameters = inspect.signature(module.forward).parameters.values()
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    kinds = {p.kind for p in parameters}
-    where = f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
     if style.qkv_names is None:
-        indices = tuple(style.qkv_indices or range(3))
-        names = tuple(positional[i] if i < len(positional) else None for i in indices)
-        if None in names and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            raise ValueError(
-                f"qkv_indices {list(indices)} are not all arguments of {where}; pass qkv_names for "
-                "arguments by keyword"
-            )
-        return indices, names
-    for name in style.qkv_names:
-        if name not in {p.name for p in parameters} and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise ValueError(f"qkv_names has {name!r}, which is no argument of {where}")
+        indices = style.qkv_indices or range(3)
+        return [(i, positional[i] if i < len(positional) else None) for i in indices]
     if style.qkv_indices is not None:
-        return tuple(style.qkv_indices), tuple(style.qkv_names)
-    by_name = tuple(positional.index(n) if n in positional else None for n in style.qkv_names)
-    return by_name, tuple(style.qkv_names)
-
-
-def _check_layout(layout: object, world_size: int) -> None:
-    """Refuses a layout that fits no tensors: an unknown name, or another number of ranks."""
-    if isinstance(layout, str):
-        SequenceLayout.from_name(layout, world_size, world_size)
-        return
-    for side in check.check_layouts(layout):
-        if side.world_size != world_size:
-            raise ValueError(
-                f"layout {side} has another number of ranks than the mesh, {world_size}"
-            )
+        return [*zip(style.qkv_indices, style.qkv_names, strict=True)]
+    return [(positional.index(n) if n in positional else None, n) for n in style.qkv_names]
 
 
 def _check_options(options: Options) -> None:

@@ -389,13 +389,13 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "degree of q_exchange": ({"degree": 2, "strategy": "q_exchange"}, "'q_exchange'|1|2", {}),
     "degree and value": ({"degree": 2, "strategy": Strategy()}, "degree=2|strategy by name", {}),
     "degree and mesh": ({"degree": 2}, "2 and 1", {"shape": (2, 1), "names": ("co", "ds")}),
-    "hybrid without": ({"strategy": "hybrid"}, "needs degree=|2 ranks", {}),
+    "hybrid without": ({"strategy": "hybrid"}, "'hybrid'|degree|2", {}),
     "strategy": ({"strategy": "rign"}, "'rign'", {}),
     "names of axes": ({}, "needs their names", {"shape": (1, 2), "names": None}),
     "three axes": ({}, "('a', 'b', 'c')", {"shape": (1, 2, 1), "names": ("a", "b", "c")}),
     "layout name": ({"layout": "zagzig"}, "'zagzig'", {}),
     "layout type": ({"layout": 5}, "layout must be one of", {}),
-    "layout ranks": ({"layout": SequenceLayout.zigzag(16, 4)}, "ranks than the mesh, 2", {}),
+    "layout ranks": ({"layout": SequenceLayout.zigzag(16, 4)}, "ranks than the group, 2", {}),
     "rows": ({"layout": SequenceLayout.contiguous(20, 2)}, "10 rows|got 8", {}),
     "rows of chunks": (
         {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
@@ -415,8 +415,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "forms": ({}, "q is DTensor|k is", {"qkv": lambda: [*sharded(1)[:1], *plain_qkv()[:2]]}),
     "types": ({}, "k must be a torch.Tensor", {"qkv": lambda: [torch.ones(1, 8, 3, 4), 1.0, 2.0]}),
     "missing": ({}, "no v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
-    "indices": ({"qkv_indices": (0, 1, 3)}, "[0, 1, 3]", {}),
-    "keywords": ({"qkv_names": ("query", "k", "v")}, "'query'|Core.forward", {}),
+    "indices": ({"qkv_indices": (0, 1, 3)}, "3 positional|v at index 3", {}),
+    "keywords": ({"qkv_names": ("query", "k", "v")}, "Core|'query'", {}),
     "output_index": ({"output_index": 2}, "output_index 2|2 elements", returning("tuple")),
     "output type": ({}, "NoneType", returning("tuple")),
     "arguments": (
