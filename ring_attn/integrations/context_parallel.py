@@ -6,7 +6,6 @@
     context_parallel            shards buffers in place and routes F.scaled_dot_product_attention
     context_parallel_unshard    gathers whole tensors from shards
     set_rotate_method           chooses our all_gather or our ring for keys and values
-    as_load_balancer            makes a balancer for torch's own functions from any SequenceLayout
 
 Parameters, the order of rows on the ranks and the restored buffers are as in torch. Unlike torch,
 this module runs on CPUs too, routes calls by a torch function mode instead of patching the process,
@@ -39,53 +38,11 @@ _SEQ_DIM = 2
 
 
 class LoadBalancer(Protocol):
-    """The interface of torch's load balancers and of `LayoutBalancer`."""
+    """The interface of torch's load balancers."""
 
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
         """(1, seqlen) or (batch, seqlen) the new order of rows, or with `restore` its inverse."""
         ...
-
-
-class LayoutBalancer:
-    """A `SequenceLayout` with the interface of torch's load balancers; see `as_load_balancer`."""
-
-    def __init__(self, layout: SequenceLayout, device: torch.device | str) -> None:
-        self.layout, self.device = layout, device
-
-    def _generate_indices(self, restore: bool = False) -> Tensor:
-        """(1, seqlen) int64: global positions, rank by rank; with `restore` the inverse order."""
-        order = torch.cat([self.layout.position_ids(r) for r in range(self.layout.world_size)])
-        if restore:
-            order = torch.argsort(order)
-        return order[None].to(self.device)
-
-
-def as_load_balancer(layout: SequenceLayout, device: torch.device | str = "cpu") -> LayoutBalancer:
-    """Makes a load balancer for torch's context parallelism from a layout.
-
-    torch's `_context_parallel_shard` and both `context_parallel_unshard` accept the balancer. Such
-    shards need `ring_attention(..., layout=layout)`, or a model within `models.sdpa.route_sdpa`:
-    torch's own attention supports only the head-tail order.
-
-    Args:
-        layout: every rank must hold as many rows as torch gives it: `ceil(seqlen / world_size)`,
-            the last ranks the rest.
-        device: device of the buffers.
-
-    Raises:
-        ValueError: the layout has other numbers of rows.
-
-    Example:
-        >>> as_load_balancer(SequenceLayout.striped(6, 2))._generate_indices()
-        tensor([[0, 2, 4, 1, 3, 5]])
-    """
-    lens = _chunks(layout.seqlen, layout.world_size).shard_lens
-    if layout.shard_lens != lens:
-        raise ValueError(
-            f"torch gives the ranks {list(lens)} rows, layout {layout} {list(layout.shard_lens)}: "
-            "shard with layout.shard and unshard with ring_attn.unshard instead"
-        )
-    return LayoutBalancer(layout, device)
 
 
 @contextmanager
@@ -171,9 +128,10 @@ def context_parallel_unshard(
         mesh: a mesh with one axis.
         buffers: this rank's shards.
         seq_dims: the sequence dim of each buffer.
-        load_balancer: the balancer, ours or torch's, that made the shards. None is the order of
+        load_balancer: torch's balancer that made the shards. None is the order of
             `context_parallel`: head-tail if the length is a multiple of 2 x ranks and balancing is
-            on, else runs of any lengths in the order of the ranks.
+            on, else runs of any lengths in the order of the ranks. Shards of a `SequenceLayout`
+            are for `ring_attn.unshard`.
 
     Raises:
         ValueError: the mesh has more axes, the numbers of dims and buffers differ, or the shards do
@@ -185,12 +143,6 @@ def context_parallel_unshard(
         raise ValueError(
             f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
         )
-    if isinstance(load_balancer, LayoutBalancer):
-        layout = load_balancer.layout
-        return [
-            unshard(x, layout, group=mesh, dim=dim % x.ndim)
-            for x, dim in zip(buffers, seq_dims, strict=True)
-        ]
     restore = None if load_balancer is None else load_balancer._generate_indices(restore=True)
     whole = []
     for x, dim in zip(buffers, seq_dims, strict=True):

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ring_attn import SequenceLayout
 from ring_attn.core.layout import Segment
 from ring_attn.integrations.context_parallel import (
-    as_load_balancer,
     context_parallel,
     context_parallel_unshard,
     set_rotate_method,
@@ -182,7 +181,7 @@ def test_only_inside_and_only_this_function() -> None:
 
 @on_ranks(2)
 def test_unshard_takes_balancers_of_torch() -> None:
-    """Balancers of torch, also one that differs within a batch; ours are in the next test."""
+    """Balancers of torch, also one that differs within a batch."""
     from torch.distributed.tensor.experimental import _attention as theirs
 
     mesh, rank = mesh_of(), dist.get_rank()
@@ -202,24 +201,19 @@ def test_unshard_takes_balancers_of_torch() -> None:
 
 
 @on_ranks(2)
-def test_our_layouts_are_balancers() -> None:
-    """torch's shard and unshard, and our unshard, take our layouts; attention takes the shards."""
-    mesh, rank = mesh_of(), dist.get_rank()
+def test_shards_of_any_layout() -> None:
+    """The route outside of torch's orders."""
     pieces = [[Segment(0, 3), Segment(9, 5)], [Segment(3, 6), Segment(14, 2)]]
     whole = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
     expected = F.scaled_dot_product_attention(*(x.double() for x in whole), is_causal=True)
     plain = F.scaled_dot_product_attention(*whole, is_causal=True)
     for layout in (SequenceLayout.striped(16, 2), SequenceLayout.from_segments(pieces)):
-        balancer = as_load_balancer(layout)
-        with torch_options() as attention:
-            shards = attention._context_parallel_shard(mesh, list(whole), [2] * 3, balancer)
-            again = attention.context_parallel_unshard(mesh, shards, [2] * 3, balancer)
-        ours = context_parallel_unshard(mesh, shards, [2] * 3, balancer)
-        for x, shard, *back in zip(whole, shards, again, ours, strict=True):
-            assert shard.equal(layout.shard(x, rank, 2)) and all(one.equal(x) for one in back)
-        with route_sdpa(group=mesh, layout=layout):
-            out = F.scaled_dot_product_attention(*shards, is_causal=True)
-        assert_close("out", out, *(layout.shard(x, rank, 2) for x in (expected, plain)))
+        q, k, v, exact, usual = (
+            layout.shard(x, dist.get_rank(), 2) for x in (*whole, expected, plain)
+        )
+        with route_sdpa(group=mesh_of(), layout=layout):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert_close("out", out, exact, usual)
 
 
 @on_ranks(2)

@@ -171,13 +171,6 @@ INT32 = torch.int32
         (adapters.use_ring_attn, (True,), *ELSEWHERE),
         (flash_attn.flash_attn_with_kvcache, (None, None), NotImplementedError, "tree_decode"),
         (context_parallel.set_rotate_method, ("ring",), ValueError, "allgather|alltoall|'ring'"),
-        # torch.chunk gives 6 rows over 4 ranks as 2, 2, 2, 0.
-        (
-            context_parallel.as_load_balancer,
-            (SequenceLayout.contiguous(6, 4),),
-            ValueError,
-            "torch gives the ranks [2, 2, 2, 0] rows",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -210,11 +203,6 @@ def test_lse_of_documents_is_padded_and_packed() -> None:
     padded = utils.unflatten_varlen_lse(packed.t()[..., None], cu, 6)
     assert padded.shape == (3, 2, 6) and padded[0, :, 3:].eq(0).all()
     assert utils.flatten_varlen_lse(padded, cu).equal(packed)
-
-
-def test_a_balancer_has_the_rows_that_torch_gives() -> None:
-    layout = SequenceLayout.boundaries([0, 2, 4, 6, 6])
-    assert context_parallel.as_load_balancer(layout).layout is layout
 
 
 X = torch.randn(1, 2, 6, 8)
