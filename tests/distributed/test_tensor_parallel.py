@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from ring_attn import SequenceLayout, ring_attention
 from ring_attn.models.tensor_parallel import (
@@ -104,21 +101,3 @@ def test_a_block_of_two_parts_on_two_ranks(ranks: Pools, kv_heads: int, tmp_path
         assert len(grads) == len(oracle) - 1
         for name, x in grads.items():
             assert_close(name, x, oracle[name], plain[name])
-
-
-def shard_by_dtensor(shape: tuple[int, ...], dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.arange(math.prod(shape)).view(shape)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    part = distribute_tensor(x, mesh, [Shard(dim)])
-    return x, part.to_local(), part.full_tensor()
-
-
-@pytest.mark.parametrize("shape", [(128, 512), (10, 3)])
-def test_other_tensors_are_cut_and_gathered_by_dtensor(
-    ranks: Pools, shape: tuple[int, int]
-) -> None:
-    results = ranks(4).run(shard_by_dtensor, shape, 0)
-    size = -(-shape[0] // 4)
-    for rank, (x, part, whole) in enumerate(results):
-        assert torch.equal(part, x[rank * size : (rank + 1) * size])
-        assert torch.equal(whole, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -25,6 +26,7 @@ from tests.refusals import refused
 # (tp_size, kv heads) for 12 q heads; ranks have several kv heads, one, or share one.
 GRIDS = [(1, 4), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)]
 HEADS, HEADDIM, HIDDEN, INTERMEDIATE = 12, 4, 40, 101
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -118,8 +120,9 @@ def test_shards_of_matrices_stored_in_out(
 def test_parts_are_those_of_torch(size: int, num: int) -> None:
     x = torch.arange(5 * size).view(size, 5)
     chunks = [*x.chunk(num), *[x[:0]] * num][:num]  # torch gives no empty chunks
-    parts = parts_of(x, "column", TensorParallelConfig(0, num, 12, 12, 12, 12))
-    assert all(map(torch.equal, parts, chunks))
+    config = TensorParallelConfig(0, num, 12, 12, 12, 12)
+    parts = parts_of(x, "column", config)
+    assert all(map(torch.equal, parts, chunks)) and joined(parts, "column", config).equal(x)
 
 
 SIZES = {"rank": 0, "tp_size": 4, "hidden_size": 1024, "intermediate_size": 4096}
@@ -147,13 +150,16 @@ def test_sizes_that_do_not_fit(change: dict[str, int], words: str) -> None:
 # -- shards of every kind, against positions from the order of the heads
 
 
-def expected_outputs(kind: Kind, config: TensorParallelConfig) -> list[int]:
-    """Positions along the cut dim that the rank should have, from the order of heads."""
+def positions_of(kind: Kind, size: int, config: TensorParallelConfig) -> list[int]:
+    """Positions along the cut dim, of `size`, that the rank should have, by the order of heads."""
     rank, kv_heads = config.rank, config.num_kv_heads
-    if kind in ("gate", "up", "gate_up", "down"):
-        part = -(-INTERMEDIATE // config.tp_size)
-        mine = [*range(INTERMEDIATE)][rank * part : (rank + 1) * part]
-        return mine + [INTERMEDIATE + at for at in mine] if kind == "gate_up" else mine
+    if kind == "replicated":
+        return [*range(size)]
+    if kind in ("gate", "up", "gate_up", "down", "column", "row", "heads"):
+        num = 2 if kind == "gate_up" else 1
+        part = -(-(size // num) // config.tp_size)
+        mine = [*range(size // num)][rank * part : (rank + 1) * part]
+        return mine + [size // 2 + at for at in mine] if num == 2 else mine
     group, local = HEADS // kv_heads, HEADS // config.tp_size
     used = range(rank * local, (rank + 1) * local)
     q = [head in used for head in range(HEADS)]
@@ -169,26 +175,37 @@ def expected_outputs(kind: Kind, config: TensorParallelConfig) -> list[int]:
     ]
 
 
-OF_NO_MODEL = ("heads", "column", "row", "replicated")
-
-
 @pytest.mark.parametrize("order", get_args(Order))
-@pytest.mark.parametrize("kind", [kind for kind in get_args(Kind) if kind not in OF_NO_MODEL])
+@pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
 def test_a_rank_has_its_part(tp_size: int, kv_heads: int, kind: Kind, order: Order) -> None:
+    """Weights and biases of every dtype, there and back; kv heads that several ranks have."""
+    configs = ranks_of(config_of(tp_size, kv_heads))
     outputs, inputs = outputs_and_inputs(kind, kv_heads)
-    w = torch.randn(outputs, inputs)
-    bias = torch.randn(outputs)
-    for config in ranks_of(config_of(tp_size, kv_heads)):
-        wanted = expected_outputs(kind, config)
-        stored = w if order == "out_in" else w.T
-        got = shard_parameter(stored, kind, config, order=order)
-        assert got.is_contiguous()
-        got = got if order == "out_in" else got.T
-        by_columns = kind in ("o", "down")
-        assert torch.equal(got, w[:, wanted] if by_columns else w[wanted])
-        if not by_columns:
-            assert torch.equal(shard_parameter(bias, kind, config, order=order), bias[wanted])
+    by_columns = kind in ("o", "down", "row")
+    for dtype, is_bias in product(DTYPES, (True,) if kind == "heads" else (False, True)):
+        x = torch.randn(outputs) if is_bias else torch.randn(outputs, inputs)
+        dim = 0 if is_bias or not by_columns else 1
+        if not is_bias and order == "in_out":
+            x, dim = x.T.contiguous(), 1 - dim
+        x = x.to(dtype)
+        x[0] = torch.nan
+        parts = parts_of(x, kind, configs[0], order)
+        assert same_bits(joined(parts, kind, configs[-1], order), x)
+        if is_bias and by_columns:  # on rank 0, so that the sum over the ranks has it once
+            assert same_bits(parts[0], x) and parts[1:] == [None] * (tp_size - 1)
+            continue
+        wanted = [positions_of(kind, x.size(dim), config) for config in configs]
+        held = [at for positions in wanted for at in positions]
+        for config, part, positions in zip(configs, parts, wanted, strict=True):
+            bits = x.view(INTEGERS[x.itemsize])
+            assert same_bits(part, bits.index_select(dim, torch.tensor(positions)).view(dtype))
+            assert part.is_contiguous() and part.data_ptr() != x.data_ptr()
+            if kind != "replicated" and not by_columns:
+                shared = [at for at in positions if held.count(at) > 1]
+                assert positions[config.replicated_outputs(kind)] == shared
+            for other in config.kv_replica_ranks if kind in ("k", "v") else ():
+                assert wanted[other] == positions
 
 
 def test_more_ranks_than_intermediate() -> None:
@@ -199,34 +216,8 @@ def test_more_ranks_than_intermediate() -> None:
     assert torch.equal(joined(parts, "gate_up", config), w)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("order", get_args(Order))
-@pytest.mark.parametrize("kind", get_args(Kind))
-def test_there_and_back(kind: Kind, order: Order, dtype: torch.dtype) -> None:
-    for tp_size, kv_heads in GRIDS:
-        config = config_of(tp_size, kv_heads)
-        outputs, inputs = outputs_and_inputs(kind, kv_heads)
-        shape = (outputs, inputs) if order == "out_in" else (inputs, outputs)
-        for size in [shape, (outputs,)] if kind != "heads" else [(outputs,)]:
-            x = torch.randn(size).to(dtype)
-            x[0] = torch.nan
-            parts = parts_of(x, kind, config, order)
-            back = joined(parts, kind, replace(config, rank=tp_size - 1), order)
-            assert same_bits(back, x)
-            held = [part for part in parts if part is not None]
-            assert all(part.is_contiguous() for part in held)
-            assert not {part.data_ptr() for part in held if part.numel()} & {x.data_ptr()}
-
-
-def test_the_bias_of_a_row_parallel_layer_is_on_rank_0() -> None:
-    config, bias = config_of(3, 6), torch.randn(HIDDEN)
-    for kind in ("o", "down", "row"):
-        first, *others = parts_of(bias, kind, config)
-        assert torch.equal(first, bias) and others == [None, None]
-        assert torch.equal(joined([first, None, None], kind, config), bias)
-        with pytest.raises(KeyError, match=r"x .*ranks \[0\], not of \[0, 1, 2\]"):
-            joined([bias, bias, bias], kind, config)
-    number = torch.tensor(2.5)
+def test_parts_of_one_number() -> None:
+    config, number = config_of(3, 6), torch.tensor(2.5)
     assert torch.equal(joined(parts_of(number, "replicated", config), "replicated", config), number)
 
 
@@ -275,7 +266,7 @@ A, B = parts_of(torch.randn(48, HIDDEN), "q", config_of(2, 4))
         ("q", [A, B.half()], TypeError, "x .*float"),
         ("q", [A, B[0]], TypeError, "x .*dims"),
         ("q", [A, None], KeyError, r"x .*\[0, 1\], not of \[0\]"),
-        ("q", [None, B], KeyError, r"x .*\[0, 1\], not of \[1\]"),
+        ("o", [A[0], A[0]], KeyError, r"x .*\[0\], not of \[0, 1\]"),
         ("column", [A[:8], A[:9]], ValueError, r"\(9, 40\) on rank 0.*\(8, 40\)"),
         ("replicated", [torch.zeros(3), torch.ones(3)], ValueError, r"x .*\[0, 1\]"),
         *(
@@ -302,25 +293,6 @@ def test_which_ranks_share_kv_heads() -> None:
     alone = replace(config, num_kv_heads=8)
     assert alone.kv_replica_ranks == (5,)
     assert alone.kv_replica_groups == tuple((rank,) for rank in range(8))
-
-
-@pytest.mark.parametrize("kind", get_args(Kind))
-@pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
-def test_replicated_outputs_are_those_that_several_parts_hold(
-    tp_size: int, kv_heads: int, kind: Kind
-) -> None:
-    config = config_of(tp_size, kv_heads)
-    outputs, _ = outputs_and_inputs(kind, kv_heads)
-    parts = parts_of(torch.arange(outputs), kind, config)
-    held = torch.cat([part for part in parts if part is not None]).tolist()
-    for one, part in zip(ranks_of(config), parts, strict=True):
-        if part is None or kind == "replicated":
-            continue
-        shared = part[one.replicated_outputs(kind)].tolist()
-        assert shared == [at for at in part.tolist() if held.count(at) > 1]
-        for other in one.kv_replica_ranks if shared else ():
-            theirs = parts[other][ranks_of(config)[other].replicated_outputs(kind)]
-            assert theirs.tolist() == shared
 
 
 # -- whole models
