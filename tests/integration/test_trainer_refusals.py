@@ -82,42 +82,37 @@ def test_a_fingerprint_knows_every_tensor() -> None:
     assert len(set(prints)) == len(prints) and prints == again
 
 
-def refused(args: Any, family: str = "llama", name: str = "ring_attn", **options: Any) -> None:
-    model = make_model(family, name)
-    make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **options)
+NOT_BUILT = NotImplementedError
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("arguments_of", "options", "error", "text"),
     [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"neftune_noise_alpha": 5.0}, "neftune"),
-        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
-    ],
-)
-def test_arguments_that_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    with register(), pytest.raises(NotImplementedError, match=text):
-        refused(arguments(str(tmp_path), **options))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"compute_metrics": print}, NotImplementedError, "compute_metrics"),
-        ({"preprocess_logits_for_metrics": print}, NotImplementedError, "preprocess_logits"),
-        ({"compute_loss_func": print}, NotImplementedError, "compute_loss_func"),
-        ({"family": "bert"}, NotImplementedError, "ForMaskedLMLoss"),
-        ({"name": "sdpa"}, ValueError, "'sdpa'"),
-        ({}, RuntimeError, "no process group"),  # nothing else is wrong
+        ({"label_smoothing_factor": 0.1}, {}, NOT_BUILT, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, {}, NOT_BUILT, "neftune"),
+        ({"include_num_input_tokens_seen": "all"}, {}, NOT_BUILT, "include_num_input_tokens_seen"),
+        ({"train_sampling_strategy": "batch_rebalance"}, {}, NOT_BUILT, "batch_rebalance"),
+        ({"accelerator_config": {"dispatch_batches": True}}, {}, NOT_BUILT, "dispatch_batches"),
+        ({}, {"compute_metrics": print}, NOT_BUILT, "compute_metrics"),
+        ({}, {"preprocess_logits_for_metrics": print}, NOT_BUILT, "preprocess_logits"),
+        ({}, {"compute_loss_func": print}, NOT_BUILT, "compute_loss_func"),
+        ({}, {"family": "bert"}, NOT_BUILT, "ForMaskedLMLoss"),
+        ({}, {"name": "sdpa"}, ValueError, "'sdpa'"),
+        ({}, {}, RuntimeError, "no process group"),  # nothing else is wrong
     ],
 )
 def test_a_trainer_is_refused(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], text: str
+    tmp_path: Path,
+    arguments_of: dict[str, Any],
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
 ) -> None:
+    args, given = arguments(str(tmp_path), **arguments_of), {"family": "llama", "name": "ring_attn"}
     with register(), pytest.raises(error, match=text):
-        refused(arguments(str(tmp_path)), **options)
+        model = make_model(*(options.get(name, default) for name, default in given.items()))
+        others = {name: x for name, x in options.items() if name not in given}
+        make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **others)
 
 
 @pytest.mark.parametrize("wrong", [transformers.Trainer.train, torch.nn.Module])
