@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ring_attn import TransportOptions
 from ring_attn.models.style import ContextParallel, parallelize
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +42,11 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = Core()
-        self.norm = nn.LayerNorm(8)
-
-
 def model() -> nn.Module:
-    return nn.ModuleDict(
-        {"layers": nn.ModuleList(Layer() for _ in range(3)), "head": nn.Identity()}
-    )
+    """Three layers with attention; torch warns of the last, in which a pattern has no match."""
+    layers = [nn.ModuleDict({"core": Core(), "norm": nn.LayerNorm(8)}) for _ in range(3)]
+    layers.append(nn.ModuleDict({"norm": nn.LayerNorm(8)}))
+    return nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(4, 4)})
 
 
 def style(**options: Any) -> ContextParallel:
@@ -63,65 +58,50 @@ def qkv() -> list[Tensor]:
     return [*torch.randn(3, 1, 4, 9, 8)]
 
 
-def styled(module: nn.Module) -> bool:
-    return type(module).__name__.startswith("ContextParallel")
+def styled(module: nn.Module) -> list[str]:
+    """The names of the modules with a style."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if type(part).__name__.startswith("ContextParallel")
+    ]
 
 
 @pytest.mark.parametrize(
     ("key", "expected"),
-    [
-        ("layers.1.core", {1}),
-        ("l*.[02].c?re", {0, 2}),
-        ("*.*.core", {0, 1, 2}),
-    ],
+    [("layers.1.core", [1]), ("l*.[02].c?re", [0, 2]), ("*.*.core", [0, 1, 2])],
 )
-def test_keys_are_torchs_patterns(mesh: DeviceMesh, key: str, expected: set[int]) -> None:
+def test_keys_are_torchs_patterns(
+    mesh: DeviceMesh, key: str, expected: list[int], recwarn: Any
+) -> None:
     whole = model()
-    assert parallelize(whole, mesh, {key: style()}) is whole
-    assert {i for i, layer in enumerate(whole["layers"]) if styled(layer.core)} == expected
-    assert not any(styled(layer) or styled(layer.norm) for layer in whole["layers"])
-
-
-def test_a_key_of_part_of_the_layers_is_no_error(mesh: DeviceMesh, recwarn: Any) -> None:
-    """torch warns of each layer for which a pattern's next part has no match."""
-    whole = model()
-    whole["layers"].append(nn.Identity())
-    parallelize(whole, mesh, {"layers.*.core": style()})
-    assert [styled(layer.core) for layer in whole["layers"][:3]] == [True] * 3
-    assert not recwarn.list
-
-
-def test_the_root_and_other_styles(mesh: DeviceMesh) -> None:
-    core = Core()
-    assert parallelize(core, mesh, style()) is core and styled(core)
-    whole = nn.ModuleDict({"proj": nn.Linear(4, 4), "core": Core()})
-    parallelize(whole, mesh, {"proj": ColwiseParallel(), "core": style()})
-    assert isinstance(whole["proj"].weight, DTensor) and styled(whole["core"])
+    assert parallelize(whole, mesh, {key: style(), "head": ColwiseParallel()}) is whole
+    assert styled(whole) == [f"layers.{i}.core" for i in expected]
+    assert isinstance(whole["head"].weight, DTensor) and not recwarn.list
+    assert styled(parallelize(Core(), mesh, style())) == [""]
 
 
 @pytest.mark.parametrize(
-    ("key", "text"),
+    ("plan", "error", "text"),
     [
-        ("layers.*.cores", "'layers.*.cores' (nearest: 'layers.2.core', 'layers.1.core', "),
-        ("layers.*.core.q", "'layers.*.core.q'"),
-        ("zzzz", "'zzzz'"),
+        (
+            {"layers.0.core": style(), "layers.*.cores": style()},
+            ValueError,
+            "keys that match no module: 'layers.*.cores' (nearest: 'layers.2.core', ",
+        ),
+        ({"layers.0.core": style(), "zzzz": style()}, ValueError, "no module: 'zzzz'"),
+        ({"layers.*.core.q": style()}, ValueError, "no module: 'layers.*.core.q'"),
+        ({}, ValueError, "plan has no key"),
+        ({"head": "ring"}, TypeError, "plan['head'] must be a ParallelStyle, got str"),
     ],
 )
-def test_a_key_that_matches_nothing_changes_nothing(mesh: DeviceMesh, key: str, text: str) -> None:
+def test_a_wrong_plan_changes_nothing(
+    mesh: DeviceMesh, plan: dict[str, Any], error: type[Exception], text: str
+) -> None:
     whole = model()
-    with pytest.raises(ValueError, match="plan has keys that match no module: ") as error:
-        parallelize(whole, mesh, {"layers.0.core": style(), key: style()})
-    assert text in str(error.value)
-    assert not any(styled(layer.core) for layer in whole["layers"])
-
-
-def test_plans_that_are_none(mesh: DeviceMesh) -> None:
-    with pytest.raises(TypeError, match="needs a DeviceMesh, got NoneType"):
-        style()._apply(Core(), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="plan has no key"):
-        parallelize(model(), mesh, {})
-    with pytest.raises(TypeError, match=r"plan\['head'\] must be a ParallelStyle, got str"):
-        parallelize(model(), mesh, {"head": "ring"})  # type: ignore[dict-item]
+    with refused(error, text):
+        parallelize(whole, mesh, plan)
+    assert not styled(whole)
 
 
 # Wrong types are tested in tests/unit/test_wrong_values.py.
@@ -173,13 +153,14 @@ def test_a_copy_runs_itself(mesh: DeviceMesh) -> None:
 
 
 def test_what_the_style_cannot_be_applied_to(mesh: DeviceMesh) -> None:
-    core = parallelize(Core(), mesh, style())
     with pytest.raises(ValueError, match="applied to this ContextParallelCore already"):
-        parallelize(core, mesh, style())
+        parallelize(parallelize(Core(), mesh, style()), mesh, style())
     patched = Core()
     patched.forward = lambda q, k, v: q  # type: ignore[method-assign]
     with pytest.raises(NotImplementedError, match="this Core has a forward of its own"):
         parallelize(patched, mesh, style())
+    with pytest.raises(TypeError, match="needs a DeviceMesh, got NoneType"):
+        style()._apply(Core(), None)  # type: ignore[arg-type]
 
 
 class Tempered(Core):
@@ -250,21 +231,19 @@ def test_placements_that_are_no_shards_of_the_attention(
     torch.testing.assert_close(core(*given).full_tensor(), expected(*qkv()))
 
 
-class Keywords(nn.Module):
+class Names(nn.Module):
+    def forward(self, x: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Keywords(Names):
     def forward(self, x: int, *, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        assert x == 5
         return F.scaled_dot_product_attention(query, key, value)
 
 
 class Variadic(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(args[2], args[1], kwargs["value"])
-
-
-class Names(nn.Module):
-    def forward(self, x: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        assert x == 5
-        return F.scaled_dot_product_attention(query, key, value)
 
 
 NAMES = {"qkv_names": ("query", "key", "value")}
