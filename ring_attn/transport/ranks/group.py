@@ -7,6 +7,7 @@ every later call on the group raises.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
@@ -331,10 +332,20 @@ def _watch(group: RankGroup) -> None:
             _thread.start()
 
 
+_exiting = threading.Event()
+
+
+@atexit.register
+def _end_watch() -> None:
+    """Ends the watch: a thread in the store while the interpreter ends would abort the process."""
+    _exiting.set()
+    if _thread is not None:
+        _thread.join(STORE_S)
+
+
 def _look_on() -> None:
     global _thread
-    while True:
-        time.sleep(PERIOD_S)
+    while not _exiting.wait(PERIOD_S):
         with _watch_lock:
             everyone = list(_watched)
             if not everyone:
