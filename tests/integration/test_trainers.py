@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,14 +166,19 @@ def test_training_as_in_one_process(ranks: Pools, out: Path, name: str) -> None:
         assert_same_run(got, oracle, plain)
 
 
+@contextmanager
+def split_trainer(out: Path, **options: Any) -> Iterator[Any]:
+    with split_model() as model:
+        trainer_class = split_sequence(transformers.Trainer)
+        yield make_trainer(model, arguments(str(out), **options), trainer_class, "padded")
+
+
 def saved_and_resumed(out: Path) -> tuple[Run, Run]:
     """A run that saves checkpoints, and a run resumed from its middle."""
     saving = {"save_strategy": "steps", "save_steps": NUM_STEPS // 2}
     found = []
     for checkpoint in (None, str(out / f"checkpoint-{NUM_STEPS // 2}")):
-        with split_model() as model:
-            trainer_class = split_sequence(transformers.Trainer)
-            trainer = make_trainer(model, arguments(str(out), **saving), trainer_class, "padded")
+        with split_trainer(out, **saving) as trainer:
             found.append(trained(trainer, resume_from_checkpoint=checkpoint))
     return found[0], found[1]
 
@@ -199,10 +205,8 @@ class Twisted(torch.utils.data.IterableDataset):
 
 @on_ranks(2)
 def test_ranks_that_do_not_split_the_same_are_refused(out: Path) -> None:
-    with split_model() as model:
-        trainer_class = split_sequence(transformers.Trainer)
-        data = {"train_dataset": Twisted()}
-        trainer = make_trainer(model, arguments(str(out)), trainer_class, "packed", **data)
+    with split_trainer(out) as trainer:
+        trainer.train_dataset = Twisted()
         end = ended(trainer.train)
     assert end.error is ValueError and "ranks 0 and 1" in end.text and end.seconds < 20
 
@@ -219,9 +223,7 @@ def test_a_group_must_be_neighbours() -> None:
 
 @on_ranks(2)
 def test_predictions_are_refused(out: Path) -> None:
-    with split_model() as model:
-        trainer_class = split_sequence(transformers.Trainer)
-        trainer = make_trainer(model, arguments(str(out)), trainer_class, "padded")
+    with split_trainer(out) as trainer:
         unlabelled = dict(padded(texts(2)), labels=None)
         with refused(NotImplementedError, "predict"):
             trainer.predict(texts(4))
@@ -257,32 +259,30 @@ def test_fsdp2(ranks: Pools, out: Path) -> None:
 
 
 BEFORE = """
-    import sys, torch
+import sys, torch
 
-    class Texts(torch.utils.data.Dataset):
-        def __len__(self):
-            return 5
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 5
 
-        def __getitem__(self, i):
-            ids = torch.arange(i, i + 61)
-            return {"input_ids": ids, "labels": ids}
+    def __getitem__(self, i):
+        ids = torch.arange(i, i + 61)
+        return {"input_ids": ids, "labels": ids}
 
-    path, data = sys.argv[1], Texts()
+path, data = sys.argv[1], Texts()
 """
 
 
 @pytest.mark.slow
 def test_the_program_of_the_docstring(tmp_path: Path) -> None:
-    """Runs the docstring's program under torchrun on 3 ranks."""
     text = integration.__doc__ or ""
     start, end = text.index("    from transformers"), text.index("\n\nThe group given")
-    program = textwrap.dedent(BEFORE) + textwrap.dedent(text[start:end])
+    program = BEFORE + textwrap.dedent(text[start:end])
     small = 'TrainingArguments("out", use_cpu=True, learning_rate=1e-3, '
-    assert 'TrainingArguments("out", ' in program
-    program = program.replace('TrainingArguments("out", ', small).replace("=100", "=6")
+    program = program.replace('TrainingArguments("out", ', small).replace("=100", "=2")
     (tmp_path / "train.py").write_text(program)
     make_model("llama", "sdpa").save_pretrained(tmp_path / "model")
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "train.py"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
