@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ring_attn.api import unshard
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.models.dtensors import chunks
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 
 # torch's name -> ours.
@@ -150,7 +151,7 @@ def context_parallel_unshard(
         layout = _runs_of(x.size(dim), mesh, x.device)
         if load_balancer is None:
             seqlen, world_size = layout.seqlen, mesh.size()
-            if layout == _chunks(seqlen, world_size):
+            if layout == chunks(seqlen, (world_size,)):
                 layout = _default_layout(seqlen, world_size)
         full = unshard(x, layout, group=mesh, dim=dim)
         whole.append(full if restore is None else _reordered(full, restore, dim))
@@ -224,13 +225,7 @@ def _default_layout(seqlen: int, world_size: int) -> SequenceLayout:
     """The layout that torch would choose."""
     if _balances() and seqlen % (2 * world_size) == 0:
         return SequenceLayout.zigzag(seqlen, world_size)
-    return _chunks(seqlen, world_size)
-
-
-def _chunks(seqlen: int, world_size: int) -> SequenceLayout:
-    """Runs of the sizes of torch.chunk: the last ranks may have fewer rows, or none."""
-    size = -(-seqlen // world_size)
-    return SequenceLayout.boundaries([min(r * size, seqlen) for r in range(world_size + 1)])
+    return chunks(seqlen, (world_size,))
 
 
 def _balances() -> bool:

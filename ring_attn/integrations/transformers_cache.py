@@ -32,8 +32,15 @@ ROWS_PER_RANK = 2
 # Tensors of a forward that are split, and their sequence dims; other tensors are refused.
 SEQUENCE_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
 
-# Options that return more rows of the whole sequence than logits.
-NOT_COMPLETED = ("output_hidden_states", "output_attentions")
+# Arguments of a forward that do not go with a cache, and why.
+OWN_ROWS = "every rank has only its own rows"
+NOT_WITH_CACHE = {
+    "labels": "train without a cache",
+    "cu_seq_lens_q": "a cache holds one document",
+    "cu_seq_lens_k": "a cache holds one document",
+    "output_hidden_states": OWN_ROWS,
+    "output_attentions": OWN_ROWS,
+}
 
 
 @dataclass(frozen=True)
@@ -239,15 +246,9 @@ def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
         raise ValueError(f"{keyword} must be left out: the cache knows the layout")
     if kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False contradicts the cache that is passed")
-    if kwargs.get("labels") is not None:
-        raise NotImplementedError("labels with a KV cache: train without a cache")
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
-        raise NotImplementedError("cu_seq_lens_q with a KV cache: a cache holds one document")
-    for name in NOT_COMPLETED:
-        if kwargs.get(name):
-            raise NotImplementedError(
-                f"{name}: with a split cache every rank has only its own rows"
-            )
+    for name, reason in NOT_WITH_CACHE.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotImplementedError(f"{name} with a KV cache that is split over ranks: {reason}")
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         raise NotImplementedError(

@@ -66,16 +66,16 @@ class SplitRows:
         pair = requested if isinstance(requested, tuple | list) else (requested, requested)
         layouts = []
         for seqlen, layout in zip(lengths, pair, strict=True):
-            lens = _chunk_lens(seqlen, self.mesh)
+            possible = chunks(seqlen, self.mesh.shape)
             if layout == "contiguous":
-                layout = SequenceLayout.boundaries(_cuts(lens))
+                layout = possible
             elif isinstance(layout, str):
                 layout = SequenceLayout.from_name(layout, seqlen, self.mesh.size())
-            if (layout.seqlen, layout.shard_lens) != (seqlen, lens):
+            if (layout.seqlen, layout.shard_lens) != (seqlen, possible.shard_lens):
                 raise ValueError(
-                    f"DTensors with {seqlen} rows have {list(lens)} on the ranks, layout {layout} "
-                    f"has {list(layout.shard_lens)}. Use SequenceLayout.boundaries({_cuts(lens)}), "
-                    "or plain shards with inside='local', which may have any lengths"
+                    f"DTensors with {seqlen} rows have {list(possible.shard_lens)} on the ranks, "
+                    f"layout {layout} has {list(layout.shard_lens)}. Use "
+                    f"SequenceLayout.{possible}, or plain shards, of any lengths, with inside='local'"
                 )
             layouts.append(layout)
         return layouts[0], layouts[1]
@@ -159,21 +159,16 @@ def placed_as(out: Tensor, q: DTensor) -> DTensor:
     return _from_local(out, q.device_mesh, q.placements, [*q.shape[:-1], dim_v])
 
 
-def _chunk_lens(seqlen: int, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Rows of each rank when DTensor splits `seqlen` along all axes of a mesh, like torch.chunk."""
+def chunks(seqlen: int, sizes: Sequence[int]) -> SequenceLayout:
+    """The layout of rows that DTensor splits along axes of these sizes, each like torch.chunk."""
     lens = [seqlen]
-    for size in mesh.shape:
+    for size in sizes:
         lens = [
             min(max(n - part * -(-n // size), 0), -(-n // size))
             for n in lens
             for part in range(size)
         ]
-    return tuple(lens)
-
-
-def _cuts(lens: Sequence[int]) -> list[int]:
-    """The first position of each rank, and the end."""
-    return [*accumulate(lens, initial=0)]
+    return SequenceLayout.boundaries([*accumulate(lens, initial=0)])
 
 
 def _sharded_dim(placement: object) -> int | None:
