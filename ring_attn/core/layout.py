@@ -76,6 +76,12 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         """Refuses fields that no constructor would set."""
         check_one_of("kind", self.kind, KINDS)
+        _checked(self.seqlen, self.world_size)
+        for name, value in (("cuts", self.cuts), ("parts", self.parts)):
+            if not (value is None or isinstance(value, tuple)):
+                raise ValueError(
+                    f"{name} must be a tuple or None, got {value!r}; use a constructor"
+                )
         if self.kind == "boundaries":
             made = self.boundaries(self.cuts or ())
         elif self.kind == "segments":

@@ -75,7 +75,7 @@ class SplitRows:
                 raise ValueError(
                     f"DTensors with {seqlen} rows have {list(possible.shard_lens)} on the ranks, "
                     f"layout {layout} has {list(layout.shard_lens)}. Use "
-                    f"SequenceLayout.{possible}, or plain shards, of any lengths, with inside='local'"
+                    f"SequenceLayout.{possible}, or inside='local' with plain shards of any lengths"
                 )
             layouts.append(layout)
         return layouts[0], layouts[1]
