@@ -25,6 +25,18 @@ Ranks = tuple[int, ...]
 Parts = list[tuple[int, Tensor]]  # messages to or from other ranks
 
 
+@dataclass(slots=True)
+class Batch:
+    """Messages that are posted together; `finish` runs when all of them are complete."""
+
+    channel: Channel
+    step: int
+    after: After = None
+    sends: Parts = field(default_factory=list)
+    receives: Parts = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+
+
 @dataclass
 class TransportStats:
     """Counts of a transport and its `sub`s, since the transport was made or `reset` was called.
@@ -124,12 +136,13 @@ class Transport:
         sums in rank order, NCCL chooses its own order. all_to_all sends each rank its part of
         `send`, and receives each rank's part for this; the counts split them in rank order.
         """
+        batch = Batch(channel, step, after)
         if isinstance(route, Hop):
-            sends, receives = [(route.send_to, send)], [(route.recv_from, recv)]
-            return self._exchange(channel, step, sends, receives, after)
+            batch.sends, batch.receives = [(route.send_to, send)], [(route.recv_from, recv)]
+            return self._exchange(batch)
         if route.op == "reduce_scatter":
             send, recv = send.view(route.dtype), recv.view(route.dtype)
-        return self._collective(channel, step, route, send, recv, after)
+        return self._collective(batch, route, send, recv)
 
     def gather(self, x: Tensor, step: int = 0) -> Tensor:
         """All ranks' `x`, which have one shape, in rank order: (world_size, *shape)."""
@@ -166,45 +179,29 @@ class Transport:
     def _among(self, members: Ranks) -> Transport:
         raise NotImplementedError
 
-    def _exchange(
-        self,
-        channel: Channel,
-        step: int,
-        sends: Parts,
-        receives: Parts,
-        after: After,
-        finish: Callable[[], None] | None = None,
-    ) -> Event | None:
-        """Starts one batch of messages; `finish` runs when all of them are complete."""
+    def _exchange(self, batch: Batch) -> Event | None:
         raise NotImplementedError
 
     def _collective(
-        self,
-        channel: Channel,
-        step: int,
-        route: Collective,
-        send: Tensor,
-        recv: Tensor,
-        after: After,
+        self, batch: Batch, route: Collective, send: Tensor, recv: Tensor
     ) -> Event | None:
         """Starts a collective, as messages between each two ranks."""
-        finish = None
         outgoing: Sequence[Tensor] = self.world_size * [send]
         incoming: Sequence[Tensor] = recv.chunk(self.world_size)
         if route.op == "reduce_scatter":
             outgoing = send.chunk(self.world_size)
             received = [torch.empty_like(x) for x in outgoing]
             received[self.rank] = outgoing[self.rank]
-            incoming, finish = received, partial(_sum, received, recv)
+            incoming, batch.finish = received, partial(_sum, received, recv)
         else:
             if route.op == "all_to_all":
                 outgoing, incoming = send.split(route.send_counts), recv.split(route.recv_counts)
             incoming[self.rank].copy_(outgoing[self.rank])
-        sends, receives = (
+        batch.sends, batch.receives = (
             [(r, x.view(torch.uint8)) for r, x in enumerate(parts) if r != self.rank]
             for parts in (outgoing, incoming)
         )
-        return self._exchange(channel, step, sends, receives, after, finish)
+        return self._exchange(batch)
 
     def _forget(self) -> None:
         """Releases the buffers of all pending exchanges: no `wait` will come."""

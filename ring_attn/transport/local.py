@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.program import Channel
-from ring_attn.transport.base import After, Parts, Ranks, Transport, TransportStats
+from ring_attn.transport.base import Batch, Ranks, Transport, TransportStats
 
 T = TypeVar("T")
 Key = tuple[Ranks, Channel, int, int]  # ranks of the transport, channel, sender, receiver
@@ -37,15 +36,6 @@ class _Exchange:
             raise RuntimeError("another rank of the local ring failed") from self.failed
 
 
-@dataclass
-class _Pending:
-    """An exchange under way."""
-
-    sends: Parts
-    receives: Parts
-    finish: Callable[[], None] | None
-
-
 class LocalTransport(Transport):
     """One rank's transport in a ring within a process."""
 
@@ -57,36 +47,28 @@ class LocalTransport(Transport):
 
     def wait(self, channel: Channel) -> None:
         """Waits until this rank has copied its messages and the others have copied theirs."""
-        pending: _Pending = self._pending.pop(channel)
+        batch: Batch = self._pending.pop(channel)
         sent, turn = self._under_way.sent, self._under_way.turn
-        for rank, into in pending.receives:
+        for rank, into in batch.receives:
             incoming = self._key(channel, rank, self.rank)
             self._under_way.until(incoming, sent=True)
             self.stats.bytes_received += sent[incoming].nbytes
             into.copy_(sent.pop(incoming))
             turn.notify_all()
-        for rank, _ in pending.sends:
+        for rank, _ in batch.sends:
             self._under_way.until(self._key(channel, self.rank, rank), sent=False)
-        if pending.finish is not None:
-            pending.finish()
+        if batch.finish is not None:
+            batch.finish()
 
     def _among(self, members: Ranks) -> LocalTransport:
         return LocalTransport(members, self._members[self.rank], self._under_way, self.stats)
 
-    def _exchange(
-        self,
-        channel: Channel,
-        step: int,
-        sends: Parts,
-        receives: Parts,
-        after: After,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        for rank, message in sends:
-            self._under_way.sent[self._key(channel, self.rank, rank)] = message
+    def _exchange(self, batch: Batch) -> None:
+        for rank, message in batch.sends:
+            self._under_way.sent[self._key(batch.channel, self.rank, rank)] = message
             self.stats.bytes_sent += message.nbytes
         self._under_way.turn.notify_all()
-        self._pending[channel] = _Pending(sends, receives, finish)
+        self._pending[batch.channel] = batch
         self.stats.messages += 1
 
     def _key(self, channel: Channel, sender: int, receiver: int) -> Key:

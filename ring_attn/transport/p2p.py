@@ -23,7 +23,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -37,9 +37,8 @@ from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import (
-    After,
     Agreement,
-    Parts,
+    Batch,
     Ranks,
     Transport,
     TransportStats,
@@ -66,16 +65,6 @@ COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]  # the work, RECEIVE or SEND, and the peer
-
-
-@dataclass(slots=True)
-class Pending:
-    """An exchange under way."""
-
-    step: int
-    works: list[Started]
-    end: Event | None  # None without streams
-    finish: Callable[[], None] | None  # called when all works are complete
 
 
 class P2PTransport(Transport):
@@ -167,19 +156,19 @@ class P2PTransport(Transport):
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
-        pending: Pending = self._pending.pop(channel)
+        step, started, finish = self._pending.pop(channel)
         start = time.monotonic()
-        if pending.end is not None:
-            streams.wait(pending.end)
+        if not isinstance(started, list):
+            streams.wait(started)
             return
-        for work, what, peer in pending.works:
+        for work, what, peer in started:
             try:
                 self._wait_for(work, peer, start)
             except RuntimeError as error:
                 elapsed = time.monotonic() - start
-                raise self._error(pending.step, what, peer, elapsed, error) from error
-        if pending.finish is not None:
-            pending.finish()
+                raise self._error(step, what, peer, elapsed, error) from error
+        if finish is not None:
+            finish()
         self.stats.wait_s += time.monotonic() - start
 
     def pool(self, device: torch.device) -> Pool:
@@ -211,57 +200,42 @@ class P2PTransport(Transport):
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
 
-    def _exchange(
-        self,
-        channel: Channel,
-        step: int,
-        sends: Parts,
-        receives: Parts,
-        after: After,
-        finish: Callable[[], None] | None = None,
-    ) -> Event | None:
+    def _exchange(self, batch: Batch) -> Event | None:
+        sends, receives = batch.sends, batch.receives
         device, peer = sends[0][1].device, receives[0][0]
         medium = self._shared.medium(device, self._timeout_s)
         nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
         if isinstance(medium, Gloo):
-            tagged = partial(self._send_tagged, medium, channel, step, sends, receives)
-            return self._start(channel, step, peer, nbytes, tagged, finish)
-        lane, headers = self._lane(channel, device), self._shared.headers
+            return self._start(batch, peer, nbytes, partial(self._send_tagged, medium, batch))
+        lane, headers = self._lane(batch.channel, device), self._shared.headers
         rows, begun = headers.incoming(len(receives))
         receives = receives + [(r, row) for (r, _), row in zip(receives, rows, strict=True)]
         sends = sends + [(r, headers.outgoing) for r, _ in sends]
         nccl: Any = lane.communicator
         starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
         starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
-        return self._start_on_lane(lane, step, peer, nbytes, starts, after, begun)
+        return self._start_on_lane(batch, lane, peer, nbytes, starts, begun)
 
-    def _send_tagged(
-        self, gloo: Gloo, channel: Channel, step: int, sends: Parts, receives: Parts
-    ) -> list[Started]:
+    def _send_tagged(self, gloo: Gloo, batch: Batch) -> list[Started]:
         def tag(x: Tensor) -> int:
-            return message_tag(self._shared.seed ^ self._scope, channel, step, x.nbytes)
+            seed = self._shared.seed ^ self._scope
+            return message_tag(seed, batch.channel, batch.step, x.nbytes)
 
         # Receives first: `wait` takes the works in this order, and compute needs received data.
-        works = [(gloo.receive(x, self._members[r], tag(x)), RECEIVE, r) for r, x in receives]
-        works += [(gloo.send(x, self._members[r], tag(x)), SEND, r) for r, x in sends]
+        works = [(gloo.receive(x, self._members[r], tag(x)), RECEIVE, r) for r, x in batch.receives]
+        works += [(gloo.send(x, self._members[r], tag(x)), SEND, r) for r, x in batch.sends]
         return works
 
     def _collective(
-        self,
-        channel: Channel,
-        step: int,
-        route: Collective,
-        send: Tensor,
-        recv: Tensor,
-        after: After,
+        self, batch: Batch, route: Collective, send: Tensor, recv: Tensor
     ) -> Event | None:
         """Starts one of NCCL's collectives, together with an all-gather of the headers."""
         if self.world_size == 1:
             recv.copy_(send)
             return None
         if not streams.are_used(send.device):
-            return super()._collective(channel, step, route, send, recv, after)
-        lane, headers = self._lane(channel, send.device), self._shared.headers
+            return super()._collective(batch, route, send, recv)
+        lane, headers = self._lane(batch.channel, send.device), self._shared.headers
         nccl: Any = lane.communicator
         incoming, begun = headers.incoming(self.world_size)
         nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
@@ -274,24 +248,22 @@ class P2PTransport(Transport):
             start = partial(nccl.alltoall_base, recv, send, counts[1], counts[0])
             nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
         starts = [start, partial(nccl._allgather_base, incoming.view(-1), headers.outgoing)]
-        peer = int(self.rank == 0)
-        return self._start_on_lane(lane, step, peer, nbytes, starts, after, begun)
+        return self._start_on_lane(batch, lane, int(self.rank == 0), nbytes, starts, begun)
 
     def _start_on_lane(
         self,
+        batch: Batch,
         lane: Lane,
-        step: int,
         peer: int,
         nbytes: tuple[int, int],
         starts: Sequence[Callable[[], object]],
-        after: After,
         begun: list[Event],
     ) -> Event | None:
         """Starts NCCL's operations as one exchange, behind the events `begun` too."""
         together = partial(coalesced, lane.communicator, starts)
-        after = None if after is None else [*after, *begun]
-        run = partial(lane.run, step, peer, together, after)
-        return self._start(lane.channel, step, peer, nbytes, run)
+        after = None if batch.after is None else [*batch.after, *begun]
+        run = partial(lane.run, batch.step, peer, together, after)
+        return self._start(batch, peer, nbytes, run)
 
     def _lane(self, channel: Channel, device: torch.device) -> Lane:
         medium = self._shared.medium(device, self._timeout_s)
@@ -300,29 +272,27 @@ class P2PTransport(Transport):
 
     def _start(
         self,
-        channel: Channel,
-        step: int,
+        batch: Batch,
         peer: int,
         nbytes: tuple[int, int],
         start: Callable[[], list[Started] | Event],
-        finish: Callable[[], None] | None = None,
     ) -> Event | None:
         """Starts and counts an exchange; `nbytes` are the bytes sent and received."""
+        channel, step = batch.channel, batch.step
         if channel in self._pending:
             raise RuntimeError(
                 f"rank {self.rank} posts step {step} on channel {channel!r}, where step "
-                f"{self._pending[channel].step} has not been waited for"
+                f"{self._pending[channel][0]} has not been waited for"
             )
         try:
             started = start()
         except RuntimeError as error:
             raise self._error(step, RECEIVE, peer, 0.0, error) from error
-        works, end = (started, None) if isinstance(started, list) else ([], started)
-        self._pending[channel] = Pending(step, works, end, finish)
+        self._pending[channel] = step, started, batch.finish
         self.stats.bytes_sent += nbytes[0]
         self.stats.bytes_received += nbytes[1]
         self.stats.messages += 1
-        return end
+        return None if isinstance(started, list) else started
 
     def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:
         now = time.monotonic()
