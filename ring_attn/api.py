@@ -129,8 +129,8 @@ def ring_attention(
         strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "exchange",
             "ulysses", "hybrid", "q_exchange", or a `Strategy` with its degrees. "auto" takes the
             fastest in a simulation of this machine (`explain` tells why). Rank 0 chooses; at the
-            first call with new arguments the ranks exchange 1 KiB to agree, later calls look the
-            choice up. In a mesh with two axes, the last axis is then a node.
+            first call with new arguments the ranks exchange a short text to agree, later calls look
+            the choice up. In a mesh with two axes, the last axis is then a node.
         backend: "auto" for the fastest, or the name of a backend, which runs or raises;
             `select_backend` tells which, and why.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
@@ -179,7 +179,10 @@ def ring_attention(
         check_flag("return_lse", return_lse)
         check_flag("return_max_logits", return_max_logits)
         check.check_unsupported(dropout_p, alibi_slopes)
-        check.check_inputs(q, k, v, sinks, cu_seqlens, cu_seqlens_k, mask)
+        check.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
+        check.check_sinks(sinks, q)
+        check.check_boundaries("cu_seqlens", cu_seqlens, q.device)
+        check.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
         group_name, mesh_shape = _described(group, q.device.type)
         call = Request(
             causal=causal,
@@ -414,15 +417,9 @@ def select_backend(
     Args:
         q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only its shape, dtype, device
             and `requires_grad` matter.
-        k: likewise.
-        v: likewise.
+        k, v: likewise.
         backend: "auto" or a name.
-        softcap: as for `ring_attention`.
-        sinks: as for `ring_attention`.
-        window_size: as for `ring_attention`.
-        cu_seqlens: as for `ring_attention`.
-        mask: as for `ring_attention`.
-        same_bits: as for `ring_attention`.
+        softcap, sinks, window_size, cu_seqlens, mask, same_bits: as for `ring_attention`.
 
     Returns:
         `name`; `why`; `reasons`: for every backend None if it can run the call, else the reason why

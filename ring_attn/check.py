@@ -45,21 +45,6 @@ def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
         raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
 
 
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    mask: object,
-) -> None:
-    check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
-    check_sinks(sinks, q)
-    check_boundaries("cu_seqlens", cu_seqlens, q.device)
-    check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
-
-
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     """Checks types, dtypes, devices and shapes of q, k and v, alone and against each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):

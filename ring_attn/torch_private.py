@@ -7,8 +7,7 @@ Exceptions: `transport` also calls these methods of a process group's backend, a
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -92,21 +91,11 @@ def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh with several axes; every rank of the mesh must call this."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    with _never_split(world):
-        return mesh._flatten().get_group()
-
-
-@contextmanager
-def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
-    """Makes torch connect new groups within the block, not split the world's communicator.
-
-    With init_process_group(device_id=...) torch would split it, and wait for all ranks of the
-    world, of which some may not make the new group.
-    """
-    device = world.bound_device_id
-    world.bound_device_id = None
+    # After init_process_group(device_id=...) torch would split the world's communicator, and wait
+    # for all ranks of the world, of which some may not make the new group.
+    device, world.bound_device_id = world.bound_device_id, None
     try:
-        yield
+        return mesh._flatten().get_group()
     finally:
         world.bound_device_id = device
 

@@ -1,7 +1,7 @@
 """`strategy="auto"` in a call: rank 0 chooses and broadcasts, once for each set of arguments.
 
 The planner's choice is a function of its arguments, but files and devices may differ between ranks.
-So the ranks exchange one small message at the first call. Later calls look the choice up.
+So the ranks exchange small messages at the first call. Later calls look the choice up.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
-from ring_attn.transport.base import Agreement, Transport
-
-# Length of the message that each rank sends about a choice.
-MESSAGE_BYTES = 1024
+from ring_attn.transport.base import Agreement, Transport, gather_texts
 
 # Agreed strategies by transport (so that they are freed with its group), then by arguments. Batches
 # with ever new documents would fill it: the oldest entry is dropped, the same on all ranks.
@@ -55,7 +52,7 @@ def agreed_strategy(
 ) -> Strategy:
     """Rank 0's choice for `strategy="auto"`, the same on every rank.
 
-    At the first call with new arguments rank 0 chooses, and the ranks all-gather 1 KiB from each.
+    At the first call with new arguments rank 0 chooses, and the ranks gather texts from all.
     Later calls look the choice up, without communication. RING_ATTN_CLUSTER, files and devices may
     differ between ranks; the arguments may not.
 
@@ -125,19 +122,13 @@ def _from_rank_0(
 def _gathered(
     message: Mapping[str, Any], transport: Transport, device: torch.device
 ) -> list[dict[str, Any]]:
-    """All-gathers one message per rank, as JSON padded to `MESSAGE_BYTES`."""
-    text = json.dumps(message)
-    if len(text) > MESSAGE_BYTES:  # a long error; JSON takes up to 6 bytes for a character
-        name, words = message["error"]
-        text = json.dumps({**message, "error": [name, words[: MESSAGE_BYTES // 8] + " ..."]})
-    padded = bytearray(text.encode().ljust(MESSAGE_BYTES))
-    send = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    """All ranks' messages, in rank order."""
     try:
         with transport.call("choose a strategy", _CHOOSING, device):
-            parts = transport.gather(send).tolist()
+            texts = gather_texts(transport, json.dumps(message), device)
     except RuntimeError as error:
         raise RuntimeError(
             "strategy='auto': the ranks choose together at the first call with new arguments, and "
             f"some did not take part: {error}"
         ) from error
-    return [json.loads(bytes(part)) for part in parts]
+    return [json.loads(text) for text in texts]

@@ -76,29 +76,9 @@ class LocalTransport(Transport):
 
 
 def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T]:
-    """Runs `fn(rank, transport)` for every rank of a ring in this process.
+    """The results of `fn(rank, transport)` for every rank of a ring in this process, in rank order.
 
-    Args:
-        world_size: number of ranks.
-        fn: the work of a rank; all ranks must make the same exchanges.
-
-    Returns:
-        The results in rank order.
-
-    Raises:
-        BaseException: the error of the first rank that failed.
-
-    Example:
-        >>> from ring_attn.core.program import Hop
-        >>> def neighbour(rank, transport):
-        ...     got = torch.zeros(1, dtype=torch.uint8)
-        ...     mine = torch.tensor([rank], dtype=torch.uint8)
-        ...     hop = Hop(send_to=(rank + 1) % 3, recv_from=(rank - 1) % 3)
-        ...     transport.post("shards", 0, hop, mine, got)
-        ...     transport.wait("shards")
-        ...     return int(got)
-        >>> run_local(3, neighbour)
-        [2, 0, 1]
+    All ranks must make the same exchanges. Raises the error of the first rank that failed.
     """
     exchange = _Exchange()
     results: dict[int, T] = {}

@@ -61,14 +61,6 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
     return results[0]
 
 
-class UnlikeRanksError(RuntimeError):
-    """Ranks reported different texts, `told` in rank order, where all must report the same."""
-
-    def __init__(self, told: list[str]) -> None:
-        super().__init__(f"ranks told {told}")
-        self.told = told
-
-
 class RollCall:
     """Ranks that wait for each other: each rank comes, or gives up for all and says why."""
 
@@ -84,11 +76,15 @@ class RollCall:
         self._store.add(f"{self._name}/told/{told}", 1)
         self._store.add(f"{self._name}/count", 1)
 
-    def check_alike(self, told: str) -> None:
+    def check_alike(self, told: str, rule: str) -> None:
         """Refuses members, all of which must have come, that reported different texts."""
         if self._store.add(f"{self._name}/told/{told}", 0) < len(self._members):
-            texts = [self._store.get(f"{self._name}/here/{m}") for m in self._members]
-            raise UnlikeRanksError([text.decode() for text in texts])
+            ranks: dict[str, list[int]] = {}
+            for member in self._members:
+                text = self._store.get(f"{self._name}/here/{member}").decode()
+                ranks.setdefault(text, []).append(member)
+            shown = "; ".join(f"ranks {some}: {text}" for text, some in ranks.items())
+            raise RuntimeError(f"all ranks must {rule}, got {shown}")
 
     def give_up(self, why: str) -> None:
         """Ends the roll-call on all ranks that have not seen everyone come."""
@@ -116,9 +112,18 @@ class RollCall:
 
 
 def meet(
-    store: Store, name: str, rank: int, members: Sequence[int], seconds: float, told: str = ""
+    store: Store,
+    name: str,
+    rank: int,
+    members: Sequence[int],
+    seconds: float,
+    told: str = "",
+    rule: str = "",
 ) -> str:
-    """Waits until all members have come; returns a name in the store, unique to this meeting."""
+    """Waits until all members have come; returns a name in the store, unique to this meeting.
+
+    All members must tell the same text, by a rule for the message.
+    """
 
     def come_and_wait() -> str:
         # Numbered: a process that meets the same ranks again must not read old notes.
@@ -126,7 +131,7 @@ def meet(
         roll_call = RollCall(store, meeting, rank, members)
         roll_call.come(told)
         roll_call.wait(seconds)
-        roll_call.check_alike(told)
+        roll_call.check_alike(told, rule)
         return meeting
 
     try:

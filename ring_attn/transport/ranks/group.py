@@ -29,7 +29,7 @@ from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.formation import RollCall, UnlikeRanksError, bounded, meet
+from ring_attn.transport.ranks.formation import RollCall, bounded, meet
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
@@ -40,6 +40,7 @@ T = TypeVar("T")
 logger = logging.getLogger("ring_attn")
 
 CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
+ONE_FILE = f"use the same file of configs, which {CONFIGS_VARIABLE} names"
 
 NOTHING = Agreement({})
 
@@ -159,8 +160,6 @@ class RankGroup:
         if device.type not in self._media:
             try:
                 self._media[device.type] = self._new_medium(device, seconds)
-            except UnlikeRanksError as error:
-                raise self.fail(_unlike_configs(error.told)) from None
             except BaseException as error:
                 text = (
                     f"rank {self.rank} could not form the ring of global ranks "
@@ -279,8 +278,8 @@ class RankGroup:
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._meeting:
             everyone = tuple(range(self.world_size))
-            configs = _hash_of_configs()
-            self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds, configs)
+            place = self._store, "ring_attn", self.rank, everyone
+            self._meeting = meet(*place, seconds, _hash_of_configs(), ONE_FILE)
             self._board = Board(self._store, self._meeting, self.rank)
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank)
@@ -296,17 +295,6 @@ def _hash_of_configs() -> str:
     except OSError as error:
         # Not raised here: the other ranks would wait for this rank.
         return f"unreadable ({error.strerror})"
-
-
-def _unlike_configs(hashes: list[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(hashes):
-        ranks.setdefault(text, []).append(rank)
-    shown = "; ".join(f"ranks {members}: {text}" for text, members in ranks.items())
-    return (
-        f"all ranks must use one file of configs, got in {CONFIGS_VARIABLE} files with the hashes "
-        f"{shown}: copy one file to every machine, and set the variable alike on every rank"
-    )
 
 
 # -- the watch
