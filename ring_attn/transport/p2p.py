@@ -113,10 +113,10 @@ class P2PTransport(Transport):
                 shared.fail(mismatch)
             shared.refuse_failed()
             total = None if sinks is None else checksum(sinks)
-            number = shared.next_number() if number is None else number
+            number = next(shared.numbers) if number is None else number
             queued = streams.are_used(device)
             on_host = 0 if queued or total is None else int(total)
-            identity = Identity(shared.next_sequence(), number, kind, agreement, on_host)
+            identity = Identity(next(shared.sequence), number, kind, agreement, on_host)
             shared.begin(identity)
             shared.medium(device, self._timeout_s)
             if queued:
@@ -297,7 +297,7 @@ class P2PTransport(Transport):
     def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:
         now = time.monotonic()
         left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
-        self._shared.waiting = Waiting(now, (self._members[peer],))
+        self._shared.waiting = Waiting(now, self._members[peer])
         try:
             if not work.wait(left):
                 raise RuntimeError("timed out")

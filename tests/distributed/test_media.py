@@ -50,6 +50,10 @@ class Recorder(StandIn):
         self.ended.append("shutdown")
 
 
+def lane_on_a_gpu(*given: Any) -> Any:
+    return mock.Mock(communicator=given[3])
+
+
 def made_for(group: dist.ProcessGroup, members: list[int]) -> list[str]:
     """Names of the communicators of two channels, one asked for twice, and of one with an option.
 
@@ -63,7 +67,7 @@ def made_for(group: dist.ProcessGroup, members: list[int]) -> list[str]:
     try:
         with (
             mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
-            mock.patch.multiple(media, streams=mock.MagicMock(), Progress=mock.Mock()),
+            mock.patch.object(media, "Lane", lane_on_a_gpu),
             mock.patch.object(dist, "new_group", side_effect=AssertionError("a group of torch's")),
         ):
             for channel in channels:
@@ -100,7 +104,7 @@ def test_communicators_end_with_their_owner() -> None:
     Recorder.made.clear()
     with (
         mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
-        mock.patch.multiple(media, streams=mock.MagicMock(), Progress=mock.Mock()),
+        mock.patch.object(media, "Lane", lane_on_a_gpu),
     ):
         nccl = media.Nccl(store, "meeting", 0)
         nccl.lane((0,), "shards", TransportOptions(), 1.0, GPU)
@@ -115,11 +119,11 @@ def test_a_late_exchange_is_named() -> None:
     """The device is in the second exchange, while the host has posted a third."""
     streams = mock.MagicMock(pinned=lambda x: x)
     with mock.patch.object(media, "streams", streams):
-        lane = Lane((1, 4, 6), "gradients", 0.0, None, None, CPU, media.Progress(CPU))
+        lane = Lane((1, 4, 6), "gradients", 0.0, None, CPU)
         assert lane.late() is None
         for step in range(3):
             lane.run(step, 2, mock.Mock, ())
-        flags = lane.progress._flags
+        flags = lane._flags
         flags.copy_(torch.tensor([2, 1]))
         late = lane.late()
         assert late is not None and late[:3] == (1, "gradients", 6) and late.begun

@@ -25,18 +25,17 @@ class Board:
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
 
     def tell_calls(self, calls: Iterable[Identity]) -> None:
-        text = json.dumps([self._reported(call) for call in calls])
+        text = json.dumps([call.reported(self._rank) for call in calls])
         self._store.set(f"{self._prefix}/calls/{self._rank}", text)
 
-    def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
-        """The first difference between a peer's calls and this rank's; None if none is known."""
+    def why(self, calls: Iterable[Identity], peer: int) -> str | None:
+        """Why no messages of a peer come: a rank failed, or calls differ; None if unknown."""
+        reason = self.failure()
         reports = {report["sequence"]: report for report in self._read(f"calls/{peer}") or ()}
         for call in calls:
-            if call.sequence in reports:
-                differs = difference(self._reported(call), reports[call.sequence])
-                if differs is not None:
-                    return differs
-        return None
+            if reason is None and call.sequence in reports:
+                reason = difference(call.reported(self._rank), reports[call.sequence])
+        return reason
 
     def tell_failure(self, text: str) -> bool:
         """Writes down why this rank's call ended; returns False if another rank failed before."""
@@ -52,9 +51,6 @@ class Board:
         if note is None or note["rank"] == self._rank:
             return None
         return f"rank {note['rank']} left its call: {note['text']}"
-
-    def _reported(self, call: Identity) -> dict[str, Any]:
-        return {"rank": self._rank, **call.reported()}
 
     def _read(self, name: str) -> Any:
         key = f"{self._prefix}/{name}"

@@ -61,6 +61,15 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
     return results[0]
 
 
+def poll(ask: Callable[[], T], seconds: float) -> T:
+    """The first true answer, or the last one in time; asks again after growing pauses."""
+    deadline, pause = time.monotonic() + seconds, 0.001
+    while not (answer := ask()) and time.monotonic() <= deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return answer
+
+
 class RollCall:
     """Ranks that wait for each other: each rank comes, or gives up for all and says why."""
 
@@ -93,22 +102,19 @@ class RollCall:
     def wait(self, seconds: float) -> None:
         """Waits until all members have come; else names the missing ranks, or who gave up."""
         gave_up = f"{self._name}/gave_up"
-        deadline = time.monotonic() + seconds
-        pause = 0.001
-        while True:
-            complete = self._store.add(f"{self._name}/count", 0) >= len(self._members)
+
+        def complete() -> bool:
+            count = self._store.add(f"{self._name}/count", 0)
             if self._store.check([gave_up]):
                 raise MissingRanksError(self._store.get(gave_up).decode())
-            if complete:
-                return
-            if time.monotonic() > deadline:
-                here = [self._store.check([f"{self._name}/here/{m}"]) for m in self._members]
-                missing = [m for m, came in zip(self._members, here, strict=True) if not came]
-                why = f"ranks {missing} did not {self._verb} within {seconds:g} s"
-                self.give_up(why)
-                raise MissingRanksError(why)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            return count >= len(self._members)
+
+        if not poll(complete, seconds):
+            here = [self._store.check([f"{self._name}/here/{m}"]) for m in self._members]
+            missing = [m for m, came in zip(self._members, here, strict=True) if not came]
+            why = f"ranks {missing} did not {self._verb} within {seconds:g} s"
+            self.give_up(why)
+            raise MissingRanksError(why)
 
 
 def meet(
@@ -159,13 +165,9 @@ class PollingStore(Store):
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
-        pause = 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no rank has set {keys} within {timeout.total_seconds():g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+        seconds = timeout.total_seconds()
+        if not poll(lambda: self._store.check(keys), seconds):
+            raise RuntimeError(f"no rank has set {keys} within {seconds:g} s")
 
 
 def connect_gloo(

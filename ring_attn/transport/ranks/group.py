@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.formation import RollCall, bounded, meet
+from ring_attn.transport.ranks.formation import RollCall, bounded, meet, poll
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
@@ -76,10 +77,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(slots=True)
 class Waiting:
-    """A wait under way: when it began, for which ranks of the group, and when to look next."""
+    """A wait under way: when it began, for which rank of the group, and when to look next."""
 
     since: float
-    peers: tuple[int, ...]
+    peer: int
     next_look_s: float = PERIOD_S
 
 
@@ -96,11 +97,11 @@ class RankGroup:
         self.seed = 0
         self.headers = Headers()
         self.waiting: Waiting | None = None
+        # Numbers of calls, and of forwards.
+        self.sequence, self.numbers = count(1), count(1)
         # Kinds of calls that all ranks have prepared.
         self.prepared: set[Hashable] = set()
         self._store = store_client(group)
-        self._sequence = 0
-        self._number = 0
         self._calls: deque[Identity] = deque(maxlen=CALLS_REPORTED)
         self._reported = -1
         self._lock, self._occupied = threading.Lock(), threading.Lock()
@@ -137,19 +138,8 @@ class RankGroup:
         if was_counted(error):
             return
         mark_counted(error)
-        number, why = self.next_number(), describe_error(error)
-        refused = Identity(self.next_sequence(), number, "refused", NOTHING, note=f" by {why}")
-        self._calls.append(refused)
-
-    def next_sequence(self) -> int:
-        """Counts a call; returns its sequence number."""
-        self._sequence += 1
-        return self._sequence
-
-    def next_number(self) -> int:
-        """Counts a forward; returns its number."""
-        self._number += 1
-        return self._number
+        place, why = (next(self.sequence), next(self.numbers)), describe_error(error)
+        self._calls.append(Identity(*place, "refused", NOTHING, note=f" by {why}"))
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
@@ -208,12 +198,7 @@ class RankGroup:
         board = self._board
         if board is None:
             return None
-        deadline = time.monotonic() + REASON_S
-        while True:
-            reason = _in_time(lambda: board.failure() or board.difference(self._calls, peer))
-            if reason is not None or time.monotonic() > deadline:
-                return reason
-            time.sleep(REASON_S / 10)
+        return poll(lambda: _in_time(lambda: board.why(self._calls, peer)), REASON_S)
 
     def look(self) -> None:
         """Ends the ring if a long wait is in vain: a rank has failed, or calls differ."""
@@ -233,9 +218,7 @@ class RankGroup:
         if self._reported < calls[-1].sequence:
             board.tell_calls(calls)
             self._reported = calls[-1].sequence
-        reason = board.failure()
-        for peer in waiting.peers if reason is None else ():
-            reason = reason or board.difference(calls, peer)
+        reason = board.why(calls, waiting.peer)
         if reason is not None:
             self.fail(reason)
 
@@ -251,7 +234,7 @@ class RankGroup:
             f"{late.channel!r} {late.seconds:.0f} s ago, and it has not ended; this rank's device "
             f"{own}"
         )
-        reason = board.failure() or board.difference(self._calls, late.peer)
+        reason = board.why(self._calls, late.peer)
         text = text if reason is None else f"{text}; {reason}"
         logger.error("%s", text)
         self.failed = RuntimeError(text)

@@ -57,9 +57,10 @@ class Identity:
         """The number from which the message tags are computed."""
         return zlib.crc32(struct.pack("<6q", *self.words(), self.values))
 
-    def reported(self) -> dict[str, Any]:
-        """The call as JSON, for other ranks."""
+    def reported(self, rank: int) -> dict[str, Any]:
+        """A rank's call as JSON, for other ranks."""
         return {
+            "rank": rank,
             "sequence": self.sequence,
             "number": self.number,
             "kind": self.kind,
@@ -80,7 +81,7 @@ def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None
 
     Example:
         >>> calls = (Identity(7, 3, "forward", Agreement({"causal": c})) for c in (True, False))
-        >>> mine, others = ({"rank": rank, **call.reported()} for rank, call in enumerate(calls))
+        >>> mine, others = (call.reported(rank) for rank, call in enumerate(calls))
         >>> difference(mine, others)
         "rank 1's call differs from rank 0's, causal: False and True"
     """

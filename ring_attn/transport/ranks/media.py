@@ -26,7 +26,7 @@ from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
 from ring_attn.transport.ranks.formation import connect_gloo, meet
-from ring_attn.transport.streams import Event, Stream
+from ring_attn.transport.streams import Event
 
 Ranks = tuple[int, ...]
 
@@ -107,55 +107,32 @@ class Posted:
     since: float  # time of the post, of `time.monotonic`
 
 
-class Progress:
-    """The exchanges of one channel that have been posted and have not ended.
+class Lane:
+    """A channel among some ranks, on a device with streams: exchanges run one after another.
 
-    On a device with streams the host waits for no exchange, and a thread that queried a CUDA event
-    would break a graph capture in another thread. So the device writes the number of each exchange
-    into pinned memory, before the exchange begins and after its end.
+    The host waits for no exchange, and a thread that queried a CUDA event would break a graph
+    capture in another thread. So the device writes the number of each exchange into pinned memory,
+    before the exchange begins and after its end.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
+    def __init__(
+        self,
+        members: Ranks,
+        channel: Channel,
+        seconds: float,
+        communicator: Any,
+        device: torch.device,
+    ) -> None:
+        """Makes a channel whose exchanges should end in so many seconds."""
+        self.communicator = communicator
+        self._members, self._channel, self._seconds = members, channel, seconds
+        self._device, self._stream = device, streams.new(device)
+        # Allocated on this stream, the only one that uses the numbers.
+        with streams.use(self._stream):
+            self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
         self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32))
         self._posted: deque[Posted] = deque()
         self._last = 0
-
-    def begin(self, step: int, peer: int) -> None:
-        """Records an exchange, before its operators are queued on the current stream."""
-        self._last = (self._last + 1) % NUMBERS
-        self._posted.append(Posted(self._last, step, peer, time.monotonic()))
-        self._flags[0].copy_(self._numbers[self._last], non_blocking=True)
-
-    def end(self) -> None:
-        """Records its end, after its operators are queued on the current stream."""
-        self._flags[1].copy_(self._numbers[self._last], non_blocking=True)
-
-    def first_under_way(self) -> tuple[Posted, bool] | None:
-        """The oldest exchange that has not ended, and whether the device has begun it."""
-        begun, ended = self._flags.tolist()
-        posted = self._posted
-        numbers = [exchange.number for exchange in list(posted)]
-        if ended in numbers:
-            for _ in range(numbers.index(ended) + 1):
-                posted.popleft()
-        if not posted:
-            return None
-        seen = numbers[: numbers.index(begun) + 1] if begun in numbers else []
-        return posted[0], posted[0].number in seen
-
-
-@dataclass(frozen=True, eq=False)
-class Lane:
-    """A channel among some ranks, on a device with streams: exchanges run one after another."""
-
-    members: Ranks
-    channel: Channel
-    seconds: float  # time limit of an exchange
-    communicator: Any
-    stream: Stream
-    device: torch.device
-    progress: Progress
 
     def run(
         self, step: int, peer: int, start: Callable[[], dist.Work], after: Sequence[Event] | None
@@ -164,23 +141,36 @@ class Lane:
 
         `peer` is an index in `members`; `after` None means all work queued on the current stream.
         """
-        moments = [streams.record(self.device)] if after is None else after
-        with streams.use(self.stream):
+        moments = [streams.record(self._device)] if after is None else after
+        self._last = (self._last + 1) % NUMBERS
+        number = self._numbers[self._last]
+        with streams.use(self._stream):
             for moment in moments:
                 streams.wait(moment)
-            self.progress.begin(step, peer)
+            self._posted.append(Posted(self._last, step, peer, time.monotonic()))
+            self._flags[0].copy_(number, non_blocking=True)
             # A wait with a timeout would block the host.
             start().wait()
-            end = streams.record(self.device)
-            self.progress.end()
+            end = streams.record(self._device)
+            self._flags[1].copy_(number, non_blocking=True)
         return end
 
     def late(self) -> Late | None:
         """The oldest exchange under way, if it has passed its time limit."""
-        posted, begun = self.progress.first_under_way() or (None, False)
-        if posted is None or (seconds := time.monotonic() - posted.since) <= self.seconds:
+        begun, ended = self._flags.tolist()
+        numbers = [exchange.number for exchange in list(self._posted)]
+        if ended in numbers:
+            for _ in range(numbers.index(ended) + 1):
+                self._posted.popleft()
+        if not self._posted:
             return None
-        return Late(posted.step, self.channel, self.members[posted.peer], seconds, begun)
+        first = self._posted[0]
+        seconds = time.monotonic() - first.since
+        if seconds <= self._seconds:
+            return None
+        seen = numbers[: numbers.index(begun) + 1] if begun in numbers else []
+        peer = self._members[first.peer]
+        return Late(first.step, self._channel, peer, seconds, first.number in seen)
 
 
 class Nccl:
@@ -215,12 +205,7 @@ class Nccl:
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             # Splitting another communicator would need all of its ranks.
             communicator.eager_connect_single_device(device)
-            stream = streams.new(device)
-            # Allocated on this stream, the only one that uses the numbers.
-            with streams.use(stream):
-                progress = Progress(device)
-            place = members, channel, seconds
-            self._lanes[key] = Lane(*place, communicator, stream, device, progress)
+            self._lanes[key] = Lane(members, channel, seconds, communicator, device)
         return self._lanes[key]
 
     def late(self) -> Late | None:
