@@ -180,16 +180,12 @@ def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
         >>> with gradient_sync():
         ...     pass  # dist.all_reduce(gradients)
     """
-    if not is_observed():
-        yield
-        return
+    place = torch.device(device)
+    start = _now(place) if _collected.depth else None
     with _named("ring_attn::gradient_sync"):
-        if not _collected.depth:
-            yield
-            return
-        start = _now(torch.device(device))
         yield
-        _collected.syncs.append((start, _now(torch.device(device))))
+    if start is not None:
+        _collected.syncs.append((start, _now(place)))
 
 
 @contextmanager

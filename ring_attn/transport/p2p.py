@@ -103,7 +103,7 @@ class P2PTransport(Transport):
             report = {"call": kind if number is None else f"{kind} {number}", **agreement.texts}
             for name, x in (("q", queries), ("sinks", sinks)):
                 if x is not None:
-                    report[f"values of {name}"] = f"a checksum of {int(checksum(x))}"
+                    report[f"values of {name}"] = f"checksum {int(checksum(x))}"
             self.compare(report, device)
         shared.refuse_fork()
         shared.occupy()
@@ -146,7 +146,7 @@ class P2PTransport(Transport):
         transport = P2PTransport(self._shared, options, self._timeout_s)
         with transport.call("compare arguments", COMPARING, device):
             reports = gather_texts(transport, json.dumps(dict(report)), device)
-        differs = difference([json.loads(text) for text in reports])
+        differs = difference({rank: json.loads(text) for rank, text in enumerate(reports)})
         if differs is not None:
             error = ValueError(f"ranks disagree on the call; {differs}")
             self._shared.refuse(error)

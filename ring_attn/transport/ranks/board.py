@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ring_attn.torch_private import Store
-from ring_attn.transport.ranks.identity import Identity, difference
+from ring_attn.transport.debug import difference
+from ring_attn.transport.ranks.identity import Identity
 
 # A note holds at most this many characters of an error's text.
 MOST_CHARACTERS = 600
@@ -25,17 +26,20 @@ class Board:
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
 
     def tell_calls(self, calls: Iterable[Identity]) -> None:
-        text = json.dumps([call.reported(self._rank) for call in calls])
-        self._store.set(f"{self._prefix}/calls/{self._rank}", text)
+        reports = {call.sequence: call.report() for call in calls}
+        self._store.set(f"{self._prefix}/calls/{self._rank}", json.dumps(reports))
 
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
         """Why no messages of a peer come: a rank failed, or calls differ; None if unknown."""
-        reason = self.failure()
-        reports = {report["sequence"]: report for report in self._read(f"calls/{peer}") or ()}
-        for call in calls:
-            if reason is None and call.sequence in reports:
-                reason = difference(call.reported(self._rank), reports[call.sequence])
-        return reason
+        failure = self.failure()
+        reports = self._read(f"calls/{peer}") or {}
+        for call in calls if failure is None else ():
+            report = call.report()
+            theirs = reports.get(str(call.sequence), report)
+            differs = difference({self._rank: report, peer: theirs})
+            if differs is not None:
+                return f"rank {peer}'s call differs from rank {self._rank}'s; {differs}"
+        return failure
 
     def tell_failure(self, text: str) -> bool:
         """Writes down why this rank's call ended; returns False if another rank failed before."""

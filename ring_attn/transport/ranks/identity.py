@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,44 +55,16 @@ class Identity:
         """The number from which the message tags are computed."""
         return zlib.crc32(struct.pack("<6q", *self.words(), self.values))
 
-    def reported(self, rank: int) -> dict[str, Any]:
-        """A rank's call as JSON, for other ranks."""
-        return {
-            "rank": rank,
-            "sequence": self.sequence,
-            "number": self.number,
-            "kind": self.kind,
-            "values": self.values,
-            "note": self.note,
-            "agreement": self.agreement.texts,
-        }
+    def report(self) -> dict[str, str]:
+        """The call as texts by argument, for other ranks."""
+        report = {"call": f"{self.kind} {self.number}{self.note}", **self.agreement.texts}
+        return report | ({"values of sinks": f"checksum {self.values}"} if self.values else {})
 
 
 def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
     """The tag of one message of a call, from the call's seed."""
     message = _MESSAGE.pack(CHANNELS.index(channel), step, nbytes)
     return zlib.crc32(message, seed) & TAG_BITS
-
-
-def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """The difference between two ranks' reports of a call, or None.
-
-    Example:
-        >>> calls = (Identity(7, 3, "forward", Agreement({"causal": c})) for c in (True, False))
-        >>> mine, others = (call.reported(rank) for rank, call in enumerate(calls))
-        >>> difference(mine, others)
-        "rank 1's call differs from rank 0's, causal: False and True"
-    """
-    ranks = f"rank {others['rank']}'s call differs from rank {mine['rank']}'s"
-    which = [f"{one['kind']} {one['number']}" for one in (others, mine)]
-    if which[0] != which[1]:
-        return f"{ranks}: {which[0]}{others['note']} and {which[1]}{mine['note']}"
-    there, here = others["agreement"], mine["agreement"]
-    names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-    parts = [f"{name}: {there.get(name)} and {here.get(name)}" for name in names]
-    if not parts and others["values"] != mine["values"]:
-        parts = ["the values of sinks"]
-    return f"{ranks}, {'; '.join(parts)}" if parts else None
 
 
 def checksum(x: Tensor) -> Tensor:
