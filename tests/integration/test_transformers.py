@@ -103,22 +103,6 @@ PLAIN, SLIDING = Rule(True, (-1, -1), None), Rule(True, (3, 0), None)
 CHUNKED = Rule(True, (-1, -1), 5)
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        ("create_causal_mask", {}),
-        ("create_causal_mask", {"position_ids": ZIGZAG}),
-        ("create_causal_mask", {"attention_mask": torch.ones(2, 12)}),
-        ("create_sliding_window_causal_mask", WINDOW),
-        ("create_sliding_window_causal_mask", {**WINDOW, "position_ids": ZIGZAG}),
-        ("create_bidirectional_mask", {}),
-        ("create_bidirectional_sliding_window_mask", WINDOW),
-    ],
-)
-def test_no_mask_is_made(make: str, options: dict[str, Any]) -> None:
-    assert made_mask(make, **dict(options)) is None
-
-
 def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
     return kv < 4
 
@@ -126,6 +110,11 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "options", "rule"),
     [
+        ("create_causal_mask", {}, PLAIN),
+        ("create_causal_mask", {"position_ids": ZIGZAG}, PLAIN),
+        ("create_causal_mask", {"attention_mask": torch.ones(2, 12)}, PLAIN),
+        ("create_sliding_window_causal_mask", {**WINDOW, "position_ids": ZIGZAG}, SLIDING),
+        ("create_bidirectional_sliding_window_mask", WINDOW, Rule(False, (4, 4), None)),
         ("create_causal_mask", {"attention_mask": PADDING}, PLAIN),
         ("create_bidirectional_mask", {"attention_mask": PADDING}, Rule(False, (-1, -1), None)),
         ("create_sliding_window_causal_mask", WINDOW, SLIDING),
@@ -139,6 +128,8 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
 def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rule: Rule) -> None:
     theirs = made_mask(make, "eager", **dict(options) | {"position_ids": None})[:, 0] == 0
     told = made_mask(make, **dict(options))
+    needs_one = any(x is PADDING or x is BLOCKS or x is IMAGES for x in options.values())
+    assert (told is not None) == needs_one
     rows, beyond = (told.rows, told.beyond_windows) if told else (((12, ()),) * 2, False)
     seen = mask_of(12, rows, rule, None, beyond).dense()
     for row, one in enumerate(theirs.expand(2, -1, -1)):
