@@ -37,6 +37,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,6 +57,18 @@ CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Dropped: the attention derives the lengths from `CUTS`; seq_idx is for layers that `register`
 # refuses.
 DERIVED = ("max_length_q", "max_length_k", "seq_idx")
+
+# Attributes of a Trainer that must be false or None, and why.
+REFUSED = {
+    "compute_metrics": "no rank has the logits of the whole sequence",
+    "preprocess_logits_for_metrics": "no rank has the logits of the whole sequence",
+    "compute_loss_func": "it would see one rank's rows",
+    "is_deepspeed_enabled": "how DeepSpeed scales gradients was never tried",
+    "args.label_smoothing_factor": "labels are shifted already",
+    "args.neftune_noise_alpha": "its noise depends on the rank's rows",
+    "args.use_liger_kernel": "its fused loss was never tried",
+    "args.accelerator_config.dispatch_batches": "accelerate deals the batches to all ranks",
+}
 
 
 def split_sequence(trainer_class: Any) -> Any:
@@ -408,38 +421,14 @@ def _check_trainer(trainer: Any) -> None:
             f"the loss of {type(trainer.model).__name__} is {loss}: only models with "
             "ForCausalLMLoss, which divides by num_items_in_batch, are trained on split sequences"
         )
-    logits, own = "no rank has the logits of the whole sequence", "it would see one rank's rows"
-    refused = {
-        "compute_metrics": (trainer.compute_metrics, logits),
-        "preprocess_logits_for_metrics": (trainer.preprocess_logits_for_metrics, logits),
-        "compute_loss_func": (trainer.compute_loss_func, own),
-        "label_smoothing_factor": (args.label_smoothing_factor, "labels are shifted already"),
-        "neftune_noise_alpha": (args.neftune_noise_alpha, "its noise depends on the rank's rows"),
-        "use_liger_kernel": (args.use_liger_kernel, "its fused loss was never tried"),
-        "include_num_input_tokens_seen": (
-            args.include_num_input_tokens_seen not in (False, "no"),
-            "each rank of a group would count the whole batch",
-        ),
-        "accelerator_config.dispatch_batches": (
-            args.accelerator_config.dispatch_batches,
-            "accelerate deals the batches to all ranks",
-        ),
-        "train_sampling_strategy='batch_rebalance'": (
-            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-            "its sampler gives each rank other batches",
-        ),
-        "average_tokens_across_devices=False": (
-            args.world_size > 1 and not args.average_tokens_across_devices,
-            "each rank would divide by its own labels",
-        ),
-        "DeepSpeed": (trainer.is_deepspeed_enabled, "how it scales gradients was never tried"),
-        "parallelism_config.tp_size": (
-            parallel is not None and parallel.tp_enabled,
-            "ranks of a tensor-parallel group have the same rows",
-        ),
-    }
-    for name, (value, reason) in refused.items():
-        if value:
-            raise NotImplementedError(
-                f"{name} does not go with a split sequence: {reason}; leave it out"
-            )
+    wrong = {name: why for name, why in REFUSED.items() if attrgetter(name)(trainer)}
+    if args.include_num_input_tokens_seen not in (False, "no"):
+        wrong["include_num_input_tokens_seen"] = "each rank of a group would count the whole batch"
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        wrong["batch_rebalance"] = "its sampler gives each rank other batches"
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        wrong["average_tokens_across_devices=False"] = "each rank would divide by its own labels"
+    if parallel is not None and parallel.tp_enabled:
+        wrong["tp_size"] = "ranks of a tensor-parallel group have the same rows"
+    for name, why in wrong.items():
+        raise NotImplementedError(f"{name} does not go with a split sequence: {why}; leave it out")

@@ -187,8 +187,12 @@ class Registration:
             q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
             placed = _placed(kwargs.get(LAYOUT), self.layout)
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
-            if not isinstance(placed, CacheStep):
-                _check_rows(q, k, self.name)
+            if not isinstance(placed, CacheStep) and q.size(1) != k.size(1):
+                raise NotImplementedError(
+                    f"q has {q.size(1)} rows and k {k.size(1)}: a KV cache must be made by "
+                    f"`Registration.cache(model)` of {self.name!r} and passed as past_key_values; "
+                    "cross-attention is not built"
+                )
             if "position_ids" in kwargs:
                 self._check_positions(kwargs["position_ids"], placed, q.size(1), documents[0])
         except Exception as error:
@@ -531,15 +535,6 @@ def _check_batch_mask(
         raise ValueError(
             "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
             "last boundary are padding"
-        )
-
-
-def _check_rows(q: Tensor, k: Tensor, name: str) -> None:
-    if q.size(1) != k.size(1):
-        raise NotImplementedError(
-            f"q has {q.size(1)} rows and k {k.size(1)}: a KV cache must be made by "
-            f"`Registration.cache(model)` of {name!r} and passed as past_key_values; "
-            "cross-attention is not built"
         )
 
 
