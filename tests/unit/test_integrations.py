@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -154,6 +155,12 @@ def test_prepared_documents(given: tuple[Any, ...], expected: tuple[Any, ...]) -
 
 
 INT32 = torch.int32
+X = torch.randn(1, 2, 6, 8)
+SHORT = X[:, :, :5]
+# Equal shards on one rank do not imply equal sequences.
+PAIR = (SequenceLayout.boundaries([0, 6, 12]), SequenceLayout.boundaries([0, 6, 15]))
+CAUSAL_OF_PAIR = partial(sdpa_attention, is_causal=True, layout=PAIR)
+NOT_BUILT = NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -169,8 +176,15 @@ INT32 = torch.int32
         (adapters.substitute_hf_flash_attn, (None, 1), *ELSEWHERE),
         (ring_flash_attn.update_ring_flash_attn_params, (torch.tensor([0, 8]), None), *ELSEWHERE),
         (adapters.use_ring_attn, (True,), *ELSEWHERE),
-        (flash_attn.flash_attn_with_kvcache, (None, None), NotImplementedError, "tree_decode"),
+        (flash_attn.flash_attn_with_kvcache, (None, None), NOT_BUILT, "tree_decode"),
         (context_parallel.set_rotate_method, ("ring",), ValueError, "allgather|alltoall|'ring'"),
+        (sdpa_attention, (X, X, X, torch.zeros(6, 6)), NOT_BUILT, "attn_mask|got (6, 6)"),
+        (sdpa_attention, (X, X, X, None, 0.5), NOT_BUILT, "dropout_p must be 0, got 0.5"),
+        (sdpa_attention, (X[0], X[0], X[0]), ValueError, "(batch, nheads, rows|got query (2"),
+        (sdpa_attention, (X, X[:, :1], X[:, :1]), ValueError, "many heads unless enable_gqa=True"),
+        (sdpa_attention, (X, SHORT, SHORT, None, 0, True), NOT_BUILT, "first query with the first"),
+        (sdpa_attention, (3, X, X), TypeError, "q must be a torch.Tensor, got int"),
+        (CAUSAL_OF_PAIR, (X, X, X), NOT_BUILT, "as many queries as keys, got 12 and 15"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -203,40 +217,6 @@ def test_lse_of_documents_is_padded_and_packed() -> None:
     padded = utils.unflatten_varlen_lse(packed.t()[..., None], cu, 6)
     assert padded.shape == (3, 2, 6) and padded[0, :, 3:].eq(0).all()
     assert utils.flatten_varlen_lse(padded, cu).equal(packed)
-
-
-X = torch.randn(1, 2, 6, 8)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "text"),
-    [
-        ((X, X, X, torch.zeros(6, 6)), {}, NotImplementedError, r"attn_mask .* got \(6, 6\)"),
-        ((X, X, X), {"dropout_p": 0.5}, NotImplementedError, "dropout_p must be 0, got 0.5"),
-        ((X[0], X[0], X[0]), {}, ValueError, r"\(batch, nheads, rows, headdim\), got query \(2"),
-        ((X, X[:, :1], X[:, :1]), {}, ValueError, "as many heads unless enable_gqa=True"),
-        (
-            (X, X[:, :, :5], X[:, :, :5]),
-            {"is_causal": True},
-            NotImplementedError,
-            "aligns the first query with the first key",
-        ),
-        ((3, X, X), {}, TypeError, "q must be a torch.Tensor, got int"),
-    ],
-    ids=["mask", "dropout", "dims", "heads", "top-left", "type"],
-)
-def test_sdpa_arguments_that_are_refused(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        sdpa_attention(*arguments, **options)
-
-
-def test_layouts_tell_the_lengths_of_queries_and_keys() -> None:
-    """Equal shards on one rank do not imply equal sequences."""
-    pair = (SequenceLayout.boundaries([0, 6, 12]), SequenceLayout.boundaries([0, 6, 15]))
-    with pytest.raises(NotImplementedError, match="as many queries as keys, got 12 and 15"):
-        sdpa_attention(X, X, X, is_causal=True, layout=pair)
 
 
 def test_flex_attention_is_refused_compiled_or_not() -> None:
