@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from ring_attn.core.mask import Mask
 from ring_attn.integrations import flash_attn as names
-from ring_attn.testing import Case, Heads, RankResult, Sent, poisoned_empty, put_together
+from ring_attn.testing import Case, Heads, RankResult, put_together
 from tests.cold import compile_cold
+from tests.distributed.adapters import adapter_result, packed, shards_of
 from tests.distributed.pool import on_ranks
 from tests.refusals import refused
 
@@ -27,6 +28,11 @@ class Call(NamedTuple):
     function: str
     world_size: int
     case: Case
+
+    @property
+    def made(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(names, f"flash_attn_{self.function}func")
+        return found
 
     @property
     def mask(self) -> Any:
@@ -52,45 +58,26 @@ CALLS = [
 ]
 
 
-def arguments_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
-    """Positional arguments up to `return_attn_probs`."""
-    tensors, said = [q, k, v], call.mask
-    if "kvpacked" in call.function:
-        first = 0 if "qkv" in call.function else 1
-        tensors = [*tensors[:first], torch.stack(tensors[first:], -3)]
+def arguments_of(call: Call) -> list[Any]:
+    """Positional arguments after the tensors, up to `deterministic`."""
+    said, documents = call.mask, []
     cuts = [torch.tensor(cu, dtype=torch.int32) for cu in (CU_Q, CU_K)]
     if "varlen_qkv" in call.function:
-        tensors += [cuts[0], numpy.int64(27)]
+        documents = [cuts[0], numpy.int64(27)]
     elif "varlen" in call.function:
-        tensors += [*cuts, 27, 40]
+        documents = [*cuts, 27, 40]
     window = [numpy.int64(said.window_size[0]), numpy.int32(said.window_size[1])]
-    return [*tensors, 0.0, None, said.causal, window, call.case.softcap, None, True, True]
-
-
-def shards_of(call: Call, world_size: int) -> list[Tensor]:
-    of_q, of_k = call.case.build_layouts(world_size)
-    sides = zip(call.case.build_inputs(), (of_q, of_k, of_k, of_q), strict=True)
-    shards = [layout.shard(x, dist.get_rank()) for x, layout in sides]
-    return [x[0] for x in shards] if call.case.packed else shards
+    return [*documents, 0.0, None, said.causal, window, call.case.softcap, None, True]
 
 
 def run_call(call: Call) -> RankResult:
-    *leaves, dout = shards_of(call, call.world_size)
-    leaves = [x.detach().clone().requires_grad_() for x in leaves]
     layouts: Any = call.case.build_layouts(call.world_size)
     how = {"layout": layouts if call.world_size > 1 else "contiguous"}
-    how["strategy"] = call.case.strategy
-    function = getattr(names, f"flash_attn_{call.function}func")
-    given = arguments_of(call, *leaves)
-    with poisoned_empty():
-        out, lse, nothing = function(*given, **how)
-        assert nothing is None
-        alone = function(*given[:-1], **how)
-        assert isinstance(alone, Tensor) and alone.equal(out)
-        grads = torch.autograd.grad(out, leaves, dout)
-    found = (out.detach(), lse, *grads)
-    tensors = tuple(x[None] for x in found) if call.case.packed else found
-    return RankResult(tensors, (Sent(0, 0), Sent(0, 0)))
+    function = partial(call.made, strategy=call.case.strategy, **how)
+    given = arguments_of(call)
+    return adapter_result(
+        call.case, call.world_size, call.function, lambda x, probs: function(*x, *given, probs)
+    )
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.function}{call.world_size}")
@@ -137,13 +124,12 @@ def test_refusals() -> None:
 @on_ranks(2)
 def test_functions_compile_whole() -> None:
     for call in (CALLS[0], CALLS[3]):
-        given = arguments_of(call, *shards_of(call, 2)[:3])
+        given = [*packed(call.function, *shards_of(call.case, 2)[:3]), *arguments_of(call), True]
         given = [int(x) if isinstance(x, numpy.integer) else x for x in given]
         given = [tuple(map(int, x)) if isinstance(x, list) else x for x in given]
-        function = getattr(names, f"flash_attn_{call.function}func")
         layouts = call.case.build_layouts(2)
 
-        def layer(*x: Any, function: Any = function, layout: Any = layouts) -> Any:
+        def layer(*x: Any, function: Any = call.made, layout: Any = layouts) -> Any:
             return function(*x, layout=layout)[:2]
 
         cold, _ = compile_cold(layer, fullgraph=True)

@@ -5,11 +5,10 @@ Each rank's rows are computed here by chunks, as in that package's tests, withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,18 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.integrations import ring_flash_attn as names
 from ring_attn.integrations.ring_flash_attn import utils
-from ring_attn.testing import Case, Expected, Heads, Inputs, expected, poisoned_empty
-from tests.bounds import assert_close, assert_holds
+from ring_attn.testing import Case, Heads, RankResult, expected, put_together
+from tests.bounds import assert_close
 from tests.cold import compile_cold
+from tests.distributed.adapters import adapter_result, packed, shards_of
 from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One call: the function without `func`, and how the tensors are packed."""
 
     family: str
@@ -38,10 +38,6 @@ class Use:
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     softmax_scale: float | None = None
-
-    def __str__(self) -> str:
-        options = [*("full",) * (not self.causal), *(f"window{n}" for n in self.window if n > 0)]
-        return "-".join([self.family, self.packing.strip("_"), *options, str(self.world_size)])
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -60,16 +56,17 @@ class Use:
         return tuple(unit * cut for cut in (0, 5, 6, 13))
 
     @property
-    def case(self) -> Case:
-        seqlen, cu = 2 * self.world_size * 13, None
-        if self.is_packed:
-            seqlen, cu = self.documents()[-1], self.documents()
-        mask = Mask(seqlen, seqlen, self.causal, self.window, cu, cu)
-        heads = Heads(4, 4 if self.packing == "qkvpacked_" else 2, 16, 16)
-        return Case(mask, heads=heads, softmax_scale=self.softmax_scale)
+    def seqlen(self) -> int:
+        return self.documents()[-1] if self.is_packed else 2 * self.world_size * 13
 
-    def inputs(self) -> Inputs:
-        return self.case.build_inputs()
+    @property
+    def case(self) -> Case:
+        cu = self.documents() if self.is_packed else None
+        mask = Mask(self.seqlen, self.seqlen, self.causal, self.window, cu, cu)
+        heads = Heads(4, 4 if self.packing == "qkvpacked_" else 2, 16, 16)
+        rows = (own_positions(self, rank) for rank in range(self.world_size))
+        layout = SequenceLayout.from_segments([[Segment(at, 1) for at in own] for own in rows])
+        return Case(mask, (layout, layout), heads=heads, softmax_scale=self.softmax_scale)
 
 
 # Each family packed and not; the options of the signature in turn.
@@ -92,12 +89,12 @@ USES = [
 ]
 
 
-def own_positions(use: Use, rank: int) -> Tensor:
+def own_positions(use: Use, rank: int) -> list[int]:
     """The rank's rows, in their order."""
     world_size = use.world_size
-    whole = torch.arange(use.inputs().q.size(1))
+    whole = torch.arange(use.seqlen)
     if use.family.startswith("stripe"):
-        return whole[rank::world_size]
+        return whole[rank::world_size].tolist()
     if not use.is_packed or use.family.startswith("llama3"):
         parts = [whole]
     else:
@@ -109,7 +106,7 @@ def own_positions(use: Use, rank: int) -> Tensor:
             rows += [chunks[rank], chunks[2 * world_size - 1 - rank]]
         else:
             rows.append(part.chunk(world_size)[rank])
-    return torch.cat(rows)
+    return torch.cat(rows).tolist()
 
 
 def own_arguments(use: Use, rank: int) -> list[Any]:
@@ -128,64 +125,27 @@ def arguments_of(use: Use, cu: Tensor, rank: int) -> list[Any]:
     return [*local, 1, keys]
 
 
-def packed(use: Use, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    if use.packing == "kvpacked_":
-        return [q, torch.stack((k, v), -3)]
-    return [torch.stack((q, k, v), -3)] if use.packing else [q, k, v]
+def run_use(use: Use) -> RankResult:
+    arguments = own_arguments(use, dist.get_rank())
+    options = {"softmax_scale": use.softmax_scale, "causal": use.causal, "window_size": use.window}
+
+    def call(tensors: list[Tensor], probs: bool) -> Any:
+        more = {"deterministic": True, "return_attn_probs": True} if probs else {}
+        return use.function(*tensors, *arguments, **options, **more)
+
+    return adapter_result(use.case, use.world_size, use.packing, call)
 
 
-def run_case(use: Use) -> tuple[Tensor, ...]:
-    """This rank's positions, out, lse, dq, dk, dv, as if there were a batch."""
-    rank = dist.get_rank()
-    positions = own_positions(use, rank)
-    *leaves, dout = (x[:, positions] for x in use.inputs())
-    leaves = [x.requires_grad_() for x in leaves]
-    tensors, arguments = packed(use, *leaves), own_arguments(use, rank)
-    if use.is_packed:
-        tensors = [x[0] for x in tensors]
-    options = {
-        "softmax_scale": use.softmax_scale, "causal": use.causal, "window_size": use.window,
-    }  # fmt: skip
-    with poisoned_empty():
-        result = use.function(
-            *tensors, *arguments, **options, deterministic=True, return_attn_probs=True
-        )
-        assert isinstance(result, tuple) and len(result) == 3 and result[2] is None
-        out, lse, _ = result
-        alone = use.function(*tensors, *arguments, **options)
-        assert isinstance(alone, Tensor) and torch.equal(alone, out)
-        if use.is_packed:
-            out, lse = out[None], lse[None]
-        grads = torch.autograd.grad(out, leaves, dout)
-    return positions, out.detach(), lse, *grads
-
-
-def assembled(use: Use, ran: Sequence[tuple[Tensor, ...]]) -> Expected:
-    """The whole of each result, from every rank's rows at their positions."""
-    positions = torch.cat([mine[0] for mine in ran])
-    assert positions.sort().values.equal(torch.arange(use.inputs().q.size(1)))
-    order = positions.argsort()
-    dims = (1, 2, 1, 1, 1)
-    return Expected(
-        *(
-            torch.cat([mine[i + 1] for mine in ran], dim).index_select(dim, order)
-            for i, dim in enumerate(dims)
-        )
-    )
-
-
-@pytest.mark.parametrize("use", USES, ids=str)
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.family}-{use.packing}{use.world_size}")
 def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, use: Use) -> None:
-    got = assembled(use, ranks(use.world_size).run(run_case, use))
-    assert_holds(got, *expected(use.case))
+    assert not put_together(use.case, ranks(use.world_size).run(run_use, use)).failures
 
 
 LLAMA3 = Use("llama3_flash_attn_varlen")
 
 
 def llama3_tensors() -> list[Tensor]:
-    positions = own_positions(LLAMA3, dist.get_rank())
-    return [x[0, positions].requires_grad_() for x in LLAMA3.inputs()[:3]]
+    return [x.requires_grad_() for x in shards_of(LLAMA3.case, 2)[:3]]
 
 
 @on_ranks(2)
@@ -225,7 +185,7 @@ def test_llama3_arguments_that_do_not_fit() -> None:
 def test_refusals() -> None:
     """Unsupported arguments are refused on every rank."""
     varlen = Use("zigzag_ring_flash_attn_varlen")
-    kvpacked = replace(varlen, packing="kvpacked_")
+    kvpacked = varlen._replace(packing="kvpacked_")
     cu, most = own_arguments(varlen, 0)
     x = torch.randn(int(cu[-1]), 2, 8)
     tensors, own = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
@@ -254,9 +214,9 @@ def test_a_group_of_some_ranks() -> None:
     """`group` is the last parameter, also by position."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
-    use = replace(LLAMA3, family="zigzag_ring_flash_attn", world_size=2)
+    use = Use("zigzag_ring_flash_attn")
     positions = own_positions(use, rank // 2)
-    q, k, v, _ = (x[:, positions] for x in use.inputs())
+    q, k, v, _ = (x[:, positions] for x in use.case.build_inputs())
     got = use.function(q, k, v, 0.0, None, True, (-1, -1), None, False, False, pairs[rank % 2])
     oracle, plain = expected(use.case)
     assert_close("out", got, oracle.out[:, positions], plain.out[:, positions])
@@ -311,7 +271,7 @@ PACKED.append(LLAMA3)
         pytest.param(PACKED[0], False, "eager", False, marks=pytest.mark.slow),
         pytest.param(PACKED[1], False, "inductor", True, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["llama3", "ring", "zigzag"],
 )
 @on_ranks(2)
 def test_functions_over_documents_stand_between_graphs(
@@ -322,7 +282,7 @@ def test_functions_over_documents_stand_between_graphs(
     Each batch has the bits of eager, gradients too. llama3's arguments are also made inside the
     compiled function; with `capture_scalar_outputs` dynamo traces numbers read from tensors.
     """
-    rank, seqlen = dist.get_rank(), use.documents()[-1]
+    rank, seqlen = dist.get_rank(), use.seqlen
 
     def layer(x: list[Tensor], cu: Tensor, arguments: list[Any] | None) -> Tensor:
         if arguments is None:
@@ -337,7 +297,7 @@ def test_functions_over_documents_stand_between_graphs(
         # Documents that no eager call has seen.
         for cuts in ((4, 12), (8,), (12, 16, 20)):
             cu = torch.tensor([0, *cuts, seqlen], dtype=torch.int32)
-            x = [y[0, : seqlen // 2].requires_grad_() for y in use.inputs()[:3]]
+            x = [y[0, : seqlen // 2].requires_grad_() for y in use.case.build_inputs()[:3]]
             steps = []
             for function in (cold, layer):
                 out = function(x, cu, None if inside else arguments_of(use, cu, rank))
@@ -350,7 +310,7 @@ def test_functions_over_documents_stand_between_graphs(
 def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
     """The refusal of `fullgraph=True` names `ring_attention` instead."""
     for use in PACKED:
-        x = [y[0, : use.documents()[-1] // 2] for y in use.inputs()[:3]]
+        x = [y[0, : use.seqlen // 2] for y in use.case.build_inputs()[:3]]
         arguments = arguments_of(use, torch.tensor(use.documents()), dist.get_rank())
         cold, _ = compile_cold(use.function, fullgraph=True)
         with pytest.raises(RuntimeError) as error:
@@ -363,7 +323,7 @@ def test_functions_without_documents_compile_whole() -> None:
     """Whole graphs also with options that ring_attention lacks."""
     for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
         use = Use(family, "qkvpacked_")
-        x = packed(use, *(y[:, :26].requires_grad_() for y in use.inputs()[:3]))
+        x = packed("qkvpacked_", *(y.requires_grad_() for y in shards_of(use.case, 2)[:3]))
         options = {"window_size": (9, 9), "deterministic": True, "return_attn_probs": True}
         layer = partial(use.function, causal=True, **options)
         cold, _ = compile_cold(layer, fullgraph=True)
