@@ -78,17 +78,9 @@ HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_
 
 # Keywords that models pass to the attention but that it does not need.
 NOT_FOR_ATTENTION = {
-    "cache_position",
-    "labels",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "return_dict",
-    "shift_labels",
-    "use_cache",
-}
+    "cache_position", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+    "num_items_in_batch", "output_hidden_states", "return_dict", "shift_labels", "use_cache",
+}  # fmt: skip
 
 WHY_NOT = {
     "output_attentions": "no rank has the weights; attn_implementation='eager' has",

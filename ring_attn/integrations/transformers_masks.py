@@ -29,15 +29,10 @@ from ring_attn.core.mask import Mask
 # Parts of masks that causal, window_size, cu_seqlens and chunks express. transformers takes
 # positions that jump, as in zigzag, for packed sequences; the attention checks positions itself.
 MASK_PATTERNS = {
-    "and_mask",
-    "and_masks",
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
-}
+    "and_mask", "and_masks", "causal_mask_function", "bidirectional_mask_function",
+    "sliding_window_overlay", "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
 IGNORED = -100
 
 UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"

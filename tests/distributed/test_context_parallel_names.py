@@ -315,8 +315,9 @@ def test_compiled_code_is_routed_too() -> None:
     q = layout.shard(x, dist.get_rank(), dim=2)
     compiled, _ = compile_cold(layer, fullgraph=True)
     with route_sdpa(layout=layout):
-        got = compiled(q)
-    assert got.equal(sdpa_attention(q, q, q, is_causal=True, layout=layout).sin())
+        routed = compiled(q), layer(q)
+    whole = sdpa_attention(q, q, q, is_causal=True, layout=layout).sin()
+    assert all(out.equal(whole) for out in routed)
 
 
 @on_ranks(2)
