@@ -227,15 +227,17 @@ class Registration:
             rank, rows, batch = dist.get_rank(check.check_group(self.group)), q.size(1), q.size(0)
             layout_or_step, documents = place
             cuts = check.check_cu_seqlens("cu_seq_lens_q", documents[0])
-            placed = self._resolved(layout_or_step, rows, cuts)
-            step = placed if isinstance(placed, CacheStep) else None
-            whole = placed.cache if isinstance(placed, CacheStep) else placed
-            seqlen = whole.seqlen
-            past = seqlen - step.num_new(rows) if step else 0
-            _check_batch_mask(batch_mask, cuts, documents, placed, (batch, seqlen))
+            step = self._step(layout_or_step, rows, cuts)
+            seqlen = step.cache.seqlen
+            past = seqlen - step.num_new(rows)
+            if batch_mask is not None and step is layout_or_step:
+                raise NotImplementedError(
+                    "images with a cache that is split over ranks are not built"
+                )
+            _check_batch_mask(batch_mask, cuts, documents, (batch, seqlen))
             if counts_rows(module):
                 counted = torch.arange(past, past + rows)
-                positions = _from_document(_positions(placed, rank, rows), cuts)
+                positions = _from_document(step.position_ids(rank, rows), cuts)
                 q = scaled_again(module, q, counted, positions)
         except Exception as error:
             tell_refusal(error, self.group)
@@ -244,25 +246,27 @@ class Registration:
         each = each if len(set(each)) > 1 else each[:1]
         beyond_windows = batch_mask is not None and batch_mask.beyond_windows
         mask = mask_of(seqlen, each, rule, cuts, beyond_windows)
-        options["mask"] = mask.rows(past, seqlen) if step else mask
-        if step and step.chunk is None:
-            return tree_decode(q, k, v, layout=whole, **_for_decode(options))
-        options["layout"] = step.layouts if step else whole
+        options["mask"] = mask.rows(past, seqlen) if past else mask
+        if step.chunk is None:
+            return tree_decode(q, k, v, layout=step.cache, **_for_decode(options))
+        options["layout"] = step.layouts
         if len(each) == 1:
             return ring_attention(q, k, v, **options)
-        options["layout"] = repeated(whole, batch)
+        options["layout"] = repeated(step.cache, batch)
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
         return ring_attention(q, k, v, **options).unflatten(1, (batch, rows))[0]
 
-    def _resolved(
+    def _step(
         self, placed: str | SequenceLayout | CacheStep, rows: int, cuts: tuple[int, ...] | None
-    ) -> SequenceLayout | CacheStep:
-        """The layout of a name, for `rows` rows on each rank or for documents with `cuts`."""
-        if not isinstance(placed, str):
+    ) -> CacheStep:
+        """The forward's step; a name is a layout of `rows` rows on each rank, or of documents."""
+        if isinstance(placed, CacheStep):
             return placed
-        world_size = dist.get_world_size(check.check_group(self.group))
-        total = cuts[-1] if cuts and world_size > 1 else rows * world_size
-        return SequenceLayout.from_name(placed, total, world_size)
+        if isinstance(placed, str):
+            world_size = dist.get_world_size(check.check_group(self.group))
+            total = cuts[-1] if cuts and world_size > 1 else rows * world_size
+            placed = SequenceLayout.from_name(placed, total, world_size)
+        return CacheStep(placed, placed)
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """The mask function that models call; see `read_mask`."""
@@ -295,11 +299,11 @@ class Registration:
                 "from 0: ring_attn.shard_batch makes them"
             )
         cuts = check.check_cu_seqlens("cu_seq_lens_q", cu_seqlens)
-        placed = self._resolved(placed, rows, cuts)
-        checked = (position_ids._version, (placed, cuts, rank))
+        step = self._step(placed, rows, cuts)
+        checked = (position_ids._version, (step, cuts, rank))
         if _validated.get(position_ids) == checked:
             return
-        expected = _positions(placed, rank, rows)
+        expected = step.position_ids(rank, rows)
         allowed = [expected, _from_document(expected, cuts)]
         got = position_ids.detach().cpu()
         for values in allowed:
@@ -309,7 +313,7 @@ class Registration:
         raise ValueError(
             f"position_ids of rank {rank} must be those of its rows, {_shown(expected)}, got shape "
             f"{tuple(got.shape)} with {_shown(got.flatten())}: cut input_ids, labels and positions "
-            f"with ring_attn.shard_batch in the layout of the attention, {placed} ({LAYOUT}= of "
+            f"with ring_attn.shard_batch in the attention's layout, {step.cache} ({LAYOUT}= of "
             "the forward tells another); documents whose positions start at 0 need cu_seq_lens_q "
             "and cu_seq_lens_k of the whole sequence"
         )
@@ -483,13 +487,6 @@ def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
     return given
 
 
-def _positions(placed: SequenceLayout | CacheStep, rank: int, rows: int) -> Tensor:
-    """(rows,) global positions of the rank's rows."""
-    if isinstance(placed, CacheStep):
-        return placed.position_ids(rank, rows)
-    return placed.position_ids(rank)
-
-
 def _from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
     """Positions counted from the start of their documents."""
     if not cuts:
@@ -507,10 +504,9 @@ def _check_batch_mask(
     batch_mask: BatchMask | None,
     cuts: tuple[int, ...] | None,
     documents: tuple[Tensor | None, Tensor | None],
-    placed: SequenceLayout | CacheStep,
     shape: tuple[int, int],
 ) -> None:
-    """Refuses padding and images with a cache or documents, or for a part of the sequence."""
+    """Refuses padding and images beside documents, or for a part of the sequence."""
     if cuts != check.check_cu_seqlens("cu_seq_lens_k", documents[1]):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
     if batch_mask is None:
@@ -521,8 +517,6 @@ def _check_batch_mask(
             f"{(len(batch_mask.rows), batch_mask.seqlen)}: give every rank all of them, as "
             "ring_attn.shard_batch does with attention_mask"
         )
-    if isinstance(placed, CacheStep):
-        raise NotImplementedError("images with a cache that is split over ranks are not built")
     if cuts and any(length < batch_mask.seqlen for length, _ in batch_mask.rows):
         raise ValueError(
             "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "

@@ -45,10 +45,12 @@ NOT_WITH_CACHE = {
 
 @dataclass(frozen=True)
 class CacheStep:
-    """A forward with a cache: the rows that each rank computes, and the rows that it then holds.
+    """A forward: the rows that each rank computes, and the rows that it then holds.
+
+    Without a cache both are the same.
 
     Attributes:
-        cache: layout of the cache with the new rows.
+        cache: layout of all rows with the new ones.
         chunk: layout of the new rows; None if every rank computes all of them.
         keep: number of last rows whose logits are requested; 0 is all.
     """
