@@ -258,7 +258,6 @@ def written_out(
 
 
 def _names_of(parameters: str) -> str:
-    """The names of parameters, with a comma after each."""
     return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
 
 

@@ -391,7 +391,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _registration(model: Any) -> Registration:
-    """The registration of a model's attention implementation."""
     from transformers import AttentionInterface
 
     name = model.config.get_text_config()._attn_implementation

@@ -242,10 +242,9 @@ class Registration:
         except Exception as error:
             tell_refusal(error, self.group)
             raise
-        each = batch_mask.rows if batch_mask else ((seqlen, ()),)
-        each = each if len(set(each)) > 1 else each[:1]
-        beyond_windows = batch_mask is not None and batch_mask.beyond_windows
-        mask = mask_of(seqlen, each, rule, cuts, beyond_windows)
+        batch_mask = batch_mask or BatchMask(seqlen, ((seqlen, ()),))
+        each = batch_mask.rows if len({*batch_mask.rows}) > 1 else batch_mask.rows[:1]
+        mask = mask_of(seqlen, each, rule, cuts, batch_mask.beyond_windows)
         options["mask"] = mask.rows(past, seqlen) if past else mask
         if step.chunk is None:
             return tree_decode(q, k, v, layout=step.cache, **_for_decode(options))
@@ -496,7 +495,6 @@ def _from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
 
 
 def _for_decode(options: AttentionOptions) -> Any:
-    """The options that `tree_decode` takes."""
     return {name: x for name, x in options.items() if name in DECODE_OPTIONS}
 
 

@@ -126,7 +126,6 @@ def _cache_class() -> Any:
             return CacheStep(self.layout, None, keep)
 
         def end(self) -> None:
-            """Marks a forward as complete."""
             self.num_seen = self.layout.seqlen
 
         def update(

@@ -138,7 +138,6 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(function: Any) -> list[Any]:
-    """Values that a function captured in its closure."""
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 

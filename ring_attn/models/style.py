@@ -493,7 +493,6 @@ class _Routed(route_sdpa):
 
 
 def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
-    """The strategy with its degree, checked against the ranks of the mesh."""
     strategy, degree = style.strategy, style.degree
     size, shape = mesh.size(), tuple(mesh.shape)
     if degree is not None and (isinstance(strategy, Strategy) or strategy == "auto"):
@@ -532,7 +531,6 @@ def _parameters_of_qkv(
 
 
 def _check_options(options: Options) -> None:
-    """Refuses options other than `OPTIONS`."""
     if not isinstance(options, Mapping):
         raise TypeError(
             f"replace must be options of ring_attention by name, got {type(options).__name__}"
