@@ -49,13 +49,11 @@ class SplitRows:
         if layouts is not None:
             lengths = [layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen]
             self.layout_of_lengths((lengths[0], lengths[1]), layouts)
-        placements = [Shard(self.seq_dim)] * self.mesh.ndim
-        tensors: list[Tensor] = []
-        for x, length in zip(qkv, lengths, strict=True):
-            shape = list(x.shape)
-            shape[self.seq_dim] = length
-            tensors.append(_from_local(x, self.mesh, placements, shape))
-        return tensors
+        dim, placements = self.seq_dim, [Shard(self.seq_dim)] * self.mesh.ndim
+        return [
+            _from_local(x, self.mesh, placements, [*x.shape[:dim], length, *x.shape[dim + 1 :]])
+            for x, length in zip(qkv, lengths, strict=True)
+        ]
 
     def layout_of_lengths(
         self, lengths: tuple[int, int], requested: str | SequenceLayout | Layouts
@@ -116,11 +114,8 @@ class SplitRows:
 
     def _axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
         """The style's axes, as indices in a DTensor's mesh."""
-        if mesh not in self._known_axes:
-            self._known_axes[mesh] = self._find_axes(mesh)
-        return self._known_axes[mesh]
-
-    def _find_axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        if mesh in self._known_axes:
+            return self._known_axes[mesh]
         ours, theirs = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
         axes = tuple(theirs.index(name) for name in ours if name in theirs)
         if len(axes) != self.mesh.ndim and mesh.ndim == self.mesh.ndim:
@@ -129,6 +124,7 @@ class SplitRows:
         if len(axes) == self.mesh.ndim and list(axes) == sorted(axes) and coordinate is not None:
             here = tuple(slice(None) if i in axes else at for i, at in enumerate(coordinate))
             if torch.equal(mesh.mesh[here], self.mesh.mesh):
+                self._known_axes[mesh] = axes
                 return axes
         raise ValueError(
             f"q, k, v are on a mesh with axes {theirs} of sizes {tuple(mesh.shape)}, which does "
