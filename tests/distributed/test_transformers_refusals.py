@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
+from ring_attn.integrations.transformers_cache import NOT_WITH_CACHE
 from tests.distributed.pool import on_ranks
 from tests.hf_models import make_batch, make_model
 from tests.refusals import refused
@@ -35,17 +36,12 @@ def run_wrong(case: str) -> None:
         def prompt(of: Any = model, **more: Any) -> dict[str, Any]:
             return {"input_ids": PROMPT, "past_key_values": ring.cache(of), **more}
 
-        if case == "mask":
-            options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
-        elif case in ("cut types", "cached types", "pixels"):
+        if case in ("cut types", "cached types"):
             model, types = make_model("gemma3_images", "ring_attn"), torch.ones_like(mask)
             options["token_type_ids"] = types
             if case == "cached types":
                 short = {"input_ids": PROMPT[:, :3], "token_type_ids": types[:, :3]}
                 options = short | {"past_key_values": ring.cache(model)}
-            elif case == "pixels":
-                model.set_attn_implementation("ring_attn")
-                options["pixel_values"] = torch.zeros(1, 3, 10, 10)
         elif case in ("padded documents", "other documents"):
             cuts = torch.tensor([0, 40, SEQLEN], dtype=torch.int32)
             options |= {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
@@ -54,9 +50,6 @@ def run_wrong(case: str) -> None:
             else:
                 model = make_model("llama4", "ring_attn")
                 options["cu_seq_lens_k"] = torch.tensor([0, 41, SEQLEN], dtype=torch.int32)
-        elif case == "router":
-            model = make_model("gpt_oss", "ring_attn")
-            options["output_router_logits"] = True
         elif case == "positions":
             del options["position_ids"]
         elif case == "other layout":
@@ -80,12 +73,8 @@ def run_wrong(case: str) -> None:
             options = prompt()
             with pytest.raises(NotImplementedError):
                 model(**options, tilt=0.5)
-        elif case == "states":
-            options = prompt(output_hidden_states=True)
-        elif case == "labels":
-            options = prompt(labels=PROMPT)
-        elif case == "cached documents":
-            options = prompt(cu_seq_lens_q=torch.tensor([0, NUM_PROMPT]))
+        elif case in NOT_WITH_CACHE:
+            options = prompt(**{case: PROMPT if case == "labels" else True})
         elif case == "token types":
             options = prompt(token_type_ids=torch.zeros(2, NUM_PROMPT))
         elif case == "changed in place":
@@ -97,13 +86,10 @@ def run_wrong(case: str) -> None:
 
 
 REFUSALS = {
-    "mask": (NotImplementedError, "attention_mask must be (batch, seqlen), got Tensor of shape (2"),
     "cut types": (ValueError, "must be those of the whole sequence, (2, 83), got (2, 4"),
     "cached types": (NotImplementedError, "images with a cache that is split over ranks"),
     "padded documents": (ValueError, "cu_seq_lens_q says where documents end"),
     "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be the same"),
-    "pixels": (NotImplementedError, "the patches of images are not split over ranks"),
-    "router": (NotImplementedError, "output_router_logits reached the attention: the auxiliary"),
     "positions": (ValueError, "must be those of its rows, ["),
     "other layout": (ValueError, "position_ids of rank "),
     "documents": (ValueError, "need cu_seq_lens_q"),
@@ -112,9 +98,7 @@ REFUSALS = {
     "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
     "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),
     "failed before": (RuntimeError, "a forward with this cache has failed"),
-    "states": (NotImplementedError, "output_hidden_states"),
-    "labels": (NotImplementedError, "labels with a KV cache"),
-    "cached documents": (NotImplementedError, "cu_seq_lens_q with a KV cache"),
+    **{name: (NotImplementedError, f"{name} with a KV cache") for name in NOT_WITH_CACHE},
     "token types": (NotImplementedError, "token_type_ids of shape (2, 37) seems to have"),
     "changed in place": (ValueError, "must be those of its rows, ["),
     "cache of another": (RuntimeError, "this cache belongs to another model"),

@@ -182,12 +182,12 @@ def test_under_compile_unions_and_padding_are_refused() -> None:
             read_mask(mask_function=window, attention_mask=torch.ones(2, 12))
 
 
-def attend(config: dict[str, Any], **options: Any) -> Any:
+def attend(config: dict[str, Any], mask: Any = None, ignore: Any = (), **options: Any) -> Any:
     """Calls the attention function as a module with this config does."""
     module = SimpleNamespace(config=SimpleNamespace(**config), is_causal=True, layer_idx=0)
     x = torch.zeros(1, 2, 6, 8)
-    with register() as ring:
-        return ring.attend(module, x, x, x, None, **options)
+    with register(ignore=ignore) as ring:
+        return ring.attend(module, x, x, x, mask, **options)
 
 
 LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
@@ -200,6 +200,13 @@ LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
         ({"layer_types": ["sliding_attention"]}, {}, "layer 0 has a sliding"),
         ({"sliding_window": 8}, {}, "layer 0 has a sliding window"),
         (LONGROPE, {}, "rope_type 'longrope'"),
+        ({"patch_size": 2}, {}, "the patches of images are not split over ranks"),
+        (
+            {},
+            {"mask": torch.ones(2, 1, 6, 6)},
+            r"\(batch, seqlen\), got Tensor of shape \(2",
+        ),
+        ({}, {"output_router_logits": True}, "output_router_logits .*: the auxiliary loss"),
         ({}, {"dropout": 0.1}, "attention dropout must be 0"),
         ({}, {"position_bias": torch.zeros(1)}, "position_bias reached"),
         ({}, {"head_mask": torch.zeros(1)}, "heads cannot be masked"),
@@ -220,10 +227,8 @@ def test_a_config_must_say_what_the_module_says() -> None:
 
 
 def test_a_keyword_that_is_declared_may_reach_the_attention() -> None:
-    module = SimpleNamespace(config=None, is_causal=True)
-    x = torch.zeros(1, 2, 6, 8)
-    with register(ignore=["tilt"]) as ring, pytest.raises(RuntimeError, match="no process group"):
-        ring.attend(module, x, x, x, None, tilt=0.5)
+    with pytest.raises(RuntimeError, match="no process group"):
+        attend({}, ignore=["tilt"], tilt=0.5)
 
 
 @pytest.mark.parametrize(
