@@ -69,13 +69,6 @@ FLASH_ATTN_2_8 = {
     "flash_attn_varlen_qkvpacked_func": f"(qkv, cu_seqlens, max_seqlen, {OPTIONS}, {OURS})",
 }
 
-# Read from torch 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py.
-TORCH_2_13 = {
-    "context_parallel": ("(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None)"),
-    "context_parallel_unshard": "(mesh, buffers, seq_dims, load_balancer=None)",
-    "set_rotate_method": "(rotate_method)",
-}
-
 
 def plain_signature(function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
@@ -90,9 +83,8 @@ def plain_signature(function: Callable[..., Any]) -> str:
     [
         *((ring_flash_attn, *item) for item in RING_FLASH_ATTN_0_1_8.items()),
         *((flash_attn, *item) for item in FLASH_ATTN_2_8.items()),
-        *((context_parallel, *item) for item in TORCH_2_13.items()),
     ],
-    ids=[*RING_FLASH_ATTN_0_1_8, *FLASH_ATTN_2_8, *TORCH_2_13],
+    ids=[*RING_FLASH_ATTN_0_1_8, *FLASH_ATTN_2_8],
 )
 def test_signature(module: Any, name: str, signature: str) -> None:
     function = getattr(module, name)
@@ -106,20 +98,17 @@ def test_flash_attns_signatures_are_still_those() -> None:
         assert plain_signature(getattr(theirs, name)) == signature.replace(f", {OURS}", "")
 
 
-def test_torchs_signatures_are_still_those() -> None:
+def test_torchs_signatures() -> None:
     from torch.distributed.tensor.experimental import _attention as theirs
 
-    for name, signature in TORCH_2_13.items():
-        assert plain_signature(getattr(theirs, name)) == signature
+    for name in ("context_parallel", "context_parallel_unshard", "set_rotate_method"):
+        ours = getattr(context_parallel, name)
+        assert plain_signature(ours) == plain_signature(getattr(theirs, name))
     # A builtin: its parameters are written in its docstring.
-    documented = (
-        (F.scaled_dot_product_attention.__doc__ or "")
-        .replace("\n", "")
-        .split("->")[0]
-        .partition("(")[2]
-    )
-    parameters = list(inspect.signature(sdpa_attention).parameters)[:-1]
-    at = [documented.index(name) for name in parameters]
+    documented = (F.scaled_dot_product_attention.__doc__ or "").partition("(")[2].partition("->")[0]
+    at = [
+        documented.index(name) for name in list(inspect.signature(sdpa_attention).parameters)[:-1]
+    ]
     assert at == sorted(at)
 
 
