@@ -10,6 +10,7 @@ If `fully_shard` or DDP spans the ring, they reduce the gradients, and this is n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -88,15 +89,13 @@ def sync_gradients(
     if world_size == 1 or not parameters:
         return
     factor = 1.0 / world_size if op == "mean" else 1.0
-    in_flight: _Bucket | None = None
+    started: Iterator[Any] = (
+        _Bucket(run, process_group) for run in _split(parameters, bucket_bytes)
+    )
     with gradient_sync(parameters[0].device):
-        for run in _split(parameters, bucket_bytes):
-            bucket = _Bucket(run, process_group)
-            if in_flight is not None:
-                in_flight.finish(factor)
-            in_flight = bucket
-        if in_flight is not None:
-            in_flight.finish(factor)
+        # The next bucket is started before one is finished.
+        for bucket, _ in pairwise(chain(started, [None])):
+            bucket.finish(factor)
 
 
 class _Bucket:
