@@ -106,6 +106,7 @@ def test_spills_in_loops_are_counted(inner: str, count: int) -> None:
     assert looping_spills(SASS.format(outer="        STL [R1+0x4], R3 ;", inner=inner)) == count
 
 
+ALONE = dict.fromkeys(OPCODES, 0) | {"HMMA": 1}
 UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
 
 
@@ -113,6 +114,16 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
     ("found", "arch", "expected", "told"),
     [
         ({}, "sm_100", {}, None),
+        (
+            {"shared_bytes": 65540},
+            "gfx942",
+            {},
+            "65540 bytes of shared memory, gfx942 has 65536",
+        ),
+        # Decoding has too few rows for an architecture's own instructions.
+        ({"opcodes": ALONE}, "sm_90", {}, "no tensor-core instruction (looked for HGMMA)"),
+        ({"opcodes": ALONE}, "sm_90", {"products": "any"}, None),
+        ({"opcodes": ALONE}, "sm_80", {"warp_specialize": True}, "asked for and dropped"),
         ({"tensor_memory": 544}, "sm_100", {}, "544 columns of tensor memory, sm_100 has 512"),
         # Spills may be allowed outside of loops.
         ({"spill_bytes": 8}, "sm_90", {}, "spills"),
@@ -127,7 +138,7 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
     ],
 )
 def test_rules(
-    found: dict[str, Any], arch: str, expected: dict[str, bool], told: str | None
+    found: dict[str, Any], arch: str, expected: dict[str, Any], told: str | None
 ) -> None:
     failures = aot.failures(replace(GOOD, **found), arch, aot.Expected(**expected))
     assert failures == () if told is None else len(failures) == 1 and told in failures[0]

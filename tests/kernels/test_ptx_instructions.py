@@ -1,4 +1,4 @@
-"""The executor of PTX (`ptx/`): refused instructions, and fences of asynchronous ones.
+"""The executor of PTX (`ptx/`): refused instructions, and waits, barriers and fences left out.
 
 The results of kernels, and faults planted into them (test_ptx.py), show that all else is right.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.kernels.ptx import matrix  # noqa: F401  (it adds its instructions)
 from tests.kernels.ptx.copies import TensorMap
@@ -17,24 +16,17 @@ from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
 
 
-def run(
-    body: str,
-    *,
-    threads: int = 32,
-    inputs: Tensor | None = None,
-    head: str = "",
-    tensor: Tensor | None = None,
-) -> int:
-    """Runs PTX; %rd2 is the address of `inputs`, %r0 the thread.
+def run(body: str, threads: int) -> int:
+    """Runs PTX; returns the number of missing fences.
 
-    [tensor_map] describes `tensor`, which one copy takes as a whole. Returns the number of missing
-    fences.
+    %r0 is the thread, %rd2 the address of four rows of 4 32-bit zeros, each with a gap of 4 after
+    it. [tensor_map] describes a tensor of 16 x 64 16-bit zeros, which one copy takes as a whole.
     """
-    inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs
-    tensor = torch.zeros(16, dtype=torch.int16) if tensor is None else tensor
+    strided = torch.zeros(4, 8, dtype=torch.int32)[:, :4]
+    tensor = torch.zeros(16, 64, dtype=torch.int16)
     text = f"""
     .visible .entry test(.param .u64 inputs, .param .b8 tensor_map[128])
-    .reqntid {threads} {head}
+    .reqntid {threads} .maxnreg 128
     {{
         .reg .pred %p<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b32 %f<99>;
         ld.param.b64 %rd2, [inputs];
@@ -42,25 +34,17 @@ def run(
         {body}
         ret;
     }}"""
-    memory = GlobalMemory([inputs, tensor])
-    args = {"inputs": memory.address(inputs)}
-    shape, width = tensor.shape, tensor.element_size()
-    tensor_map = TensorMap(memory.address(tensor), shape, tensor.stride(), width, shape, 128)
-    missing = run_grid(parse(text), args, memory, 1 << 16, tensor_maps={"tensor_map": tensor_map})
-    return len(missing)
-
-
-def test_rows_of_a_strided_tensor_are_all_that_is_there() -> None:
-    inputs = torch.zeros(4, 8, dtype=torch.int32)[:, :4]
-    run("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd2 + 32];", inputs=inputs)
-    with pytest.raises(OutOfBounds):
-        run("ld.global.b32 %r1, [%rd2 + 16];", inputs=inputs)
+    memory = GlobalMemory([strided, tensor])
+    tensor_map = TensorMap(memory.address(tensor), (16, 64), (64, 1), 2, (16, 64), 128)
+    args, maps = {"inputs": memory.address(strided)}, {"tensor_map": tensor_map}
+    return len(run_grid(parse(text), args, memory, 1 << 16, tensor_maps=maps))
 
 
 SOME = "setp.lt.u32 %p1, %r0, 9; @%p1 bra out;"
 
-# The text, the number of threads, the fault and its message.
-REFUSED: list[tuple[str, int, type[Fault], str]] = [
+# The text, the number of threads; the fault and its message, or the number of missing fences.
+REFUSED: list[tuple[str, int, type[Fault] | int, str]] = [
+    ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd2 + 32];", 32, 0, ""),
     ("ld.global.b32 %r1, [%rd2 + 16];", 32, OutOfBounds, "thread 0 is outside every allocation"),
     ("ld.global.b32 %r1, [%rd2 + 2];", 32, OutOfBounds, "no multiple of 4"),
     ("st.shared.b32 [global_smem + 65536], %r0;", 32, OutOfBounds, "allocation of shared"),
@@ -74,25 +58,6 @@ REFUSED: list[tuple[str, int, type[Fault], str]] = [
     ("bar.sync 0, 64;", 32, Deadlock, "bar.sync"),
     ("st.shared.b32 [global_smem], %r0;", 32, Race, "different values"),
 ]
-
-
-@pytest.mark.parametrize(("body", "threads", "error", "told"), REFUSED)
-def test_what_is_refused_is_named(body: str, threads: int, error: type[Fault], told: str) -> None:
-    with pytest.raises(error) as found:
-        run(body, threads=threads)
-    assert found.type is error and told in str(found.value)
-
-
-# -- waits, barriers and fences of asynchronous instructions: omitted ones are found
-
-
-def outcome(body: str, **options: object) -> int | Fault:
-    """The fault that ends a kernel, or the number of missing fences."""
-    try:
-        return run(body, **options)
-    except Fault as fault:
-        return fault
-
 
 INIT = """
     setp.eq.b32 %p1, %r0, 0;
@@ -108,21 +73,8 @@ WAIT = """
 READ = "shl.b32 %r1, %r0, 2; ld.shared.b32 %r2, [%r1 + 2048];"
 
 
-@pytest.mark.parametrize(
-    ("before", "num_bytes", "behind", "expected"),
-    [
-        (READ + INIT, 2048, WAIT + READ, 0),
-        (INIT, 2048, READ, NotWaited),
-        (INIT, 2032, WAIT + READ, Deadlock),
-        (INIT.replace("fence.proxy", "// fence.proxy"), 2048, WAIT, 1),
-        # Overwriting data that threads have read: the copy needs a later barrier and a fence.
-        (INIT + READ + "bar.sync 0;", 2048, WAIT, 1),
-        (INIT + READ, 2048, WAIT, Race),
-    ],
-)
-def test_bulk_copies(before: str, num_bytes: int, behind: str, expected: object) -> None:
-    tensor = torch.zeros(16, 64, dtype=torch.int16)
-    body = f"""
+def bulk_copy(before: str, num_bytes: int, behind: str) -> str:
+    return f"""
         {before}
         mov.b64 %rd3, tensor_map;
         mov.b32 %r5, 0;
@@ -131,9 +83,17 @@ def test_bulk_copies(before: str, num_bytes: int, behind: str, expected: object)
             [global_smem + 1024], [%rd3, {{%r5, %r5}}], [global_smem];
         {behind}
         """
-    found = outcome(body, threads=64, tensor=tensor)
-    assert found == expected or type(found) is expected, found
 
+
+COPIES = [
+    (bulk_copy(READ + INIT, 2048, WAIT + READ), 64, 0, ""),
+    (bulk_copy(INIT, 2048, READ), 64, NotWaited, ""),
+    (bulk_copy(INIT, 2032, WAIT + READ), 64, Deadlock, "mbarrier 0 lacks 0 arrivals and"),
+    (bulk_copy(INIT.replace("fence.proxy", "// fence.proxy"), 2048, WAIT), 64, 1, ""),
+    # Overwriting data that threads have read: the copy needs a later barrier and a fence.
+    (bulk_copy(INIT + READ + "bar.sync 0;", 2048, WAIT), 64, 1, ""),
+    (bulk_copy(INIT + READ, 2048, WAIT), 64, Race, "no barrier between"),
+]
 
 # A product of 64 x 16 and 16 x 8, all zeros, from one place in shared memory.
 PRODUCT = f"""
@@ -155,37 +115,43 @@ PRODUCT = f"""
     """
 FENCE = "fence.proxy.async.shared::cta;"
 UNFENCED = PRODUCT.replace(FENCE, "")
+PRODUCTS = [
+    (PRODUCT, 128, 0, ""),
+    (UNFENCED, 128, 1, ""),
+    (UNFENCED.replace("mov.b64", f"{FENCE} mov.b64"), 128, 0, ""),  # behind the barrier
+    (FENCE + UNFENCED, 128, 1, ""),  # before the writes
+    (PRODUCT.replace("bar.sync 0;", ""), 128, Race, ""),
+]
+
+
+def pool(high: str, low: str, first: int = 128) -> str:
+    """The warps of the threads before `first` ask for other registers than those behind."""
+    ask = "setmaxnreg.{}.sync.aligned.u32 {};"
+    high, low = (ask.format(*change.split()) for change in (high, low))
+    return f"""
+        setp.lt.u32 %p1, %r0, {first};
+        @%p1 bra low; {high} bra end; low: {low} end: bar.sync 0;
+        """
+
+
+REGISTERS = [
+    # 128 registers a thread: one warpgroup can take 168 once the other has released all but 88.
+    (pool("dec 88", "inc 168"), 256, 0, ""),
+    (pool("dec 88", "inc 176"), 256, Deadlock, "setmaxnreg.inc"),
+    (pool("dec 88", "inc 120"), 256, Fault, "warps have"),
+    (pool("dec 88", "inc 168", 96), 256, Fault, "other numbers of registers"),
+]
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (PRODUCT, 0),
-        (UNFENCED, 1),
-        (UNFENCED.replace("mov.b64", f"{FENCE} mov.b64"), 0),  # behind the barrier
-        (FENCE + UNFENCED, 1),  # before the writes
-        (PRODUCT.replace("bar.sync 0;", ""), Race),
-    ],
+    ("body", "threads", "expected", "told"), [*REFUSED, *COPIES, *PRODUCTS, *REGISTERS]
 )
-def test_wgmma_reads_what_is_fenced(body: str, expected: object) -> None:
-    found = outcome(body, threads=128)
-    assert found == expected or type(found) is expected, found
-
-
-@pytest.mark.parametrize(
-    ("high", "low", "told"),
-    [
-        # 128 registers a thread: one warpgroup can take 168 once the other has released all but 88.
-        ("dec 88", "inc 168", ""),
-        ("dec 88", "inc 176", "setmaxnreg.inc"),
-        ("dec 88", "inc 120", "warps have"),
-    ],
-)
-def test_registers_come_from_a_pool(high: str, low: str, told: str) -> None:
-    each = {"dec": "setmaxnreg.dec.sync.aligned.u32", "inc": "setmaxnreg.inc.sync.aligned.u32"}
-    high, low = (f"{each[word]} {number};" for word, number in (high.split(), low.split()))
-    body = f"setp.lt.u32 %p1, %r0, {{}}; @%p1 bra low; {high} bra end; low: {low} end: bar.sync 0;"
-    options = {"threads": 256, "head": ".maxnreg 128"}
-    found = outcome(body.format(128), **options)
-    assert told in str(found) if told else found == 0
-    assert "other numbers of registers" in str(outcome(body.format(96), **options))
+def test_faults_and_missing_fences(
+    body: str, threads: int, expected: type[Fault] | int, told: str
+) -> None:
+    if isinstance(expected, int):
+        assert run(body, threads) == expected
+    else:
+        with pytest.raises(expected) as found:
+            run(body, threads)
+        assert found.type is expected and told in str(found.value)

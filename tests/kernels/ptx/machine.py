@@ -207,14 +207,17 @@ class Machine:
             run = self._rule(ins, rule) if rule and simple else self._by_lanes(ins)
         except KeyError as error:
             raise Unsupported(ins, f"with {error}") from error
-        return (lambda where: run(self._guarded(ins, where))) if ins.guard else run
+        guarded = self._guarded(ins)
+        return (lambda where: run(guarded(where))) if ins.guard else run
 
-    def _guarded(self, ins: Instruction, where: Where) -> Where:
-        """Those of the threads whose guard holds."""
+    def _guarded(self, ins: Instruction) -> Callable[[Where], Where]:
+        """A function from threads to those whose guard holds."""
         if not ins.guard:
-            return where
+            return lambda where: where
         guard = self.source(ins, ins.guard.removeprefix("!"), "pred")
-        return (~guard if ins.guard[0] == "!" else guard) & where
+        return (
+            (lambda where: ~guard & where) if ins.guard[0] == "!" else lambda where: guard & where
+        )
 
     def _by_lanes(self, ins: Instruction) -> Run:
         matches = ((pattern.fullmatch(ins.opcode), handler) for pattern, handler in HANDLERS)
@@ -317,22 +320,17 @@ class Machine:
         where: Where = True if group.mask.all() else group.mask
         group.at += 1
         try:
+            warps: Array | None = None
             for ins, op in zip(block.instructions, block.ops, strict=False):
-                if self.pending:
-                    self._check_pending(ins, where)
+                if self.pending and not ins.opcode.startswith("wgmma"):
+                    warps = np.unique(self.warp_of[group.mask]) if warps is None else warps
+                    for i, operand in enumerate(ins.operands):
+                        self.check_done(ins, operand, warps, changed=i == 0)
                 op(where)
         except Wait as wait:
             group.wait = wait
         if block.end is not None:
             self._branch(group, block.end)
-
-    def _check_pending(self, ins: Instruction, where: Where) -> None:
-        """Raises if an instruction uses results of a pending product, or changes its operands."""
-        if ins.opcode.startswith("wgmma"):
-            return
-        warps = np.unique(self.warp_of[np.broadcast_to(where, self.num_threads)])
-        for i, operand in enumerate(ins.operands):
-            self.check_done(ins, operand, warps, changed=i == 0)
 
     def check_done(
         self, ins: Instruction, operand: Operand, warps: Array, *, changed: bool = False
@@ -345,7 +343,7 @@ class Machine:
                     raise Fault(ins, f"{name} belongs to a wgmma that has not been waited for")
 
     def _branch(self, group: Group, ins: Instruction) -> None:
-        mask = self._guarded(ins, group.mask)
+        mask = self._guarded(ins)(group.mask)
         self.groups.remove(group)
         stays = group.mask & ~mask
         for taken, at in ((stays, group.at), *self._targets(ins, mask)):

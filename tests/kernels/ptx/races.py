@@ -148,7 +148,7 @@ class SharedMemory(Memory):
         steps = np.arange(-(-size // GRANULE))
         at = (offset[:, None] // GRANULE + steps).ravel()
         warps, agents, clocks = (
-            np.repeat(np.broadcast_to(x, offset.shape), steps.size) for x in (warps, agents, clocks)
+            np.repeat(x, steps.size if np.ndim(x) else 1) for x in (warps, agents, clocks)
         )
         by, when = self.writer[at][None], self.written[at][None]
         self._check(ins, done, "written", at, warps, by, when, proxy)
@@ -183,7 +183,8 @@ class SharedMemory(Memory):
         def first(wrong: Array) -> tuple[str, str, int]:
             row, i = np.argwhere(wrong)[0]
             agent = int(np.broadcast_to(agents, wrong.shape)[row, i])
-            where = f"byte {int(at[i]) * GRANULE} of shared memory is {done} by warp {warps[i]}"
+            by = f"{done} by warp {warps[i % warps.size]}"
+            where = f"byte {int(at[i]) * GRANULE} of shared memory is {by}"
             return where, self._name(agent), agent
 
         unknown = clocks > self.clocks.seen[warps, agents]
