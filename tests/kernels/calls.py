@@ -15,6 +15,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Tile, Traveller, make_tile
+from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
@@ -58,6 +59,17 @@ def inputs_for(mask: Mask, **sizes: object) -> Inputs:
     """Random inputs for a mask: one head of 16, unless said otherwise."""
     usual = {"nheads": 1, "headdim": 16, "device": DEVICE}
     return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **(usual | sizes))
+
+
+def grouped(mask: Mask, headdim: int = 64, **sizes: object) -> Inputs:
+    """Random float16 inputs: two heads over one of keys, unless said otherwise."""
+    usual = {"nheads": 2, "nheads_kv": 1, "headdim": headdim, "dtype": torch.float16}
+    return inputs_for(mask, **(usual | sizes))
+
+
+def frozen(arch: str, headdim: int) -> dict[str, Config]:
+    """Configs of the portable kernels; named, they rule out kernels in Gluon."""
+    return {kind: configs.frozen(kind, arch, headdim, torch.bfloat16) for kind in PORTABLE}
 
 
 def cut_rows(mask: Mask, *cuts: int) -> list[tuple[Tile, ...]]:

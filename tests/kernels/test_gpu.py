@@ -29,12 +29,11 @@ from ring_attn.testing import (
     Heads,
     Inputs,
     layouts_of,
-    random_qkv,
     run_all_ranks,
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_close, assert_holds, expect, run, whole
-from tests.kernels.calls import DEVICE, PORTABLE, cut_keys, ring, same
+from tests.kernels.calls import DEVICE, cut_keys, frozen, inputs_for, ring, same
 
 Configs = dict[str, Config]
 
@@ -58,33 +57,19 @@ CASES = {
 }
 
 
-def portable(headdim: int) -> Configs:
-    """The frozen configs of the portable kernels; their names rule out kernels in Gluon."""
-    return {kind: configs.frozen(kind, ARCHITECTURE, headdim, torch.bfloat16) for kind in PORTABLE}
-
-
 def gluon(headdim: int, config: Config) -> Configs:
     backward = configs.GLUON_BWD.get(headdim)
     return {"gluon": config} | ({} if backward is None else {"gluon_bwd": backward})
 
 
 # By name: the head dim and the configs.
-KERNELS = {f"portable {headdim}": (headdim, portable(headdim)) for headdim in HEADDIMS}
+KERNELS = {f"portable {headdim}": (headdim, frozen(ARCHITECTURE, headdim)) for headdim in HEADDIMS}
 if ARCHITECTURE == "sm_90":
     KERNELS |= {
         f"gluon {headdim}, {number}": (headdim, gluon(headdim, config))
         for headdim, some in configs.GLUON.items()
         for number, config in enumerate(some)
     }
-
-
-def random_inputs(
-    mask: Mask, nheads: int, nheads_kv: int, headdim: int, dtype: torch.dtype = torch.bfloat16
-) -> Inputs:
-    return random_qkv(
-        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads, nheads_kv=nheads_kv,
-        headdim=headdim, dtype=dtype, device=DEVICE,
-    )  # fmt: skip
 
 
 def changed(given: Configs, **changes: int) -> TritonBackend:
@@ -99,7 +84,7 @@ def test_every_config_against_float64(
 ) -> None:
     """One launch of each kernel is right, and two that continue each other have the same bits."""
     mask = CASES[name]
-    inputs = random_inputs(mask, 8, 2, headdim, dtype)
+    inputs = inputs_for(mask, headdim=headdim, dtype=dtype, nheads=8, nheads_kv=2)
     once = run(TritonBackend(given), inputs, [whole(mask)])
     assert_holds(once, *expect(inputs, mask))
     half = mask.seqlen_k // 2 // 128 * 128
@@ -114,7 +99,7 @@ def test_repeats_are_bit_equal(headdim: int, given: Configs, causal: bool) -> No
     Two runs have other orders of tasks: the order for an L2 cache of 1 MiB, and no persistent grid.
     """
     mask = Mask(2048, 2048, causal=causal)
-    inputs = random_inputs(mask, 32, 8, headdim)
+    inputs = inputs_for(mask, nheads=32, nheads_kv=8, headdim=headdim, dtype=torch.bfloat16)
     backend, differing = TritonBackend(given), 0
     expected = run(backend, inputs, [whole(mask)])
     for changes in ({"l2_bytes": 1 << 20}, {"programs_per_sm": 0}):
@@ -129,7 +114,7 @@ def test_a_document_does_not_reach_its_neighbours(headdim: int, given: Configs) 
     """Gluon clears its rows in shared memory, whose true layout only the device has."""
     bounds = (0, 300, 777, 1000)
     mask = Mask(1000, 1000, True, (-1, -1), bounds, bounds)
-    inputs = random_inputs(mask, 8, 2, headdim)
+    inputs = inputs_for(mask, headdim=headdim, dtype=torch.bfloat16, nheads=8, nheads_kv=2)
     alone = run(TritonBackend(given), inputs, [whole(mask)])
     for x in inputs:
         x[:, 300:777] = float("nan")
@@ -220,7 +205,7 @@ def test_decode(seqlen_q: int) -> None:
         layout = layout.appended(next_rank(layout, block=64), 64)
     seqlen = layout.seqlen
     mask = Mask(seqlen_q, seqlen, causal=True)
-    inputs = random_inputs(mask, 8, 2, 128)
+    inputs = inputs_for(mask, headdim=128, dtype=torch.bfloat16, nheads=8, nheads_kv=2)
     q, k, v, _ = inputs
     call = make_decode(AttentionSpec.of(q, k, v), backend="triton")
 

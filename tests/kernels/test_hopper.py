@@ -30,10 +30,10 @@ from ring_attn.kernels.hopper_bwd import num_turns
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import transposed
 from ring_attn.kernels.turn_table import TurnTable, make_turn_table
-from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
+from ring_attn.testing import Expected, Inputs, random_sinks
 from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, visible_pairs, whole
-from tests.kernels.calls import Step, cut_keys, cut_rows, in_interpreter, same
+from tests.kernels.calls import Step, cut_keys, cut_rows, grouped, in_interpreter, same
 from tests.kernels.ptx import launching
 from tests.kernels.test_aot import run_compiling
 
@@ -68,12 +68,6 @@ MASKS = {
     ),
 }
 ALL_MASKS = SMALL_MASKS | MASKS
-
-
-def inputs_for(mask: Mask, headdim: int = 64, **sizes: Any) -> Inputs:
-    """Random float16 inputs: two heads over one of keys, unless said otherwise."""
-    usual = {"nheads": 2, "nheads_kv": 1, "headdim": headdim, "dtype": torch.float16}
-    return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **(usual | sizes))
 
 
 def attend(
@@ -169,7 +163,7 @@ def test_turns_are_in_the_workspace(
 ) -> None:
     """The workspace holds turns only in the backward, of calls that use this kernel."""
     mask = MASKS["causal"]
-    q, k, v, _ = inputs_for(mask, headdim, nheads=4, batch=batch)
+    q, k, v, _ = grouped(mask, headdim, nheads=4, batch=batch)
     backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
     assert backend.workspace_bytes(spec, whole(mask), backward=True) == 0
     monkeypatch.setattr(TritonBackend, "in_one_pass", lambda *_: True)
@@ -190,7 +184,7 @@ QUICK = ("one row", "window", "documents of other lengths")
 )
 def test_masks(name: str) -> None:
     mask, number = MASKS[name], list(MASKS).index(name)
-    inputs = inputs_for(mask, (64, 128)[number % 2])
+    inputs = grouped(mask, (64, 128)[number % 2])
     assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
 
 
@@ -211,7 +205,7 @@ def test_heads_consumers_and_stages(
 ) -> None:
     mask = Mask(130, keys, causal=True)
     sizes = dict(zip(("nheads", "nheads_kv", "batch"), heads, strict=True))
-    inputs = inputs_for(mask, dims[0], headdim_v=dims[1], **sizes)
+    inputs = grouped(mask, dims[0], headdim_v=dims[1], **sizes)
     assert_holds(attend(inputs, [whole(mask)], config), *expect(inputs, mask))
 
 
@@ -223,7 +217,7 @@ def test_bits_do_not_depend_on_time_steps_grids_or_halves(
 ) -> None:
     """Tries several orders of CTAs and warpgroups, cut keys, and dq or dk and dv alone."""
     mask = Mask(136, 200, causal=True)
-    inputs = inputs_for(mask, headdim, nheads=1)
+    inputs = grouped(mask, headdim, nheads=1)
     alone = attend(inputs, [whole(mask)], seed=None)
     for seed, changes in enumerate(({"programs_per_sm": 0}, {"l2_bytes": 1}, {"num_stages": 3})):
         assert same(attend(inputs, [whole(mask)], replace(SMALL, **changes), seed=seed), alone)
@@ -247,7 +241,7 @@ def test_bits_do_not_depend_on_time_steps_grids_or_halves(
 def test_the_portable_forward_has_the_same_bits() -> None:
     """The two agree over equal blocks, also where the portable one ends a call without keys."""
     mask, config = Mask(140, 160, causal=True), configs.GLUON[128][0]
-    inputs, sinks = inputs_for(mask, headdim=128), random_sinks(2)
+    inputs, sinks = grouped(mask, headdim=128), random_sinks(2)
     q, k, v, _ = inputs
     for steps in ([whole(mask)], cut_keys(mask, 128)):
         found = []
@@ -269,7 +263,7 @@ def test_the_portable_forward_has_the_same_bits() -> None:
 def test_what_a_document_holds_does_not_reach_its_neighbours(headdim: int, bad: float) -> None:
     bounds = (0, 40, 113, 150)
     mask = Mask(150, 150, True, (-1, -1), bounds, bounds)
-    inputs = inputs_for(mask, headdim)
+    inputs = grouped(mask, headdim)
     alone = attend(inputs, [whole(mask)])
     for x in inputs:
         x[:, 40:113] = bad
@@ -288,7 +282,7 @@ def test_all_steps_of_a_call_have_one_kernel(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch))
     mask, backend = Mask(40, 40), TritonBackend()
-    q, k, v, _ = inputs_for(mask, nheads=1)
+    q, k, v, _ = grouped(mask, nheads=1)
     state, scores = backend.new_state(q, 64), Scores(0.1, softcap=5.0)
     odd = torch.empty(1, 40, 1, 65, dtype=k.dtype)[..., 1:]
     for one in (k, odd, k[:, :1].expand(1, 40, 1, 64)):
@@ -319,7 +313,7 @@ def test_a_turn_is_given_on_after_what_all_lanes_have_added() -> None:
     """The executor keeps lanes in order; a GPU needs a warp barrier before the turn is passed."""
     mask, backend = Mask(128, 128), TritonBackend({"gluon_bwd": configs.GLUON_BWD[64]})
     with launching.executing("sm_90") as executed:
-        run(backend, inputs_for(mask, nheads=1), [whole(mask)])
+        run(backend, grouped(mask, nheads=1), [whole(mask)])
     ptx = launching.compiled(executed[-1], "sm_90").ptx
     [after] = re.findall(r"relaxed\.add(?!.*relaxed\.add)(.*)release\.exch", ptx, re.DOTALL)
     [before] = re.findall(r"gpu\.acquire(.*?)relaxed\.add", ptx, re.DOTALL)

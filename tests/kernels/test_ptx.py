@@ -22,9 +22,9 @@ from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, decode
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
-from ring_attn.testing import Inputs, random_qkv, random_sinks
+from ring_attn.testing import random_sinks
 from tests.bounds import assert_holds, expect, run, whole
-from tests.kernels.calls import cut_keys, in_interpreter
+from tests.kernels.calls import cut_keys, frozen, grouped, in_interpreter
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
 
@@ -43,21 +43,12 @@ KERNELS = ("sm_80", "sm_90", "sm_90 portable")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def inputs_of(mask: Mask, dtype: torch.dtype, headdim: int, nheads: int = 2) -> Inputs:
-    return random_qkv(
-        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads, nheads_kv=1,
-        headdim=headdim, dtype=dtype,
-    )  # fmt: skip
-
-
 def backend(kernels: str, headdim: int, capped: bool = False) -> TritonBackend:
     """Names a config of the portable kernels, which rules out kernels in Gluon."""
     arch = arch_of(kernels)
     if kernels == "sm_90" and headdim in configs.GLUON_BWD and not capped:
         return TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})  # also of few heads
-    kinds = ("fwd", "fwd_whole", "dq", "dq_whole", "dkdv", "dkdv_whole")
-    frozen = {kind: configs.frozen(kind, arch, headdim, torch.bfloat16) for kind in kinds}
-    return TritonBackend({} if kernels == arch else frozen)
+    return TritonBackend({} if kernels == arch else frozen(arch, headdim))
 
 
 def arch_of(kernels: str) -> str:
@@ -84,7 +75,7 @@ def test_forward_and_backward(
     kernels: str, name: str, dtype: str, headdim: int, several: bool
 ) -> None:
     mask = MASKS[name]
-    inputs = inputs_of(mask, DTYPES[dtype], headdim)
+    inputs = grouped(mask, headdim, dtype=DTYPES[dtype])
     scores: dict[str, Any] = {"softcap": 5.0, "sinks": random_sinks(2)} if name == CAPPED else {}
     # One step, or a first, a middle and a last one.
     steps = cut_keys(mask, 64, 128) if several else [whole(mask)]
@@ -110,7 +101,7 @@ def test_decode_and_merge(
 ) -> None:
     monkeypatch.setattr(decode, "LEAST_PART", 128)
     mask = Mask(2, 300, causal=True)
-    inputs = inputs_of(mask, DTYPES[dtype], headdim, nheads=4)
+    inputs = grouped(mask, headdim, dtype=DTYPES[dtype], nheads=4)
     scores = Scores(0.3, softcap)
     with launching.executing(arch) as executed:
         out, lse = TritonBackend().decode(*inputs[:3], whole(mask), scores=scores)
@@ -186,7 +177,7 @@ class Target:
 @cache
 def target(name: str) -> Target:
     kernels, kernel, mask, headdim, nheads, seeds = TARGETS[name]
-    q, k, v, dout = inputs = inputs_of(mask, torch.bfloat16, headdim, nheads)
+    q, k, v, dout = inputs = grouped(mask, headdim, dtype=torch.bfloat16, nheads=nheads)
     gluon = {"gluon": SHORT, "gluon_bwd": configs.GLUON_BWD[headdim]}
     tried = TritonBackend(gluon) if "hopper" in name else backend(kernels, headdim)
     with launching.executing(arch_of(kernels)) as executed:
