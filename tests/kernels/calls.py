@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 import triton
-from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Tile, Traveller, make_tile
+from ring_attn.core.tiles import Tile, make_tile
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import make_call
 from ring_attn.testing import (
     RESULTS,
     Expected,
     Inputs,
-    Layouts,
     random_qkv,
-    run_calls,
-    whole_of,
 )
 from tests.bounds import run, whole
 
@@ -111,32 +102,6 @@ def patched_select(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """Makes every kernel use this config."""
     select: Callable[..., Config] = lambda *args, **kwargs: config  # noqa: E731
     monkeypatch.setattr("ring_attn.kernels.configs.select", select)
-
-
-def ring(
-    inputs: Inputs,
-    mask: Mask,
-    layouts: Layouts,
-    *,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    travels: Traveller | None = None,
-    strided: bool = False,
-) -> Expected:
-    """A ring of the backend in this process, over any tensors.
-
-    `travels` overrides `make_call`'s choice of the side that travels in the backward.
-    """
-    spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
-
-    def make(rank: int) -> Call:
-        how = {"softmax_scale": scale, "backend": "triton"}
-        call = make_call(Strategy(), spec, layouts, mask, rank, **how)
-        return call if travels is None else replace(call, gradients=(travels, False))
-
-    calls = [make(rank) for rank in range(layouts[0].world_size)]
-    return whole_of(run_calls(calls, inputs, layouts, sinks, noncontiguous=strided), layouts)
 
 
 def same(a: Expected, b: Expected) -> bool:

@@ -5,17 +5,15 @@ Each call is forward and backward against float64; memory that is not an input s
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.testing import Layouts, random_qkv, random_sinks
-from tests.bounds import assert_holds, expect
-from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select, ring
+from ring_attn.testing import Case, Heads, Layouts, run_all_ranks
+from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select
 
 # Large heads only in small blocks, which fit into a GPU.
 SMALL_BLOCKS = ((32, 32), (16, 64))
@@ -54,47 +52,35 @@ def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """The mask, options of `random_qkv`, of the scores and of the ring, and the blocks."""
+def calls(draw: st.DrawFn) -> tuple[Case, int, tuple[int, int]]:
+    """A call, the number of ranks, and the blocks."""
     mask = draw(masks())
+    shards = draw(layouts(mask))
     batch, nheads, nheads_kv = draw(
         st.sampled_from(((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 2)))
     )
     large = draw(st.integers(0, 4)) == 0
     headdims = st.sampled_from((96, 128, 200, 256)) if large else st.integers(1, 72)
-    return {
-        "mask": mask,
-        "sizes": {
-            "batch": batch,
-            "nheads": nheads,
-            "nheads_kv": nheads_kv,
-            "headdim": draw(headdims),
-            "headdim_v": draw(headdims),
-            "dtype": draw(st.sampled_from(DTYPES)),
-            "large_logits": draw(st.booleans()),
-        },
-        "sinks": random_sinks(nheads, device=DEVICE) if draw(st.booleans()) else None,
-        "scale": draw(st.sampled_from((None, 0.01, 0.5, 2.0))),
-        "softcap": draw(st.sampled_from((0.0, 0.0, 0.5, 2.0, 30.0))),
-        "blocks": draw(st.sampled_from(SMALL_BLOCKS if large else BLOCKS)),
-        "layouts": draw(layouts(mask)),
-        # None: `make_call` chooses the side, and gradients are continued in place.
-        "travels": draw(st.sampled_from(("kv", "q", None))),
-        "strided": draw(st.booleans()),
-    }
-
-
-def exercise(call: dict[str, Any]) -> None:
-    mask = call["mask"]
-    inputs = random_qkv(
-        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, device=DEVICE, **call["sizes"]
+    case = Case(
+        mask,
+        shards,
+        backend="triton",
+        dtype=dtype_name(draw(st.sampled_from(DTYPES))),
+        heads=Heads(nheads, nheads_kv, draw(headdims), draw(headdims)),
+        batch=batch,
+        softmax_scale=draw(st.sampled_from((None, 0.01, 0.5, 2.0))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 2.0, 30.0))),
+        sinks=draw(st.booleans()),
+        noncontiguous=draw(st.booleans()),
+        large_logits=draw(st.booleans()),
     )
-    scores = {name: call[name] for name in ("scale", "softcap", "sinks")}
-    how = {name: call[name] for name in ("travels", "strided")}
+    return case, shards[0].world_size, draw(st.sampled_from(SMALL_BLOCKS if large else BLOCKS))
+
+
+def exercise(case: Case, world_size: int, shape: tuple[int, int]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        patched_select(monkeypatch, blocks(*call["blocks"]))
-        got = ring(inputs, mask, call["layouts"], **how, **scores)
-    assert_holds(got, *expect(inputs, mask, **scores))
+        patched_select(monkeypatch, blocks(*shape))
+        assert not run_all_ranks(case, world_size, device=DEVICE).failures
 
 
 USUAL = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -102,12 +88,12 @@ USUAL = settings(deadline=None, derandomize=True, suppress_health_check=[HealthC
 
 @settings(USUAL, max_examples=16 if DEVICE == "cpu" else 3)
 @given(calls())
-def test_any_call(call: dict[str, Any]) -> None:
-    exercise(call)
+def test_any_call(call: tuple[Case, int, tuple[int, int]]) -> None:
+    exercise(*call)
 
 
 @pytest.mark.slow
 @settings(USUAL, max_examples=24 if DEVICE == "cpu" else 30)
 @given(calls())
-def test_many_calls(call: dict[str, Any]) -> None:
-    exercise(call)
+def test_many_calls(call: tuple[Case, int, tuple[int, int]]) -> None:
+    exercise(*call)
