@@ -52,21 +52,17 @@ def executing(arch: str, seed: int | None = None) -> Iterator[list[Launch]]:
     """Gives launches the configs of `arch` and executes their PTX; yields the list of launches."""
     executed = list[Launch]()
 
-    def execute(launch: Launch) -> None:
+    def run(launch: Launch) -> None:
         if all(launch.grid):
             executed.append(launch)
-            assert run(launch, arch, seed) == [], "proxy fences are missing"
+            missing = execute(launch, compiled(launch, arch), seed=seed)
+            assert not missing, "proxy fences are missing"
 
     with (
         mock.patch.object(configs, "architecture", lambda device: arch),
-        mock.patch.object(Launch, "run", execute),
+        mock.patch.object(Launch, "run", run),
     ):
         yield executed
-
-
-def run(launch: Launch, arch: str, seed: int | None = None) -> list[NotFenced]:
-    """Compiles a launch for `arch`, such as "sm_80", and executes it; see `execute`."""
-    return execute(launch, compiled(launch, arch), seed=seed)
 
 
 def execute(
@@ -106,19 +102,16 @@ def execute(
         elif isinstance(value, Tensor):
             args[next(params)] = memory.address(value)
         else:
-            args[next(params)] = _bits(value, kind)
+            bits = (
+                struct.unpack("<I", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
+            )
+            args[next(params)] = bits & (1 << 64) - 1
     args |= dict.fromkeys(params, 0)  # scratch memory, which our kernels do not need
     missing = run_grid(
         kernel, args, memory, code.shared_bytes, launch.grid, tensor_maps=tensor_maps, seed=seed
     )
     memory.write_back()
     return missing
-
-
-def _bits(value: Any, kind: str) -> int:
-    if kind == "fp32":
-        return int.from_bytes(struct.pack("<f", value), "little")
-    return int(value) & (1 << 64) - 1
 
 
 # -- compiling
