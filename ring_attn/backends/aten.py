@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
-    OperatorBackend,
+    Backend,
+    BackwardInputs,
     Tiles,
     band_mask,
     equal_headdims,
@@ -45,7 +46,7 @@ CONTIGUOUS = torch.contiguous_format
 NO_SOFTCAP = "torch's fused attention has no softcap"
 
 
-class AtenBackend(OperatorBackend):
+class AtenBackend(Backend):
     """Torch's flash attention, on CPU and CUDA.
 
     On CPU 16-bit inputs are computed in float32: the operator's forward is no faster in bfloat16,
@@ -55,6 +56,7 @@ class AtenBackend(OperatorBackend):
     name = "aten"
     # On CUDA it adds dq by atomics, except under torch.use_deterministic_algorithms.
     deterministic = False
+    reads_out = True
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         if spec.device_type == "cpu":
@@ -91,9 +93,10 @@ class AtenBackend(OperatorBackend):
         return out, lse
 
     def backward_piece(
-        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+        self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
-        dout, q, k, v, out, lse = tensors
+        q, k, v, dout, lse, _ = inputs
+        assert out is not None, "these operators read out"
         cpu = q.device.type == "cpu"
         (dout, q, out), (k, v) = _computable(dout, q, out), _computable_kv(k, v)
         dout, q, k, v, out = equal_headdims(dout, q, k, v, out, multiple=1 if cpu else 8)
@@ -158,12 +161,13 @@ class CudnnBackend(AtenBackend):
         return out.transpose(1, 2), lse.reshape(q.size(0), q.size(2), q.size(1))
 
     def backward_piece(
-        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+        self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
         if piece.kind is MaskKind.WINDOW:
-            return super().backward_piece(tensors, piece, scores)
-        *inputs, lse = tensors
-        dout, q, k, v, out = equal_headdims(*_computable(*inputs), multiple=8)
+            return super().backward_piece(inputs, out, piece, scores)
+        q, k, v, dout, lse, _ = inputs
+        assert out is not None, "these operators read out"
+        dout, q, k, v, out = equal_headdims(*_computable(dout, q, k, v, out), multiple=8)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read for dropout only
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None,

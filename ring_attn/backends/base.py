@@ -40,16 +40,14 @@ class BackwardInputs(NamedTuple):
 Gradients = tuple[Tensor, Tensor, Tensor]
 SomeGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# q, dout, lse and a fourth tensor, from which `backward_tile` has delta.
-QSide = tuple[Tensor, Tensor, Tensor, Tensor]
-
 
 class Backend:
     """Computes a call's steps; tensors are (batch, rows, heads, dim) with any strides.
 
     A state passes from step to step: `new_state` makes it, and `finalize` consumes it. By default
-    the tiles of a step are computed one by one, in `forward_tile` and `backward_tile`, and folded
-    into a `core.state.State`. A backend that computes them together replaces all methods.
+    the tiles of a step are cut into pieces that are computed one by one, in `forward_piece` and
+    `backward_piece`, and folded into a `core.state.State`. A backend that computes the tiles
+    together replaces all methods.
     """
 
     name: str  # as in `PREFERENCE`
@@ -66,6 +64,8 @@ class Backend:
     carries_state = False
     # Two runs of a backward on CUDA have the same bits; on CPUs they always do.
     deterministic = True
+    # `backward_piece` reads `out` instead of delta.
+    reads_out = False
     # `row_statistics` makes a new lse, and does not return its argument.
     converts_lse = False
 
@@ -103,8 +103,8 @@ class Backend:
 
         `last`: no more tiles follow, so the kernel may write out and lse at once.
         """
-        for tile in tiles:
-            self.forward_tile(q, k, v, tile, state, scores)
+        for piece in self._pieces(tiles, q.device.type):
+            self._fold_piece(q, k, v, piece, state, scores)
         return state
 
     def finalize(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -161,10 +161,11 @@ class Backend:
         `out` is None on ranks that do not own the q rows: there an operator that needs `out`
         instead of delta builds one by `out_from_delta`.
         """
-        q, k, v, dout, lse, delta = inputs
-        side = self.q_side(q, dout, lse, delta, out)
-        for tile in tiles:
-            self.backward_tile(side, k, v, tile, cast(Gradients, gradients), scores)
+        dout = inputs.dout
+        if out is None and self.reads_out:
+            out = out_from_delta(dout, inputs.delta, self.compute_dtype(dout))
+        for piece in self._pieces(tiles, dout.device.type):
+            self._add_piece(inputs, out, piece, cast(Gradients, gradients), scores)
 
     def gradient_factor(self, scores: Scores) -> float:
         """The factor by which the caller multiplies dq and dk, once after all steps."""
@@ -181,7 +182,7 @@ class Backend:
         acc = statistics * spec.headdim_v
         most, first = 0, True
         for tiles in steps:
-            for part in self.folded(spec, tiles):
+            for part in self._pieces(tiles, spec.device_type):
                 # The state adopts the first part's output if that has all rows. Each later merge
                 # needs four more statistics than the two of the state.
                 state = statistics if first and part.rows == rows else acc + 6 * statistics
@@ -216,97 +217,53 @@ class Backend:
 
     # -- for backends that compute the tiles one by one
 
-    def folded(self, spec: AttentionSpec, tiles: Tiles) -> Iterator[Tile]:
-        """The tiles, or their parts, in the units folded into the state."""
-        yield from tiles
-
-    def q_side(
-        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
-    ) -> QSide:
-        """The tensors of the q rows as `backward_tile` reads them, made once per step."""
-        return q, dout, lse, delta
-
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
-    ) -> None:
-        """Folds one tile."""
-        raise NotImplementedError
-
-    def backward_tile(
-        self, side: QSide, k: Tensor, v: Tensor, tile: Tile, gradients: Gradients, scores: Scores
-    ) -> None:
-        """Adds one tile's gradients."""
-        raise NotImplementedError
-
-
-class OperatorBackend(Backend):
-    """A backend that computes each piece of a tile by one call of a fused operator.
-
-    The operators read `out` instead of delta.
-    """
-
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
-        """Splits the tile into rectangles that the device's operator computes in one call each."""
-        return flash_pieces(tile)
+        """Splits the tile into rectangles that are computed, and folded, in one call each."""
+        yield tile
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype of the operator's inputs."""
+        """The dtype of an `out` that is rebuilt from delta."""
         return x.dtype
 
     def forward_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """`out` of a piece, perhaps with more dims, and `lse` (batch, nheads, rows)."""
+    ) -> Sequence[Tensor]:
+        """`out` of a piece, perhaps with more dims, and lse (batch, nheads, rows); or acc, m, l."""
         raise NotImplementedError
 
     def backward_piece(
-        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+        self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
-        """dq, dk, dv of a piece, perhaps with more dims, from its dout, q, k, v, out and lse."""
+        """dq, dk, dv of a piece, perhaps with more dims; `out` is not None if `reads_out`."""
         raise NotImplementedError
 
-    def folded(self, spec: AttentionSpec, tiles: Tiles) -> Iterator[Tile]:
+    def _pieces(self, tiles: Tiles, device_type: str) -> Iterator[Tile]:
         for tile in tiles:
-            yield from self.pieces(tile, spec.device_type)
-
-    def q_side(
-        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
-    ) -> QSide:
-        """q, dout, lse and an `out` from which the operator forms delta."""
-        if out is None:
-            out = out_from_delta(dout, delta, self.compute_dtype(dout))
-        return q, dout, lse, out
-
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
-    ) -> None:
-        for piece in self.pieces(tile, q.device.type):
-            self._fold_piece(q, k, v, piece, state, scores)
+            yield from self.pieces(tile, device_type)
 
     def _fold_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores
     ) -> None:
         # A function, which frees a piece's copies before the next piece is copied.
         parts = q[:, piece.q], k[:, piece.kv], v[:, piece.kv]
-        out, lse = self.forward_piece(*parts, piece, scores)
-        state.fold(piece.q, out[..., : v.size(-1)], lse)
-
-    def backward_tile(
-        self, side: QSide, k: Tensor, v: Tensor, tile: Tile, gradients: Gradients, scores: Scores
-    ) -> None:
-        for piece in self.pieces(tile, k.device.type):
-            self._add_piece(side, k, v, piece, gradients, scores)
+        out, *statistics = self.forward_piece(*parts, piece, scores)
+        state.fold(piece.q, out[..., : v.size(-1)], *statistics)
 
     def _add_piece(
-        self, side: QSide, k: Tensor, v: Tensor, piece: Tile, gradients: Gradients, scores: Scores
+        self,
+        inputs: BackwardInputs,
+        out: Tensor | None,
+        piece: Tile,
+        gradients: Gradients,
+        scores: Scores,
     ) -> None:
-        q, dout, lse, out = side
-        q, dout, out = q[:, piece.q], dout[:, piece.q], out[:, piece.q]
-        lse, k, v = lse[:, :, piece.q].contiguous(), k[:, piece.kv], v[:, piece.kv]
-        grads = self.backward_piece((dout, q, k, v, out, lse), piece, scores)
-        sides = (piece.q, piece.kv, piece.kv)
-        for total, grad, rows in zip(gradients, grads, sides, strict=True):
-            total[:, rows] += grad[..., : total.size(-1)]
+        q, k, v, dout, lse, delta = inputs
+        rows, cols = piece.q, piece.kv
+        lse, delta = lse[:, :, rows].contiguous(), delta[:, :, rows]
+        part = BackwardInputs(q[:, rows], k[:, cols], v[:, cols], dout[:, rows], lse, delta)
+        grads = self.backward_piece(part, None if out is None else out[:, rows], piece, scores)
+        for total, grad, place in zip(gradients, grads, (rows, cols, cols), strict=True):
+            total[:, place] += grad[..., : total.size(-1)]
 
 
 def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -> str | None:

@@ -14,7 +14,7 @@ inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,10 +23,12 @@ from torch import Tensor
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
-    OperatorBackend,
+    Backend,
+    BackwardInputs,
     Tiles,
     architecture,
     equal_headdims,
+    flash_pieces,
     flash_window,
 )
 from ring_attn.core.dtypes import HALF_DTYPES
@@ -38,10 +40,11 @@ Version = tuple[int, int, int, int]
 RELEASED = 1 << 30
 
 
-class FlashAttnBackend(OperatorBackend):
+class FlashAttnBackend(Backend):
     """FlashAttention 2 from the package flash-attn."""
 
     name = "flash_attn"
+    reads_out = True
     package = "flash-attn"  # its name in package indexes
     install = "pip install 'ring-attn[flash]'"
     oldest: Version = (2, 8, 0, 0)  # earlier versions have other arguments or results
@@ -78,6 +81,9 @@ class FlashAttnBackend(OperatorBackend):
             return f"{self.package} takes headdim up to {self.most_headdim}, got {headdim}"
         return NO_MAX_LOGITS if spec.max_logits else None
 
+    def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
+        return flash_pieces(tile)
+
     def arguments(self, piece: Tile, scores: Scores) -> dict[str, Any]:
         """Arguments of both operators that are no tensors."""
         left, right = flash_window(piece)
@@ -94,10 +100,11 @@ class FlashAttnBackend(OperatorBackend):
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward_piece(
-        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+        self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
-        *inputs, lse = tensors
-        dout, q, k, v, out = equal_headdims(*inputs, multiple=8)
+        q, k, v, dout, lse, _ = inputs
+        assert out is not None, "these operators read out"
+        dout, q, k, v, out = equal_headdims(dout, q, k, v, out, multiple=8)
         grads = [torch.empty_like(x) for x in (q, k, v)]
         options = {**self.arguments(piece, scores), "deterministic": True}
         operator = getattr(self.operators(), self.names[1])

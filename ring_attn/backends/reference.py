@@ -6,13 +6,15 @@ for tests, and for calls that all other backends refuse. 16-bit inputs are compu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attn.backends.base import Backend, Gradients, QSide, Tiles, band_mask
+from ring_attn.backends.base import Backend, BackwardInputs, Tiles, band_mask
+from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 
 
@@ -24,45 +26,38 @@ class ReferenceBackend(Backend):
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         return None
 
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
-    ) -> None:
-        """Folds one tile: s = the scores of q k^T, m = max s, p = exp(s - m), acc = p v."""
-        s = _masked(_scores(q[:, tile.q], k[:, tile.kv], scores, state.dtype), tile)
+    def forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
+    ) -> Sequence[Tensor]:
+        """s = the scores of q k^T, m = max s, p = exp(s - m), acc = p v."""
+        wide = accum_dtype(q.dtype)
+        s = _masked(_scores(q, k, scores, wide), piece)
         m = s.amax(-1)  # finite: every row of a tile attends to a key
         p = (s - m.unsqueeze(-1)).exp_()
-        acc = torch.einsum("bgnij,bjgd->bignd", p, v[:, tile.kv].to(state.dtype))
-        state.fold(
-            tile.q,
-            rearrange(acc, "b i g n d -> b i (g n) d"),
-            rearrange(m, "b g n i -> b (g n) i"),
-            rearrange(p.sum(-1), "b g n i -> b (g n) i"),
-        )
+        acc = torch.einsum("bgnij,bjgd->bignd", p, v.to(wide))
+        statistics = (rearrange(x, "b g n i -> b (g n) i") for x in (m, p.sum(-1)))
+        return rearrange(acc, "b i g n d -> b i (g n) d"), *statistics
 
-    def backward_tile(
-        self, side: QSide, k: Tensor, v: Tensor, tile: Tile, gradients: Gradients, scores: Scores
-    ) -> None:
+    def backward_piece(
+        self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
+    ) -> Sequence[Tensor]:
         """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q.
 
         With softcap, ds is multiplied by the slope of the cap, 1 - (s / softcap)^2.
         """
-        q, dout, lse, delta = side
-        dq, dk, dv = gradients
-        dtype, groups = dq.dtype, k.size(2)
-        q, k, v = q[:, tile.q], k[:, tile.kv].to(dtype), v[:, tile.kv].to(dtype)
+        dtype, groups = inputs.delta.dtype, inputs.k.size(2)
+        q, k, v = inputs.q, inputs.k.to(dtype), inputs.v.to(dtype)
         lse, delta = (
-            rearrange(x[:, :, tile.q], "b (g n) i -> b g n i 1", g=groups) for x in (lse, delta)
+            rearrange(x, "b (g n) i -> b g n i 1", g=groups) for x in (inputs.lse, inputs.delta)
         )
-        dout = _grouped(dout[:, tile.q], groups).to(dtype)
+        dout = _grouped(inputs.dout, groups).to(dtype)
         s = _scores(q, k, scores, dtype)
         slope = scores.softmax_scale * (1.0 - (s / scores.softcap) ** 2 if scores.softcap else 1.0)
-        p = (_masked(s, tile) - lse).exp_()
-        dv[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", p, dout)
+        p = (_masked(s, piece) - lse).exp_()
+        dv = torch.einsum("bgnij,bignd->bjgd", p, dout)
         ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * slope
-        dq[:, tile.q] += rearrange(
-            torch.einsum("bgnij,bjgd->bignd", ds, k), "b i g n d -> b i (g n) d"
-        )
-        dk[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype))
+        dq = rearrange(torch.einsum("bgnij,bjgd->bignd", ds, k), "b i g n d -> b i (g n) d")
+        return dq, torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype)), dv
 
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
