@@ -27,6 +27,10 @@ Dao, arXiv 2307.08691.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,7 +38,6 @@ from torch import Tensor
 from .configs import Config
 from .flash_fwd import (
     block_dim,
-    constants,
     in_units,
     load_block,
     load_rows,
@@ -42,7 +45,7 @@ from .flash_fwd import (
     offset_unit,
     offsets_in_block,
     pointers,
-    scales,
+    step_launch,
     store_rows,
     store_stats,
     strides,
@@ -51,7 +54,7 @@ from .launch import Launch
 from .online_softmax import LOG2E, tanh
 from .proxy_fence import proxy_fence
 from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
-from .tasks import block_and_head, make_schedule
+from .tasks import block_and_head
 
 
 @triton.jit
@@ -327,7 +330,7 @@ def delta_launch(
         (triton.cdiv(num_rows, config.BLOCK_M) * batch * nheads,),
         {
             **pointers(out=out, dout=dout, lse=lse, minus_lse=minus_lse, delta=delta),
-            **strides(o=out, d=dout),
+            **strides(out=out, dout=dout),
             "num_rows": num_rows,
             "nheads": nheads,
         },
@@ -341,94 +344,43 @@ def delta_launch(
     )
 
 
-def dkdv_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    minus_lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+def backward_launch(
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     table: StepTable,
     config: Config,
     *,
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch that adds one step's dk (without softmax_scale) and dv.
+    """The launch that adds one step's dq, or dk and dv; dq and dk lack softmax_scale.
 
     Args:
-        q: (batch, rows, nheads, headdim); for q, k, v, dout any strides, but 1 in the last dim.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        dout: (batch, rows, nheads, headdim_v).
-        minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; over all keys of all steps.
-        delta: (batch, nheads, rows) float32, contiguous.
-        dk: shape of k, float32, contiguous; added to.
-        dv: shape of v, likewise.
-        table: kv rows x q rows (`transposed`), ascending.
+        inputs: q, k, v, dout, minus_lse, delta: q (batch, rows, nheads, headdim), k (batch,
+            rows_kv, nheads_kv, headdim), v (batch, rows_kv, nheads_kv, headdim_v) and dout (batch,
+            rows, nheads, headdim_v) with any strides, but 1 in the last dim; minus_lse, in base 2,
+            and delta, over all keys of all steps, (batch, nheads, rows) float32, contiguous.
+        gradients: dq, or dk and dv, float32, contiguous; added to.
+        table: for dq q rows x kv rows, descending; else kv rows x q rows (`transposed`), ascending.
         config: for whose blocks the table is.
         softmax_scale: positive.
         softcap: 0 means none.
     """
-    batch, num_rows, nheads, headdim = q.shape
-    nheads_kv = k.size(2)
-    schedule = make_schedule(
-        table, config, q.device, num_heads=batch * nheads_kv, heads_per_kv=1,
-        bytes_per_column=nheads // nheads_kv * (headdim + v.size(3)) * q.element_size(),
-    )  # fmt: skip
-    steps = strides(q=q, k=k, v=v, d=dout)
+    q, k, v, dout, minus_lse, delta = inputs
+    strided = {"q": q, "k": k, "v": v, "dout": dout}
+    statistics = {"minus_lse": minus_lse, "delta": delta}
+    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap}
+    if len(gradients) == 1:
+        sizes = {"num_rows": q.size(1), "nheads": q.size(2)}
+        others = {**statistics, "dq": gradients[0]}
+        return step_launch(flash_dq_kernel, strided, others, sizes, table, config, {}, **scores)
+    sizes = {"num_rows": q.size(1), "num_rows_kv": k.size(1), "nheads_kv": k.size(2)}
+    others = {**statistics, "dk": gradients[0], "dv": gradients[1]}
+    launch = step_launch(
+        flash_dkdv_kernel, strided, others, sizes, table, config, {}, kv_rows=True, **scores
+    )
     # Row strides as constants save 12 of 398 instructions of the loop, and on sm_100 20 spilled
     # bytes. In the other kernels they make ptxas aim at fewer registers, and spill.
-    known = constants((q, k, v, dout), table, config, softcap)
-    known |= {f"stride_{x}": steps.pop(f"stride_{x}") for x in ("qm", "kn", "vn", "dm")}
-    args = {
-        **pointers(q=q, k=k, v=v, dout=dout, minus_lse=minus_lse, delta=delta, dk=dk, dv=dv),
-        **pointers(blocks=table.blocks, runs=table.runs),
-        **steps,
-        "num_rows": num_rows,
-        "num_rows_kv": k.size(1),
-        "nheads_kv": nheads_kv,
-        **schedule.args,
-        **scales(softmax_scale, softcap),
-    }
-    return Launch(flash_dkdv_kernel, (schedule.num_tasks,), args, known, config.options)
-
-
-def dq_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    minus_lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    table: StepTable,
-    config: Config,
-    *,
-    softmax_scale: float,
-    softcap: float = 0.0,
-) -> Launch:
-    """The launch that adds one step's dq (without softmax_scale); arguments as in `dkdv_launch`.
-
-    Args:
-        dq: shape of q, float32, contiguous; added to.
-        table: table of q rows x kv rows, descending.
-    """
-    batch, num_rows, nheads, headdim = q.shape
-    schedule = make_schedule(
-        table, config, q.device, num_heads=batch * nheads, heads_per_kv=nheads // k.size(2),
-        bytes_per_column=(headdim + v.size(3)) * k.element_size(),
-    )  # fmt: skip
-    args = {
-        **pointers(q=q, k=k, v=v, dout=dout, minus_lse=minus_lse, delta=delta, dq=dq),
-        **pointers(blocks=table.blocks, runs=table.runs),
-        **strides(q=q, k=k, v=v, d=dout),
-        "num_rows": num_rows,
-        "nheads": nheads,
-        **schedule.args,
-        **scales(softmax_scale, softcap),
-    }
-    known = constants((q, k, v, dout), table, config, softcap)
-    return Launch(flash_dq_kernel, (schedule.num_tasks,), args, known, config.options)
+    args = dict(launch.args)
+    rows = {name: args.pop(name) for name in ("stride_qm", "stride_kn", "stride_vn", "stride_dm")}
+    return replace(launch, args=args, constants={**launch.constants, **rows})

@@ -25,7 +25,7 @@ Dao et al., arXiv 2205.14135 and 2307.08691; ring use, Liu et al., arXiv 2310.01
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -45,7 +45,7 @@ from .online_softmax import (
 )
 from .proxy_fence import proxy_fence
 from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
-from .tasks import block_and_head, make_schedule
+from .tasks import block_and_head, step_schedule
 
 
 @triton.jit
@@ -284,9 +284,9 @@ def pointers(**tensors: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """stride_{letter}{axis}: axes are b (batch), m (q rows) or n (kv rows), and h (heads)."""
+    """stride_{initial}{axis}: axes are b (batch), m (q rows) or n (kv rows), and h (heads)."""
     return {
-        f"stride_{name}{axis}": stride
+        f"stride_{name[0]}{axis}": stride
         for name, x in tensors.items()
         for axis, stride in zip(f"b{'n' if name in 'kv' else 'm'}h", x.stride(), strict=False)
     }
@@ -298,14 +298,51 @@ def scales(softmax_scale: float, softcap: float) -> dict[str, float]:
     return {"inner_scale": inner_scale, "outer_scale": outer_scale}
 
 
-def constants(
-    tensors: Sequence[Tensor], table: StepTable, config: Config, softcap: float
-) -> dict[str, Any]:
-    """Constants of every portable kernel; the first of the tensors are q, k and v."""
-    q, k, v = tensors[:3]
-    return {
+@cache
+def block_dim(headdim: int) -> int:
+    """The power of two that holds a head dim; at least 16, as tl.dot requires."""
+    return max(16, triton.next_power_of_2(headdim))
+
+
+def step_launch(
+    kernel: Any,
+    inputs: Mapping[str, Tensor],
+    others: Mapping[str, Tensor | None],
+    sizes: Mapping[str, int],
+    table: StepTable,
+    config: Config,
+    constants: Mapping[str, Any],
+    *,
+    softmax_scale: float,
+    softcap: float,
+    kv_rows: bool = False,
+) -> Launch:
+    """The launch of a portable kernel over one step.
+
+    Args:
+        kernel: the kernel.
+        inputs: q, k, v and perhaps dout: any strides, but 1 in the last dim.
+        others: contiguous tensors.
+        sizes: sizes of the tensors that the kernel takes.
+        table: of blocks of q rows, or of kv rows if `kv_rows`.
+        config: for whose blocks the table is.
+        constants: those of this kernel only.
+        softmax_scale: positive.
+        softcap: 0 means none.
+        kv_rows: a task is a block of kv rows of a kv head, not of q rows of a head.
+    """
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    schedule = step_schedule(q, k, v, table, config, kv_rows=kv_rows)
+    args = {
+        **pointers(**inputs, **others, blocks=table.blocks, runs=table.runs),
+        **strides(**inputs),
+        **sizes,
+        **schedule.args,
+        **scales(softmax_scale, softcap),
+    }
+    known = {
         "GROUP": q.size(2) // k.size(2),
-        "UNIT": offset_unit(*tensors),
+        "UNIT": offset_unit(*inputs.values()),
         "HEAD_DIM": q.size(3),
         "HEAD_DIM_V": v.size(3),
         "BLOCK_D": block_dim(q.size(3)),
@@ -314,13 +351,9 @@ def constants(
         "BLOCK_N": config.BLOCK_N,
         **table.constants,
         "SOFTCAP": softcap != 0.0,
+        **constants,
     }
-
-
-@cache
-def block_dim(headdim: int) -> int:
-    """The power of two that holds a head dim; at least 16, as tl.dot requires."""
-    return max(16, triton.next_power_of_2(headdim))
+    return Launch(kernel, (schedule.num_tasks,), args, known, config.options)
 
 
 def forward_launch(
@@ -350,28 +383,15 @@ def forward_launch(
         first: start from the empty state, and load none.
         last: write out and lse, and store no state.
     """
-    batch, num_rows, nheads, headdim = q.shape
-    schedule = make_schedule(
-        table, config, q.device, num_heads=batch * nheads, heads_per_kv=nheads // k.size(2),
-        bytes_per_column=(headdim + v.size(3)) * k.element_size(),
-    )  # fmt: skip
-    return Launch(
+    carried = {"acc": state.acc, "m": state.m, "l": state.l, "out": state.out, "lse": state.lse}
+    return step_launch(
         flash_fwd_kernel,
-        (schedule.num_tasks,),
-        {
-            **pointers(q=q, k=k, v=v, acc=state.acc, m=state.m, l=state.l, out=state.out),
-            **pointers(lse=state.lse, sinks=state.sinks, blocks=table.blocks, runs=table.runs),
-            **strides(q=q, k=k, v=v),
-            "num_rows": num_rows,
-            "nheads": nheads,
-            **schedule.args,
-            **scales(softmax_scale, softcap),
-        },
-        {
-            **constants((q, k, v), table, config, softcap),
-            "FIRST": first,
-            "LAST": last,
-            "HAS_SINKS": state.sinks is not None,
-        },
-        config.options,
+        {"q": q, "k": k, "v": v},
+        {**carried, "sinks": state.sinks},
+        {"num_rows": q.size(1), "nheads": q.size(2)},
+        table,
+        config,
+        {"FIRST": first, "LAST": last, "HAS_SINKS": state.sinks is not None},
+        softmax_scale=softmax_scale,
+        softcap=softcap,
     )

@@ -40,6 +40,8 @@ Shah et al., arXiv 2407.08608; for the turns, the deterministic mode of flash-at
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,7 +72,7 @@ from .hopper_blocks import (
 )
 from .launch import Launch
 from .step_table import column_range, load_block_row
-from .tasks import block_and_head, make_schedule
+from .tasks import block_and_head, step_schedule
 from .turn_table import TurnTable, load_piece, load_visited
 
 # Warpgroups that compute, with ROWS kv rows each.
@@ -490,15 +492,8 @@ def hopper_bwd_kernel(
 
 
 def bwd_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    minus_lse: Tensor,
-    delta: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
     turns: Tensor,
     table: TurnTable,
     config: Config,
@@ -508,21 +503,17 @@ def bwd_launch(
     """The launch that adds one step's dq and dk (without softmax_scale) and dv.
 
     Args:
-        q: q, k, v, dout as from `hopper_fwd.copyable`; tensors as in `flash_bwd.dkdv_launch`.
-        dq: shape of q, float32, contiguous; added to. None leaves its product out.
-        dk: shape of k, likewise; None if dv is None.
+        inputs: as in `flash_bwd.backward_launch`; q, k, v, dout as from `hopper_fwd.copyable`.
+        gradients: dq, dk, dv, float32, contiguous; added to. None leaves dq, or dk and dv, out.
         turns: `num_turns` int32 zeros.
         table: table for this config's blocks.
         config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps (of a consumer).
         softmax_scale: positive.
     """
-    batch, num_rows, nheads, headdim = q.shape
-    nheads_kv = k.size(2)
+    q, k, v, dout, minus_lse, delta = inputs
+    dq, dk, dv = gradients
     scale, _ = score_scales(softmax_scale, 0.0)
-    schedule = make_schedule(
-        table, config, q.device, num_heads=batch * nheads_kv, heads_per_kv=1,
-        bytes_per_column=nheads // nheads_kv * 2 * headdim * q.element_size(),
-    )  # fmt: skip
+    schedule = step_schedule(q, k, v, table, config, kv_rows=True)
     return Launch(
         hopper_bwd_kernel,
         (schedule.num_tasks,),
@@ -534,13 +525,13 @@ def bwd_launch(
             **pointers(minus_lse=minus_lse, delta=delta, dq=dq, dk=dk, dv=dv, turns=turns),
             **pointers(blocks=table.blocks, runs=table.runs, pieces=table.pieces),
             **schedule.args,
-            "num_rows": num_rows,
+            "num_rows": q.size(1),
             "num_rows_kv": k.size(1),
-            "nheads_kv": nheads_kv,
+            "nheads_kv": k.size(2),
             "scale": scale,
         },
         {
-            "GROUP": nheads // nheads_kv,
+            "GROUP": q.size(2) // k.size(2),
             "BLOCK_M": config.BLOCK_M,
             "STAGES": config.num_stages,
             **table.constants,

@@ -76,7 +76,7 @@ from .hopper_blocks import (
 from .launch import Launch
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_block_row, load_run
-from .tasks import block_and_head, make_schedule
+from .tasks import block_and_head, step_schedule
 
 
 @gluon.jit
@@ -508,12 +508,7 @@ def hopper_launch(
         config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
         ping_pong: consumers take turns.
     """
-    batch, num_rows, nheads, headdim = q.shape
-    group = nheads // k.size(2)
-    schedule = make_schedule(
-        table, config, q.device, num_heads=batch * nheads, heads_per_kv=group,
-        bytes_per_column=(headdim + v.size(3)) * k.element_size(),
-    )  # fmt: skip
+    schedule = step_schedule(q, k, v, table, config)
     return Launch(
         hopper_fwd_kernel,
         (schedule.num_programs,),
@@ -527,12 +522,12 @@ def hopper_launch(
             "num_tasks": schedule.num_tasks,
             "num_programs": schedule.num_programs,
             **schedule.args,
-            "num_rows": num_rows,
-            "nheads": nheads,
+            "num_rows": q.size(1),
+            "nheads": q.size(2),
             **scales(softmax_scale, softcap),
         },
         {
-            "GROUP": group,
+            "GROUP": q.size(2) // k.size(2),
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
             "STAGES": config.num_stages,

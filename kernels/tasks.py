@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl  # noqa: F401  the interpreter asks that every kernel's module has it
+from torch import Tensor
 
 from .configs import Config
 from .step_table import StepTable
@@ -84,6 +85,19 @@ def make_schedule(
         sms = num_sms(device)
         num_programs = min(num_programs, config.programs_per_sm * (sms - sms // SMS_PER_COPY))
     return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
+
+
+def step_schedule(
+    q: Tensor, k: Tensor, v: Tensor, table: StepTable, config: Config, *, kv_rows: bool = False
+) -> Schedule:
+    """The schedule of q rows of each head against keys, or of kv rows of each kv head."""
+    group = q.size(2) // k.size(2)
+    heads_of_column, heads_per_kv = (group, 1) if kv_rows else (1, group)
+    return make_schedule(
+        table, config, q.device,
+        num_heads=q.size(0) * q.size(2) // heads_of_column, heads_per_kv=heads_per_kv,
+        bytes_per_column=heads_of_column * (q.size(3) + v.size(3)) * q.element_size(),
+    )  # fmt: skip
 
 
 @cache

@@ -124,12 +124,20 @@ class TritonBackend(Backend):
         others = [carried.acc, carried.m, carried.l, carried.out, carried.lse, carried.sinks]
         if gluon:
             others.append(carried.counter)
-        self._launches.run(
-            (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None),
-            (q, k, v),
-            others,
-            lambda: self._forward_launch(q, k, v, tiles, carried, scores, first, last, gluon),
-        )
+
+        def launch() -> Launch:
+            make: Callable[..., Launch]
+            if gluon:
+                from ring_attn.kernels.hopper_fwd import hopper_launch as make
+            else:
+                from ring_attn.kernels.flash_fwd import forward_launch as make
+            config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
+            # The first and the last launch write every row, even rows without keys.
+            table = self._table(tiles, config, q.device, num_rows=rows if first or last else 0)
+            return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
+
+        call = (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None)
+        self._launches.run(call, (q, k, v), others, launch)
         state.started = True
         if last:
             carried.acc = carried.m = carried.l = None
@@ -284,7 +292,7 @@ class TritonBackend(Backend):
                 lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, q.device),
             )
             scale = scores.softmax_scale
-            return bwd_launch(*inputs, *gradients, turns, table, config, softmax_scale=scale)
+            return bwd_launch(inputs, gradients, turns, table, config, softmax_scale=scale)
 
         self._launches.run(
             (tiles, "bwd", dq is None, dk is None, scores),
@@ -326,29 +334,6 @@ class TritonBackend(Backend):
         blocks = -(-max(tile.q.stop for tile in tiles) // GLUON_BWD[spec.headdim].BLOCK_M)
         return torch.int32.itemsize * (1 + spec.batch * spec.nheads * blocks)
 
-    def _forward_launch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        carried: Carried,
-        scores: Scores,
-        first: bool,
-        last: bool,
-        gluon: bool,
-    ) -> Launch:
-        make: Callable[..., Launch]
-        if gluon:
-            from ring_attn.kernels.hopper_fwd import hopper_launch as make
-        else:
-            from ring_attn.kernels.flash_fwd import forward_launch as make
-        config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
-        # The first and the last launch write every row, even rows without keys.
-        num_rows = q.size(1) if first or last else 0
-        table = self._table(tiles, config, q.device, num_rows=num_rows)
-        return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
-
     def _backward_launch(
         self,
         kernel: str,
@@ -359,13 +344,12 @@ class TritonBackend(Backend):
     ) -> Launch:
         """The launch of "dq" or "dkdv"."""
         from ring_attn.kernels import configs
-        from ring_attn.kernels.flash_bwd import dkdv_launch, dq_launch
+        from ring_attn.kernels.flash_bwd import backward_launch
         from ring_attn.kernels.tasks import num_sms
 
         q, k, v, *_ = inputs
         kv_rows = kernel == "dkdv"
         kind = f"{kernel}_softcap" if scores.softcap else _kind(kernel, tiles)
-        make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
         config = self._config(kind, q, v.size(3))
         table = self._table(tiles, config, q.device, kv_rows=kv_rows)
         if kv_rows and kind not in self._configs:
@@ -373,7 +357,7 @@ class TritonBackend(Backend):
             few = configs.few_programs(q, v.size(3))
             config = configs.filling(config, programs, num_sms(q.device), few)
             table = self._table(tiles, config, q.device, kv_rows=True)
-        return make(*inputs, *gradients, table, config, **vars(scores))
+        return backward_launch(inputs, gradients, table, config, **vars(scores))
 
     def _parts(
         self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int

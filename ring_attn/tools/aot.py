@@ -316,7 +316,7 @@ def variant_launch(
     known = (*qkv, rows_of(HEADS), stats(), stats())
     if variant.kernel == "dq":
         dq = rows_of(HEADS, torch.float32, head_dim)
-        return flash_bwd.dq_launch(*known, dq, table, config, **options)
+        return flash_bwd.backward_launch(known, [dq], table, config, **options)
     dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
     if isinstance(table, TurnTable):
         from ring_attn.kernels import hopper_bwd
@@ -324,9 +324,9 @@ def variant_launch(
         turns = torch.empty(1, dtype=torch.int32, device=meta)
         dq = rows_of(HEADS, torch.float32, head_dim)
         return hopper_bwd.bwd_launch(
-            *known, dq, dk, dv, turns, table, config, softmax_scale=head_dim**-0.5
+            known, (dq, dk, dv), turns, table, config, softmax_scale=head_dim**-0.5
         )
-    return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
+    return flash_bwd.backward_launch(known, [dk, dv], table, config, **options)
 
 
 def _table(variant: Variant, config: Config) -> StepTable:
