@@ -13,13 +13,13 @@ inputs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
@@ -35,10 +35,6 @@ from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 
-# Major, minor, patch and beta; RELEASED sorts a release after all of its betas.
-Version = tuple[int, int, int, int]
-RELEASED = 1 << 30
-
 
 class FlashAttnBackend(Backend):
     """FlashAttention 2 from the package flash-attn."""
@@ -47,7 +43,7 @@ class FlashAttnBackend(Backend):
     reads_out = True
     package = "flash-attn"  # its name in package indexes
     install = "pip install 'ring-attn[flash]'"
-    oldest: Version = (2, 8, 0, 0)  # earlier versions have other arguments or results
+    oldest = "2.8.0"  # earlier versions have other arguments or results
     architectures: tuple[str, ...] = ()  # empty means all GPUs
     most_headdim = 256
     # The operators for forward and backward, and their arguments beside tensors, window and scores.
@@ -65,10 +61,8 @@ class FlashAttnBackend(Backend):
         installed = _installed(self.package)
         if installed is None:
             return f"the package {self.package} is not installed: {self.install}"
-        if _version(installed) < self.oldest:
-            *release, beta = self.oldest
-            oldest = ".".join(map(str, release)) + (f"b{beta}" if 0 < beta < RELEASED else "")
-            return f"{self.package} must be at least {oldest}, got {installed}"
+        if TorchVersion(installed) < self.oldest:
+            return f"{self.package} must be at least {self.oldest}, got {installed}"
         if spec.device_type != "cuda":
             return f"flash-attn runs on cuda, got {spec.device_type}"
         if self.architectures and architecture() not in self.architectures:
@@ -136,7 +130,7 @@ class FlashAttn3Backend(FlashAttnBackend):
     name = "flash_attn_3"
     package = "flash-attn-3"
     install = "build it from flash-attention's folder hopper"
-    oldest = (3, 0, 0, RELEASED)
+    oldest = "3.0.0"
     architectures = ("sm_90",)
     most_headdim = 192  # above it the backward is not deterministic
     names = ("fwd", "bwd")
@@ -155,7 +149,7 @@ class FlashAttn4Backend(FlashAttnBackend):
     name = "flash_attn_4"
     package = "flash-attn-4"
     install = "pip install flash-attn-4"
-    oldest = (4, 0, 0, 13)
+    oldest = "4.0.0b13"
     architectures = ("sm_90", "sm_100")
     most_headdim = 128
     names = ("_flash_attn_fwd", "_flash_attn_bwd")
@@ -185,12 +179,3 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _version(text: str) -> Version:
-    """A version that can be compared: 3.0.0b1 < 3.0.0 == 3.0.0.post1."""
-    release, _, _ = text.partition("+")
-    numbers = [int(n) for n in re.findall(r"\d+", re.split(r"[^\d.]", release)[0])]
-    major, minor, patch = (*numbers, 0, 0, 0)[:3]
-    beta = re.search(r"(?:a|b|rc|dev)(\d+)", release)
-    return major, minor, patch, int(beta[1]) if beta else RELEASED
