@@ -89,12 +89,6 @@ def setting(words: str) -> Setting:
     return ring.setting_of(options_of(ring, words)).each
 
 
-def test_quick_is_smaller_unless_sizes_are_given() -> None:
-    quick, given = setting("--quick"), setting("--quick --seqlen 2k --iters 5")
-    assert (quick.seqlen, quick.iters) == ring.QUICK
-    assert (given.seqlen, given.iters) == (2048, 5)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: str, **options: Any) -> Tensor:
     """Attention of shards in the order `kind`."""
     ranks = dist.get_world_size()
