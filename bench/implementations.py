@@ -324,10 +324,9 @@ def _flash(package: str, causal: bool) -> Callable[..., Tensor]:
 
 
 def _installed(package: str) -> bool:
-    parts = package.split(".")
     try:
-        return all(find_spec(".".join(parts[: n + 1])) for n in range(len(parts)))
-    except (ImportError, ValueError):
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # its parent is not installed
         return False
 
 
