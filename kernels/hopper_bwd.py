@@ -181,9 +181,7 @@ def _task(task, work):
 
 @gluon.jit
 def _visit(
-    dk,
-    dv,
-    use,
+    sums,
     begin,
     end,
     visited,
@@ -198,6 +196,7 @@ def _visit(
 
     dk dv (ROWS, HEAD_DIM) are a consumer's sums, rows (ROWS,) its kv rows.
     """
+    dk, dv, use = sums
     buffers, barriers, runs_ptr, run_index, rows, scale = visited
     k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
     statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
@@ -325,17 +324,13 @@ def _consume(
             dv = dk
         mbarrier.wait(kv_full.index(0), (i - first_run) & 1)
         visited = (buffers, barriers, work[1], i, rows, scale)
+        sums = (dk, dv, use)
         if MASKED:
-            dk, dv, use = _visit(
-                dk, dv, use, first, full_first, visited, INDEX, GROUP, FLAGS, True, DQ, DKV
-            )
-        dk, dv, use = _visit(
-            dk, dv, use, full_first, full_last, visited, INDEX, GROUP, FLAGS, False, DQ, DKV
-        )
+            sums = _visit(sums, first, full_first, visited, INDEX, GROUP, FLAGS, True, DQ, DKV)
+        sums = _visit(sums, full_first, full_last, visited, INDEX, GROUP, FLAGS, False, DQ, DKV)
         if HAS_HI or RAGGED:
-            dk, dv, use = _visit(
-                dk, dv, use, full_last, last, visited, INDEX, GROUP, FLAGS, True, DQ, DKV
-            )
+            sums = _visit(sums, full_last, last, visited, INDEX, GROUP, FLAGS, True, DQ, DKV)
+        dk, dv, use = sums
         mbarrier.arrive(kv_empty.index(0), count=1)
         if DKV:
             # Computed again: pointers kept during the loops would take the products' registers.

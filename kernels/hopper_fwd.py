@@ -195,13 +195,7 @@ def _produce(context, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
 
 @gluon.jit
 def _fold_blocks(
-    acc,
-    p,
-    m_i,
-    l_i,
-    v_stage,
-    use,
-    turn,
+    state,
     begin,
     end,
     folding,
@@ -217,6 +211,7 @@ def _fold_blocks(
     At the start acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the
     previous block, with its V, which is in buffer `v_stage`; at the end, that of the last block.
     """
+    acc, p, m_i, l_i, v_stage, use, turn = state
     q, buffers, barriers, rows, scores = folding
     q_buffers, k_buffers, v_buffers = buffers[:3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers[:7]
@@ -291,20 +286,15 @@ def _fold_run(
     # Blocks from the last one down: [1, above) and [below, last - first) are masked.
     above = gl.maximum(last - full_last, 1)
     below = gl.maximum(last - full_first, above)
+    state = (acc, p, m_i, l_i, v_stage, use, turn)
     if MASKED:
-        acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
-            acc, p, m_i, l_i, v_stage, use, turn, 1, above, folding, last, run,
-            INDEX, FLAGS, True, PING_PONG,
-        )  # fmt: skip
-    acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
-        acc, p, m_i, l_i, v_stage, use, turn, above, below, folding, last, run,
-        INDEX, FLAGS, False, PING_PONG,
-    )  # fmt: skip
+        state = _fold_blocks(state, 1, above, folding, last, run, INDEX, FLAGS, True, PING_PONG)
+    state = _fold_blocks(state, above, below, folding, last, run, INDEX, FLAGS, False, PING_PONG)
     if HAS_LO or RAGGED:
-        acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
-            acc, p, m_i, l_i, v_stage, use, turn, below, last - first, folding, last, run,
-            INDEX, FLAGS, True, PING_PONG,
-        )  # fmt: skip
+        state = _fold_blocks(
+            state, below, last - first, folding, last, run, INDEX, FLAGS, True, PING_PONG
+        )
+    acc, p, m_i, l_i, v_stage, use, turn = state
 
     mbarrier.arrive(q_empty.index(INDEX), count=1, pred=last_run)
     acc = issue_output(p, v_buffers, v_stage, acc)
