@@ -87,14 +87,6 @@ def test_an_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     assert first == second
 
 
-@on_ranks(2)
-def test_a_rank_that_does_not_come_is_a_timeout() -> None:
-    transport = open_p2p(dist.new_group(), TransportOptions(timeout=1.5))
-    if dist.get_rank() == 0:
-        with refused(RuntimeError, "strategy='auto': the ranks choose together|1.5"):
-            agreed_strategy(SPEC, (LAYOUT, LAYOUT), MASK, transport, **OPTIONS)
-
-
 PACKING = ring_attn.pack([70, 5, 0, 33, 5, 9, 12, 1, 20, 6], 3)
 ROWS, CUTS = PACKING.layout.seqlen, PACKING.cu_seqlens
 PACKED = Mask(ROWS, ROWS, True, (-1, -1), CUTS, CUTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,12 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, masks, ring_attention, tree_decode
+from ring_attn import (
+    SequenceLayout,
+    TransportOptions,
+    masks,
+    prepare,
+    ring_attention,
+    tree_decode,
+)
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from tests.distributed.pool import ended, everyone, on_ranks
-from tests.refusals import refused as refused_by_name
-from tests.refusals import says
+from tests.refusals import refused, says
 
 pytestmark = pytest.mark.gloo
 
@@ -140,60 +146,40 @@ def call(group: Group, **arguments: Any) -> Tensor:
     return out
 
 
-# -- calls that one rank makes at another time, or not at all
-
-
-def skipped(group: Group, odd: bool, **arguments: Any) -> None:
-    if not odd:
-        call(group, **arguments)
-    call(group, softmax_scale=0.75, **arguments)
-
-
-def skipped_forward(group: Group, odd: bool, **arguments: Any) -> None:
-    outs = [call(group, requires_grad=False, **arguments) for _ in range(2 if odd else 3)]
-    assert outs
-    call(group, **arguments)
-
-
-def refused(group: Group, odd: bool, **arguments: Any) -> None:
-    if odd:
-        with pytest.raises(ValueError):
-            call(group, **{**arguments, "softcap": -1.0})
-    else:
-        call(group, **arguments)
-    call(group, **arguments)
-
-
-def late(group: Group, odd: bool, **arguments: Any) -> None:
-    call(group, **arguments)
-    if odd:
-        time.sleep(3.0)
-    call(group, **{"transport": TransportOptions(timeout=1.0), **arguments})
-
-
-def forward(group: Group, **arguments: Any) -> Tensor:
-    q = torch.ones(1, ROWS, 4, 8, requires_grad=True)
-    transport = TransportOptions(timeout=TIMEOUT)
-    return ring_attention(q, q, q, **USUAL, transport=transport, group=group, **arguments)
-
-
-def backwards_swapped(group: Group, odd: bool, **arguments: Any) -> None:
-    outs = [forward(group, **arguments) for _ in range(2)]
-    for out in outs if odd else reversed(outs):
-        out.sum().backward()
-
-
-def backward_left_out(group: Group, odd: bool, **arguments: Any) -> None:
-    out = forward(group, **arguments)
-    if not odd:
-        out.sum().backward()
-    call(group, **arguments)
-
-
-HAPPENED: dict[str, Callable[..., None]] = {
-    fn.__name__.replace("_", " "): fn
-    for fn in (skipped, skipped_forward, refused, late, backwards_swapped, backward_left_out)
+# Name -> what most ranks do, in order, and what the odd rank does, see `do`.
+HAPPENED = {
+    "skipped": ("call other", "other"),
+    "skipped forward": ("infer infer infer call", "infer infer call"),
+    "refused": ("call call", "bad call"),
+    "late": ("call short", "call sleep short"),
+    "backwards swapped": ("forward forward back-1 back-2", "forward forward back-2 back-1"),
+    "backward left out": ("forward back-1 call", "forward call"),
 }
+
+
+def do(group: Group, order: str, **arguments: Any) -> None:
+    outs: list[Tensor] = []
+    for name in order.split():
+        if name == "sleep":
+            time.sleep(3.0)
+        elif name == "bad":
+            with pytest.raises(ValueError):
+                call(group, **arguments, softcap=-1.0)
+        elif name == "forward":
+            q = torch.ones(1, ROWS, 4, 8, requires_grad=True)
+            options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group}
+            outs.append(ring_attention(q, q, q, **options, **arguments))
+        elif name.startswith("back"):
+            outs[int(name[-2:])].sum().backward()
+        else:
+            changes: Arguments = {
+                "call": {},
+                "other": {"softmax_scale": 0.75},
+                "infer": {"requires_grad": False},
+                "short": {"transport": TransportOptions(timeout=1.0)},
+            }
+            call(group, **arguments, **changes[name])
+
 
 DECODES: dict[str, tuple[Arguments, Arguments]] = {
     "scale": ({}, {"softmax_scale": 0.5}),
@@ -226,7 +212,7 @@ def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
             if name in DIFFERENT:
                 run = partial(call, group, **how | DIFFERENT[name][odd])
             else:
-                run = partial(HAPPENED[name], group, odd, **how)
+                run = partial(do, group, HAPPENED[name][odd], **how)
         told = everyone(ended(run))
         dist.destroy_process_group(group)
         if strategy == "auto" and all(one.error is ValueError for one in told):
@@ -291,10 +277,10 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
         expected = {part.partition(":")[0] for part in arguments[2].split("|")}
         assert named >= expected and (named == expected or name in MORE), (name, named)
         assert not any(f"rank {innocent} has" in got.text for innocent in (0, 2, 3)), (name, got)
-    with debug(), refused_by_name(ValueError, "1.0|2.0|3.0|4.0"):
+    with debug(), refused(ValueError, "1.0|2.0|3.0|4.0"):
         call(None, softmax_scale=1.0 + dist.get_rank())
-    with debug(), refused_by_name(ValueError, "call: rank 1 has backward"):
-        backwards_swapped(None, dist.get_rank() == ODD)
+    with debug(), refused(ValueError, "call: rank 1 has backward"):
+        do(None, HAPPENED["backwards swapped"][dist.get_rank() == ODD])
 
 
 @on_ranks(WORLD_SIZE)
@@ -315,19 +301,20 @@ def test_ranks_that_agree_run() -> None:
     assert all(all(map(torch.equal, outs[0], one)) for one in outs)
 
 
-@pytest.mark.parametrize("kind", ["call", "decode", "refused"])
+@pytest.mark.parametrize("kind", ["call", "decode", "refused", "auto", "prepare"])
 @on_ranks(WORLD_SIZE)
-def test_the_check_keeps_the_timeout(kind: str) -> None:
-    """Rank 1 makes no call: the check stops at its timeout, long before the group's."""
+def test_a_rank_that_makes_no_call_is_named(kind: str) -> None:
+    """The others stop at the call's timeout, long before the group's; all but the last in debug."""
     group = dist.new_group()
     if dist.get_rank() == ODD:
         return
     options = TransportOptions(timeout=1.5)
-    x = torch.ones(1, 4, 2, 8)
     # A rank with an error also waits no longer than the timeout to tell the others.
-    bad = {"softcap": -1.0} if kind == "refused" else {}
+    bad: Arguments = {"refused": {"softcap": -1.0}, "auto": {"strategy": "auto"}}.get(kind, {})
     run = tree_decode if kind == "decode" else ring_attention
-    with debug():
-        got = ended(lambda: run(x, x, x, group=group, transport=options, **bad))
+    call = partial(run, *3 * [torch.ones(1, 4, 2, 8)], transport=options, group=group, **bad)
+    with debug(None if kind in ("auto", "prepare") else "1"):
+        got = ended(partial(prepare, group, transport=options) if kind == "prepare" else call)
     assert got.error is RuntimeError and got.seconds < 3.0, got
-    assert f"ranks [{ODD}] did not come" in got.text, got
+    told = "strategy='auto': the ranks choose together|1.5" if kind == "auto" else f"[{ODD}] did"
+    assert says(got.text, told), got.text
