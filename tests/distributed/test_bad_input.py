@@ -224,6 +224,32 @@ if importlib.util.find_spec("flash_attn") is None:
     BACKENDS.append(refused_with(ImportError)(told, backend="flash_attn"))
 
 
+DECODE: list[Bad] = [
+    not_built("q requires a gradient: ", q=x(1, 1, 4, 8).requires_grad_()),
+    not_built("sinks requires", sinks=x(4).requires_grad_()),
+    value_error("q must have at least one token, got shape (1, 0, 4", q=x(1, 0, 4, 8)),
+    type_error("layout of a cache must be a SequenceLayout", layout="contiguous"),
+    value_error("k of rank", layout=SequenceLayout.contiguous(20, 2)),
+    value_error("number of ranks than the", layout=SequenceLayout.contiguous(9, 3)),
+    type_error("k must be a torch.Tensor, got None", k=None),
+    value_error("None only with a layout", k=None, v=None),
+    value_error("must have 5 rows", k=None, v=None, layout=SequenceLayout.contiguous(10, 2)),
+    value_error("each of window_size (-1 is unbounded)", window_size=(3, -2)),
+    not_built("no softcap", softcap=2.0, backend="aten"),
+    value_error("softmax_scale", softmax_scale=1e38),
+    value_error("sinks must", sinks=x(3)),
+    value_error("timeout", transport(timeout=1e15)),
+    type_error("return_max_logits", return_max_logits=True),
+]
+
+UNSHARD: list[Bad] = [
+    value_error("must have 6 rows|got 7", x=x(1, ROWS + 1, 4)),
+    value_error("world_size=4|the group, 2", layout=zigzag(SEQLEN, 4)),
+    value_error("dim", dim=3),
+    value_error("meta", x=x(1, ROWS, 4, device="meta")),
+]
+
+
 @contextmanager
 def no_communication() -> Iterator[None]:
     """Makes everything raise that starts to communicate."""
@@ -240,23 +266,28 @@ def no_communication() -> Iterator[None]:
         yield
 
 
-def assert_refused(call: Callable[..., object], bad: Bad) -> None:
-    """Makes the call with good arguments but for an entry of a table."""
+def assert_refused(call: partial[object], bad: Bad) -> None:
+    """Makes a good call but for an entry of a table."""
     changes, error, words = bad
-    arguments = good() | (changes() if callable(changes) else changes)
-    got = ended(partial(call, **arguments))
+    got = ended(partial(call, **(changes() if callable(changes) else changes)))
     assert got.error is error and says(got.text, words), (call, words, got)
     assert got.alone, (words, "an error that came up while another was handled")
     assert got.text.strip() == got.text and "\n" not in got.text, got
+
+
+ATTEND, DECODED = (partial(function, **good()) for function in (ring_attention, tree_decode))
+WHOLE = partial(unshard, x=x(1, ROWS, 4), layout=zigzag(SEQLEN), dim=1)
 
 
 @on_ranks(2)
 def test_bad_arguments() -> None:
     """Every entry of the tables raises its error, and makes no transport."""
     before = set(p2p._transports)
+    attend = (*TENSORS, *BACKENDS, *OTHERS)
     with forward_ad.dual_level(), no_communication():
-        for bad in (*TENSORS, *BACKENDS, *OTHERS):
-            assert_refused(ring_attention, bad)
+        for call, table in ((ATTEND, attend), (DECODED, DECODE), (WHOLE, UNSHARD)):
+            for bad in table:
+                assert_refused(call, bad)
     assert set(p2p._transports) == before
 
 
@@ -310,42 +341,11 @@ def test_good_arguments_run() -> None:
         ring_attention(**good())
 
 
-@on_ranks(2)
-def test_non_member() -> None:
-    """Rank 1, which is not in the group, raises an error instead of leaving rank 0 waiting."""
-    group = dist.new_group([0])
-    got = ended(lambda: ring_attention(**good(), group=group))
-    if dist.get_rank() == 0:
-        assert got.error is None, got
-    else:
-        assert got.error is RuntimeError and "not a member of group" in got.text
-
-
-UNSHARD: list[tuple[type[Exception], str, tuple[Any, ...], Arguments]] = [
-    (ValueError, "must have 6 rows|got 7", (x(1, ROWS + 1, 4), zigzag(SEQLEN)), {}),
-    (ValueError, "world_size=4|the group, 2", (x(1, ROWS, 4), zigzag(SEQLEN, 4)), {}),
-    (ValueError, "dim", (x(1, ROWS, 4), zigzag(SEQLEN)), {"dim": 3}),
-    (ValueError, "meta", (x(1, ROWS, 4, device="meta"), zigzag(SEQLEN)), {}),
-]
-
-
-@on_ranks(2)
-def test_unshard_of_bad_arguments() -> None:
-    for error, words, given, options in UNSHARD:
-        with no_communication(), refused(error, words):
-            unshard(*given, **options)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [lambda: ring_attention(**good()), lambda: unshard(x(1, ROWS, 4), zigzag(SEQLEN))],
-    ids=["ring_attention", "unshard"],
-)
-def test_no_process_group(call: Callable[[], object]) -> None:
+@pytest.mark.parametrize("call", [ATTEND, WHOLE], ids=["ring_attention", "unshard"])
+def test_no_process_group(call: partial[object]) -> None:
     assert not dist.is_initialized()
-    got = ended(call)
-    assert got.error is RuntimeError and got.alone
-    assert says(got.text, "no process group|init_process_group|torchrun")
+    told = "no process group|init_process_group|torchrun"
+    assert_refused(call, state_error(told))
 
 
 def test_bad_tensors_without_a_process_group() -> None:
@@ -355,9 +355,9 @@ def test_bad_tensors_without_a_process_group() -> None:
     """
     with forward_ad.dual_level():
         for bad in TENSORS:
-            assert_refused(ring_attention, bad)
+            assert_refused(ATTEND, bad)
         for bad in (*TENSORS, *BACKENDS):
-            assert_refused(select_backend, bad)
+            assert_refused(partial(select_backend, **good()), bad)
 
 
 # -- calls that the tables cannot hold

@@ -139,42 +139,6 @@ def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(kind: str) -> None:
     assert_exact((torch.cat(outs, 1), torch.cat(lses, 2)), whole, Mask(113, 113, causal=True))
 
 
-X = torch.zeros(1, 1, 4, 32)
-WITH_GRADIENT = torch.zeros(4, requires_grad=True)
-
-REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"q": X.clone().requires_grad_()}, NotImplementedError, "q requires a gradient: "),
-    ({"sinks": WITH_GRADIENT}, NotImplementedError, "sinks requires"),
-    ({"q": X[:, :0]}, ValueError, "q must have at least one token, got shape (1, 0, 4"),
-    ({"layout": "contiguous"}, TypeError, "layout of a cache must be a SequenceLayout"),
-    ({"layout": SequenceLayout.contiguous(20, 2)}, ValueError, "k of rank"),
-    ({"layout": SequenceLayout.contiguous(9, 3)}, ValueError, "number of ranks than the"),
-    ({"k": None}, TypeError, "k must be a torch.Tensor, got None"),
-    ({"k": None, "v": None}, ValueError, "None only with a layout"),
-    (
-        {"k": None, "v": None, "layout": SequenceLayout.contiguous(10, 2)},
-        ValueError,
-        "must have 5 rows",
-    ),
-    ({"window_size": (3, -2)}, ValueError, "each of window_size (-1 is unbounded)"),
-    ({"softcap": 2.0, "backend": "aten"}, NotImplementedError, "no softcap"),
-    ({"softmax_scale": 1e38}, ValueError, "softmax_scale"),
-    ({"sinks": torch.zeros(3)}, ValueError, "sinks must"),
-    ({"transport": TransportOptions(timeout=1e15)}, ValueError, "timeout"),
-)
-
-
-@on_ranks(2)
-def test_a_bad_call_raises_before_anything_is_sent() -> None:
-    good = dict(zip("qkv", random_qkv(seqlen_q=1, seqlen_k=5), strict=False))
-    ends = open_p2p(dist.group.WORLD, TransportOptions())
-    ends.stats.reset()
-    for wrong, error, text in REFUSED:
-        with refused(error, text):
-            tree_decode(**{**good, **wrong})
-    assert ends.stats.messages == 0
-
-
 @on_ranks(2)
 def test_ranks_with_different_queries_are_named() -> None:
     torch.manual_seed(dist.get_rank())

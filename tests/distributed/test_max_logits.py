@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import SequenceLayout, Strategy, masks, ring_attention, tree_decode
+from ring_attn import SequenceLayout, Strategy, masks, ring_attention
 from ring_attn.core.layout import LAYOUTS
 from tests.distributed.pool import on_ranks
 from tests.refusals import refused
@@ -97,5 +97,3 @@ def test_compiled_and_refused_by_name() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     with refused(NotImplementedError, "return_max_logits|reference"):
         ring_attention(x, x, x, backend="aten", return_max_logits=True)
-    with refused(TypeError, "return_max_logits"):
-        tree_decode(x, x, x, return_max_logits=True)
