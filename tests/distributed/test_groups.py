@@ -71,20 +71,21 @@ def assert_exact(ring: int, *given: Any) -> None:
 
 
 @on_ranks(4)
-def test_groups_that_only_their_members_make() -> None:
-    """Two rings at the same time, whose groups, internal ones too, are made by members only."""
-    ring = dist.get_rank() // 2
-    members = [2 * ring, 2 * ring + 1]
-    group = dist.new_group(members, use_local_synchronization=True)
-    assert_exact(ring, group)
-
-
-@on_ranks(4)
-def test_an_axis_of_a_mesh() -> None:
+def test_parts_of_the_world() -> None:
+    """Several rings at the same time, whose groups, internal ones too, only their members make."""
+    rank = dist.get_rank()
+    row, column = divmod(rank, 2)
+    pair = dist.new_group([2 * row, 2 * row + 1], use_local_synchronization=True)
+    assert_exact(row, pair)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    row, column = divmod(dist.get_rank(), 2)
     assert_exact(row, mesh["cp"])
     assert_exact(column, mesh["dp"])
+    for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
+        group = dist.new_group(members)  # new_group sorts the ranks
+        if rank in members:
+            assert_exact(ring, group)
+        # Each rank has now made another number of groups.
+        assert_exact(ring, None)
 
 
 @on_ranks(3)
@@ -114,16 +115,6 @@ def test_group_of_unsorted_ranks() -> None:
     parameter.grad = torch.full((3,), 10.0**rank)
     sync_gradients([parameter], group)
     assert parameter.grad.tolist() == [1111.0] * 3
-
-
-@on_ranks(4)
-def test_other_ranks_take_no_part() -> None:
-    for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
-        group = dist.new_group(members)  # new_group sorts the ranks
-        if dist.get_rank() in members:
-            assert_exact(ring, group)
-        # Each rank has now made another number of groups.
-        assert_exact(ring, None)
 
 
 def held_by_the_process() -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +14,6 @@ from ring_attn import TransportOptions, ring_attention
 from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS
 from ring_attn.testing.cases import strategy_of
-from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.group import rank_group
@@ -28,91 +27,42 @@ GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 
-class Recorder(StandIn):
-    made: ClassVar[list[Recorder]] = []
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        super().__init__(store, rank, size, options)
-        self.connected: list[torch.device] = []
-        self.ended: list[str] = []
-        # All members meet under one name in the store.
-        store.set(f"member {rank}", "")
-        store.wait([f"member {other}" for other in range(size)])
-        Recorder.made.append(self)
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.connected.append(device)
-
-    def abort(self) -> None:
-        self.ended.append("abort")
-
-    def shutdown(self) -> None:
-        self.ended.append("shutdown")
-
-
-def lane_on_a_gpu(*given: Any) -> Any:
-    return mock.Mock(communicator=given[3])
-
-
-def made_for(group: dist.ProcessGroup, members: list[int]) -> list[str]:
-    """Names of the communicators of two channels, one asked for twice, and of one with an option.
-
-    No communicator is split off another one, even if the world is bound to a device.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    Recorder.made.clear()
+def test_communicators_from_their_options_to_their_end() -> None:
+    """A communicator for each channel and option, which ends with its owner."""
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
-    world.bound_device_id = GPU
-    try:
-        with (
-            mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
-            mock.patch.object(media, "Lane", lane_on_a_gpu),
-            mock.patch.object(dist, "new_group", side_effect=AssertionError("a group of torch's")),
-        ):
-            for channel in channels:
-                open_p2p(group, TransportOptions()).join(channel, GPU)
-            open_p2p(group, TransportOptions(nccl_max_ctas=4)).join("shards", GPU)
-    finally:
-        world.bound_device_id = None
-    for one, ctas in zip(Recorder.made, (MAX_CTAS, MAX_CTAS, 4), strict=True):
-        options = one.options
-        assert (one.rank, one.size) == (members.index(dist.get_rank()), len(members))
-        assert one.connected == [GPU] and not hasattr(options, "split_from")
-        assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
-        assert options.is_high_priority_stream
-    return [one.options.group_name for one in Recorder.made]
+    made: list[mock.Mock] = []
+    life = (mock.call.eager_connect_single_device(GPU), mock.call.abort(), mock.call.shutdown())
 
+    def make(*given: Any) -> mock.Mock:
+        made.append(mock.Mock(given=given))
+        return made[-1]
 
-def made_for_all() -> list[list[str]]:
-    rank = dist.get_rank()
-    unsorted, pair = [3, 1, 0, 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-    names = [made_for(dist.new_group(unsorted, sort_ranks=False), unsorted)]
-    # Pipeline stages have made different numbers of groups; only members make these groups.
-    for _ in range(1 + rank // 2):
-        group = dist.new_group(pair, use_local_synchronization=True)
-    return [*names, made_for(group, pair)]
-
-
-def test_communicators_are_made_by_their_members(fresh_ranks: Any) -> None:
-    first, second, *_ = fresh_ranks(4).run(made_for_all)
-    assert first == second and all(len(set(names)) == 3 for names in first)
-
-
-def test_communicators_end_with_their_owner() -> None:
-    store = dist.HashStore()
-    Recorder.made.clear()
     with (
-        mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
-        mock.patch.object(media, "Lane", lane_on_a_gpu),
+        mock.patch.object(
+            dist,
+            "ProcessGroupNCCL",
+            mock.Mock(Options=StandIn.Options, side_effect=make),
+            create=True,
+        ),
+        mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
     ):
-        nccl = media.Nccl(store, "meeting", 0)
-        nccl.lane((0,), "shards", TransportOptions(), 1.0, GPU)
-        (one,) = Recorder.made
+        nccl = media.Nccl(dist.HashStore(), "meeting", 0)
+        for channel in channels:
+            nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
+        nccl.lane((0,), "shards", TransportOptions(nccl_max_ctas=4), 1.0, GPU)
+        names = set()
+        for one, ctas in zip(made, (MAX_CTAS, MAX_CTAS, 4), strict=True):
+            _, rank, size, options = one.given
+            assert (rank, size, one.method_calls) == (0, 1, [life[0]])
+            assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
+            # It is not split off another one.
+            assert options.is_high_priority_stream and not hasattr(options, "split_from")
+            names.add(options.group_name)
+        assert len(names) == 3
         nccl.close()
-        assert one.ended == ["abort"]
+        assert all(one.method_calls == [*life[:2]] for one in made)
         del nccl
-    assert one.ended == ["abort", "shutdown"]
+    assert all(one.method_calls == [*life] for one in made)
 
 
 def test_a_late_exchange_is_named() -> None:

@@ -111,6 +111,10 @@ interpreted = pytest.mark.skipif(
     reason="CPU tensors need TRITON_INTERPRET=1 on a machine with a GPU",
 )
 SHARED = Heads(2, 1, 20, 16)
+SAME_BITS = Case(
+    Mask(256, 256, True), "contiguous", "ring", "triton", "float16", Heads(2, 1, 16, 16),
+    softcap=5.0, sinks=True, same_bits=True,
+)  # fmt: skip
 
 
 @interpreted
@@ -120,20 +124,14 @@ SHARED = Heads(2, 1, 20, 16)
         (3, Case("causal", "zigzag", dtype="float16", heads=SHARED, softcap=2.0, sinks=True)),
         (2, Case("causal", "striped", heads=Heads(2, 2, 20, 16), noncontiguous=True)),
         (2, Case("documents", "contiguous", heads=SHARED, sinks=True)),
+        (2, SAME_BITS),
+        (2, replace(SAME_BITS, strategy="all_gather")),
     ],
     ids=str,
 )
 def test_triton(ranks: Any, one_thread: None, world_size: int, case: Case) -> None:
     case = replace(case, backend="triton", seqlen=61, batch=1)
-    assert not run_all_ranks(case, world_size, ranks(world_size).run).failures
-
-
-@interpreted
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_every_world_size_has_the_bits_of_one(ranks: Any, strategy: str) -> None:
-    case = Case(
-        Mask(256, 256, True), "contiguous", strategy, "triton", "float16", SHARED, batch=1,
-        softcap=5.0, sinks=True, same_bits=True,
-    )  # fmt: skip
-    alone, got = (run_all_ranks(case, size, ranks(size).run) for size in (1, 2))
-    assert got.differing(alone) == []
+    got = run_all_ranks(case, world_size, ranks(world_size).run)
+    assert not got.failures
+    if case.same_bits:
+        assert got.differing(run_all_ranks(case, 1, ranks(1).run)) == []
