@@ -26,8 +26,8 @@ from ring_attn.planning.devices import Cluster, Link, cpu_cluster, to_json
 from ring_attn.planning.planner import choose
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.p2p import open_p2p
-from tests.distributed.pool import Pools, everyone, on_ranks
-from tests.refusals import refused, says
+from tests.distributed.pool import Pools, on_ranks
+from tests.refusals import refused
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 1, 16, 16)
 LAYOUT = SequenceLayout.zigzag(4096, 2)
@@ -61,30 +61,21 @@ def write(path: Path, cluster: Cluster) -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_files_do_what_rank_0_says(tmp_path: Path) -> None:
-    path = tmp_path / f"{dist.get_rank()}.json"
-    write(path, clusters()[dist.get_rank()])
+def test_all_ranks_do_what_rank_0_says(tmp_path: Path) -> None:
+    """Also where it raises: rank 1 has a file, rank 0 has none; then both can go on."""
+    rank, path = dist.get_rank(), tmp_path / f"{dist.get_rank()}.json"
     first, second = (
         choose(Problem(SPEC, MASK, 2, cluster, "aten"), {"given": (LAYOUT, LAYOUT)}).strategy
         for cluster in clusters()
     )
     assert first != second, "the files must matter"
-    assert choose_on(path) == (first, 2)
-
-
-@on_ranks(2)
-def test_an_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """Rank 1 has a file, rank 0 has none: both raise, and both can go on."""
-    path = tmp_path / f"{dist.get_rank()}.json"
-    if dist.get_rank() == 1:
-        write(path, clusters()[0])
-    with pytest.raises(ValueError) as error:
+    if rank == 1:
+        write(path, clusters()[1])
+    with refused(ValueError, "chosen by rank 0|0.json"):
         choose_on(path, headdim=24)
-    told = everyone(str(error.value))
-    assert told[0] == told[1] and says(told[0], "chosen by rank 0|0.json")
-    write(path, clusters()[1])
-    first, second = everyone(choose_on(path, headdim=24)[0])
-    assert first == second
+    if rank == 0:
+        write(path, clusters()[0])
+    assert choose_on(path) == (first, 2)
 
 
 PACKING = ring_attn.pack([70, 5, 0, 33, 5, 9, 12, 1, 20, 6], 3)

@@ -7,14 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
 from ring_attn import Strategy
 from ring_attn.tools import demo
 from ring_attn.tools import mesh as on_mesh
-from ring_attn.tools.demo import Report, Run, sample_batches, standard_library_text
-from ring_attn.tools.mesh import SCHEDULES, Axes, MeshTrainer, Settings
+from ring_attn.tools.demo import Report, Run, standard_library_text
+from ring_attn.tools.mesh import Axes, Settings
 from ring_attn.tools.model import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,40 +87,3 @@ def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:
     settings = settings_for("cp=2", batch=1)
     wrong, none = ranks(2).run(three_rows_without_the_first_key, settings, some_text())
     assert none is None and not wrong.ok and not any(verdict.ok for verdict in wrong.verdicts)
-
-
-def order_of_work(settings: Settings, text: Tensor) -> str:
-    """A rank's events: F0 is a microbatch's forward through the rank's stage 0, B0 its backward."""
-    trainer = MeshTrainer(settings, settings.axes.mesh("cpu"), torch.device("cpu"))
-    events: list[str] = []
-
-    def note(name: str, _module: Any, _args: Any, out: Tensor) -> None:
-        events.append(f"F{name}")
-        if out.requires_grad:
-            out.register_hook(lambda _grad: events.append(f"B{name}"))
-
-    for name, stage in trainer.stages.named_children():
-        stage.register_forward_hook(partial(note, name))
-    batches = sample_batches(text, settings.seqlen, settings.seed, settings.batch)
-    trainer.step(next(batches))  # in the first step torch infers shapes
-    events.clear()
-    trainer.step(next(batches))
-    return " ".join(events)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ranks_of_a_ring_work_in_one_order(ranks: Any, schedule: str) -> None:
-    settings = settings_for("pp=2,cp=2", schedule=schedule, microbatches=4)
-    first, its_neighbour, last, neighbour_of_last = ranks(4).run(
-        order_of_work, settings, some_text()
-    )
-    assert first == its_neighbour and last == neighbour_of_last
-    if schedule == "gpipe":
-        assert first == last == "F0 F0 F0 F0 B0 B0 B0 B0"
-    elif schedule == "1f1b":
-        # Stage i of n warms up with n - i - 1 microbatches.
-        assert first == "F0 F0 B0 F0 B0 F0 B0 B0"
-        assert last == "F0 B0 F0 B0 F0 B0 F0 B0"
-    else:
-        assert sorted(first.split()) == sorted(4 * ["F0", "B0", "F1", "B1"])
-        assert first.split()[:5] == ["F0", "F0", "F1", "F1", "F0"]
