@@ -16,9 +16,11 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+import ring_attn
 from ring_attn.tools import interrupt, launch
 
 PRELOAD = [
@@ -44,6 +47,8 @@ PRELOAD_TRANSFORMERS = [
     "transformers.trainer",
     "ring_attn.integrations.trainer",
 ]
+
+PACKAGE = str(Path(ring_attn.__file__).parent)
 
 # Seconds for a call; a rank that waits for another rank gives up somewhat earlier.
 TIMEOUT = 60.0
@@ -96,6 +101,36 @@ def ended(call: Callable[[], object]) -> Ended:
         alone = error.__cause__ is None and error.__context__ is None
         return Ended(type(error), str(error), time.monotonic() - start, alone)
     return Ended(None, "it ran", time.monotonic() - start)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to the package; the decorator of calls is outside of the call."""
+    name = "" if frame is None else frame.f_code.co_filename
+    return name.startswith(PACKAGE) and not name.endswith("compiling.py")
+
+
+@contextlib.contextmanager
+def calls_within(
+    at: int | None = None, strike: Callable[[], None] | None = None, of: str | None = None
+) -> Iterator[list[str]]:
+    """Notes the functions of the package that its functions call, or those with the name `of`.
+
+    Runs `strike` at the beginning of call `at`, counted from 0.
+    """
+    seen = list[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_name
+        if event == "call" and of in (None, name) and _is_ours(frame) and _is_ours(frame.f_back):
+            seen.append(name)
+            if len(seen) - 1 == at and strike is not None:
+                strike()
+
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
 
 
 def forkserver() -> Any:

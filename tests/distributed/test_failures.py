@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
-from ring_attn.transport.p2p import P2PTransport, open_p2p
-from ring_attn.transport.ranks import media
-from tests.distributed.pool import Ended, ended, on_ranks
+from ring_attn.transport.p2p import open_p2p
+from tests.distributed.pool import Ended, calls_within, ended, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -45,28 +44,21 @@ def layer(rows: int = 16, group: Group = None, strategy: str | Strategy = "ring"
 
 
 def with_a_victim(
-    strategy: str | Strategy, victim: int, sent: signal.Signals, at: int
+    strategy: str | Strategy, victim: int, sent: signal.Signals, at: int, of: str = "_start"
 ) -> tuple[Ended, Ended, int]:
-    """A good call, one in which the victim signals itself before exchange `at`, and another call.
+    """A call in which the victim signals itself before exchange `at`, and another call.
 
     The third result counts exchanges of the last call, which would mistake messages of the failed
-    call, still under way, for its own.
+    call, still under way, for its own. Before both the ranks connect, if they are to.
     """
     call = partial(layer, strategy=strategy)
-    call()
-    if dist.get_rank() == victim:
-        start, left = P2PTransport._start, at
-
-        def start_or_signal(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                os.kill(os.getpid(), sent)
-            return start(*args, **options)
-
-        P2PTransport._start = start_or_signal  # type: ignore[method-assign]
+    if of == "_start":
+        call()
+    strike = partial(os.kill, os.getpid(), sent)
+    with calls_within(at if dist.get_rank() == victim else None, strike, of):
+        first = ended(call)
     stats = open_p2p(dist.group.WORLD, OPTIONS).stats  # type: ignore[arg-type]
-    first, before = ended(call), stats.messages
+    before = stats.messages
     return first, ended(call), stats.messages - before
 
 
@@ -132,22 +124,10 @@ def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
         assert got.seconds >= stopped, (rank, got)
 
 
-def killed_while_connecting(victim: int) -> Ended:
-    if dist.get_rank() == victim:
-        connect = media.connect_gloo
-
-        def gone(*_: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return connect
-
-        media.connect_gloo = gone  # type: ignore[assignment]
-    return ended(layer)
-
-
 def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., Any]) -> None:
     pool, victim = fresh_ranks(3), 2
-    pool.start(killed_while_connecting, victim)
-    for rank, got in enumerate(pool.results(lost=[victim], timeout=30)[:victim]):
+    pool.start(with_a_victim, "ring", victim, KILL, 0, "connect_gloo")
+    for rank, (got, *_) in enumerate(pool.results(lost=[victim], timeout=30)[:victim]):
         assert got.error is RuntimeError and got.seconds < IN_TIME, (rank, got)
         assert f"ranks [{victim}] did not come" in got.text, (rank, got)
 

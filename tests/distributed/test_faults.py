@@ -6,12 +6,7 @@ again.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import combinations
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ring_attn
 from ring_attn import TransportOptions, ring_attention, tree_decode
 from ring_attn.core.strategy import NAMES
 from ring_attn.testing.cases import strategy_of
-from tests.distributed.pool import ended, everyone, on_ranks
+from tests.distributed.pool import calls_within, ended, everyone, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -34,7 +28,6 @@ TIMEOUT = 10.0
 CASES = [*NAMES, "decode"]
 # Made here, because an interrupt within our constructors is not within a call.
 STRATEGIES = {name: strategy_of(name, WORLD_SIZE) for name in NAMES}
-PACKAGE = str(Path(ring_attn.__file__).parent)
 
 
 def run(case: str, group: dist.ProcessGroup) -> list[Tensor]:
@@ -47,28 +40,8 @@ def run(case: str, group: dist.ProcessGroup) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
 
-def is_ours(frame: FrameType | None) -> bool:
-    """Whether a frame belongs to the package; the decorator of calls is outside of the call."""
-    name = "" if frame is None else frame.f_code.co_filename
-    return name.startswith(PACKAGE) and not name.endswith("compiling.py")
-
-
-@contextmanager
-def interrupted(at: int | None = None) -> Iterator[list[str]]:
-    """Notes the functions of the package that its functions call; interrupts the call `at`."""
-    seen = list[str]()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and is_ours(frame) and is_ours(frame.f_back):
-            seen.append(frame.f_code.co_name)
-            if len(seen) - 1 == at:
-                raise KeyboardInterrupt(f"in {seen[-1]}, call {at}")
-
-    sys.setprofile(note)
-    try:
-        yield seen
-    finally:
-        sys.setprofile(None)
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 CHOICES = [odd for n in (1, 2, 3) for odd in combinations(range(WORLD_SIZE), n)]
@@ -86,7 +59,7 @@ def test_an_interrupt_anywhere_on_any_ranks(case: str, trials: int) -> None:
     """Each trial has its own group; a rank with fewer calls is interrupted at its last call."""
     first_group = dist.new_group()
     expected = run(case, first_group)
-    with interrupted() as counted:
+    with calls_within() as counted:
         run(case, first_group)
     dist.destroy_process_group(first_group)
     most = max(everyone(len(counted)))
@@ -96,7 +69,7 @@ def test_an_interrupt_anywhere_on_any_ranks(case: str, trials: int) -> None:
         odd = CHOICES[5 * (trial + CASES.index(case)) % len(CHOICES)]
         group, got = dist.new_group(), list[Tensor]()
         run(case, group)  # connected
-        with interrupted(min(at, len(counted) - 9) if dist.get_rank() in odd else None):
+        with calls_within(min(at, len(counted) - 9) if dist.get_rank() in odd else None, interrupt):
             first = ended(lambda group=group, got=got: got.extend(run(case, group)))
         second = ended(lambda group=group: run(case, group))
         where = (case, at, odd, first, second)
