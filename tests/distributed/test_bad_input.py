@@ -117,6 +117,7 @@ def transport(**options: Any) -> Arguments:
     return {"transport": TransportOptions(**options)}
 
 
+# `TENSORS` and `BACKENDS` are also refused without a process group.
 TENSORS: list[Bad] = [
     value_error("q (6, 8)|(batch, rows, nheads", q=x(ROWS, 8)),
     value_error("k (1, 1, 6, 2, 8)", k=x(1, 1, ROWS, 2, 8)),
@@ -137,20 +138,14 @@ TENSORS: list[Bad] = [
     value_error("one device|v on meta", v=x(1, ROWS, 2, 8, device="meta")),
 ]
 
-# Also refused without a process group.
 BACKENDS: list[Bad] = [
     value_error("backend must be|'aten'|'trition'", backend="trition"),
     not_built("backend='cudnn'|cpu|usable here", backend="cudnn"),
 ]
 
-OTHERS: list[Bad] = [
+# Of `ring_attention` and `tree_decode`.
+BOTH: list[Bad] = [
     type_error("q must be a plain tensor|.to_local()", lambda: {"q": dtensor(1, ROWS, 4, 8)}),
-    value_error(
-        "v was made under|v.clone()",
-        lambda: {"q": x(1, ROWS, 4, 8).requires_grad_(), "v": inference(1, ROWS, 2, 8)},
-    ),
-    value_error("layout|seqlen=9", mask=masks.causal(9)),
-    value_error("mask|causal", mask=masks.causal(SEQLEN), causal=True),
     value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),
     value_error("softmax_scale|positive|0", softmax_scale=0.0),
     value_error("positive|-0.2", softmax_scale=-0.2),
@@ -164,18 +159,38 @@ OTHERS: list[Bad] = [
     value_error("query head|(4,), got (2,)", sinks=x(2)),
     value_error("sinks|q's device cpu|meta", sinks=x(4, device="meta")),
     not_built("sinks with", lambda: {"sinks": with_tangent(4)}),
+    value_error("window_size|-1 is unbounded|-2", window_size=(-2, 0)),
+    type_error("scale", scale=0.5),
+    value_error("1000000000000000", transport(timeout=1e15)),
+    value_error("timeout|1e-12", transport(timeout=1e-12)),
+    value_error("nccl_max_ctas|gloo", transport(nccl_max_ctas=4)),
+    value_error("world_size=3|the group, 2", layout=zigzag(SEQLEN, 3)),
+    value_error(
+        "must have 6 rows|pass this rank's shard",
+        q=x(1, SEQLEN, 4, 8),
+        k=x(1, SEQLEN, 2, 8),
+        v=x(1, SEQLEN, 2, 8),
+        layout=zigzag(SEQLEN),
+    ),
+    value_error("(1, 2, 1)|mesh['dp']", lambda: {"group": mesh(1, 2, 1, names=("dp", "cp", "tp"))}),
+    value_error("their names|(2, 1)", lambda: {"group": mesh(2, 1)}),
+    state_error("not a member of group", group=dist.GroupMember.NON_GROUP_MEMBER),
+]
+
+ATTENTION: list[Bad] = [
+    value_error(
+        "v was made under|v.clone()",
+        lambda: {"q": x(1, ROWS, 4, 8).requires_grad_(), "v": inference(1, ROWS, 2, 8)},
+    ),
+    value_error("layout|seqlen=9", mask=masks.causal(9)),
+    value_error("mask|causal", mask=masks.causal(SEQLEN), causal=True),
     value_error(
         "sinks was made under|sinks.clone()",
         lambda: {"q": x(1, ROWS, 4, 8).requires_grad_(), "sinks": inference(4)},
     ),
     not_built("same_bits=True|triton", same_bits=True, causal=True),
-    value_error("window_size|-1 is unbounded|-2", window_size=(-2, 0)),
     not_built("dropout_p must be 0|0.1", dropout_p=0.1),
     not_built("alibi_slopes must be None", alibi_slopes=x(4)),
-    type_error("scale", scale=0.5),
-    value_error("1000000000000000", transport(timeout=1e15)),
-    value_error("timeout|1e-12", transport(timeout=1e-12)),
-    value_error("nccl_max_ctas|gloo", transport(nccl_max_ctas=4)),
     value_error("packed|q (6, 4, 8)", packed(0, SEQLEN, cu_seqlens=None)),
     value_error("cu_seqlens must|cpu|got meta", packed(cu_seqlens=ints(0, SEQLEN).to("meta"))),
     value_error("cu_seqlens_k must|got meta", packed(0, 12, cu_seqlens_k=ints(0, 12).to("meta"))),
@@ -195,16 +210,8 @@ OTHERS: list[Bad] = [
     ),
     value_error("layout must be|'zigzag'|'zigzak'", layout="zigzak"),
     value_error("layout must be|SequenceLayout", layout="boundaries"),
-    value_error("world_size=3|the group, 2", layout=zigzag(SEQLEN, 3)),
     value_error("q of rank|pass a SequenceLayout, not its name", layout=zigzag(20)),
     value_error("k of rank|10 rows|got 6", layout=(zigzag(SEQLEN), zigzag(20))),
-    value_error(
-        "must have 6 rows|pass this rank's shard",
-        q=x(1, SEQLEN, 4, 8),
-        k=x(1, SEQLEN, 2, 8),
-        v=x(1, SEQLEN, 2, 8),
-        layout=zigzag(SEQLEN),
-    ),
     type_error("layout must be|'zigzag'", layout=("zigzag", "zigzag")),
     not_built(
         "both be striped or neither|striped(",
@@ -214,9 +221,6 @@ OTHERS: list[Bad] = [
     value_error("ulysses_degree|divides 2|two axes", strategy="hybrid"),
     value_error("inner_degree|3 and 2", strategy=Strategy(inner_degree=3)),
     value_error("one axis|'hybrid'", lambda: {"group": mesh(1, 2, names=("dp", "cp"))}),
-    value_error("(1, 2, 1)|mesh['dp']", lambda: {"group": mesh(1, 2, 1, names=("dp", "cp", "tp"))}),
-    value_error("their names|(2, 1)", lambda: {"group": mesh(2, 1)}),
-    state_error("not a member of group", group=dist.GroupMember.NON_GROUP_MEMBER),
 ]
 
 if importlib.util.find_spec("flash_attn") is None:
@@ -230,15 +234,9 @@ DECODE: list[Bad] = [
     value_error("q must have at least one token, got shape (1, 0, 4", q=x(1, 0, 4, 8)),
     type_error("layout of a cache must be a SequenceLayout", layout="contiguous"),
     value_error("k of rank", layout=SequenceLayout.contiguous(20, 2)),
-    value_error("number of ranks than the", layout=SequenceLayout.contiguous(9, 3)),
     type_error("k must be a torch.Tensor, got None", k=None),
     value_error("None only with a layout", k=None, v=None),
     value_error("must have 5 rows", k=None, v=None, layout=SequenceLayout.contiguous(10, 2)),
-    value_error("each of window_size (-1 is unbounded)", window_size=(3, -2)),
-    not_built("no softcap", softcap=2.0, backend="aten"),
-    value_error("softmax_scale", softmax_scale=1e38),
-    value_error("sinks must", sinks=x(3)),
-    value_error("timeout", transport(timeout=1e15)),
     type_error("return_max_logits", return_max_logits=True),
 ]
 
@@ -283,9 +281,10 @@ WHOLE = partial(unshard, x=x(1, ROWS, 4), layout=zigzag(SEQLEN), dim=1)
 def test_bad_arguments() -> None:
     """Every entry of the tables raises its error, and makes no transport."""
     before = set(p2p._transports)
-    attend = (*TENSORS, *BACKENDS, *OTHERS)
+    both = (*TENSORS, *BACKENDS, *BOTH)
+    tables = ((ATTEND, (*both, *ATTENTION)), (DECODED, (*both, *DECODE)), (WHOLE, UNSHARD))
     with forward_ad.dual_level(), no_communication():
-        for call, table in ((ATTEND, attend), (DECODED, DECODE), (WHOLE, UNSHARD)):
+        for call, table in tables:
             for bad in table:
                 assert_refused(call, bad)
     assert set(p2p._transports) == before
