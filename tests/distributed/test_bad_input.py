@@ -27,6 +27,7 @@ from ring_attn import (
     TransportOptions,
     halo,
     masks,
+    prepare,
     ring_attention,
     select_backend,
     sync_gradients,
@@ -240,6 +241,11 @@ DECODE: list[Bad] = [
     type_error("return_max_logits", return_max_logits=True),
 ]
 
+PREPARE: list[Bad] = [
+    *(value_error("strategy", strategy=name) for name in ("auto", "hybrid", "no such")),
+    type_error("strategy", strategy=3),
+]
+
 UNSHARD: list[Bad] = [
     value_error("must have 6 rows|got 7", x=x(1, ROWS + 1, 4)),
     value_error("world_size=4|the group, 2", layout=zigzag(SEQLEN, 4)),
@@ -282,7 +288,10 @@ def test_bad_arguments() -> None:
     """Every entry of the tables raises its error, and makes no transport."""
     before = set(p2p._transports)
     both = (*TENSORS, *BACKENDS, *BOTH)
-    tables = ((ATTEND, (*both, *ATTENTION)), (DECODED, (*both, *DECODE)), (WHOLE, UNSHARD))
+    tables = (
+        (ATTEND, (*both, *ATTENTION)), (DECODED, (*both, *DECODE)), (WHOLE, UNSHARD),
+        (partial(prepare, group=None), PREPARE),
+    )  # fmt: skip
     with forward_ad.dual_level(), no_communication():
         for call, table in tables:
             for bad in table:

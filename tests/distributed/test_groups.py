@@ -21,6 +21,7 @@ from ring_attn import (
     SequenceLayout,
     Strategy,
     TransportOptions,
+    prepare,
     ring_attention,
     sync_gradients,
     tree_decode,
@@ -29,8 +30,11 @@ from ring_attn import (
 from ring_attn.core.mask import Mask
 from ring_attn.testing import STRATEGIES, Expected, Inputs, random_qkv, strategy_of
 from ring_attn.transport import p2p, streams
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
 from tests.distributed.pool import on_ranks
+from tests.refusals import refused
 
 SEQLEN = 97
 MASK = Mask(SEQLEN, SEQLEN, causal=True)
@@ -236,3 +240,40 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
     for rank, text in enumerate(fresh_ranks(2).run(forked_child, timeout=30)):
         assert text.startswith("RuntimeError: process "), text
         assert "forked" in text and f"rank {rank}" in text and "spawn" in text
+
+
+# -- ranks that connect before their first call
+
+OPTIONS = TransportOptions(timeout=3)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "auto"])
+@pytest.mark.sweep(3)
+@on_ranks(4)
+def test_calls_are_the_same_behind_prepare(name: str) -> None:
+    strategy = strategy_of(name, 4)
+    layout = SequenceLayout.contiguous(13, 4)
+    outs = []
+    for prepared in (True, False):
+        group = dist.new_group()
+        if prepared:
+            prepare(group, strategy, transport=OPTIONS)
+            assert list(rank_group(group)._media) == ["cpu"]
+        rows = layout.shard_len(dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(1, rows, 4, 8)
+        out = ring_attention(
+            x, x, x, layout=layout, strategy=strategy, group=group, transport=OPTIONS
+        )
+        outs.append((out, open_p2p(group, OPTIONS).stats.messages))
+        dist.destroy_process_group(group)
+    assert outs[0][1] == outs[1][1] > 0, "what prepares is not counted"
+    assert torch.equal(outs[0][0], outs[1][0])
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_ranks_that_prepare_for_another_strategy_are_told() -> None:
+    name = ("ring", "all_gather")[dist.get_rank()]
+    with refused(RuntimeError, "all_gather"):
+        prepare(dist.new_group(), name, transport=OPTIONS)
