@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 TINY = ["demo", "--nproc", "1", "--seqlen", "113", "--dim", "16", "--layers", "1"]
 TINY += ["--steps", "1000000"]
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 class Started:
@@ -37,35 +43,24 @@ class Started:
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def running(self) -> list[int]:
-        """The command's processes that have not ended."""
+    def running(self) -> list[Path]:
+        """Folders of /proc of the command's processes that have not ended."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if self.mark in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
+                    found.append(entry)
         return found
 
-    def wait_for(self, reached: Callable[[], bool], seconds: float = 180.0) -> None:
-        """Waits until `reached()` is true or the command has ended."""
-        deadline = time.monotonic() + seconds
-        while not reached() and self.process.poll() is None:
-            assert time.monotonic() < deadline, "the command did not come so far"
-            time.sleep(0.005)
-
-    def wait_for_row(self) -> None:
-        """Waits until the demo has shown its first step, after a line of titles."""
-        assert self.process.stdout is not None
-        while self.process.stdout.readline().split()[:1] != ["0"]:
-            assert self.process.poll() is None
+    def answers_signals(self) -> bool:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        caught = next(line for line in text.splitlines() if line.startswith("SigCgt"))
+        return bool(int(caught.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
 
     def ended(self) -> tuple[int, str]:
         """Waits for the end: exit status and stderr; checks that no process or file is left."""
         _, said = self.process.communicate(timeout=180)
-        deadline = time.monotonic() + 30
-        while self.running():
-            assert time.monotonic() < deadline, "processes are left"
-            time.sleep(0.01)
+        wait_until(lambda: not self.running(), 30.0)
         assert not list(self.folder.iterdir())
         return self.process.returncode, said
 
@@ -80,26 +75,18 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
 
     yield begin
     for one in started:
-        for pid in one.running():
-            os.kill(pid, signal.SIGKILL)
-
-
-def answers_signals(command: Started) -> bool:
-    lines = Path(f"/proc/{command.process.pid}/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith("SigCgt"))
-    return bool(int(line.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
+        for entry in one.running():
+            os.kill(int(entry.name), signal.SIGKILL)
 
 
 def test_a_signal_while_torch_is_imported(start: Callable[[list[str]], Started]) -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     commands = {number: start(["-m", "ring_attn", "env"]) for number in signals}
     for number, command in commands.items():
-        command.wait_for(partial(answers_signals, command))
+        wait_until(command.answers_signals)
         command.process.send_signal(number)
     for number, command in commands.items():
-        code, said = command.ended()
-        assert code == 128 + number
-        assert said == f"ring-attn: interrupted by {number.name}\n"
+        assert command.ended() == (128 + number, f"ring-attn: interrupted by {number.name}\n")
 
 
 @pytest.mark.slow
@@ -109,7 +96,8 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
 ) -> None:
     report = tmp_path / "demo.json"
     command = start(["-m", "ring_attn", *TINY, "--json", str(report)])
-    command.wait_for_row()
+    assert command.process.stdout is not None
+    assert any(line.split()[:1] == ["0"] for line in command.process.stdout), "no first step"
     for _ in range(2):
         os.killpg(command.process.pid, signal.SIGINT)
     code, said = command.ended()
@@ -117,28 +105,22 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
     assert said.count("\n") == 1 and "ring-attn demo: interrupted by SIGINT" in said
     assert str(report) in said
     written = json.loads(report.read_text())
-    assert written["interrupted"] == "SIGINT"
+    assert written["interrupted"] == "SIGINT" and written["rows"]
     assert [row["step"] for row in written["rows"]] == list(range(len(written["rows"])))
-    assert written["rows"]
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], Started]) -> None:
-    # Each rank becomes `sleep`, which shows that its parent has started it: a rank that
-    # is still starting would end with multiprocessing's own EOFError. A rank first sleeps 1 s:
-    # leaving at once would break connections that the other rank is still making.
-    work = "import os, time; time.sleep(1); os.execlp('sleep', 'sleep', '600')"
-    ranks = f'run_ranks(exec, 2, "{work}")'
-    command = start(["-c", f"from ring_attn.tools.launch import run_ranks; {ranks}"])
+    # The rank becomes `sleep`, which shows that its parent has started it: a rank that is still
+    # starting would end with multiprocessing's own EOFError.
+    work = "run_ranks(exec, 1, \"import os; os.execlp('sleep', 'sleep', '600')\")"
+    command = start(["-c", f"from ring_attn.tools.launch import run_ranks; {work}"])
 
-    def sleeping() -> int:
-        return sum(
-            Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
-            for pid in command.running()
-        )
+    def is_sleeping() -> bool:
+        assert command.process.poll() is None
+        return any(p.joinpath("cmdline").read_bytes()[:5] == b"sleep" for p in command.running())
 
-    command.wait_for(lambda: sleeping() == 2)
+    wait_until(is_sleeping)
     command.process.kill()
-    code, said = command.ended()
-    assert (code, said) == (-signal.SIGKILL, "")
+    assert command.ended() == (-signal.SIGKILL, "")
