@@ -134,8 +134,7 @@ def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
         boundaries([0, 512, 768, 896, 1024])
     """
     values.check_type("mask", mask, Mask)
-    _check_counts(world_size=world_size, align=align)
-    return _balanced(_sums(visible_keys(mask)), _places(mask.seqlen_q, align), world_size)[0]
+    return by_cost(visible_keys(mask), world_size, align=align)
 
 
 def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) -> SequenceLayout:

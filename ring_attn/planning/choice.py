@@ -210,9 +210,6 @@ class Choice:
         """Why the best candidate is the best, in one sentence."""
         return _reason(self)
 
-    def describe(self) -> str:
-        return describe(self.problem)
-
     def __str__(self) -> str:
         simulated = [c for c in self.candidates if c.prediction is not None]
         rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
@@ -287,8 +284,7 @@ def _header(backward: bool) -> tuple[str, ...]:
 def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     start = ("*" if candidate is best else "", candidate.label, candidate.layout_name)
     prediction = candidate.prediction
-    if prediction is None:
-        return (*start, *7 * ("",))
+    assert prediction is not None, "only simulated candidates have a row"
     back = prediction.backward
     return (
         *start,
@@ -354,10 +350,10 @@ def _main_difference(best: Candidate, other: Candidate) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Three digits with their unit: 0.00123 is "1.23 ms"."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1.0 or unit == "us":
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1.0:
             return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError("unreachable")
+    return f"{seconds * 1e6:.3g} us"
 
 
 def format_bytes(nbytes: int) -> str:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# An interrupt writes from its own thread: the lock lets a report in progress be completed first.
+# An interrupt writes from its own thread: a report in progress is completed first, and the thread
+# never releases the lock, so that no later report replaces its own.
 _writing = threading.Lock()
 
 # Width of a table whose output is not a terminal.
@@ -228,10 +229,7 @@ def write_json(path: Path | None, payload: dict[str, Any]) -> None:
     if path is None or not is_first_rank():
         return
     with _writing:
-        if not interrupt.received():
-            _write_json(path, payload)
-            return
-    interrupt.settle()
+        _write_json(path, payload)
 
 
 def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
@@ -241,8 +239,8 @@ def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]
         if path is None:
             return None
         report = {**payload(), "interrupted": signal_name}
-        with _writing:
-            _write_json(path, report)
+        _writing.acquire()
+        _write_json(path, report)
         return str(path)
 
     interrupt.before_end(save)

@@ -78,20 +78,10 @@ def before_end(save: Save) -> None:
     _save = save
 
 
-def received() -> bool:
-    """Whether a signal has arrived, so that this process is about to end."""
-    return _received.is_set()
-
-
-def settle() -> None:
-    """Waits for the end if a signal has arrived; else returns at once."""
-    if received():
-        time.sleep(2 * MOST_SECONDS)
-
-
 def finish_command() -> None:
     """Ignores signals from now on: the command is complete."""
-    settle()
+    if _received.is_set():
+        time.sleep(2 * MOST_SECONDS)  # the other thread ends this process
     if _pipe is not None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -107,7 +97,6 @@ def end_by(number: int) -> None:
 @contextmanager
 def held_back() -> Iterator[None]:
     """Blocks signals for processes started within, until these have set their handlers."""
-    settle()
     with _starting:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:

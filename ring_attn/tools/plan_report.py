@@ -21,7 +21,7 @@ from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import needed_displacements, pair_work
 from ring_attn.machines.actions import Compute, Transfer
 from ring_attn.machines.time import Simulation
-from ring_attn.planning.choice import Choice, format_bytes, format_seconds
+from ring_attn.planning.choice import Choice, describe, format_bytes, format_seconds
 from ring_attn.planning.planner import call_of, core_of
 from ring_attn.tools.arguments import new_table
 
@@ -200,7 +200,7 @@ def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
     left, right = drawn.subplots(1, 2, width_ratios=(1, 1.4))
     _draw_mask(left, mask_picture(choice))
     _draw_timeline(right, simulations)
-    drawn.suptitle(f"{choice.best.label}, {choice.best.layout_name}: {choice.describe()}")
+    drawn.suptitle(f"{choice.best.label}, {choice.best.layout_name}: {describe(choice.problem)}")
     return drawn
 
 

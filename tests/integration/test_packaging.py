@@ -123,13 +123,6 @@ def check_works(environment: Environment, sources: Path, cwd: Path, home: Path) 
         assert Path(path).is_relative_to(home), f"{name} was imported from {path}"
 
 
-def test_links_are_relative_and_lead_to_the_folders() -> None:
-    for name in ("kernels", "bench"):
-        link = ROOT / "ring_attn" / name
-        assert os.readlink(link) == f"../{name}"
-        assert not (link / "__init__.py").exists(), "it would shadow Hugging Face's kernels"
-
-
 def test_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = [name for name in file.namelist() if not name.endswith("/")]
@@ -140,13 +133,9 @@ def test_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path) ->
     assert {name for name in names if name.endswith(".py")} == python_files(sources)
     others = {name for name in names if not name.endswith(".py") and not name.startswith(info)}
     assert others == {"ring_attn/py.typed"}
-    assert fields["Name"] == "ring-attn"
-    assert fields["License-Expression"] == "Apache-2.0"
-    assert fields["Requires-Python"] == ">=3.11"
     extras = {"flash", "hf", "trainer", "bench", "test", "dev"}
     assert extras == set(fields.get_all("Provides-Extra"))
     assert licence == (ROOT / "LICENSE").read_bytes()
-    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 @pytest.mark.slow
