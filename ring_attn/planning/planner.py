@@ -146,13 +146,13 @@ def explain(
         >>> choice.best.family in ("ring", "all_gather", "ulysses", "hybrid")
         True
     """
-    for name, value in (("seqlen", seqlen), ("world_size", world_size), ("batch", batch)):
-        values.check_int(name, value, least=1)
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
-    for name, value in (
-        ("nheads", nheads), ("nheads_kv", nheads_kv), ("headdim", headdim), ("headdim_v", headdim_v)
-    ):  # fmt: skip
+    counts = {
+        "seqlen": seqlen, "world_size": world_size, "batch": batch, "nheads": nheads,
+        "nheads_kv": nheads_kv, "headdim": headdim, "headdim_v": headdim_v,
+    }  # fmt: skip
+    for name, value in counts.items():
         values.check_int(name, value, least=1)
     if nheads % nheads_kv:
         raise ValueError(f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv}")
@@ -484,14 +484,13 @@ def _mask_of(
     cu_seqlens: Tensor | Sequence[int] | None,
     cu_seqlens_k: Tensor | Sequence[int] | None,
 ) -> Mask:
-    if seqlen_k is not None:
-        values.check_int("seqlen_k", seqlen_k, least=1)
+    seqlen_k = seqlen if seqlen_k is None else seqlen_k
+    values.check_int("seqlen_k", seqlen_k, least=1)
     window = check.check_window(window_size, causal)
     cu_q = check.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
     cu_k = check.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
     check.check_documents(cu_q, cu_k)
     cu_k = cu_q if cu_k is None else cu_k
-    seqlen_k = seqlen if seqlen_k is None else seqlen_k
     return check.check_mask(Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k))
 
 

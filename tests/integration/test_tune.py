@@ -206,12 +206,6 @@ def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
     assert {one.gluon and one.name for one in taken} in ({False}, {gluon[0].name})
 
 
-def test_a_search_in_the_configs_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONFIGS_VARIABLE, "tune.json")
-    with pytest.raises(ValueError, match="unset.*'tune.json'"):
-        setting(TINY)
-
-
 def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
     times = {"p20_ms": 1.0, "p80_ms": 2.0}
     rows = [row("fwd", Config(64, 2**n, 4, 1), 2.0**-n, **times) for n in range(4, 11)]
@@ -223,30 +217,19 @@ def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
     assert shown[1][5:] == ["64x512 4w 1s (frozen)", "and 2 more, 1 without a time"]
 
 
-def test_sizes_by_device_and_option() -> None:
-    given = setting("--device cpu --heads 8/2 --kernels dq,fwd --jobs 5")
-    assert given.kernels == ("fwd", "dq") and given.jobs == 5
-    assert given.kinds == ["fwd_whole", "fwd", "dq", "dq_whole"]
-    assert given.problem_of("fwd").seqlen == given.causal_rows == 128
-    assert setting("--device cpu --quick").full_rows == 32
-
-
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        ("--jobs -1", "--jobs .*-1"),
-        ("--heads 4/2,8/2", "--heads"),
-        ("--dtype bfloat16", "bfloat16"),
+        ("--device cpu --jobs -1", "--jobs .*-1"),
+        ("--device cpu --heads 4/2,8/2", "--heads"),
+        ("--device cpu --dtype bfloat16", "bfloat16"),
+        ("", "has no GPU that torch can use"),
     ],
 )
-def test_bad_options_are_refused(words: str, fact: str) -> None:
-    with pytest.raises(ValueError, match=fact):
-        setting(f"--device cpu {words}")
-
-
-def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused(words: str, fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune"]) == 2
-    assert "has no GPU that torch can use" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=fact):
+        setting(words)
+    monkeypatch.setenv(CONFIGS_VARIABLE, "tune.json")
+    with pytest.raises(ValueError, match="unset.*'tune.json'"):
+        setting(TINY)

@@ -228,11 +228,11 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
     script.write_text(
         "import torch.distributed as dist\n"
         "from ring_attn.tools.launch import run_ranks\n"
-        "print([run_ranks(dist.get_rank, 2) for _ in range(2)] == [[0, 1]] * 2)\n"
+        "print([run_ranks(dist.get_rank, 1) for _ in range(2)] == [[0]] * 2)\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     done = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("True") == 2, done.stderr
+    assert done.stdout == "True\n", done.stderr
 
 
 def launch_order() -> str:
