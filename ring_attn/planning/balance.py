@@ -105,7 +105,11 @@ def crossing_rows(mask: Mask) -> Tensor:
         >>> crossing_rows(Mask(7, 7, True, (-1, -1), (0, 3, 7), (0, 3, 7))).tolist()
         [0, 1, 2, 0, 1, 2, 3, 0]
     """
-    _check_self_attention(mask)
+    if mask.seqlen_q != mask.seqlen_k:
+        raise ValueError(
+            "crossing_rows needs a mask with as many queries as keys, "
+            f"got {mask.seqlen_q} queries and {mask.seqlen_k} keys"
+        )
     keys = torch.arange(mask.seqlen_k)
     start, stop = mask.transposed.visible_runs(keys)
     # The first and the last query that sees each key; a key that no query sees crosses no cut.
@@ -483,14 +487,6 @@ def _check_length(length: int, layout: SequenceLayout) -> None:
     if length != layout.seqlen:
         raise ValueError(
             f"mask or costs are over {length} positions, the layout over {layout.seqlen}"
-        )
-
-
-def _check_self_attention(mask: Mask) -> None:
-    if mask.seqlen_q != mask.seqlen_k:
-        raise ValueError(
-            "crossing_rows needs a mask with as many queries as keys, "
-            f"got {mask.seqlen_q} queries and {mask.seqlen_k} keys"
         )
 
 

@@ -93,7 +93,8 @@ def candidates_of(
         for strategy in strategies:
             if strategy.core == "exchange" and not sparse:
                 continue
-            if len(layouts) > 1 and name == "striped" and _is_hybrid(strategy, problem.world_size):
+            hybrid = 1 < strategy.ulysses_degree < problem.world_size
+            if len(layouts) > 1 and name == "striped" and hybrid:
                 # A group's rows would be many short runs; zigzag has the same balance.
                 continue
             yield Candidate(strategy, pair, name, problem.world_size)
@@ -107,10 +108,6 @@ def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
         return True  # layouts that do not fit; the candidate is refused later, with the reason
     pairs = problem.world_size * (problem.world_size - 1)
     return 2 * int(seen.sum() - seen.diagonal().sum()) <= pairs
-
-
-def _is_hybrid(strategy: Strategy, world_size: int) -> bool:
-    return 1 < strategy.ulysses_degree < world_size
 
 
 def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict[str, Layouts]:

@@ -276,7 +276,8 @@ class _Placement:
             if rank is None and min(ranks, blocks) == 1:
                 rank = self._levels[0][1]
             if rank is not None:
-                self._add_whole(rank, index, rows, pairs)
+                self.whole[rank].append(index)
+                self._fill(rank, rows, pairs)
                 return
             self.num_forced += 1
         least = max(2, min(needed, ranks, blocks))
@@ -295,10 +296,6 @@ class _Placement:
             if self.pairs[rank] <= most_pairs and self.rows[rank] <= most_rows:
                 return rank
         return None
-
-    def _add_whole(self, rank: int, index: int, rows: int, pairs: int) -> None:
-        self.whole[rank].append(index)
-        self._fill(rank, rows, pairs)
 
     def _fill(self, rank: int, rows: int, pairs: int) -> None:
         self._levels.remove((self._level(rank), rank))

@@ -122,13 +122,11 @@ class MaskPicture(NamedTuple):
     Attributes:
         kind: (n, n) ABSENT, FULL or CUT; queries down, keys across.
         step: (n, n) the step that computes the pair; -1 where absent.
-        num_steps: number of steps.
         title: what a row or column stands for: "rank", or a group of ranks.
     """
 
     kind: Tensor
     step: Tensor
-    num_steps: int
     title: str
 
 
@@ -140,11 +138,9 @@ def mask_picture(choice: Choice) -> MaskPicture:
     count = layouts[0].world_size
     kind = torch.where(work.area > 0, torch.where(work.edge > 0, CUT, FULL), ABSENT)
     step = torch.zeros(count, count, dtype=torch.int64)
-    num_steps = 1
     if best.strategy.core == "ring":
         grid = ring_grid(count, best.strategy.inner_degree)
         order = needed_displacements(*layouts, problem.mask, grid.inner)
-        num_steps = len(order)
         ranks = torch.arange(count)
         for index, (outer, inner) in enumerate(order):
             source = (ranks // grid.inner - outer) % grid.outer * grid.inner
@@ -152,33 +148,7 @@ def mask_picture(choice: Choice) -> MaskPicture:
     step[kind == ABSENT] = -1
     degree = best.strategy.ulysses_degree
     title = "rank" if degree == 1 else f"group of {degree} ranks"
-    return MaskPicture(kind, step, num_steps, title)
-
-
-class Bar(NamedTuple):
-    """An action of a rank from `start` to `stop`, in seconds since the call began.
-
-    The lane is "compute", or the channel of an exchange; the kind is that of the span.
-    """
-
-    rank: int
-    lane: str
-    kind: str
-    start: float
-    stop: float
-
-
-def bars(simulations: Mapping[str, Simulation], ranks: Sequence[int]) -> Iterator[Bar]:
-    """The actions of some ranks, forward and then backward, without waits."""
-    begin = 0.0
-    for simulation in simulations.values():
-        for action, span in zip(simulation.schedule.actions(), simulation.spans, strict=True):
-            lane = action.channel if isinstance(action, Transfer) else "compute"
-            for rank in ranks:
-                start, stop = float(span.start[rank]), float(span.stop[rank])
-                if stop > start and span.kind != "wait":
-                    yield Bar(rank, lane, span.kind, begin + start, begin + stop)
-        begin += simulation.seconds
+    return MaskPicture(kind, step, title)
 
 
 def shown_ranks(world_size: int) -> list[int]:
@@ -208,7 +178,7 @@ def _draw_mask(axes: Any, picture: MaskPicture) -> None:
     steps = picture.step.float().masked_fill(picture.kind == ABSENT, float("nan"))
     opaque = torch.where(picture.kind == CUT, 0.5, 1.0)
     image = axes.imshow(
-        steps.numpy(), alpha=opaque.numpy(), vmin=0, vmax=max(picture.num_steps - 1, 1)
+        steps.numpy(), alpha=opaque.numpy(), vmin=0, vmax=max(int(picture.step.max()), 1)
     )
     axes.figure.colorbar(image, ax=axes, label="step", shrink=0.7)
     axes.set(xlabel=f"keys of a {picture.title}", ylabel="queries")
@@ -218,10 +188,21 @@ def _draw_mask(axes: Any, picture: MaskPicture) -> None:
 def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
     ranks = shown_ranks(next(iter(simulations.values())).schedule.world_size)
     by_lane: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
-    for bar in bars(simulations, ranks):
-        name = bar.lane if bar.kind == "transfer" else bar.kind
-        spans = by_lane.setdefault((bar.rank, bar.lane, name), [])
-        spans.append((1e3 * bar.start, 1e3 * (bar.stop - bar.start)))
+    begin = 0.0
+    for direction, simulation in simulations.items():
+        axes.axvline(1e3 * begin, color="grey", linewidth=0.8)
+        axes.annotate(direction, (1e3 * begin, -0.15), fontsize=9)
+        for action, span in zip(simulation.schedule.actions(), simulation.spans, strict=True):
+            if span.kind == "wait":
+                continue
+            channel: str | None = action.channel if isinstance(action, Transfer) else None
+            lane, name = channel or "compute", channel or span.kind
+            for rank in ranks:
+                start, stop = float(span.start[rank]), float(span.stop[rank])
+                if stop > start:
+                    bar = 1e3 * (begin + start), 1e3 * (stop - start)
+                    by_lane.setdefault((rank, lane, name), []).append(bar)
+        begin += simulation.seconds
     used = {lane for _, lane, _ in by_lane}
     lanes = ["compute", *(channel for channel in CHANNELS if channel in used)]
     names = dict.fromkeys(name for _, _, name in by_lane)
@@ -232,11 +213,6 @@ def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
         # The legend needs one label per name; matplotlib omits labels that begin with "_".
         label = name if names.pop(name, "shown") is None else "_"
         axes.broken_barh(spans, (low, 0.9 * height), facecolors=colours[name], label=label)
-    begin = 0.0
-    for direction, simulation in simulations.items():
-        axes.axvline(1e3 * begin, color="grey", linewidth=0.8)
-        axes.annotate(direction, (1e3 * begin, -0.15), fontsize=9)
-        begin += simulation.seconds
     axes.set_yticks([i + 0.45 for i in range(len(ranks))], [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks), -0.6)
     axes.set(xlabel="ms", title="attention, and exchanges in flight")

@@ -58,16 +58,6 @@ def test_the_mask_as_ranks_by_ranks() -> None:
     assert len(picture.kind) == 4 // degree and picture.title == f"group of {degree} ranks"
 
 
-def test_the_timeline_is_full_of_compute() -> None:
-    words = ("--seqlen", "256k", "--layout", "zigzag", "--strategy", "ring")
-    choice, simulations = planned(*words)
-    found = list(report.bars(simulations, [2]))
-    both = choice.best.seconds
-    assert max(bar.stop for bar in found) == pytest.approx(both, rel=0.05)
-    computed = sum(bar.stop - bar.start for bar in found if bar.kind == "compute")
-    assert 0.9 * both < computed <= both
-
-
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_it_draws(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
