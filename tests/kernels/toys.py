@@ -95,7 +95,7 @@ def die_at_one(cell: Cell) -> Row:
     """Kills its process for a cell with head dim 1; for any other cell, returns the cell's row."""
     if cell.head_dim == 1:
         os._exit(3)
-    return Row("toy", "", cell.arch, cell.head_dim, cell.dtype, "", 4, 1, "", None, ())
+    return Row("toy", "", cell.arch, cell.head_dim, cell.dtype, "", 4, 1, None, ())
 
 
 def main() -> None:
