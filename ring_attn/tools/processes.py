@@ -30,18 +30,17 @@ def map_in_processes(
 
     def call(item: T) -> R:
         # Each thread owns one process with one item at a time, so a crash blames the right item.
-        if not hasattr(local, "process"):
+        try:
             # The pool's semaphores start multiprocessing's tracker; no signal may end it early.
             with interrupt.held_back():
-                local.process = ProcessPoolExecutor(
-                    1,
-                    get_context("spawn"),  # CUDA does not survive a fork
-                    initializer=interrupt.use_folder,
-                    initargs=(folder,),
-                )
-            opened.append(local.process)
-        try:
-            with interrupt.held_back():
+                if not hasattr(local, "process"):
+                    local.process = ProcessPoolExecutor(
+                        1,
+                        get_context("spawn"),  # CUDA does not survive a fork
+                        initializer=interrupt.use_folder,
+                        initargs=(folder,),
+                    )
+                    opened.append(local.process)
                 future = local.process.submit(function, item)
             result: R = future.result()
             return result
