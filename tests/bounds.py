@@ -99,7 +99,7 @@ def visible_pairs(tile: Tile) -> Tensor:
     """(rows, cols) booleans of a tile, written as its definition states them."""
     i, j = (torch.arange(rows.start, rows.stop) for rows in (tile.q, tile.kv))
     offsets = j - i[:, None]
-    lo, hi = tile.band
+    lo, hi = tile.lo, tile.hi
     seen = torch.ones_like(offsets, dtype=torch.bool)
     if lo is not None:
         seen &= offsets >= lo

@@ -10,7 +10,7 @@ The masks that an operator supports decide how a tile is cut into operator calls
     CUDA cuDNN      none, top-left causal                full and square causal pieces; a window's
                                                          tile goes to flash
 
-Every row of a tile attends to a key (`tiles.make_tile`). So the operators' values for rows without
+Every row of a tile attends to a key (`tiles.Tile`). So the operators' values for rows without
 keys (lse 0 on CPU, +inf in flash) never occur; `-inf` comes only from the state.
 """
 
@@ -34,7 +34,7 @@ from ring_attn.backends.base import (
 )
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.tiles import Band, MaskKind, Tile
+from ring_attn.core.tiles import MaskKind, Tile
 
 aten = torch.ops.aten
 
@@ -191,7 +191,7 @@ def _causal_pieces(tile: Tile) -> Iterator[Tile]:
                                   # # # \\ .       every row sees the columns before hi
                                   # # # # \\
     """
-    hi = tile.corner_band.hi
+    hi = tile.corner_band[1]
     if hi is None or hi == 0:
         yield tile
         return
@@ -211,7 +211,7 @@ def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
 
     If the band is narrower than the run of rows, there is no middle: the run is one masked piece.
     """
-    lo, hi = tile.band
+    lo, hi = tile.lo, tile.hi
     assert lo is not None, "a tile without a lower bound has no window's edge"
     for start in range(tile.q.start, tile.q.stop, edge):
         rows = slice(start, min(start + edge, tile.q.stop))
@@ -229,7 +229,7 @@ def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
 
 def _dense_mask(piece: Tile, q: Tensor) -> Tensor | None:
     """The additive mask of a piece that is neither FULL nor top-left CAUSAL."""
-    if piece.corner_band in (Band(None, None), Band(None, 0)):
+    if piece.corner_band in ((None, None), (None, 0)):
         return None
     hidden = ~band_mask(piece, q.device)
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
@@ -279,7 +279,7 @@ def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool, rebuilt_out: 
         copies += widened * q_rows * dim * item
     masks = scratch = 0
     if cpu:
-        if piece.corner_band not in (Band(None, None), Band(None, 0)):
+        if piece.corner_band not in ((None, None), (None, 0)):
             masks = piece.rows * piece.cols * (2 * item + 1)  # ours, and the operator's copy
         # Each thread of the operator holds one block of scores, two in the backward.
         block_q = 256 if piece.rows >= 768 else 64 if piece.rows >= 192 else 32

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State, merge_tree
-from ring_attn.core.tiles import MaskKind, Tile, make_tile
+from ring_attn.core.tiles import MaskKind, Tile
 
 Tiles = Sequence[Tile]
 
@@ -354,7 +354,7 @@ def flash_pieces(tile: Tile) -> Iterator[Tile]:
 
 def tile_within(tile: Tile, q: slice, kv: slice) -> Iterator[Tile]:
     """The part of a tile within a rectangle, if it is not empty."""
-    part = make_tile(q, kv, *tile.band)
+    part = tile & Tile(q.start, q.stop, kv.start, kv.stop)
     if part is not None:
         yield part
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ring_attn.kernels.decode import Parts
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch
-    from ring_attn.kernels.step_table import Rectangle, StepTable
+    from ring_attn.kernels.step_table import StepTable
 
 # At most this many rows (counting each query head of a kv head) count as decoding, which reads keys
 # in parts. With more rows, blocks of rows fill the GPU.
@@ -289,7 +289,7 @@ class TritonBackend(Backend):
             table = self._launches.table(
                 tiles,
                 (blocks, q.device, "turns"),
-                lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, q.device),
+                lambda: make_turn_table(transposed(tiles), *blocks, q.device),
             )
             scale = scores.softmax_scale
             return bwd_launch(inputs, gradients, turns, table, config, softmax_scale=scale)
@@ -393,9 +393,8 @@ class TritonBackend(Backend):
         blocks = (config.BLOCK_N, config.BLOCK_M) if kv_rows else (config.BLOCK_M, config.BLOCK_N)
 
         def make() -> StepTable:
-            rectangles = _rectangles(tiles)
             return make_step_table(
-                transposed(rectangles) if kv_rows else rectangles, *blocks, device,
+                transposed(tiles) if kv_rows else tiles, *blocks, device,
                 descending=not kv_rows, num_rows=num_rows,
             )  # fmt: skip
 
@@ -418,13 +417,12 @@ class TritonBackend(Backend):
         blocks = (config.BLOCK_M, config.BLOCK_N)
 
         def make() -> StepTable:
-            rectangles = _rectangles(tiles)
             if len(tiles) == 1 and tiles[0].kind is MaskKind.FULL and tiles[0].rows == rows:
-                table, launch = part_table(rectangles[0], rows * group, parts, config, device)
+                table, launch = part_table(tiles[0], rows * group, parts, config, device)
                 enqueue(Launch.run, launch, table.blocks.get_device())
                 return table
             return make_step_table(
-                part_rectangles(rectangles, rows, group, parts), *blocks, device,
+                part_rectangles(tiles, rows, group, parts), *blocks, device,
                 descending=True, num_rows=parts.num_parts * rows * group,
             )  # fmt: skip
 
@@ -435,13 +433,6 @@ def _kind(kernel: str, tiles: Tiles) -> str:
     """The kind of a kernel's config; steps of one unmasked tile have the kind `*_whole`."""
     whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
     return f"{kernel}_whole" if whole else kernel
-
-
-def _rectangles(tiles: Tiles) -> list[Rectangle]:
-    return [
-        (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.band.lo, tile.band.hi)
-        for tile in tiles
-    ]
 
 
 def _unit_stride(x: Tensor) -> Tensor:

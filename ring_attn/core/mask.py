@@ -32,7 +32,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ UNBOUNDED = 1 << 50
 class Slice(NamedTuple):
     """Queries `[q_start, q_end)`, keys `[k_start, k_end)`, and the band `lo <= j - i <= hi`.
 
-    Positions are global; a bound None is unbounded.
+    Positions are global (in `tiles.Tile` local rows); a bound None is unbounded.
     """
 
     q_start: int
@@ -55,7 +55,7 @@ class Slice(NamedTuple):
     hi: int | None = None
 
     @property
-    def touched(self) -> Slice | None:
+    def touched(self) -> Self | None:
         """The slice without empty rows and columns; None if no pair is left.
 
         A bound that cuts nothing off becomes None.
@@ -77,7 +77,7 @@ class Slice(NamedTuple):
             lo = None
         if hi is not None and hi >= (k1 - 1) - q0:
             hi = None
-        return Slice(q0, q1, k0, k1, lo, hi)
+        return type(self)(q0, q1, k0, k1, lo, hi)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -91,17 +91,17 @@ class Slice(NamedTuple):
         q0, q1, k0, k1, lo, hi = self
         return Slice(k0, k1, q0, q1, None if hi is None else -hi, None if lo is None else -lo)
 
-    def moved(self, q: int, k: int) -> Slice:
+    def moved(self, q: int, k: int) -> Self:
         q0, q1, k0, k1, lo, hi = self
         shift = k - q
         lo, hi = (None if bound is None else bound + shift for bound in (lo, hi))
-        return Slice(q0 + q, q1 + q, k0 + k, k1 + k, lo, hi)
+        return type(self)(q0 + q, q1 + q, k0 + k, k1 + k, lo, hi)
 
-    def __and__(self, other: Slice) -> Slice | None:
+    def __and__(self, other: Slice) -> Self | None:
         """The pairs of both slices; None if there are none."""
         lows = [bound for bound in (self.lo, other.lo) if bound is not None]
         highs = [bound for bound in (self.hi, other.hi) if bound is not None]
-        return Slice(
+        return type(self)(
             max(self.q_start, other.q_start), min(self.q_end, other.q_end),
             max(self.k_start, other.k_start), min(self.k_end, other.k_end),
             max(lows, default=None), min(highs, default=None),

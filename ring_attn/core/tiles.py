@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -45,46 +44,42 @@ class MaskKind(enum.Enum):
     WINDOW = "window"
 
 
-class Band(NamedTuple):
-    """`lo <= j - i <= hi`; None is unbounded."""
+class Tile(Slice):
+    """A slice of local rows: the rectangle that one backend call computes.
 
-    lo: int | None
-    hi: int | None
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Local q rows x kv rows within a band: the rectangle that one backend call computes.
-
-    `q`, `kv` and `band` count local rows: row i of the q shard sees row j of the kv shard iff i is
-    in `q`, j in `kv` and `band.lo <= j - i <= band.hi`. Every row and every column of a tile holds
-    a visible pair, and a bound that cuts nothing off is None.
+    Row i of the q shard sees row j of the kv shard iff the slice holds (i, j). Every row and every
+    column of a tile holds a visible pair, and a bound that cuts nothing off is None.
     """
 
-    q: slice
-    kv: slice
-    band: Band
+    __slots__ = ()
+
+    @property
+    def q(self) -> slice:
+        return slice(self.q_start, self.q_end)
+
+    @property
+    def kv(self) -> slice:
+        return slice(self.k_start, self.k_end)
 
     @property
     def rows(self) -> int:
-        return int(self.q.stop - self.q.start)
+        return self.q_end - self.q_start
 
     @property
     def cols(self) -> int:
-        return int(self.kv.stop - self.kv.start)
+        return self.k_end - self.k_start
 
     @property
-    def corner_band(self) -> Band:
-        """The band counted from the tile's own top left corner."""
-        shift = self.q.start - self.kv.start
-        lo, hi = self.band
-        return Band(None if lo is None else lo + shift, None if hi is None else hi + shift)
+    def corner_band(self) -> tuple[int | None, int | None]:
+        """The bounds of the band counted from the tile's own top left corner."""
+        corner = self.moved(-self.q_start, -self.k_start)
+        return corner.lo, corner.hi
 
     @property
     def kind(self) -> MaskKind:
-        if self.band.lo is not None:
+        if self.lo is not None:
             return MaskKind.WINDOW
-        return MaskKind.FULL if self.band.hi is None else MaskKind.CAUSAL
+        return MaskKind.FULL if self.hi is None else MaskKind.CAUSAL
 
     @property
     def area(self) -> int:
@@ -167,7 +162,7 @@ def _tiles_of_slices(
 
 def _in_order(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
     """The tiles sorted by their first q row, and then by keys, descending."""
-    return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
+    return tuple(sorted(tiles, key=lambda tile: (tile.q_start, -tile.k_start)))
 
 
 @lru_cache(maxsize=4096)
@@ -203,23 +198,9 @@ def gathered_tiles(
     return _in_order(tile for tiles in by_end.values() for tile in tiles)
 
 
-def make_tile(q: slice, kv: slice, lo: int | None, hi: int | None) -> Tile | None:
-    """The rectangle cut down to the rows and columns that the band touches; None if none."""
-    touched = Slice(q.start, q.stop, kv.start, kv.stop, lo, hi).touched
-    if touched is None:
-        return None
-    q0, q1, k0, k1, lo, hi = touched
-    return Tile(slice(q0, q1), slice(k0, k1), Band(lo, hi))
-
-
 def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
     """The tile with its travelling rows counted from row `first`."""
-    lo, hi = tile.band
-    moved = tile.kv if travels == "kv" else tile.q
-    moved = slice(moved.start - first, moved.stop - first)
-    shift = -first if travels == "kv" else first  # of j - i
-    band = Band(None if lo is None else lo + shift, None if hi is None else hi + shift)
-    return Tile(tile.q, moved, band) if travels == "kv" else Tile(moved, tile.kv, band)
+    return tile.moved(0, -first) if travels == "kv" else tile.moved(-first, 0)
 
 
 def _raw_tiles(
@@ -241,8 +222,8 @@ def _raw_tiles(
             for _, _, kv_first, kv_seg in near:
                 ka, kb = kv_seg.rows_between(piece.k_start, piece.k_end)
                 lo, hi = _local_band(q_seg, kv_seg, piece, kv_first - q_first)
-                q = slice(q_first + qa, q_first + qb)
-                tile = make_tile(q, slice(kv_first + ka, kv_first + kb), lo, hi)
+                q, kv = (q_first + qa, q_first + qb), (kv_first + ka, kv_first + kb)
+                tile = Tile(*q, *kv, lo, hi).touched
                 if tile is not None:
                     yield piece, tile
 
@@ -281,20 +262,21 @@ def _merged(tiles: list[Tile]) -> list[Tile]:
 
 def _surrounding(a: Tile, b: Tile) -> Tile:
     """The smallest rectangle and band that hold both tiles."""
-    q = slice(min(a.q.start, b.q.start), max(a.q.stop, b.q.stop))
-    kv = slice(min(a.kv.start, b.kv.start), max(a.kv.stop, b.kv.stop))
     (a_lo, a_hi), (b_lo, b_hi) = _extent(a), _extent(b)
-    tile = make_tile(q, kv, min(a_lo, b_lo), max(a_hi, b_hi))
+    tile = Tile(
+        min(a.q_start, b.q_start), max(a.q_end, b.q_end),
+        min(a.k_start, b.k_start), max(a.k_end, b.k_end),
+        min(a_lo, b_lo), max(a_hi, b_hi),
+    ).touched  # fmt: skip
     assert tile is not None, "a band that surrounds tiles cannot miss their rectangle"
     return tile
 
 
 def _extent(tile: Tile) -> tuple[int, int]:
     """Smallest and largest `j - i` of the tile's pairs."""
-    lo, hi = tile.band
     return (
-        tile.kv.start - (tile.q.stop - 1) if lo is None else lo,
-        (tile.kv.stop - 1) - tile.q.start if hi is None else hi,
+        tile.k_start - (tile.q_end - 1) if tile.lo is None else tile.lo,
+        (tile.k_end - 1) - tile.q_start if tile.hi is None else tile.hi,
     )
 
 

@@ -240,7 +240,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
-    """`tiles.make_tile` and `Tile.area` for many rectangles."""
+    """`Tile.touched` and `Tile.area` for many rectangles."""
     (q0, q1), (k0, k1) = q, kv
     exists = (q0 < q1) & (k0 < k1)
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)

@@ -13,7 +13,7 @@ from functools import cached_property
 from ring_attn.core.heads import share_heads
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank, Turn
-from ring_attn.core.tiles import Band, Displacement, Grid, Tile, Traveller, pair_tiles
+from ring_attn.core.tiles import Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_rows, pair_work, travelling_rows
 from ring_attn.machines.count import peak_of_programs
@@ -24,7 +24,7 @@ from ring_attn.strategies.registry import programs
 # MOST_RANKS ranks or slices of the mask are simplified.
 MOST_TILES, MOST_RANKS = 256, 16
 
-_ANY_TILE = (Tile(slice(0, 1), slice(0, 1), Band(None, None)),)
+_ANY_TILE = (Tile(0, 1, 0, 1),)
 
 
 def peak_of(call: Call, *, backward: bool = True) -> int:
@@ -105,5 +105,5 @@ class _RoughRank(OneRank):
         work = pair_work(*self.layouts, self.mask)
         if not work.area[pair]:
             return ()
-        q, kv = (slice(int(rows.start[pair]), int(rows.stop[pair])) for rows in (work.q, work.kv))
-        return (Tile(q, kv, Band(None, None)),)
+        q, kv = ((int(rows.start[pair]), int(rows.stop[pair])) for rows in (work.q, work.kv))
+        return (Tile(*q, *kv),)

@@ -34,7 +34,7 @@ from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.spec import AttentionSpec, Packet, Scores
-from ring_attn.core.tiles import Band, Tile, make_tile
+from ring_attn.core.tiles import Tile
 from ring_attn.strategies.base import result_arrays
 from ring_attn.transport.base import Transport
 
@@ -111,12 +111,12 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
     in a causal cache of a thousand segments, all but the last few.
     """
     tiles = [tile for piece in mask.slices for tile in _slice_tiles(segments, piece)]
-    return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
+    return tuple(sorted(tiles, key=lambda tile: (tile.q_start, -tile.k_start)))
 
 
 def _slice_tiles(segments: Sequence[Segment], piece: Slice) -> Iterator[Tile]:
     """Yields the tiles of a slice's queries x one rank's rows."""
-    every_q = slice(piece.q_start, piece.q_end)
+    every_q = piece.q_start, piece.q_end
     # Some query sees positions [any_from, any_to). All queries see [all_from, all_to): from the
     # first key of the last query to the last key of the first query.
     any_from = all_from = piece.k_start
@@ -140,18 +140,16 @@ def _slice_tiles(segments: Sequence[Segment], piece: Slice) -> Iterator[Tile]:
     yield from _full(every_q, run, row)
 
 
-def _full(q: slice, run: int, row: int) -> list[Tile]:
-    return [Tile(q, slice(run, row), Band(None, None))] if run < row else []
+def _full(q: tuple[int, int], run: int, row: int) -> list[Tile]:
+    return [Tile(*q, run, row)] if run < row else []
 
 
 def _cut(segment: Segment, row: int, piece: Slice) -> Iterator[Tile]:
     """Yields the tiles of a partly visible segment, which starts at local row `row`."""
     if segment.stride == 1:
-        shift = row - segment.start  # of local j - i
-        first, end = segment.rows_between(piece.k_start, piece.k_end)
-        lo, hi = (None if bound is None else bound + shift for bound in (piece.lo, piece.hi))
-        kv = slice(row + first, row + end)
-        tile = make_tile(slice(piece.q_start, piece.q_end), kv, lo, hi)
+        rows = Slice(piece.q_start, piece.q_end, segment.start, segment.start + segment.length)
+        seen = piece & rows
+        tile = None if seen is None else Tile(*seen.moved(0, row - segment.start))
         if tile is not None:
             yield tile
         return
@@ -160,7 +158,7 @@ def _cut(segment: Segment, row: int, piece: Slice) -> Iterator[Tile]:
         start = piece.k_start if piece.lo is None else max(piece.k_start, i + piece.lo)
         stop = piece.k_end if piece.hi is None else min(piece.k_end, i + piece.hi + 1)
         first, end = segment.rows_between(start, stop)
-        yield from _full(slice(i, i + 1), row + first, row + end)
+        yield from _full((i, i + 1), row + first, row + end)
 
 
 @lru_cache(maxsize=256)

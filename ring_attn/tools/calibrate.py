@@ -32,7 +32,7 @@ from ring_attn.core.program import Collective, Hop
 from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
-from ring_attn.core.tiles import Band, Tile
+from ring_attn.core.tiles import Tile
 from ring_attn.planning import devices
 from ring_attn.planning.devices import Cluster, Device, Link
 from ring_attn.tools.arguments import (
@@ -278,15 +278,14 @@ class _Bench:
         """Squares without a mask and causal, half-wide rectangles and windows, of all sizes."""
         forward_pair, backward_pair = (flops(1, self.spec, backward=b) for b in (False, True))
         for rows in self.setting.rows:
-            for kind, cols, band in (
-                ("full", rows, Band(None, None)),
-                ("full", rows // 2, Band(None, None)),
-                ("causal", rows, Band(None, 0)),
-                ("window", rows, Band(-(rows // 4), 0)),
-                ("window", rows, Band(-(rows // 2), rows // 8)),
+            for kind, cols, lo, hi in (
+                ("full", rows, None, None),
+                ("full", rows // 2, None, None),
+                ("causal", rows, None, 0),
+                ("window", rows, -(rows // 4), 0),
+                ("window", rows, -(rows // 2), rows // 8),
             ):
-                tile = Tile(slice(0, rows), slice(0, cols), band)
-                lo, hi = band
+                tile = Tile(0, rows, 0, cols, lo, hi)
                 edge = 0 if hi is None else min(cols - 1 - hi, rows)
                 edge += 0 if lo is None else min(rows - 1 + lo, rows)
                 forward, backward = self.calls(tile)
@@ -361,7 +360,7 @@ class _Bench:
     def slowdown(self) -> float:
         """The share of its speed that compute loses during a transfer."""
         rows = self.setting.rows[-2]
-        tile = Tile(slice(0, rows), slice(0, rows), Band(None, None))
+        tile = Tile(0, rows, 0, rows)
         compute, _ = self.calls(tile)
         alone = self.seconds(compute)
         size = self.setting.messages[-1]

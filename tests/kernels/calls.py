@@ -10,7 +10,7 @@ import triton
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.tiles import Tile, make_tile
+from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.testing import (
@@ -78,14 +78,8 @@ def cut_keys(mask: Mask, *cuts: int) -> list[tuple[Tile, ...]]:
 
 
 def _part(mask: Mask, q: slice, kv: slice) -> tuple[Tile, ...]:
-    parts = (
-        make_tile(_common(tile.q, q), _common(tile.kv, kv), *tile.band) for tile in whole(mask)
-    )
+    parts = (tile & Tile(q.start, q.stop, kv.start, kv.stop) for tile in whole(mask))
     return tuple(part for part in parts if part is not None)
-
-
-def _common(a: slice, b: slice) -> slice:
-    return slice(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def portable(config: Config) -> TritonBackend:

@@ -20,7 +20,6 @@ import torch
 
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.backends.triton import _rectangles as rectangles
 from ring_attn.core import masks
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -91,7 +90,7 @@ def attend(
 
 
 def table_of(tiles: Step, block_cols: int = 64, block_rows: int = 128) -> TurnTable:
-    return make_turn_table(transposed(rectangles(tiles)), block_rows, block_cols, CPU)
+    return make_turn_table(transposed(tiles), block_rows, block_cols, CPU)
 
 
 def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, list[int], int]]:

@@ -20,7 +20,7 @@ from ring_attn.backends import aten, get_backend
 from ring_attn.backends.base import Backend, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
-from ring_attn.core.tiles import Band, MaskKind, Tile, make_tile
+from ring_attn.core.tiles import MaskKind, Tile
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from tests import emulated_cuda
 from tests.bounds import MASKS, assert_holds, expect, painted, run, visible_pairs, whole
@@ -58,11 +58,7 @@ def grid(mask: Mask, rows: int, cols: int) -> tuple[Tile, ...]:
     for tile in whole(mask):
         for q in range(0, mask.seqlen_q, rows):
             for kv in reversed(range(0, mask.seqlen_k, cols)):
-                part = make_tile(
-                    slice(max(q, tile.q.start), min(q + rows, tile.q.stop)),
-                    slice(max(kv, tile.kv.start), min(kv + cols, tile.kv.stop)),
-                    *tile.band,
-                )
+                part = tile & Tile(q, q + rows, kv, kv + cols)
                 if part is not None:
                     tiles.append(part)
     return tuple(tiles)
@@ -146,7 +142,7 @@ def all_tiles() -> Iterator[Tile]:
         seen = set()
         for lo, hi in product(bounds, bounds):
             shifted = (None if b is None else b - 2 for b in (lo, hi))
-            tile = make_tile(slice(5, 5 + rows), slice(3, 3 + cols), *shifted)
+            tile = Tile(5, 5 + rows, 3, 3 + cols, *shifted).touched
             key = None if tile is None else (tile.q.start, tile.q.stop, str(tile))
             if tile is not None and key not in seen:
                 seen.add(key)
@@ -169,9 +165,9 @@ def test_pieces_for_torchs_cpu_operator(edge: int, monkeypatch: pytest.MonkeyPat
             assert len(pieces) <= 2
         for piece in pieces:
             if piece.kind is MaskKind.CAUSAL:
-                assert piece.corner_band == Band(None, 0)
+                assert piece.corner_band == (None, 0)
             if piece.kind is MaskKind.WINDOW:
-                lo, hi = tile.band
+                lo, hi = tile.lo, tile.hi
                 assert lo is not None
                 width = (tile.kv.stop - tile.q.start if hi is None else hi) - lo + 1
                 assert piece.rows <= edge and piece.cols <= 2 * edge + max(0, width - edge)
@@ -191,7 +187,7 @@ def test_pieces_for_flash_are_windows_that_it_can_state(name: str) -> None:
         assert_partition(tile, pieces)
         for piece in pieces:
             if name == "cudnn" and piece.kind is not MaskKind.WINDOW:  # cuDNN takes this piece
-                assert piece.kind is MaskKind.FULL or piece.corner_band == Band(None, 0)
+                assert piece.kind is MaskKind.FULL or piece.corner_band == (None, 0)
                 assert piece.kind is MaskKind.FULL or piece.rows == piece.cols
                 continue
             seen = emulated_cuda.flash_2_visible(piece.rows, piece.cols, *flash_window(piece))
@@ -285,7 +281,7 @@ def test_torchs_operators_on_emulated_cuda(
 def test_flash_attns_inf_becomes_minus_inf(package: Backend) -> None:
     q, k, v, _ = random_qkv(seqlen_q=6, seqlen_k=4, headdim=8)
     # No plan makes such a tile: its first two rows see nothing.
-    tile = Tile(slice(0, 6), slice(0, 4), Band(None, -2))
+    tile = Tile(0, 6, 0, 4, None, -2)
     operator = emulated_cuda.FlashAttn2._flash_attn_forward(
         q, k, v, 0.0, 1.0, False, -1, 0, 0.0, None, False
     )

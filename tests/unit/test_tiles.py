@@ -19,12 +19,10 @@ from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import (
-    Band,
     MaskKind,
     Tile,
     Traveller,
     gathered_tiles,
-    make_tile,
     pair_tiles,
     ring_grid,
 )
@@ -63,14 +61,13 @@ def check_tile(tile: Tile) -> None:
     assert bool(visible.any(1).all()), f"a row without a visible pair: {tile}"
     assert tile.area == int(visible.sum())
     assert (tile.rows, tile.cols) == visible.shape
-    lo, hi = tile.band
-    for looser in {Band(None, hi), Band(lo, None)} - {tile.band}:
-        found = visible_pairs(Tile(tile.q, tile.kv, looser))
+    for looser in {tile._replace(lo=None), tile._replace(hi=None)} - {tile}:
+        found = visible_pairs(looser)
         assert not torch.equal(found, visible), "an idle bound"
     if bool(visible.all()):
         assert tile.kind is MaskKind.FULL
     else:
-        assert tile.kind is (MaskKind.CAUSAL if lo is None else MaskKind.WINDOW)
+        assert tile.kind is (MaskKind.CAUSAL if tile.lo is None else MaskKind.WINDOW)
 
 
 class RingStep(NamedTuple):
@@ -166,18 +163,17 @@ def test_tiles_of_gathered_queries_hold_every_visible_pair_once(name: str, layou
         assert torch.equal(painted(tiles, *expected.shape), expected)
 
 
-def test_make_tile_is_the_band_in_its_bounding_box() -> None:
+def test_a_touched_slice_is_the_band_in_its_bounding_box() -> None:
     bounds = (None, *range(-7, 8))
     for rows, cols, q0, k0 in product((0, 1, 3, 5), (0, 1, 4), (0, 2), (0, 3)):
-        q, kv = slice(q0, q0 + rows), slice(k0, k0 + cols)
         for lo, hi in product(bounds, bounds):
-            visible = visible_pairs(Tile(q, kv, Band(lo, hi)))
-            tile = make_tile(q, kv, lo, hi)
-            assert (tile is not None) == bool(visible.any()), (q, kv, lo, hi)
+            rectangle = Tile(q0, q0 + rows, k0, k0 + cols, lo, hi)
+            visible, tile = visible_pairs(rectangle), rectangle.touched
+            assert (tile is not None) == bool(visible.any()), rectangle
             if tile is not None:
                 check_tile(tile)
-                count = painted((tile,), q.stop, kv.stop)[q, kv]
-                assert torch.equal(count, visible.long()), (q, kv, lo, hi)
+                count = painted((tile,), q0 + rows, k0 + cols)[rectangle.q, rectangle.kv]
+                assert torch.equal(count, visible.long()), rectangle
 
 
 # -- promises of the design for particular layouts
