@@ -309,8 +309,6 @@ class Run:
             target = _rows_of(entries[copy.entry], copy)
             if copy.tensor is None:
                 target.zero_()
-            elif copy.add:
-                target.add_(self.get(copy.tensor))
             else:
                 target.copy_(self.get(copy.tensor))
 

@@ -102,17 +102,6 @@ class Simulation:
         """The kind of link with the longest waits, with its busiest port."""
         return self.links[0] if self.links else None
 
-    @property
-    def flops_per_second(self) -> float:
-        """Mean FLOP/s of a rank."""
-        return float(self.schedule.flops.mean()) / self.seconds if self.seconds else 0.0
-
-    @property
-    def share_of_peak(self) -> float | None:
-        """Fraction of the datasheet's FLOP/s; None if the datasheet is unknown."""
-        peak = self.cluster.device.peak_flops
-        return self.flops_per_second / peak if peak else None
-
 
 def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Simulation:
     """Simulates a schedule on a cluster.

@@ -75,12 +75,6 @@ from ring_attn.strategies.order import why_not_in_order
 MANY_ROWS = 128 * 132
 
 
-def check(call: Call) -> None:
-    """Refuses layouts, masks and degrees that do not fit a ring."""
-    ring_grid(call.world_size, call.strategy.inner_degree)
-    base.check_layouts(call)
-
-
 def why_not_same_bits(call: Call) -> str | None:
     reason = why_not_in_order(call)
     if reason is None and not choose_gradients(call)[1]:
@@ -397,4 +391,4 @@ class _AddedUp(_Sums):
             yield self.unpack(recv, add=True)
 
 
-CODE = StrategyCode(program, why_not_same_bits, check)
+CODE = StrategyCode(program, why_not_same_bits)

@@ -41,7 +41,7 @@ from ring_attn.core.messages import Bytes, Message, Number, Parcels, packet_of, 
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import Packet
-from ring_attn.core.tiles import Traveller, with_first_row
+from ring_attn.core.tiles import with_first_row
 from ring_attn.strategies.base import SAVED, Call, MakeProgram, StrategyCode, input_arrays
 from ring_attn.strategies.order import why_not_by_heads
 
@@ -62,11 +62,6 @@ def around(inner: StrategyCode) -> StrategyCode:
         return next((reason for reason in reasons if reason is not None), None)
 
     def check(call: Call) -> None:
-        degree = call.strategy.ulysses_degree
-        if call.world_size % degree:
-            raise ValueError(
-                f"ulysses_degree must divide the world size, got {degree} and {call.world_size}"
-            )
         # Checks the cores of all members, so that every rank refuses what one member refuses.
         for core in _cores(call):
             inner.check(core)
@@ -135,6 +130,14 @@ class _Exchanges:
         self.degree = call.strategy.ulysses_degree
         self.shares = share_heads(call.spec.nheads, call.spec.nheads_kv, self.degree)
         self.summed = is_replicated(self.shares, call.spec.nheads_kv)
+        member = (ranks.rank or 0) % self.degree
+        self.share = self.shares[member]
+        # The ranks with the same heads, and those with which heads are exchanged for rows.
+        self.peers: tuple[int, ...] | None = None
+        self.group: tuple[int, ...] | None = None
+        if ranks.rank is not None:
+            self.peers = tuple(range(member, call.world_size, self.degree))
+            self.group = tuple(range(ranks.rank - member, ranks.rank - member + self.degree))
 
     def program(self, *, backward: bool, rounded: bool) -> Program:
         ranks, spec = self.ranks, self.call.spec
@@ -161,7 +164,7 @@ class _Exchanges:
                 saved += [f"{name} {number}" for name in program.saved]
                 results += [name for name in program.saved if name not in results]
             made.append(ops.Inner(
-                program, core_call.spec, self._peers,
+                program, core_call.spec, self.peers,
                 tuple((name, f"{name} {number}") for name in inputs),
                 tuple((name, f"{name} {number}") for name in results),
                 run.q, members, self.degree,
@@ -176,18 +179,13 @@ class _Exchanges:
 
     # -- cores
 
-    @property
-    def _share(self) -> HeadShare:
-        assert self.ranks.rank is not None
-        return self.shares[self.ranks.rank % self.degree]
-
     def _runs(self) -> Iterator[tuple[int, HeadRun, Tensor | None]]:
         """Yields this rank's runs of heads with their numbers.
 
         For every rank, yields runs of equal sizes together, with the group's members that have one.
         """
         if self.ranks.rank is not None:
-            for index, run in enumerate(self._share.runs):
+            for index, run in enumerate(self.share.runs):
                 yield index, run, None
             return
         for index in range(max(len(share.runs) for share in self.shares)):
@@ -200,19 +198,6 @@ class _Exchanges:
                     first.setdefault((run.num, run.num_kv), run)
             for sizes, ranks in members.items():
                 yield index, first[sizes], torch.tensor(ranks)
-
-    @property
-    def _peers(self) -> tuple[int, ...] | None:
-        if self.ranks.rank is None:
-            return None
-        return tuple(range(self.ranks.rank % self.degree, self.call.world_size, self.degree))
-
-    @property
-    def _group(self) -> tuple[int, ...] | None:
-        if self.ranks.rank is None:
-            return None
-        first = self.ranks.rank - self.ranks.rank % self.degree
-        return tuple(range(first, first + self.degree))
 
     # -- exchanges
 
@@ -249,10 +234,10 @@ class _Exchanges:
         recv = Buffer(f"received to {side}", room_of(received))
         yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
         if not to_heads and kinds[0].name == "dq" and self.ranks.rank is not None:
-            runs = range(len(self._share.runs))
+            runs = range(len(self.share.runs))
             yield ops.Free(tuple(f"{kind.name} {number}" for number in runs for kind in kinds))
-        yield ops.Post(channel, step, route, send, recv, received, nbytes, self._group)
-        yield ops.Wait(channel, self._group)
+        yield ops.Post(channel, step, route, send, recv, received, nbytes, self.group)
+        yield ops.Wait(channel, self.group)
         yield ops.Free((send,))
         for name, array, zero in self._targets(kinds, all_heads=not to_heads):
             yield ops.New(name, array, zero)
@@ -287,7 +272,7 @@ class _Exchanges:
         if all_heads:
             both = [(share, rank) for share in self.shares]
         else:
-            both = [(self._share, other) for other in self._group or ()]
+            both = [(self.share, other) for other in self.group or ()]
         return Parcels(tuple(
             _packet(batch, kinds, share, *(layout.shard_len(r) for layout in self.ranks.layouts))
             for share, r in both
@@ -340,23 +325,20 @@ class _Exchanges:
         copies, entry = [], 0
         rank = self.ranks.rank
         for other, share in enumerate(self.shares):
-            for index, run in enumerate(share.runs if all_heads else self._share.runs):
+            for index, run in enumerate(share.runs if all_heads else self.share.runs):
                 for kind in kinds:
                     if all_heads:
                         view = View(kind.full_name, None, kind.heads(run))
                         copies.append(Copy(entry, view, add=kind.summed))
                     else:
-                        placed = self._placed(kind.side)[rank // self.degree][other]
+                        layout = self.call.layouts[0 if kind.side == "q" else 1]
+                        placed = merge_groups(layout, self.degree)[1][rank // self.degree][other]
                         copies += [
                             Copy(entry, View(f"{kind.name} {index}", there), here)
                             for here, there in placed
                         ]
                     entry += 1
         return tuple(copies)
-
-    def _placed(self, side: Traveller) -> MergedRows:
-        layout = self.call.layouts[0 if side == "q" else 1]
-        return merge_groups(layout, self.degree)[1]
 
 
 @lru_cache(maxsize=4096)
