@@ -218,13 +218,7 @@ class SequenceLayout:
 
     @kept
     def numbers(self) -> tuple[int, ...]:
-        """The layout as numbers, its kind and then its fields, as operators of torch take it.
-
-        Example:
-            >>> layout = SequenceLayout.boundaries([0, 5, 8])
-            >>> SequenceLayout.from_numbers(layout.numbers) == layout
-            True
-        """
+        """The layout as numbers, its kind and then its fields, as operators of torch take it."""
         code = KINDS.index(self.kind)
         if self.cuts is not None:
             return (code, *self.cuts)

@@ -7,7 +7,7 @@ that a program of thousands of ranks is as short as a program of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ from ring_attn.core.tiles import (
 )
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import StepWork
+
+Displacements = Sequence[Displacement]
 
 
 class Turn(NamedTuple):
@@ -107,18 +109,11 @@ class OneRank(_Ranks):
         return slice(int(rows.start[owner]), int(rows.stop[owner]))
 
     def moving_messages(
-        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
-    ) -> Callable[[Displacement], Message]:
-        """Function from a displacement to the message with the `moving` rows.
-
-        `make` builds a message from its number of rows.
-        """
-
-        def message(by: Displacement) -> Message:
-            rows = self.moving(grid, travels, by)
-            return make(rows.stop - rows.start)
-
-        return message
+        self, grid: Grid, travels: Traveller, make: Callable[[int], Message], order: Displacements
+    ) -> list[Message]:
+        """The message of each displacement, which `make` builds from a number of `moving` rows."""
+        moving = (self.moving(grid, travels, by) for by in order)
+        return [make(rows.stop - rows.start) for rows in moving]
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
         """Tiles between the own and the visiting shard, whose rows count from the first moving."""
@@ -190,14 +185,14 @@ class EveryRank(_Ranks):
         """None: one slice cannot hold the rows of every rank."""
 
     def moving_messages(
-        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
-    ) -> Callable[[Displacement], Message]:
+        self, grid: Grid, travels: Traveller, make: Callable[[int], Message], order: Displacements
+    ) -> list[Message]:
         owners = message_of(make, work.travelling_rows(*self.layouts, self.mask, travels).count)
         assert isinstance(owners, Bytes)
         sizes = owners.nbytes.view(grid.outer, grid.inner)
         if bool((sizes == sizes[0, 0]).all()):
-            return lambda by: owners
-        return lambda by: Bytes(sizes.roll(by, (0, 1)).flatten())
+            return [owners] * len(order)
+        return [Bytes(sizes.roll(by, (0, 1)).flatten()) for by in order]
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
         # Cached here too: hashing a mask of many documents takes long.

@@ -96,30 +96,13 @@ def all_reduce_bytes(seqlen: int, hidden_size: int, num_blocks: int, itemsize: i
 
     Each block has two all-reduces of (seqlen, hidden_size), after the output projection and the
     down projection (Megatron-LM, arXiv 1909.08053).
-
-    Args:
-        seqlen: rows of a rank, over all sequences.
-        hidden_size: hidden size of the model.
-        num_blocks: number of layers.
-        itemsize: bytes of an element.
-
-    Example:
-        >>> all_reduce_bytes(1024, 1024, 24, 4) == 192 * 2**20
-        True
+    `seqlen` counts the rows of a rank, over all sequences.
     """
     return 2 * num_blocks * seqlen * hidden_size * itemsize
 
 
 def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
-    """Seconds for `nbytes` on a link of `gbit_per_s`, without latency.
-
-    Raises:
-        ValueError: `gbit_per_s` is not positive.
-
-    Example:
-        >>> round(transfer_seconds(192 * 2**20, 100.0), 4)
-        0.0161
-    """
+    """Seconds for `nbytes` on a link of `gbit_per_s`, without latency."""
     check_number("gbit_per_s", gbit_per_s)
     if not gbit_per_s > 0.0:
         raise ValueError(f"gbit_per_s must be positive, got {gbit_per_s}")

@@ -150,7 +150,7 @@ class _Steps:
         if self.num == 1:
             return []
         make = partial(packet, self.call.spec, self.travels)
-        return list(map(self.ranks.moving_messages(self.grid, self.travels, make), self.order))
+        return self.ranks.moving_messages(self.grid, self.travels, make, self.order)
 
     def tiles(self, index: int) -> ops.Tiles:
         return self.ranks.tiles(self.grid, self.travels, self.order[index])

@@ -50,8 +50,8 @@ def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> o
 def _shards(call: Call, ranks: Ranks) -> Iterator[tuple[list[ops.Op], int, tuple]]:
     """Yields receive ops, distance `by` and tensors of each shard, its own shard first."""
     grid = Grid(1, ranks.world_size)
-    messages = ranks.moving_messages(grid, "kv", partial(shard_packet, call.spec, "kv"))
-    message = [messages((0, by)) for by in range(ranks.world_size)]
+    order = [(0, by) for by in range(ranks.world_size)]
+    message = ranks.moving_messages(grid, "kv", partial(shard_packet, call.spec, "kv"), order)
     longest = max(m.nbytes for m in message) if ranks.rank is not None else 0
     mine = ops.Buffer("mine", longest)
     yield [], 0, (ops.View("k"), ops.View("v"))
@@ -87,14 +87,15 @@ def _backward(
     call: Call, ranks: Ranks, arrays: dict[str, ops.Array], rounded: bool
 ) -> Iterator[ops.Op]:
     grid, grads = Grid(1, ranks.world_size), sums_of(call.spec, arrays)
-    messages = ranks.moving_messages(grid, "kv", partial(gradient_packet, call.spec, "kv"))
+    make, order = partial(gradient_packet, call.spec, "kv"), [(0, r) for r in range(grid.inner)]
+    messages = ranks.moving_messages(grid, "kv", make, order)
     yield ops.Delta(arrays["lse"])
     yield from new_sums(grads)
     for sends, by, kv in _shards(call, ranks):
         yield ops.Step(f"step {by}", by)
         yield from sends
         sums = ops.Buffer(f"sums {by}", 0 if ranks.rank is None else 1 << 20)
-        message, home = messages((0, by)), messages((0, 0))
+        message, home = messages[by], messages[0]
         dkv: tuple = (ops.View("dk sum"), ops.View("dv sum"))
         if by:
             yield ops.Clear(sums, message)
