@@ -6,30 +6,14 @@ from math import prod
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn.core.batch import shard_batch
-from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
-from ring_attn.strategies.ulysses import merge_groups
+from ring_attn.core.layout import Segment, SequenceLayout
 from tests.cold import compile_cold
-
-reproducible = settings(deadline=None, derandomize=True, max_examples=150)
-
-
-@st.composite
-def layouts(
-    draw: st.DrawFn, min_seqlen: int = 0, max_seqlen: int = 90, max_ranks: int = 9
-) -> SequenceLayout:
-    """Any layout, with lengths that do not divide, fewer rows than ranks, and empty shards."""
-    seqlen = draw(st.integers(min_seqlen, max_seqlen))
-    world_size = draw(st.integers(1, max_ranks))
-    kind = draw(st.sampled_from((*LAYOUTS, "boundaries")))
-    if kind != "boundaries":
-        return SequenceLayout.from_name(kind, seqlen, world_size)
-    inner = draw(st.lists(st.integers(0, seqlen), min_size=world_size - 1, max_size=world_size - 1))
-    return SequenceLayout.boundaries([0, *sorted(inner), seqlen])
+from tests.unit.drawn import layouts, reproducible
 
 
 def positions(layout: SequenceLayout) -> list[list[int]]:
@@ -85,7 +69,7 @@ def test_the_figure_of_the_module() -> None:
 
 
 @reproducible
-@given(layouts(min_seqlen=1, max_seqlen=40), st.booleans())
+@given(layouts(st.integers(1, 40)), st.booleans())
 def test_shard_batch_shifts_labels_before_it_cuts(layout: SequenceLayout, first: bool) -> None:
     n = layout.seqlen
     tokens = torch.arange(100, 100 + 2 * n).view(2, n)
@@ -149,11 +133,28 @@ X = torch.zeros(1, 8)
         (lambda: shard_batch({"labels": X, "shift_labels": X}, ZIGZAG, 0), "both labels and"),
         (lambda: shard_batch({"labels": X[:, :7]}, ZIGZAG, 0), r"8 rows .*got \(1, 7\)"),
         (lambda: shard_batch({"ids": X}, ZIGZAG, 2), r"\[0, 2\).*got 2"),
+        (lambda: segments(), "at least one rank"),
+        (lambda: segments([Segment(0, 3)], [Segment(2, 2)]), "2 is held 2 times"),
+        (lambda: segments([Segment(1, 3)], [Segment(2, 1)]), "0 is held 0 times"),
+        (
+            lambda: segments([Segment(2, 2, 2), Segment(0, 1)], [Segment(1, 1, 2), Segment(4, 1)]),
+            "4 is held 2",
+        ),
+        (lambda: segments([Segment(0, 3, 0)]), "there are 3 rows in all; rank 0 has"),
+        (lambda: segments([Segment(-1, 2)]), "there are 2 rows in all; rank 0 has"),
+        (
+            lambda: segments([Segment(0, 2, 2)], [Segment(1, 1), Segment(3, 2)]),
+            r"one stride, got \[1, 2\]",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         make()
+
+
+def segments(*parts: list[Segment]) -> SequenceLayout:
+    return SequenceLayout.from_segments(parts)
 
 
 def from_parts(seqlen: int, *segments: Segment) -> SequenceLayout:
@@ -170,56 +171,14 @@ def test_integers_of_numpy_are_ints() -> None:
     assert SequenceLayout("zigzag", eight, two) == layout  # type: ignore[arg-type]
 
 
-# -- any segments, and ranks that pool their rows
-
-
 def test_equal_layouts_are_equal_however_made() -> None:
     cuts = SequenceLayout.boundaries([0, 5, 5, 9])
-    pieces = [[Segment(0, 2), Segment(2, 3)], [Segment(7, 0)], [Segment(5, 4)]]
-    again = SequenceLayout.from_segments(pieces)
+    again = segments([Segment(0, 2), Segment(2, 3)], [Segment(7, 0)], [Segment(5, 4)])
     assert len({cuts, again, SequenceLayout.boundaries((0, 5, 5, 9))}) == 1
     assert SequenceLayout.zigzag(8, 2) != SequenceLayout.contiguous(8, 2)
-    halves = SequenceLayout.from_segments([[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]])
+    halves = segments([Segment(0, 2), Segment(6, 2)], [Segment(2, 4)])
     assert halves == SequenceLayout.from_segments([ZIGZAG.segments(0), ZIGZAG.segments(1)])
     assert halves.kind == "segments" and halves.stride == 1
-
-
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ([], "at least one rank"),
-        ([[Segment(0, 3)], [Segment(2, 2)]], "2 is held 2 times"),
-        ([[Segment(1, 3)], [Segment(2, 1)]], "0 is held 0 times"),
-        ([[Segment(2, 2, 2), Segment(0, 1)], [Segment(1, 1, 2), Segment(4, 1)]], "4 is held 2"),
-        ([[Segment(0, 3, 0)]], "there are 3 rows in all; rank 0 has"),
-        ([[Segment(-1, 2)]], "there are 2 rows in all; rank 0 has"),
-        ([[Segment(0, 2, 2)], [Segment(1, 1), Segment(3, 2)]], r"one stride, got \[1, 2\]"),
-    ],
-)
-def test_segments_that_are_no_layout(parts: list[list[Segment]], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        SequenceLayout.from_segments(parts)
-
-
-@reproducible
-@given(layouts(), st.data())
-def test_merged_ranks_pool_their_rows(layout: SequenceLayout, data: st.DataObject) -> None:
-    degrees = [n for n in range(1, layout.world_size + 1) if layout.world_size % n == 0]
-    degree = data.draw(st.sampled_from(degrees))
-    groups = [range(a, a + degree) for a in range(0, layout.world_size, degree)]
-    merged, rows = merge_groups(layout, degree)
-    held, pooled = positions(layout), positions(merged)
-    for group, ranks in enumerate(groups):
-        assert sorted(pooled[group]) == sorted(sum((held[rank] for rank in ranks), []))
-        if layout.kind != "striped":
-            assert pooled[group] == sorted(pooled[group])
-        taken = []
-        for member, rank in enumerate(ranks):
-            mine = rows[group][member]
-            assert [p for a, _ in mine for p in held[rank][a]] == held[rank]
-            assert [p for _, b in mine for p in pooled[group][b]] == held[rank]
-            taken += [row for _, b in mine for row in range(b.start, b.stop, b.step or 1)]
-        assert sorted(taken) == list(range(len(pooled[group])))
 
 
 def test_segments_are_checked_without_a_list_of_positions() -> None:

@@ -4,35 +4,21 @@ with the drawings in their docstrings and with each other."""
 from __future__ import annotations
 
 import inspect
-import random
 import re
 import time
-from collections.abc import Iterator
 from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from ring_attn import Mask, masks
-from ring_attn.core.mask import Slice
-from ring_attn.testing import masks as table_masks
-
-WINDOWS = [(-1, -1), (0, 0), (2, -1), (-1, 1), (1, 2), (9, 9), (0, 3), (3, 0)]
-
-# Document boundaries of 7 queries and of keys: alike, unlike, with empty documents on either side.
-DOCUMENTS = [
-    ((0, 7), (0, 7)),
-    ((0, 3, 7), (0, 3, 7)),
-    ((0, 0, 3, 3, 7, 7), (0, 0, 3, 3, 7, 7)),
-    ((0, 3, 7), (0, 5, 6)),
-    ((0, 3, 7), (0, 0, 6)),
-    ((0, 3, 3, 7), (0, 2, 5, 9)),
-    ((0, 0, 7, 7), (0, 4, 4, 8)),
-    ((0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 3, 3, 4, 6, 9, 9)),
-]
+from ring_attn.testing import masks as table
+from tests.unit.drawn import WINDOWS, flash_masks, pairs_of, reproducible
+from tests.unit.drawn import masks as any_masks
 
 
 def sees(mask: Mask, i: int, j: int) -> bool:
@@ -52,84 +38,35 @@ def sees(mask: Mask, i: int, j: int) -> bool:
     return False
 
 
-OF_FLASH = [
-    Mask(cu_q[-1], cu_k[-1], causal, window, cu_q, cu_k)
-    for (cu_q, cu_k), causal, window in product(DOCUMENTS, (False, True), WINDOWS)
-]
-# Rows after the last document: queries, keys, both; and no document with rows.
-OF_FLASH += [
-    Mask(seqlen_q, seqlen_k, causal, (2, -1), cu_q, cu_k)
-    for seqlen_q, seqlen_k, cu_q, cu_k in (
-        (9, 5, (0, 3, 7), (0, 2, 5)), (7, 8, (0, 3, 7), (0, 2, 5)),
-        (8, 8, (0, 3, 7), (0, 3, 7)), (4, 4, (0, 0), (0, 0)),
-    )
-    for causal in (False, True)
-]  # fmt: skip
+@settings(reproducible, max_examples=400)
+@given(flash_masks())
+def test_flash_arguments_are_the_predicate(mask: Mask) -> None:
+    expected = [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
+    assert torch.equal(mask.dense(), torch.tensor(expected).view_as(mask.dense()).bool())
 
 
-def test_flash_arguments_are_the_predicate() -> None:
-    without_documents = [
-        Mask(seqlen_q, seqlen_k, causal, window)
-        for seqlen_q, seqlen_k in product(range(7), range(7))
-        for causal, window in product((False, True), WINDOWS)
-    ]
-    for mask in OF_FLASH + without_documents:
-        expected = [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
-        assert torch.equal(mask.dense(), torch.tensor(expected).view_as(mask.dense()).bool()), mask
-
-
-def random_masks(seed: int) -> Iterator[Mask]:
-    """Masks of random slices that share no pair."""
-    draw = random.Random(seed)
-    for _ in range(150):
-        rows, cols = draw.randint(1, 12), draw.randint(1, 12)
-        free, slices = torch.ones(rows, cols, dtype=torch.bool), []
-        for _ in range(6):
-            q0, k0 = draw.randrange(rows), draw.randrange(cols)
-            lo, hi = (draw.choice([None, draw.randint(-9, 9)]) for _ in range(2))
-            one = Slice(q0, draw.randint(q0, rows), k0, draw.randint(k0, cols), lo, hi)
-            pairs = drawn([one], rows, cols)
-            if not bool((pairs & ~free).any()):
-                free &= ~pairs
-                slices.append(one)
-        yield masks.from_slices(rows, cols, slices)
-
-
-def drawn(slices: list[Slice], rows: int, cols: int) -> Tensor:
-    """The pairs of slices, by their definition."""
-    seen = torch.zeros(rows, cols, dtype=torch.bool)
-    for (i, j), one in product(product(range(rows), range(cols)), slices):
-        inside = one.q_start <= i < one.q_end and one.k_start <= j < one.k_end
-        low = one.lo is None or j - i >= one.lo
-        seen[i, j] |= inside and low and (one.hi is None or j - i <= one.hi)
-    return seen
-
-
-EVERY = [*OF_FLASH, *random_masks(0), *table_masks(37).values()]
-
-
-def test_every_form_of_a_mask_has_its_pairs() -> None:
-    for mask in EVERY:
-        shape = mask.seqlen_q, mask.seqlen_k
-        dense = mask.dense()
-        assert torch.equal(drawn(list(mask.slices), *shape), dense), mask
-        assert torch.equal(mask.transposed.dense(), dense.t()), mask
-        assert mask.area == int(dense.sum()), mask
-        assert Mask.from_tensor(mask.tensor) == mask
-        start, stop = mask.visible_runs(torch.arange(mask.seqlen_q))
-        assert start.dtype == stop.dtype == torch.int64 and bool((start <= stop).all()), mask
-        assert start.shape == stop.shape == (len(mask.layers), mask.seqlen_q)
-        for one in mask.slices:
-            pairs = drawn([one], *shape)[one.q_start : one.q_end, one.k_start : one.k_end]
-            assert bool(pairs.any(0).all()) and bool(pairs.any(1).all()), "rows without a pair"
-        assert sorted(one for layer in mask.layers for one in layer) == sorted(mask.slices)
-        for layer in mask.layers:
-            assert all(a.q_end <= b.q_start for a, b in pairwise(layer)), mask
+@settings(reproducible, max_examples=300)
+@given(any_masks())
+def test_every_form_of_a_mask_has_its_pairs(mask: Mask) -> None:
+    shape = mask.seqlen_q, mask.seqlen_k
+    dense = mask.dense()
+    assert torch.equal(pairs_of(mask.slices, *shape), dense)
+    assert torch.equal(mask.transposed.dense(), dense.t())
+    assert mask.area == int(dense.sum())
+    assert Mask.from_tensor(mask.tensor) == mask
+    start, stop = mask.visible_runs(torch.arange(mask.seqlen_q))
+    assert start.dtype == stop.dtype == torch.int64 and bool((start <= stop).all())
+    assert start.shape == stop.shape == (len(mask.layers), mask.seqlen_q)
+    for one in mask.slices:
+        pairs = pairs_of([one], *shape)[one.q_start : one.q_end, one.k_start : one.k_end]
+        assert bool(pairs.any(0).all()) and bool(pairs.any(1).all()), "rows without a pair"
+    assert sorted(one for layer in mask.layers for one in layer) == sorted(mask.slices)
+    for layer in mask.layers:
+        assert all(a.q_end <= b.q_start for a, b in pairwise(layer))
 
 
 def test_both_masks_hold() -> None:
-    every = [*random_masks(1), *(mask for mask in table_masks(9).values())]
-    for one, another in product(every[::7], every[::11]):
+    for one, another in product(table(9).values(), repeat=2):
         if (one.seqlen_q, one.seqlen_k) != (another.seqlen_q, another.seqlen_k):
             with pytest.raises(ValueError, match="same lengths"):
                 _ = one & another
@@ -214,10 +151,10 @@ def test_flex_attentions_block_masks() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, (2, 4)])
-@pytest.mark.parametrize("seed", range(4))
-def test_any_mask_is_slices(seed: int, size: int | tuple[int, int]) -> None:
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
+def test_any_mask_is_slices(density: float, size: int | tuple[int, int]) -> None:
     """From blocks, whole and cut, and from a dense mask."""
-    seen = torch.rand(5, 4, generator=torch.Generator().manual_seed(seed)) < 0.2 + 0.2 * seed
+    seen = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) < density
     rows, cols = size if isinstance(size, tuple) else (size, size)
     expected = seen.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
     for mask in (masks.blocks(seen, size), masks.from_dense(expected)):
@@ -228,7 +165,7 @@ def test_any_mask_is_slices(seed: int, size: int | tuple[int, int]) -> None:
 
 
 def test_a_dense_mask_becomes_few_slices() -> None:
-    for one in table_masks(29).values():
+    for one in table(29).values():
         found = masks.from_dense(one.dense())
         assert torch.equal(found.dense(), one.dense())
         assert len(found.slices) <= 3 * len(one.slices), one

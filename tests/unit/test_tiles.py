@@ -1,19 +1,23 @@
-"""Tiles hold every visible pair once, and no more rows travel than are needed.
+"""Tiles, work and turns of all pairs of ranks are those of the dense mask."""
 
-Tiles are pure data, so they are compared with the dense mask for every rank of every layout.
-"""
+from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import product
-from typing import Any, NamedTuple
+from itertools import accumulate, product
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core import work as module
+from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.masks import documents
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec
@@ -26,32 +30,66 @@ from ring_attn.core.tiles import (
     pair_tiles,
     ring_grid,
 )
-from ring_attn.core.work import needed_displacements
+from ring_attn.core.turns import turns_of
+from ring_attn.core.work import needed_displacements, needed_rows, pair_work
+from ring_attn.machines.count import bytes_sent, peak_bytes
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import program_of
-from ring_attn.testing import LAYOUTS, Layouts, layouts_of
-from ring_attn.testing import masks as table_masks
+from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
+from tests.unit.drawn import layouts, masks, reproducible
 
-LENGTHS = ((0, 0), (1, 1), (13, 13), (20, 20), (7, 13), (13, 7), (11, 0), (3, 3))
-WINDOWS = ((-1, -1), (0, -1), (4, -1), (7, 2), (-1, 3), (0, 0), (2, 20))
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
-MIXED = [pair for pair in product(("contiguous", "zigzag", "boundaries"), repeat=2)
-         if pair[0] != pair[1]]  # fmt: skip
 
 
-def masks(seqlen_q: int, seqlen_k: int) -> Iterator[Mask]:
-    """Every combination of causal, window and documents (unequal, empty and one-row ones too)."""
-    cu_q = (0, seqlen_q // 3, seqlen_q // 3, seqlen_q // 2, seqlen_q)
-    cu_k = (0, seqlen_k // 4, seqlen_k // 2, seqlen_k // 2, seqlen_k)
-    for causal, window in product((False, True), WINDOWS):
-        if causal and window[1] >= 0:
-            continue
-        yield Mask(seqlen_q, seqlen_k, causal, window)
-        yield Mask(seqlen_q, seqlen_k, causal, window, cu_q, cu_k)
-    if seqlen_q == seqlen_k:
-        rows = tuple(range(seqlen_q + 1))
-        yield Mask(seqlen_q, seqlen_k, True, (-1, -1), rows, rows)
+class RingStep(NamedTuple):
+    source: int
+    rows: slice
+    tiles: tuple[Tile, ...]
+
+
+# True where a query row (dim 0) of rank a sees a key row (dim 1) of rank b.
+Visible = dict[tuple[int, int], Tensor]
+
+
+@settings(reproducible, max_examples=400)
+@given(st.data())
+def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
+    mask, ranks = data.draw(masks()), data.draw(st.integers(1, 6))
+    stride = data.draw(st.sampled_from((1, ranks)))
+    q, kv = (
+        data.draw(layouts(st.just(n), st.just(ranks), stride, segments=True))
+        for n in (mask.seqlen_q, mask.seqlen_k)
+    )
+    assume(q.stride == kv.stride)
+    positions = [[layout.position_ids(rank) for rank in range(ranks)] for layout in (q, kv)]
+    visible = {
+        (a, b): mask.dense(positions[0][a], positions[1][b])
+        for a, b in product(range(ranks), repeat=2)
+    }
+    check_pairs((q, kv), mask, visible, chunk=data.draw(st.sampled_from((7, module.CHUNK))))
+    for travels in TRAVELLERS:
+        check_turns((q, kv), mask, visible, travels)
+        check_ring((q, kv), mask, visible, travels)
+        check_gathering((q, kv), mask, visible, travels)
+
+
+def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> None:
+    with mock.patch.object(module, "CHUNK", chunk):
+        work = pair_work.__wrapped__(*layouts, mask)
+    for pair, seen in visible.items():
+        tiles = pair_tiles(*layouts, mask, *pair)
+        assert torch.equal(painted(tiles, *seen.shape), seen.long()), (pair, tiles)
+        keys = [(tile.q.start, -tile.kv.start) for tile in tiles]
+        assert keys == sorted(keys), "tiles of the same rows together, kv descending"
+        for tile in tiles:
+            check_tile(tile)
+        assert int(work.area[pair]) == int(seen.sum()), pair
+        assert int(work.area[pair]) > 0 or int(work.edge[pair]) == 0, pair
+        for rows, dim in ((work.q, 1), (work.kv, 0)):
+            needed = indices(seen.any(dim))
+            run = (needed[0], needed[-1] + 1) if needed else (0, 0)
+            assert (int(rows.start[pair]), int(rows.stop[pair])) == run, pair
 
 
 def check_tile(tile: Tile) -> None:
@@ -70,56 +108,37 @@ def check_tile(tile: Tile) -> None:
         assert tile.kind is (MaskKind.CAUSAL if tile.lo is None else MaskKind.WINDOW)
 
 
-class RingStep(NamedTuple):
-    source: int
-    rows: slice
-    tiles: tuple[Tile, ...]
+def check_turns(layouts: Layouts, mask: Mask, visible: Visible, travels: Traveller) -> None:
+    """Checks an exchange: exactly the needed rows go from rank to rank, in one turn each."""
+    dim = 0 if travels == "kv" else 1
+    rows = needed_rows(*layouts, mask, travels)
+    sent: dict[tuple[int, int], list[int]] = {}
+    for rank in range(layouts[0].world_size):
+        held = torch.arange(layouts[1 - dim].shard_len(rank))
+        for turn in OneRank(layouts, mask, rank).turns(travels):
+            if turn.sent:
+                assert (rank, turn.hop.send_to) not in sent, "one turn for each pair"
+                sent[rank, turn.hop.send_to] = [i for run in turn.runs for i in held[run].tolist()]
+    for (a, b), seen in visible.items():
+        needed = indices(seen.any(dim))
+        assert int(rows[a, b]) == len(needed)
+        if a != b:
+            assert sent.get((b, a) if travels == "kv" else (a, b), []) == needed
 
 
-def plans(layouts: Layouts, mask: Mask, travels: Traveller = "kv") -> list[list[RingStep]]:
-    """The steps of each rank in a plain ring: owner, held rows and tiles of each shard."""
-    return [[*_steps(OneRank(layouts, mask, r), travels)] for r in range(layouts[0].world_size)]
+def check_ring(layouts: Layouts, mask: Mask, visible: Visible, travels: Traveller) -> None:
+    """Checks that a ring makes no needless hop, and that no needless row travels."""
+    ranks = layouts[0].world_size
+    distances = {0} | {(a - b) % ranks for (a, b), seen in visible.items() if bool(seen.any())}
+    assert [by for _, by in needed_displacements(*layouts, mask)] == sorted(distances)
+    for rank, steps in enumerate(plans(layouts, mask, travels)):
+        away = [step.source - rank if travels == "q" else rank - step.source for step in steps]
+        assert sorted(by % ranks for by in away) == sorted(distances)
+        for index, step in enumerate(steps):
+            check_step(index, step, rank, visible, travels)
 
 
-def _steps(ranks: OneRank, travels: Traveller) -> Iterator[RingStep]:
-    grid = ring_grid(ranks.world_size)
-    for by in ranks.order(grid, travels):
-        rows = ranks.moving(grid, travels, by) if any(by) else slice(0, ranks.rows(travels))
-        source = grid.moved(ranks.rank, by, -1)
-        yield RingStep(source, rows, ranks.tiles(grid, travels, by))
-
-
-def check_everything(layouts: Layouts, mask: Mask) -> None:
-    world_size = layouts[0].world_size
-    q_rows, kv_rows = (
-        [layout.position_ids(rank) for rank in range(world_size)] for layout in layouts
-    )
-    pairs = [*product(range(world_size), repeat=2)]
-    visible = {(r, s): mask.dense(q_rows[r], kv_rows[s]) for r, s in pairs}
-    needed = {0} | {(r - s) % world_size for r, s in pairs if bool(visible[r, s].any())}
-    assert [by for _, by in needed_displacements(*layouts, mask)] == sorted(needed)
-    for (r, s), seen in visible.items():
-        tiles = pair_tiles(*layouts, mask, r, s)
-        assert torch.equal(painted(tiles, *seen.shape), seen.long()), (r, s, tiles)
-        keys = [(tile.q.start, -tile.kv.start) for tile in tiles]
-        assert keys == sorted(keys), "tiles of the same rows together, kv descending"
-        for tile in tiles:
-            check_tile(tile)
-    for travels in TRAVELLERS:
-        for rank, plan in enumerate(plans(layouts, mask, travels)):
-            away = [step.source - rank if travels == "q" else rank - step.source for step in plan]
-            assert sorted(by % world_size for by in away) == sorted(needed)
-            for index, step in enumerate(plan):
-                check_step(index, step, rank, visible, travels)
-
-
-def check_step(
-    index: int,
-    step: RingStep,
-    rank: int,
-    visible: dict[tuple[int, int], Tensor],
-    travels: Traveller,
-) -> None:
+def check_step(index: int, step: RingStep, rank: int, visible: Visible, travels: Traveller) -> None:
     """Checks tiles, counted from the first held row; rows travel from first to last needed row."""
     side = 1 if travels == "kv" else 0
     seen = visible[(rank, step.source) if travels == "kv" else (step.source, rank)]
@@ -134,33 +153,41 @@ def check_step(
         for pair, pairs in visible.items()
         if pair[0] != pair[1] and pair[side] == step.source
     ]
-    rows = torch.stack(others).any(0).nonzero().flatten().tolist()
+    rows = indices(torch.stack(others).any(0))
     assert step.rows == (slice(rows[0], rows[-1] + 1) if rows else slice(0, 0))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("kinds", [*LAYOUTS, *MIXED], ids=str)
-@pytest.mark.sweep(4)
-def test_each_visible_pair_once(kinds: Any, lengths: tuple[int, int], world_size: int) -> None:
-    for mask in masks(*lengths):
-        check_everything(layouts_of(kinds, mask, world_size), mask)
+def check_gathering(layouts: Layouts, mask: Mask, visible: Visible, gathers: Traveller) -> None:
+    """Checks tiles over the shards of all ranks, with two rows between them."""
+    ranks, side = layouts[0].world_size, 1 if gathers == "kv" else 0
+    rows = max(layouts[side].shard_lens) + 2
+    for rank in range(ranks):
+        shape = [layout.shard_len(rank) for layout in layouts]
+        shape[side] = ranks * rows
+        expected = torch.zeros(shape, dtype=torch.int64)
+        for source in range(ranks):
+            seen = visible[(rank, source) if gathers == "kv" else (source, rank)]
+            expected.narrow(side, source * rows, seen.size(side)).copy_(seen)
+        tiles = gathered_tiles(*layouts, mask, rank, rows, gathers)
+        assert torch.equal(painted(tiles, *shape), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", table_masks(61))
-def test_tiles_of_gathered_queries_hold_every_visible_pair_once(name: str, layout: str) -> None:
-    """Gathered keys are covered by test_strategies, which runs every mask."""
-    mask = table_masks(61)[name]
-    q, kv = layouts_of(layout, mask, 4)
-    rows = max(q.shard_lens) + 2
-    for rank in range(4):
-        expected = torch.zeros(4 * rows, kv.shard_len(rank), dtype=torch.int64)
-        for source in range(4):
-            seen = mask.dense(q.position_ids(source), kv.position_ids(rank))
-            expected[source * rows : source * rows + q.shard_len(source)] = seen
-        tiles = gathered_tiles(q, kv, mask, rank, rows, "q")
-        assert torch.equal(painted(tiles, *expected.shape), expected)
+def indices(seen: Tensor) -> list[int]:
+    """Where a vector is True."""
+    return seen.nonzero().flatten().tolist()
+
+
+def plans(layouts: Layouts, mask: Mask, travels: Traveller = "kv") -> list[list[RingStep]]:
+    """The steps of each rank in a plain ring: owner, held rows and tiles of each shard."""
+    return [[*_steps(OneRank(layouts, mask, r), travels)] for r in range(layouts[0].world_size)]
+
+
+def _steps(ranks: OneRank, travels: Traveller) -> Iterator[RingStep]:
+    grid = ring_grid(ranks.world_size)
+    for by in ranks.order(grid, travels):
+        rows = ranks.moving(grid, travels, by) if any(by) else slice(0, ranks.rows(travels))
+        source = grid.moved(ranks.rank, by, -1)
+        yield RingStep(source, rows, ranks.tiles(grid, travels, by))
 
 
 def test_a_touched_slice_is_the_band_in_its_bounding_box() -> None:
@@ -177,6 +204,12 @@ def test_a_touched_slice_is_the_band_in_its_bounding_box() -> None:
 
 
 # -- promises of the design for particular layouts
+
+
+def test_edges() -> None:
+    layout = SequenceLayout.contiguous(10, 2)
+    work = pair_work(layout, layout, Mask(10, 10, causal=True))
+    assert work.area.tolist() == [[15, 0], [25, 15]] and work.edge.tolist() == [[4, 0], [0, 4]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -214,30 +247,94 @@ def test_a_window_makes_as_many_hops_as_it_is_shards_wide(world_size: int, chunk
         for travels in TRAVELLERS:
             for plan in plans((layout, layout), mask, travels):
                 assert len(plan) == min(hops, world_size - 1) + 1
-        both = Mask(n, n, window_size=(window, window))
-        assert len(plans((layout, layout), both)[0]) == min(2 * hops, world_size - 1) + 1
 
 
 def test_distances_that_nobody_needs_are_jumped_over() -> None:
     # Two documents of two shards each: only neighbours exchange rows.
-    layout = SequenceLayout.contiguous(16, 4)
-    mask = Mask(16, 16, False, (-1, -1), (0, 8, 16), (0, 8, 16))
+    layout, mask = SequenceLayout.contiguous(16, 4), documents([0, 8, 16])
     for travels in TRAVELLERS:
         plan = plans((layout, layout), mask, travels)[0]
         assert [step.source for step in plan] == [0, 3, 1]
     spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 8, 8)
-    program = program_of(
-        Call(spec, (layout, layout), mask, 0, Strategy(), 0.1, "aten"), backward=False
-    )
-    assert [post.route for post in program.posts()] == [Hop(1, 3), Hop(2, 2)]
+    call = Call(spec, (layout, layout), mask, 0, Strategy(), 0.1, "aten")
+    routes = [post.route for post in program_of(call, backward=False).posts()]
+    assert routes == [Hop(1, 3), Hop(2, 2)]
 
 
 def test_the_kinds_of_a_causal_ring() -> None:
     layout = SequenceLayout.contiguous(1024, 4)
-    (plan,) = plans((layout, layout), Mask(1024, 1024, causal=True))[2:3]
+    plan = plans((layout, layout), Mask(1024, 1024, causal=True))[2]
     assert [step.source for step in plan] == [2, 1, 0, 3]
     kinds = [[tile.kind.name for tile in step.tiles] for step in plan]
     assert kinds == [["CAUSAL"], ["FULL"], ["FULL"], []]
+
+
+# -- an exchange
+
+LENGTHS = (40, 3, 90, 11, 64, 64, 7, 33, 128, 5, 21, 46)
+
+
+def placed(world_size: int) -> tuple[Mask, SequenceLayout]:
+    """Puts the halves of each document on distant ranks, among pieces of other documents."""
+    parts: list[list[Segment]] = [[] for _ in range(world_size)]
+    start = 0
+    for number, length in enumerate(LENGTHS):
+        half = length // 2
+        for piece, (first, rows) in enumerate(((start, half), (start + half, length - half))):
+            rank = (5 * number + (3 + number) * piece) % world_size
+            parts[rank].append(Segment(first, rows))
+        start += length
+    return documents([0, *accumulate(LENGTHS)], causal=True), SequenceLayout.from_segments(parts)
+
+
+def test_few_turns() -> None:
+    """All pairs need a turn per distance; few pairs need about a turn per partner of a rank."""
+    layout = SequenceLayout.zigzag(64, 16)
+    assert len(turns_of(layout, layout, Mask(64, 64), "kv")) == 15
+    mask, layout = placed(12)
+    rows = needed_rows(layout, layout, mask, "kv").clone().fill_diagonal_(0)
+    partners = max(int((rows > 0).sum(dim).max()) for dim in (0, 1))
+    distances = len(needed_displacements(layout, layout, mask)) - 1
+    assert partners <= len(turns_of(layout, layout, mask, "kv")) <= partners + 1 < distances
+
+
+def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
+    """Peaks do not grow with the ranks; a document's first half goes to its second half."""
+    spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 16, 16)
+    peaks = set()
+    for world_size in (6, 12, 24):
+        layout = SequenceLayout.contiguous(64 * world_size, world_size)
+        args = (spec, (layout, layout), Mask(layout.seqlen, layout.seqlen), 1)
+        call = make_call(Strategy("exchange"), *args, backend="reference")
+        peaks.add(peak_bytes(call, backward=True))
+    assert len(peaks) == 1
+    mask, layout = placed(8)
+    nbytes = 0
+    for rank in range(8):
+        call = make_call(Strategy("exchange"), spec, (layout, layout), mask, rank, backend="aten")
+        nbytes += bytes_sent(program_of(call, backward=False))
+    apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
+    padding = nbytes - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
+    assert 0 <= padding < 128 * len(apart)
+
+
+# -- time
+
+
+def test_work_of_many_ranks_or_documents_takes_no_time() -> None:
+    size, parts = 8192, [[] for _ in range(64)]
+    for start in range(0, 200 * size, size):
+        for rank, part in enumerate(parts):
+            for one in SequenceLayout.zigzag(size, 64).segments(rank):
+                part.append(Segment(start + one.start, one.length))
+    for layout, mask in (
+        (SequenceLayout.zigzag(1 << 18, 1024), Mask(1 << 18, 1 << 18, causal=True)),
+        (SequenceLayout.from_segments(parts), documents(range(0, 201 * size, size), causal=True)),
+    ):
+        start = time.thread_time()
+        work = pair_work(layout, layout, mask)
+        assert time.thread_time() - start < 4
+        assert int(work.area.sum()) == mask.area
 
 
 @pytest.mark.parametrize("num_documents", [1, 2000])
@@ -245,9 +342,8 @@ def test_a_program_is_made_quickly(num_documents: int) -> None:
     """One rank computes the distances that all 64 need; each new packed batch needs a program."""
     n, world_size = 2**20, 64
     cuts = torch.randint(1, n, (num_documents - 1,), generator=torch.Generator().manual_seed(0))
-    documents = (0, *sorted(cuts.tolist()), n)
     layout = SequenceLayout.zigzag(n, world_size)
-    mask = Mask(n, n, True, (-1, -1), documents, documents)
+    mask = documents((0, *sorted(cuts.tolist()), n), causal=True)
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 8, 2, 64, 64)
     call = Call(spec, (layout, layout), mask, 17, Strategy(), 0.1, "aten")
     start = time.process_time()  # without other processes
