@@ -1,8 +1,11 @@
-"""The oracle against torch; the bound, which detects defects and permits mere rounding."""
+"""The oracle against torch; the bound, which detects defects; the table of cases; the harness."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ring_attn import testing
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import window
 from ring_attn.testing import (
     RESULTS,
     RESULTS_WITH_SINKS,
+    Case,
     Expected,
     Inputs,
     check,
@@ -27,61 +32,25 @@ from ring_attn.testing import (
     poisoned_empty,
     random_qkv,
     random_sinks,
+    run_all_ranks,
 )
+from ring_attn.transport.local import LocalTransport
 from tests.bounds import textbook_backward, textbook_forward
 
 MASKS = masks(33)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# softcap and sinks. The cap is about as large as the scores, so that it bends most of them.
-SCORES: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": random_sinks(4, seed=1)},
-    "both": {"softcap": 2.0, "sinks": random_sinks(4, seed=1)},
-}
+
+def inputs_for(mask: Mask, dtype: torch.dtype = torch.float32, **options: Any) -> Inputs:
+    sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 24} | options
+    return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, dtype=dtype, **sizes)
 
 
-def inputs_for(mask: Mask, dtype: torch.dtype = torch.float32, **options: object) -> Inputs:
-    sizes: dict[str, object] = {
-        "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 24
-    }  # fmt: skip
-    return random_qkv(
-        seqlen_q=mask.seqlen_q,
-        seqlen_k=mask.seqlen_k,
-        dtype=dtype,
-        **(sizes | options),  # type: ignore[arg-type]
-    )
-
-
-def textbook(
-    inputs: Inputs,
-    mask: Mask,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    *,
-    other_order: bool = False,
-) -> Expected:
-    """The backward of flash-attention's paper, p = exp(s - lse) and delta, in float32 at least.
-
-    `other_order`: the backward sums scores over the dims from the last to the first, like a
-    separate kernel, so that its scores round differently from the forward's, which made lse.
-    """
-    dtype, wide = inputs.q.dtype, torch.promote_types(inputs.q.dtype, torch.float32)
-    q, k, v, dout = (x.to(wide) for x in inputs)
-    how = {"seen": mask.dense(), "scale": q.size(-1) ** -0.5, "softcap": softcap}
-    out, lse = textbook_forward(q, k, v, **how, sinks=sinks)
-    delta = (out.to(dtype).to(wide) * dout).sum(-1).transpose(1, 2)
-    if other_order:
-        q, k = q.flip(-1), k.flip(-1)
-    dq, dk, dv = textbook_backward(q, k, v, dout, lse, delta, **how)
-    if other_order:
-        dq, dk = dq.flip(-1), dk.flip(-1)
-    dsinks = None
-    if sinks is not None:
-        weights = (sinks.to(wide).view(-1, 1) - lse).exp()
-        dsinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
-    return Expected(out.to(dtype), lse, dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
+def rounded(inputs: Inputs, mask: Mask, **scores: Any) -> Expected:
+    """The oracle's results in float32."""
+    found = dense_gradients(*inputs, mask, **scores)
+    given = RESULTS if found.dsinks is None else RESULTS_WITH_SINKS
+    return replace(found, **{name: getattr(found, name).float() for name in given}, terms={})
 
 
 def failed(got: Expected, inputs: Inputs, mask: Mask, **scores: Any) -> set[str]:
@@ -117,16 +86,6 @@ def test_rows_that_see_nothing_have_their_sinks(
     assert grads[3][0] == 0 and (grads[3][2:] != 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MASKS)
-def test_a_right_algorithm_holds(name: str, dtype: torch.dtype) -> None:
-    """Alternates usual and large logits."""
-    mask, first = MASKS[name], list(MASKS).index(name)
-    for turn, scores in enumerate(SCORES.values(), first + DTYPES.index(dtype)):
-        inputs = inputs_for(mask, dtype, large_logits=turn % 2 == 1)
-        assert not failed(textbook(inputs, mask, **scores), inputs, mask, **scores), scores
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_that_round_otherwise_in_the_backward_hold(
@@ -134,19 +93,25 @@ def test_large_logits_that_round_otherwise_in_the_backward_hold(
 ) -> None:
     """Rows of one key, where only errors of s and lse move p; `out` is subnormal in float16.
 
+    The backward sums scores over the dims from the last to the first, like a separate kernel.
     Bounds were too narrow here if they took lse's error from lse, not from the products in it, or
     gave a subnormal `out` a relative error.
     """
-    sinks = random_sinks(4, seed=seed)
-    for name, scores in (
-        ("diagonal", {}),
-        ("diagonal", {"sinks": sinks}),
-        ("window", {"sinks": sinks, "softcap": 30.0}),
-    ):
-        mask = MASKS[name]
+    for name, softcap in (("diagonal", 0.0), ("window", 30.0)):
+        mask, sinks = MASKS[name], random_sinks(4, seed=seed)
         inputs = inputs_for(mask, dtype, large_logits=True, batch=1, seed=seed)
-        got = textbook(inputs, mask, **scores, other_order=True)
-        assert not failed(got, inputs, mask, **scores), (name, scores)
+        q, k, v, dout = (x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)
+        how = {"seen": mask.dense(), "scale": q.size(-1) ** -0.5, "softcap": softcap}
+        out, lse = textbook_forward(q, k, v, **how, sinks=sinks)
+        delta = (out.to(dtype).to(q.dtype) * dout).sum(-1).transpose(1, 2)
+        dq, dk, dv = textbook_backward(q.flip(-1), k.flip(-1), v, dout, lse, delta, **how)
+        dsinks = -((sinks.to(q.dtype).view(-1, 1) - lse).exp() * delta).sum((0, 2))
+        results = (x.to(dtype) for x in (dq.flip(-1), dk.flip(-1), dv))
+        got = Expected(out.to(dtype), lse, *results, dsinks.to(sinks.dtype))
+        assert not failed(got, inputs, mask, sinks=sinks, softcap=softcap), name
+
+
+# -- defects
 
 
 def ten_bits(x: Tensor) -> Tensor:
@@ -154,64 +119,52 @@ def ten_bits(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def without_head_0(dout: Tensor) -> Tensor:
-    return dout.index_fill(2, torch.tensor([0]), 0.0)
+def at(right: Expected, name: str, dim: int, index: int, value: float) -> Expected:
+    """A result with a wrong value at one index of a dim."""
+    wrong = getattr(right, name).index_fill(dim, torch.tensor([index]), value)
+    return replace(right, **{name: wrong})
 
 
-def changed(name: str, **by: Any) -> Callable[..., Expected]:
-    """Makes a defect: one result has wrong values at some indices of a dim."""
-
-    def defect(inputs: Inputs, mask: Mask, right: Expected) -> Expected:
-        x = getattr(right, name)
-        return replace(right, **{name: x.index_fill(by["dim"], torch.tensor(by["at"]), by["to"])})
-
-    return defect
-
-
-BOTH = SCORES["both"]
+BOTH: dict[str, Any] = {"softcap": 2.0, "sinks": random_sinks(4, seed=1)}
+Defect = Callable[[Inputs, Mask, Expected], Expected]
 # Scores, the defect, and the results in which it must be detected.
-DEFECTS: dict[str, tuple[dict[str, Any], Callable[..., Expected], set[str]]] = {
+DEFECTS: dict[str, tuple[dict[str, Any], Defect, set[str]]] = {
+    "nothing": (BOTH, lambda i, m, y: y, set()),
     "TF32 products": (
         {},
-        lambda i, m, _: textbook(Inputs(ten_bits(i.q), ten_bits(i.k), ten_bits(i.v), i.dout), m),
+        lambda i, m, _: rounded(Inputs(*map(ten_bits, i[:3]), i.dout), m),
         set(RESULTS),
     ),
-    "a key too few": ({}, lambda i, m, _: textbook(i, m & window(m.seqlen_q, 31)), set(RESULTS)),
+    "a key too few": ({}, lambda i, m, _: rounded(i, m & window(m.seqlen_q, 31)), set(RESULTS)),
     "lse in base 2": ({}, lambda i, m, y: replace(y, lse=y.lse / math.log(2.0)), {"lse"}),
     "out in bfloat16": ({}, lambda i, m, y: replace(y, out=y.out.bfloat16().float()), {"out"}),
-    "one NaN": ({}, changed("dv", dim=1, at=[3], to=math.nan), {"dv"}),
+    "one NaN": ({}, lambda i, m, y: at(y, "dv", 1, 3, math.nan), {"dv"}),
     "a head's gradient left out": (
         {},
-        lambda i, m, y: replace(y, dk=textbook(i._replace(dout=without_head_0(i.dout)), m).dk),
+        lambda i, m, y: replace(y, dk=rounded(i._replace(dout=without_head_0(i.dout)), m).dk),
         {"dk"},
     ),
-    "no cap": (BOTH, lambda i, m, _: textbook(i, m, sinks=BOTH["sinks"]), set(RESULTS_WITH_SINKS)),
+    "no cap": (BOTH, lambda i, m, _: rounded(i, m, sinks=BOTH["sinks"]), set(RESULTS_WITH_SINKS)),
     "no sinks": (
         BOTH,
-        lambda i, m, y: replace(textbook(i, m, softcap=2.0), dsinks=y.dsinks),
+        lambda i, m, y: replace(rounded(i, m, softcap=2.0), dsinks=y.dsinks),
         set(RESULTS),
     ),
-    "a sink without its gradient": (BOTH, changed("dsinks", dim=0, at=[2], to=0.0), {"dsinks"}),
+    "a sink without its gradient": (BOTH, lambda i, m, y: at(y, "dsinks", 0, 2, 0.0), {"dsinks"}),
     "gradient of a sink without weight": (
         BOTH,
-        changed("dsinks", dim=0, at=[0], to=1e-30),
+        lambda i, m, y: at(y, "dsinks", 0, 0, 1e-30),
         {"dsinks"},
     ),
-    "sinks not in lse": (
-        BOTH,
-        lambda i, m, y: replace(y, lse=textbook(i, m, softcap=2.0).lse),
-        {"lse"},
-    ),
-    "an empty row's dq that is not 0": ({}, changed("dq", dim=1, at=[0], to=1e-38), {"dq"}),
-    **{
-        f"an empty row's lse that is {wrong}": (
-            {},
-            changed("lse", dim=2, at=[0], to=wrong),
-            {"lse"},
-        )
-        for wrong in (0.0, math.inf, math.nan, -3e38)
-    },
+    "an empty row's dq that is not 0": ({}, lambda i, m, y: at(y, "dq", 1, 0, 1e-38), {"dq"}),
+    "an empty row's lse that is 0": ({}, lambda i, m, y: at(y, "lse", 2, 0, 0.0), {"lse"}),
+    "an empty row's lse of NaN": ({}, lambda i, m, y: at(y, "lse", 2, 0, math.nan), {"lse"}),
+    "an empty row's lse of -3e38": ({}, lambda i, m, y: at(y, "lse", 2, 0, -3e38), {"lse"}),
 }
+
+
+def without_head_0(dout: Tensor) -> Tensor:
+    return dout.index_fill(2, torch.tensor([0]), 0.0)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -219,7 +172,7 @@ def test_a_defect_is_seen(defect: str) -> None:
     mask = MASKS["empty rows" if "empty row" in defect else "causal"]
     inputs = inputs_for(mask)
     scores, wrongly, wrong = DEFECTS[defect]
-    got = wrongly(inputs, mask, textbook(inputs, mask, **scores))
+    got = wrongly(inputs, mask, rounded(inputs, mask, **scores))
     assert failed(got, inputs, mask, **scores) == wrong
 
 
@@ -235,18 +188,16 @@ def test_results_of_another_form_raise() -> None:
     assert check("out", x.float() + 1e-30, x, x.float()).ratio == math.inf
 
 
+# -- inputs, cases, all ranks
+
+
 def test_inputs_are_what_they_are_named_for() -> None:
     sizes: dict[str, Any] = {"seqlen_q": 5, "seqlen_k": 7, "nheads": 4, "headdim": 8, "seed": 3}
     strided = random_qkv(**sizes, noncontiguous=True)
     assert all(map(torch.equal, strided, random_qkv(**sizes)))
     assert all(x.stride(-1) == 2 and not x.is_contiguous() for x in strided)
     large = random_qkv(seqlen_q=64, large_logits=True)
-    lse = dense_attention(*large[:3], Mask(64, 64))[1]
-    assert lse.max() > 89  # exp overflows float32 there
-    # One sink takes no weight; all sinks are alike in every dtype.
-    sinks = random_sinks(6, seed=3)
-    assert sinks[0] < -9000 and sinks[1:].abs().max() < 20
-    assert all(random_sinks(6, dtype=d, seed=3).double().equal(sinks.double()) for d in DTYPES)
+    assert dense_attention(*large[:3], Mask(64, 64))[1].max() > 89  # exp overflows float32 there
 
 
 def test_poisoned_empty() -> None:
@@ -263,3 +214,39 @@ def test_poisoned_empty() -> None:
         assert (torch.empty(3, dtype=torch.int32) == -1).all()
         raise KeyError
     assert torch.empty is before
+
+
+def test_cases_cover_what_they_say() -> None:
+    backends = ("reference", "aten")
+    everything, quick = testing.cases(backends=backends), testing.cases(True, backends=backends)
+    for found in (everything, quick):
+        assert len(set(found)) == len(found)
+        assert {(c.layout, c.mask) for c in found} == {*product(testing.LAYOUTS, testing.MASKS)}
+        assert {c.heads for c in found} == set(testing.HEADS)
+        assert {c.strategy for c in found} == set(testing.STRATEGIES)
+        scores = {(c.layout, c.softcap > 0.0, c.sinks) for c in found}
+        assert scores == {*product(testing.LAYOUTS, (False, True), (False, True))}
+    dtypes = product(backends, ("float16", "bfloat16", "float32"))
+    assert {(c.backend, c.dtype) for c in everything} == {*dtypes, ("reference", "float64")}
+    assert any(c.large_logits for c in everything) and any(c.noncontiguous for c in everything)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "q_exchange"])
+def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receive buffer stays as it was allocated."""
+    wait = LocalTransport.wait
+
+    def lose(self: LocalTransport, channel: Any) -> None:
+        pending = self._pending[channel]
+        if self.rank == 1:
+            pending.receives = [(rank, x.clone()) for rank, x in pending.receives]
+        wait(self, channel)
+
+    monkeypatch.setattr(LocalTransport, "wait", lose)
+    failures = str(run_all_ranks(Case("full", strategy=strategy, seqlen=61), 4).failures)
+    assert all(f" {name}: " in failures for name in ("out", "dq", "dk", "dv"))
+
+
+def test_a_transport_of_another_world_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=3 ranks, got 0 results"):
+        run_all_ranks(Case("causal"), 3, lambda *_: [])
