@@ -69,6 +69,7 @@ def flash_4_visible(rows: int, cols: int, left: int | None, right: int | None) -
 
 
 def cudnn_visible(rows: int, cols: int, is_causal: bool) -> Tensor:
+    assert rows == cols or not is_causal
     seen = torch.ones(rows, cols, dtype=torch.bool)
     return seen.tril() if is_causal else seen
 
