@@ -16,7 +16,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.rates import PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES, Strategy
+from ring_attn.core.strategy import NAMES
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
@@ -110,15 +110,13 @@ def test_strategies_that_leave_few_kv_heads_to_a_launch_have_its_rate() -> None:
     choice = plan(
         nheads_kv=8, layout="zigzag", effort="all", cluster=devices.builtin_cluster("H100")
     )
-    few = {"ulysses", "hybrid 8 x ring", "hybrid 4 x ring", "all_gather", "all_gather by 2 heads"}
-    many = {"ring", "hybrid 2 x ring", "all_gather by 4 heads"}
-    rates = {
-        c.label: planner.rated_cluster(choice.problem, c).device.backward
-        for c in choice.candidates
-        if c.label in few | many
-    }
-    for labels, name in ((few, PORTABLE), (many, "triton")):
-        assert {rates[x] for x in labels & set(rates)} == {RATES["sm_90"][name].backward}, name
+    for name, labels in {
+        PORTABLE: ("ulysses", "hybrid 4 x ring", "all_gather", "all_gather by 2 heads"),
+        "triton": ("ring", "hybrid 2 x ring", "all_gather by 4 heads"),
+    }.items():
+        for candidate in (c for c in choice.candidates if c.label in labels):
+            device = planner.rated_cluster(choice.problem, candidate).device
+            assert device.backward == RATES["sm_90"][name].backward, candidate.label
     computes, gathers = (
         found(choice, x).prediction.backward.compute for x in ("ring", "all_gather")
     )
@@ -197,12 +195,6 @@ def test_every_refusal_has_its_reason() -> None:
     assert "\nrefused: " in str(choice)
     assert "contiguous layout" in str(found(choice, "q_exchange + ring", "zigzag").reason)
     assert not found(choice, "q_exchange + ring", "contiguous").refused
-
-    named = plan(strategies=[Strategy(ulysses_degree=3), Strategy(inner_degree=5), "ring"])
-    reasons = {c.label: str(c.reason) for c in named.candidates if c.refused}
-    assert "must divide the world size, got 3 and 8" in reasons["hybrid 3 x ring"]
-    assert "must divide the world size, got 5 and 8" in reasons["double_ring 5"]
-
     pair = SequenceLayout.striped(64, 8), SequenceLayout.contiguous(64, 8)
     with pytest.raises(ValueError, match="both be striped or neither"):
         plan(seqlen=64, layout=pair)
@@ -281,22 +273,20 @@ def test_a_choice_simulates_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(planner, "MOST_RANK_STEPS", 16)
     choice = plan(effort="names")
     simulated = [c for c in choice.candidates if c.prediction is not None]
-    assert simulated
-    assert sum(8 * c.num_steps(choice.problem.spec) for c in simulated) <= 16
+    assert 0 < sum(8 * c.num_steps(choice.problem.spec) for c in simulated) <= 16
     assert any("not simulated" in str(c.reason) for c in choice.candidates)
 
 
-def test_the_cluster_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cluster_is_that_of_the_file_or_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, path = cluster(flops=123e9), tmp_path / "machine.json"
     monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
     with pytest.raises(OSError, match=r"machine\.json"):
         find_cluster("cpu", 2)
     path.write_text(json.dumps({"clusters": {"4": to_json(mine)}}))
     assert find_cluster("cpu", 2) == mine
-
-
-def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(devices.CLUSTER_VARIABLE, raising=False)
+    monkeypatch.delenv(devices.CLUSTER_VARIABLE)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert find_cluster("cpu", 4) == cpu_cluster(4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -330,7 +320,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None
         plan(**options)
 
 
-def test_other_arguments_are_named_on_all_ranks() -> None:
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
     layout, spec = SequenceLayout.zigzag(256, 3), AttentionSpec("cpu", torch.float32, 1, 4, 2, 8, 8)
 
     def fail_to_agree(rank: int, transport: LocalTransport) -> None:
