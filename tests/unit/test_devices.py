@@ -26,8 +26,6 @@ from ring_attn.tools.calibrate import TileSample, fit_rate, largest_error
 # FlashAttention 3 on an H100, bf16, 64:8 heads of 128, TFLOP/s by mask area: 2k to 32k rows.
 FA3 = {
     (False, True): (584, 662, 657, 672, 680),
-    (False, False): (672, 677, 673, 686, 702),
-    (True, True): (353, 462, 517, 562, 586),
     (True, False): (453, 517, 556, 587, 601),
 }
 
@@ -108,14 +106,9 @@ def described(**changes: object) -> str:
         (described(**{"device.forward.flops": 0}), "flops of a Rate must be positive, got 0"),
         (described(**{"device.forward.flops": float("nan")}), "finite, got NaN"),
         (described(**{"device.forward.flops": 10**300}), "301 digits"),
-        (described(**{"device.forward.flops": "685e12"}), "flops of a Rate must be int or float"),
-        (described(**{"device.name": 7}), "name of a Device must be str, got 7"),
-        (described(**{"inside.bandwidth": True}), "bandwidth of a Link must be int or float"),
         (described(**{"between": "slow"}), "TypeError"),
         (described(**{"collectives": []}), "AttributeError"),
-        (described(node_size=1.5), "node_size of a Cluster must be int, got 1.5"),
         (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),
-        (described(slowdown=-0.5), "slowdown of a Cluster"),
         (described(slowdown=1), "slowdown"),
         (described(copies={"latency": -1.0}), "latency of a Copies"),
         (described().replace('"2"', '"8": {}, "2"'), "device"),  # not for the requested ranks

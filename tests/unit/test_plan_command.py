@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ring_attn.machines.check import Fault
-from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
 from ring_attn.tools import cli
@@ -21,9 +20,8 @@ SMALL = ["--seqlen", "4k", "--world-size", "4", "--heads", "8", "--kv-heads", "2
 SMALL += ["--head-dim", "64", "--cluster", "h100"]
 
 
-def planned(*words: str) -> tuple[Choice, dict[str, Simulation]]:
-    choice = command.plan(options_of(command, " ".join([*SMALL, *words])))
-    return choice, command.simulated(choice.problem, choice.best)
+def planned(*words: str) -> Choice:
+    return command.plan(options_of(command, " ".join([*SMALL, *words])))
 
 
 def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,13 +44,13 @@ def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_mask_as_ranks_by_ranks() -> None:
-    choice, _ = planned("--layout", "contiguous", "--strategy", "ring")
+    choice = planned("--layout", "contiguous", "--strategy", "ring")
     picture = report.mask_picture(choice)
     assert picture.kind.tolist() == [
         [report.CUT, 0, 0, 0], [1, report.CUT, 0, 0], [1, 1, report.CUT, 0], [1, 1, 1, report.CUT],
     ]  # fmt: skip
     assert picture.step.tolist() == [[0, -1, -1, -1], [1, 0, -1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
-    hybrid, _ = planned("--layout", "zigzag", "--strategy", "hybrid")
+    hybrid = planned("--layout", "zigzag", "--strategy", "hybrid")
     degree = hybrid.strategy.ulysses_degree
     picture = report.mask_picture(hybrid)
     assert len(picture.kind) == 4 // degree and picture.title == f"group of {degree} ranks"
@@ -91,12 +89,12 @@ def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.cluster_of(None, None, 8).device.name == "H100"
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"clusters": {"4": to_json(builtin_cluster("B200"))}}))
-    assert command.cluster_of(str(path), None, 4).device.name == "B200"
     path.write_text("{damaged")
     monkeypatch.setenv("RING_ATTN_CLUSTER", str(path))
     with pytest.raises(ValueError, match="machine.json"):
         command.cluster_of(None, None, 8)
+    path.write_text(json.dumps({"clusters": {"4": to_json(builtin_cluster("B200"))}}))
+    assert command.cluster_of(str(path), None, 4).device.name == "B200"
 
 
 def test_documents_and_windows_are_parsed() -> None:
@@ -104,7 +102,7 @@ def test_documents_and_windows_are_parsed() -> None:
     assert command.boundaries((100,), 12) == [0, 12]
     assert command.parse_window("4k,0") == (4096, 0)
     assert command.parse_window("-1,16") == (-1, 16)
-    choice, _ = planned("--documents", "1k", "--layout", "contiguous")
+    choice = planned("--documents", "1k", "--layout", "contiguous")
     assert len(choice.problem.mask.slices) == 4
     assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
 
