@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attn import testing
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
 from ring_attn.machines import run as machine
+from ring_attn.strategies.base import Call
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, make_call
 from ring_attn.testing import (
     Inputs,
     dense_gradients,
-    layouts_of,
     poisoned_empty,
     random_qkv,
     random_sinks,
@@ -29,6 +30,7 @@ from ring_attn.testing import (
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_holds as assert_within
 from tests.bounds import expect, visible_pairs
+from tests.unit.drawn import layouts, reproducible
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -60,26 +62,17 @@ def caches(seqlen: int, world_size: int) -> dict[str, SequenceLayout]:
 
 
 def run(
-    inputs: Inputs,
-    mask: Mask,
-    layout: SequenceLayout,
-    backend: str = "auto",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    inputs: Inputs, mask: Mask, layout: SequenceLayout, call: Call, sinks: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
     """Every rank's out and lse, and its numbers of sent messages and bytes."""
-    q, k, v, _ = inputs
-    spec = AttentionSpec.of(q, k, v, softcap, sinks)
-    call = make_call(spec, softmax_scale=scale, backend=backend)
 
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor, tuple[int, int]]:
         tiles = decode_tiles(layout.segments(rank), mask)
         for tile in tiles:
             seen = visible_pairs(tile)
             assert seen.any(0).all() and seen.any(1).all()
-        shards = (layout.shard(x, rank) for x in (k, v))
-        out, lse = machine.decode(call, tiles, q, *shards, transport, sinks)
+        k, v = (layout.shard(x, rank) for x in (inputs.k, inputs.v))
+        out, lse = machine.decode(call, tiles, inputs.q, k, v, transport, sinks)
         return out, lse, (transport.stats.messages, transport.stats.bytes_sent)
 
     plans = pair_tiles.cache_info()
@@ -104,12 +97,14 @@ def assert_holds(
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
     sinks = random_sinks(4) if with_sinks else None
     oracle, plain = expect(inputs, mask, scale, softcap=softcap, sinks=sinks)
-    packet = decode_packet(AttentionSpec.of(*inputs[:3]), mask.seqlen_q)
+    spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
+    call = make_call(spec, softmax_scale=scale, backend=backend)
+    nbytes = decode_packet(spec, mask.seqlen_q).nbytes
     for layout in layouts:
-        results = run(inputs, mask, layout, backend, scale, softcap, sinks)
+        results = run(inputs, mask, layout, call, sinks)
         for out, lse, sent in results:
             assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
-            assert sent == (1, (layout.world_size - 1) * packet.nbytes)
+            assert sent == (1, (layout.world_size - 1) * nbytes)
         got = dict(zip(("out", "lse"), results[0][:2], strict=True))
         assert_within(got, oracle, plain, str(layout))
 
@@ -148,7 +143,8 @@ def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
     exact = dense_gradients(*inputs, mask).out
     # Half a unit in the last place, and a float32 error for near ties.
     half = torch.finfo(torch.bfloat16).eps / 2 * (1 + 1e-4)
-    for out, _, _ in run(inputs, mask, SequenceLayout.contiguous(64, 8)):
+    call = make_call(AttentionSpec.of(*inputs[:3]))
+    for out, _, _ in run(inputs, mask, SequenceLayout.contiguous(64, 8), call):
         assert ((out.double() - exact).abs() <= half * exact.abs()).all()
 
 
@@ -159,18 +155,18 @@ def test_what_every_query_sees_is_one_tile() -> None:
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
 
 
-@pytest.mark.parametrize("kind", testing.LAYOUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_appended_positions_stand_behind_a_ranks_rows(kind: str, world_size: int) -> None:
-    layout, _ = layouts_of(kind, Mask(7, 7), world_size)
-    held = [layout.position_ids(rank).tolist() for rank in range(world_size)]
-    for step, count in enumerate((1, 1, 3, 0, 2, 5, 1)):
-        rank = step * step % world_size
+@reproducible
+@given(layouts(segments=True), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5))))
+def test_appended_positions_stand_behind_a_ranks_rows(
+    layout: SequenceLayout, steps: list[tuple[int, int]]
+) -> None:
+    ranks = range(layout.world_size)
+    held = [layout.position_ids(rank).tolist() for rank in ranks]
+    for rank, count in ((number % len(ranks), count) for number, count in steps):
         held[rank] += range(layout.seqlen, layout.seqlen + count)
         layout = layout.appended(rank, count)
-        assert [layout.position_ids(r).tolist() for r in range(world_size)] == held
-        assert layout.shard_lens == tuple(map(len, held))
-        again = SequenceLayout.from_segments([layout.segments(r) for r in range(world_size)])
+        assert [layout.position_ids(r).tolist() for r in ranks] == held
+        again = SequenceLayout.from_segments([layout.segments(r) for r in ranks])
         assert not count or (layout == again and hash(layout) == hash(again))
 
 
