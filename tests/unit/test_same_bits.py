@@ -30,10 +30,9 @@ FEW_KV_HEADS = AttentionSpec(DEVICE, torch.float16, 1, 4, 1, 64, 64)
 MANY_KV_HEADS = AttentionSpec(DEVICE, torch.float16, 1, 4, 4, 64, 64)
 
 
-def cut(*starts: int) -> Layouts:
+def cut(*starts: int) -> SequenceLayout:
     """Contiguous shards from given starts."""
-    layout = SequenceLayout.boundaries([0, *starts, N])
-    return layout, layout
+    return SequenceLayout.boundaries([0, *starts, N])
 
 
 def named(kind: str, world_size: int = 4, seqlen: int = N) -> Layouts:
@@ -48,8 +47,13 @@ WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
     "left window": (EQUAL, Mask(N, N, True, (9, -1)), "triton", "without window"),
     "documents": (EQUAL, Mask(N, N, True, (-1, -1), (0, 30, N), (0, 30, N)), "triton", "documents"),
     "zigzag": (named("zigzag"), CAUSAL, "triton", "contiguous, got zigzag"),
-    "boundaries": ((cut(UNIT)[0], cut(2 * UNIT)[1]), CAUSAL, "triton", "one layout"),
-    "unit": (cut(UNIT, UNIT + 22), CAUSAL, "triton", f"of {UNIT}, one's start at {UNIT + 22}"),
+    "boundaries": ((cut(UNIT), cut(2 * UNIT)), CAUSAL, "triton", "one layout"),
+    "unit": (
+        (cut(UNIT, UNIT + 22),) * 2,
+        CAUSAL,
+        "triton",
+        f"of {UNIT}, one's start at {UNIT + 22}",
+    ),
 }
 
 
@@ -71,23 +75,18 @@ def test_why_not(name: str) -> None:
         (EQUAL, Mask(N, N, False, (-1, 0))),
         (named("contiguous", 1, 61), Mask(61, 61, causal=True)),
         ((EQUAL[0], SequenceLayout.boundaries(range(0, N + 1, UNIT))), CAUSAL),
-        (cut(UNIT, UNIT, 3 * UNIT, N), CAUSAL),
+        ((cut(UNIT, UNIT, 3 * UNIT, N),) * 2, CAUSAL),
     ],
     ids=str,
 )
 def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
-    usual = {
-        same_bits: make_call(
-            Strategy(), MANY_KV_HEADS, layouts, mask, 0, backend="triton", same_bits=same_bits
-        )
-        for same_bits in (None, True, False)
-    }
+    args = (Strategy(), MANY_KV_HEADS, layouts, mask, 0)
     for same_bits in (None, True):
-        assert why_not_same_bits(usual[same_bits]) is None
-        assert choose_gradients(usual[same_bits]) == ("kv", True)
-    assert why_not_same_bits(usual[False]) is not None
-    if layouts == EQUAL:
-        assert choose_gradients(usual[False])[0] == "q"
+        call = make_call(*args, backend="triton", same_bits=same_bits)
+        assert why_not_same_bits(call) is None and choose_gradients(call) == ("kv", True)
+    call = make_call(*args, backend="triton", same_bits=False)
+    assert why_not_same_bits(call) is not None
+    assert layouts != EQUAL or choose_gradients(call)[0] == "q"
 
 
 @pytest.mark.parametrize(
@@ -102,10 +101,9 @@ def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_gradients_are_continued_where_kv_travels_anyway(change: dict[str, Any]) -> None:
-    def made(**given: Any) -> Call:
+    def made(spec: AttentionSpec = FEW_KV_HEADS, mask: Mask = CAUSAL, **given: Any) -> Call:
         strategy = Strategy(inner_degree=given.pop("inner_degree", 1))
-        options = {"spec": FEW_KV_HEADS, "mask": CAUSAL, "backend": "triton", **given}
-        spec, mask = options.pop("spec"), options.pop("mask")
+        options = {"backend": "triton", **given}
         return make_call(strategy, spec, named("zigzag"), mask, 0, **options)
 
     usual = made()

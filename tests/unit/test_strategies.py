@@ -17,7 +17,6 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import Attend, Differentiate, Post, Wait
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.machines import run
@@ -264,28 +263,3 @@ def test_refused_before_anything_is_sent() -> None:
     calls = [replace(call, gradients=("kv", True)) for call in calls_of(case, 4)]
     with refused(NotImplementedError, "one order|got 'aten'"):
         run_calls(calls, case.build_inputs(), case.build_layouts(4))
-
-
-# -- transfers and kernels
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected_steps"),
-    [(RING, ["10", "10", "00", "10", "10", "01"]), (GATHER, ["10", "10", "00", "10", "11", "01"])],
-    ids=["ring", "all_gather"],
-)
-def test_what_is_under_way_while_a_step_is_computed(
-    strategy: Strategy, expected_steps: list[str]
-) -> None:
-    """Notes, at three steps forward and three backward, if shards or gradients travel."""
-    for call in calls_of(Case("full", "contiguous", strategy, heads=Heads(3, 3, 8, 8)), 3):
-        seen, under_way = [], set()
-        programs = [program_of(call, backward=backward) for backward in (False, True)]
-        for op in (op for program in programs for op in program.ops):
-            if isinstance(op, Post):
-                under_way.add(op.channel)
-            elif isinstance(op, Wait):
-                under_way.discard(op.channel)
-            elif isinstance(op, Attend | Differentiate):
-                seen.append("".join(str(int(x in under_way)) for x in ("shards", "gradients")))
-        assert seen == expected_steps

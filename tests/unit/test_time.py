@@ -80,6 +80,8 @@ SLOW = {"slowdown": 0.5}
 # Cluster, options of `simulated`, and seconds in steps: in all, of compute, and waiting for bytes.
 BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
     "hidden messages": (cluster(), {}, 4, 4, 0),
+    # Only the last dq, half as large as k and v, outlasts compute.
+    "hidden gradients": (cluster(), {"backward": True}, 10 + NBYTES / 2e9 / STEP, 10, 1 / 64),
     "latency": (cluster(inside=inf, latency=2 * STEP), {}, 3 * 2 + 1, 4, 3),
     # Three hops, each as long as three steps, and the last step.
     "slow wire": (cluster(inside=wire(3)), {}, 10, 4, 6),
