@@ -82,6 +82,15 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
     "hidden messages": (cluster(), {}, 4, 4, 0),
     # Only the last dq, half as large as k and v, outlasts compute.
     "hidden gradients": (cluster(), {"backward": True}, 10 + NBYTES / 2e9 / STEP, 10, 1 / 64),
+    # All but the first head's three shards and the last head's gradients travel during compute.
+    **{
+        f"gathered by heads, {backward=}": (
+            cluster(inside=wire(0.1)),
+            {"strategy": Strategy("all_gather"), "backward": backward},
+            compute + exposed, compute, exposed,
+        )
+        for backward, compute, exposed in ((False, 4, 0.075), (True, 10, 0.15))
+    },
     "latency": (cluster(inside=inf, latency=2 * STEP), {}, 3 * 2 + 1, 4, 3),
     # Three hops, each as long as three steps, and the last step.
     "slow wire": (cluster(inside=wire(3)), {}, 10, 4, 6),
