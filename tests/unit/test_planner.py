@@ -16,7 +16,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.rates import PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES
+from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
@@ -126,6 +126,9 @@ def test_strategies_that_leave_few_kv_heads_to_a_launch_have_its_rate() -> None:
 def test_too_little_memory_leaves_the_ring() -> None:
     args: dict[str, Any] = {"layout": "zigzag", "nheads_kv": 1, "effort": "all"}
     roomy = plan(**args)
+    # Our kernels write into the ring's tensors, torch's operator into its own.
+    operator = plan(**args, backend="aten", strategies=["ring"])
+    assert operator.best.peak_bytes > found(roomy, "ring").peak_bytes
     need = {c.label: c.peak_bytes for c in roomy.candidates}
     inputs = (2 * 16 + 2 * 1) * (1 << 14) // 8 * 64 * 2
     tight = min(size for name, size in need.items() if name != "ring" and size) - 1
@@ -195,6 +198,12 @@ def test_every_refusal_has_its_reason() -> None:
     assert "\nrefused: " in str(choice)
     assert "contiguous layout" in str(found(choice, "q_exchange + ring", "zigzag").reason)
     assert not found(choice, "q_exchange + ring", "contiguous").refused
+
+    named = plan(strategies=[Strategy(ulysses_degree=3), Strategy(inner_degree=5), "ring"])
+    reasons = {c.label: str(c.reason) for c in named.candidates if c.refused}
+    assert "must divide the world size, got 3 and 8" in reasons["hybrid 3 x ring"]
+    assert "must divide the world size, got 5 and 8" in reasons["double_ring 5"]
+
     pair = SequenceLayout.striped(64, 8), SequenceLayout.contiguous(64, 8)
     with pytest.raises(ValueError, match="both be striped or neither"):
         plan(seqlen=64, layout=pair)

@@ -204,7 +204,8 @@ def test_spans_are_the_time_of_every_rank() -> None:
     assert busy.tolist() == pytest.approx(found.finish.tolist())
     parts = found.compute + found.moves + found.host + found.late + found.exposed
     assert parts.tolist() == pytest.approx(found.finish.tolist())
-    assert not simulated(cluster()).spans
+    hidden = simulated(cluster())
+    assert not hidden.spans and hidden.share_of_peak == pytest.approx(0.5)
 
 
 @pytest.mark.slow
