@@ -1,5 +1,6 @@
 """The choice of a backend: why a backend is refused, and which backend "auto" takes."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -52,17 +53,13 @@ INSTALLED = {"flash-attn": "2.8.3.post2", "flash-attn-3": "3.0.0", "flash-attn-4
         ("aten", spec_of("cuda", headdim=256), {}, None),
         ("aten", spec_of("cuda", torch.float32), {}, "got torch.float32"),
         ("aten", spec_of("cuda", headdim_v=300), {}, "at most 256, got 300"),
-        ("aten", spec_of(softcap=30.0), {}, "no softcap"),
         ("cudnn", spec_of("cuda", torch.float16, 128, 128), {}, None),
         ("cudnn", spec_of("cuda"), {"cudnn": None}, "no cuDNN"),
-        ("cudnn", spec_of(), {}, "on cuda, got cpu"),
         ("cudnn", spec_of("cuda", torch.float32), {}, "float16 and bfloat16"),
         ("cudnn", spec_of("cuda", headdim=136), {}, "up to 128, got 136"),
         ("flash_attn", spec_of("cuda", softcap=30.0), {}, None),
-        ("flash_attn", spec_of("cuda"), {"flash-attn": None}, "pip install 'ring-attn[flash]'"),
         ("flash_attn", spec_of("cuda"), {"flash-attn": "2.7.4.post1"}, "2.8.0, got 2.7.4.post1"),
         ("flash_attn", spec_of("cuda"), {"flash-attn": "2.8.3.post2+cu12torch2.8"}, None),
-        ("flash_attn", spec_of(), {}, "on cuda, got cpu"),
         ("flash_attn", spec_of("cuda", torch.float32), {}, "got torch.float32"),
         ("flash_attn", spec_of("cuda", headdim=264), {}, "up to 256, got 264"),
         ("flash_attn_3", spec_of("cuda", headdim=192, softcap=30.0), {}, None),
@@ -101,7 +98,6 @@ FLASH = tuple(INSTALLED)
         ((9, 0), (), Purpose(), spec_of("cuda"), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=96, headdim_v=96), "cudnn"),
         ((9, 0), FLASH, Purpose(), spec_of("cuda"), "flash_attn_3"),
-        ((9, 0), FLASH[2:], Purpose(), spec_of("cuda"), "flash_attn_4"),
         # Two backward runs must be bit-equal: without flash-attn 3, only Triton's are.
         ((9, 0), ("flash-attn",), TRAINING, spec_of("cuda"), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_3"),
@@ -114,19 +110,14 @@ FLASH = tuple(INSTALLED)
         # Calls that the fastest refuse.
         ((9, 0), FLASH[:1], Purpose(), spec_of("cuda", softcap=30.0), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=256), "triton"),
-        ((9, 0), FLASH, TRAINING, spec_of("cuda", torch.float64), "reference"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda", headdim=512), "reference"),
         # Other architectures; without rates, the order of preference.
         ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),
-        ((10, 0), (), Purpose(), spec_of("cuda"), "cudnn"),
         ((10, 0), (), TRAINING, spec_of("cuda"), "triton"),
         ((8, 6), FLASH, Purpose(), spec_of("cuda"), "triton"),
         ((7, 5), (), TRAINING, spec_of("cuda"), "aten"),
-        *(
-            ((9, 0), FLASH, UNSURE, spec_of("cpu", dtype), "aten")
-            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        ),
+        ((9, 0), FLASH, UNSURE, spec_of("cpu", torch.float64), "aten"),
         ((9, 0), FLASH, TRAINING, spec_of("cpu", softcap=30.0), "reference"),
     ],
 )
@@ -148,7 +139,10 @@ def test_auto_takes_the_fastest_that_can(
     assert choice.reasons[expected] is None
     if choice.tflops:
         assert choice.tflops[expected] == max(choice.tflops.values())
-        assert all(choice.reasons[name] is None for name in choice.tflops)
+        rated = RATES[f"sm_{gpu_of[0]}{gpu_of[1]}"]
+        can = {name for name, reason in choice.reasons.items() if reason is None} & {*rated}
+        left_out = {name for name in can if re.search(rf"\b{name}\b", choice.why)}
+        assert {*choice.tflops} == can - left_out
 
 
 def test_why_says_what_was_compared_and_what_was_left_out(
