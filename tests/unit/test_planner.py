@@ -243,6 +243,9 @@ def test_auto_layout_has_four() -> None:
     assert {c.layout_name for c in choice.candidates} == {
         "contiguous", "zigzag", "striped", "balanced",
     }  # fmt: skip
+    # Two products forward and five backward, for half of all pairs.
+    flops = 7 * 2 * 64 * 16 * (1 << 14) * ((1 << 14) + 1) / 2
+    assert choice.best.seconds == pytest.approx(flops / 8 / 1e14, rel=0.02)
     balanced = found(choice, "ring", "balanced").layouts[0]
     assert all(cut % 128 == 0 for cut in balanced.cuts or ())
     documents = plan(cu_seqlens=[0, 4096, 12000], layout="balanced", strategies=["ring"])
