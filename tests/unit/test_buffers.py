@@ -80,18 +80,11 @@ class Lasting(LocalTransport):
         return object()
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Strategy(),
-        Strategy(inner_degree=2),
-        Strategy("all_gather"),
-        Strategy("exchange"),
-        Strategy(ulysses_degree=2),
-        Strategy(ulysses_degree=4),
-    ],
-    ids=str,
-)
+STRATEGIES = [Strategy(), Strategy(inner_degree=2), Strategy("all_gather"), Strategy("exchange")]
+STRATEGIES += [Strategy(ulysses_degree=degree) for degree in (2, 4)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_layers_in_flight_hold_what_is_predicted(
     queued: None, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
