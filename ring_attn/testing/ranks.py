@@ -130,24 +130,10 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
     """Runs this rank's part of a case, by `ring_attention` over the default process group."""
     rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
-    mask, layouts = case.build_mask(), case.build_layouts(world_size)
-    shards = _shards(case.build_inputs(device), layouts, rank, case.noncontiguous)
-    q, k, v, dout = (x.squeeze(0) if case.packed else x for x in shards)
-    sinks = case.build_sinks(device)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    (q, k, v, dout), options = arguments_of(case, world_size, rank, device)
+    leaves = [x.requires_grad_() for x in (q, k, v, options["sinks"]) if x is not None]
     stats = open_p2p(world, TRANSPORT).stats
     stats.reset()
-    options: AttentionOptions = {
-        "softmax_scale": case.softmax_scale,
-        "softcap": case.softcap,
-        "sinks": sinks,
-        "layout": layouts,
-        "strategy": case.build_strategy(world_size),
-        "backend": case.backend,
-        "same_bits": case.same_bits,
-        "transport": TRANSPORT,
-    }
-    options.update(_mask_arguments(mask))
     with poisoned_empty():
         out, lse = ring_attention(q, k, v, return_lse=True, **options)
         forward = Sent(stats.bytes_sent, stats.messages)
@@ -158,6 +144,26 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
         tuple(x.cpu() for x in (*(x[None] if case.packed else x for x in results), *dsinks)),
         (forward, Sent(stats.bytes_sent, stats.messages)),
     )
+
+
+def arguments_of(
+    case: Case, world_size: int, rank: int, device: torch.device | str = "cpu"
+) -> tuple[list[Tensor], AttentionOptions]:
+    """A rank's q, k, v and dout, and the options of its call of `ring_attention`."""
+    layouts = case.build_layouts(world_size)
+    shards = _shards(case.build_inputs(device), layouts, rank, case.noncontiguous)
+    options: AttentionOptions = {
+        "softmax_scale": case.softmax_scale,
+        "softcap": case.softcap,
+        "sinks": case.build_sinks(device),
+        "layout": layouts,
+        "strategy": case.build_strategy(world_size),
+        "backend": case.backend,
+        "same_bits": case.same_bits,
+        "transport": TRANSPORT,
+        **_mask_arguments(case.build_mask()),
+    }
+    return [x.squeeze(0) if case.packed else x for x in shards], options
 
 
 def put_together(case: Case, ranks: Sequence[RankResult]) -> AllRanks:

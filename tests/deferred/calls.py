@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import TransportOptions, ring_attention
+from ring_attn import ring_attention
 from ring_attn.testing import Case, RankResult, Sent, put_together
-from ring_attn.testing.ranks import _mask_arguments, _shards
+from ring_attn.testing.ranks import arguments_of
 from tests.deferred.device import HostReads, Recorder
 from tests.deferred.program import Program
 from tests.deferred.ranks import record
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
-TRANSPORT = TransportOptions(timeout=60.0)
 NOTHING_SENT = (Sent(0, 0), Sent(0, 0))
 
 
@@ -27,36 +26,18 @@ class Layers:
     def __init__(self, case: Case, world_size: int, *, layers: int = 1) -> None:
         """Makes the shards of all ranks; the next layer's queries are `query + out`."""
         self.case, self.world_size, self.layers = case, world_size, layers
-        mask, layouts = case.build_mask(), case.build_layouts(world_size)
-        inputs, self._sinks = case.build_inputs(), case.build_sinks()
-        self._shards = [
-            [x.squeeze(0) if case.packed else x for x in shards]
-            for shards in (
-                _shards(inputs, layouts, rank, case.noncontiguous) for rank in range(world_size)
-            )
-        ]
-        self._options: dict[str, Any] = {
-            "softmax_scale": case.softmax_scale,
-            "softcap": case.softcap,
-            "layout": layouts,
-            "strategy": case.build_strategy(world_size),
-            "backend": case.backend,
-            "same_bits": case.same_bits,
-            "transport": TRANSPORT,
-            **_mask_arguments(mask),
-        }
+        self._arguments = [arguments_of(case, world_size, rank) for rank in range(world_size)]
 
     def __call__(self, rank: int, recorder: Recorder) -> None:
-        *given, dout = (x.clone() for x in self._shards[rank])
-        if self._sinks is not None:
-            given.append(self._sinks.clone())
+        shards, options = self._arguments[rank]
+        *given, dout = (x.clone() for x in shards)
+        if (sinks := options["sinks"]) is not None:
+            given.append(sinks.clone())
         recorder.given(*given, dout)
-        leaves = [x.requires_grad_() for x in given]
-        query, sinks = leaves[0], leaves[3] if self._sinks is not None else None
+        query, key, value, *own = leaves = [x.requires_grad_() for x in given]
+        options = {**options, "sinks": own[0] if own else None}
         for _ in range(self.layers):
-            out, lse = ring_attention(
-                query, *leaves[1:3], sinks=sinks, return_lse=True, **self._options
-            )
+            out, lse = ring_attention(query, key, value, return_lse=True, **options)
             query = query + out if self.layers > 1 else query
         grads = in_thread(recorder, lambda: torch.autograd.grad(out, leaves, dout))
         for name, x in zip(NAMES, (out.detach(), lse.detach(), *grads), strict=False):

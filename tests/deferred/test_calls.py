@@ -14,10 +14,11 @@ from ring_attn import SequenceLayout, tree_decode
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
 from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
+from ring_attn.testing.ranks import TRANSPORT
 from ring_attn.transport import streams
 from ring_attn.transport.p2p import P2PTransport
 from ring_attn.transport.ranks.media import Lane
-from tests.deferred.calls import TRANSPORT, Layers
+from tests.deferred.calls import Layers
 from tests.deferred.device import Event, HostSyncError, Recorder
 from tests.deferred.program import at_random, in_host_order, same
 from tests.deferred.ranks import record
