@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import Segment, SequenceLayout
 from tests.cold import compile_cold
-from tests.unit.drawn import layouts, reproducible
+from tests.drawn import layouts, reproducible
 
 
 def positions(layout: SequenceLayout) -> list[list[int]]:

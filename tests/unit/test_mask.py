@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from ring_attn import Mask, masks
 from ring_attn.testing import masks as table
-from tests.unit.drawn import WINDOWS, flash_masks, pairs_of, reproducible
-from tests.unit.drawn import masks as any_masks
+from tests.drawn import WINDOWS, flash_masks, pairs_of, reproducible
+from tests.drawn import masks as any_masks
 
 
 def sees(mask: Mask, i: int, j: int) -> bool:

@@ -30,7 +30,7 @@ from ring_attn.testing import (
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_holds as assert_within
 from tests.bounds import expect, visible_pairs
-from tests.unit.drawn import layouts, reproducible
+from tests.drawn import layouts, reproducible
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -6,19 +6,19 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-from hypothesis import settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn.core import masks as masks_of
-from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
+from ring_attn.core.layout import LAYOUTS, Layouts, Segment, SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.testing import masks as table
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=150)
 
 SEQLENS, WORLD_SIZES = st.integers(0, 90), st.integers(1, 9)
-WINDOWS = ((-1, -1), (0, 0), (2, -1), (-1, 1), (1, 2), (9, 9), (0, 3), (3, 0))
+WINDOWS = ((-1, -1), (0, 0), (2, -1), (-1, 1), (1, 2), (9, 9), (0, 3), (3, 0), (40, 7))
 
 
 @st.composite
@@ -52,6 +52,21 @@ def layouts(
     ]
     dealt = draw(st.permutations(runs))
     return SequenceLayout.from_segments([dealt[rank::world_size] for rank in range(world_size)])
+
+
+@st.composite
+def layouts_for(
+    draw: st.DrawFn, mask: Mask, world_sizes: st.SearchStrategy[int] = WORLD_SIZES
+) -> Layouts:
+    """Any layouts of the mask's queries and keys that go together."""
+    ranks = draw(world_sizes)
+    stride = draw(st.sampled_from((1, ranks)))
+    q, kv = (
+        draw(layouts(st.just(n), st.just(ranks), stride, segments=True))
+        for n in (mask.seqlen_q, mask.seqlen_k)
+    )
+    assume(q.stride == kv.stride)
+    return q, kv
 
 
 @st.composite
