@@ -43,20 +43,18 @@ from tests.kernels.calls import (
 
 CAUSAL = Mask(63, 97, causal=True)
 LARGE_LOGITS = {"large_logits": True}
+SINKS = torch.tensor([-torch.inf, 3.0], device=DEVICE)
 # Mask, sizes, scores.
 CASES: dict[str, tuple[Mask, dict[str, Any], dict[str, Any]]] = {
     **{name: (mask, {}, {}) for name, mask in MASKS.items()},
-    "one row": (Mask(1, 63), {}, {}),
-    "rows without keys": (Mask(257, 63, causal=True), {}, {}),
     "three dims of a head": (CAUSAL, {"headdim": 24, "headdim_v": 3}, {}),
     "128 and 5 dims": (CAUSAL, {"headdim": 128, "headdim_v": 5}, {}),
     "192 and 128 dims": (CAUSAL, {"headdim": 192, "headdim_v": 128}, {}),
     "192 and 256 dims": (CAUSAL, {"headdim": 192, "headdim_v": 256}, {}),
-    "groups": (CAUSAL, {"batch": 2, "nheads": 4, "nheads_kv": 2}, {}),
-    "one kv head": (CAUSAL, {"batch": 2, "nheads": 3, "nheads_kv": 1}, {}),
     "small scale": (CAUSAL, {}, {"scale": 1e-3}),
     "logits of 1e4": (CAUSAL, LARGE_LOGITS, {"scale": 10.0}),
     "logits of 1e4, capped": (CAUSAL, LARGE_LOGITS, {"scale": 10.0, "softcap": 2.0}),
+    "rows that see a sink or nothing": (MASKS["keys unseen"], {"nheads": 2}, {"sinks": SINKS}),
     "low cap": (MASKS["empty rows"], {}, {"softcap": 0.05}),
 }
 
@@ -69,26 +67,8 @@ def test_against_float64(name: str) -> None:
     dtype = DTYPES[list(CASES).index(name) // 2 % len(DTYPES)]
     config = blocks(32, 32) if "headdim" in sizes else blocks(64, 32)
     inputs = inputs_for(mask, dtype=dtype, **sizes)
-    assert_holds(attend(inputs, [whole(mask)], config, **scores), *expect(inputs, mask, **scores))
-
-
-def test_rows_and_keys_without_a_pair() -> None:
-    """Their results are zeros, and the sinks in lse; two more steps hold nothing at all."""
-    # The second document has queries and no keys, the fourth keys and no queries.
-    mask = Mask(97, 97, False, (-1, -1), (0, 20, 40, 70, 70, 97), (0, 20, 20, 60, 75, 97))
-    inputs = inputs_for(mask, nheads=2)
-    alone = torch.zeros(97, dtype=torch.bool)
-    alone[20:40] = True
-    for sinks in ([-torch.inf, -torch.inf], [-torch.inf, 3.0]):
-        steps = [(), *cut_keys(mask, 16, 64), ()]
-        got = attend(inputs, steps, SMALL, sinks=torch.tensor(sinks, device=DEVICE))
-        assert not got.out[:, alone].any() and not got.dq[:, alone].any()
-        assert not got.dk[:, 60:75].any() and not got.dv[:, 60:75].any()
-        assert torch.equal(got.lse[0, :, alone].cpu(), torch.tensor(sinks)[:, None].expand(2, 20))
-        assert bool(got.lse[:, :, ~alone].isfinite().all())
-    got = attend(inputs, [whole(mask)], SMALL)
-    assert_holds(got, *expect(inputs, mask))
-    assert bool((got.lse[:, :, alone] == -torch.inf).all())
+    references = (replace(x, dsinks=None) for x in expect(inputs, mask, **scores))
+    assert_holds(attend(inputs, [whole(mask)], config, **scores), *references)
 
 
 def test_a_nan_reaches_the_rows_that_see_it() -> None:
@@ -125,7 +105,7 @@ def test_what_a_step_does_not_hold_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("softcap", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["full", "causal", "bands", "documents unequal"])
+@pytest.mark.parametrize("name", ["full", "causal", "keys unseen", "documents unequal", "bands"])
 @pytest.mark.sweep(2)
 def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
     mask, config = MASKS[name], blocks(32, 32)
