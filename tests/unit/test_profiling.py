@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import mmap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ring_attn import SequenceLayout, profiling
-from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
-from ring_attn.machines import run as machine
+from ring_attn import profiling, ring_attention
 from ring_attn.profiling import collect, gradient_sync, observe, stats, trace
-from ring_attn.strategies.registry import make_call
 from ring_attn.testing import random_qkv
 from ring_attn.transport.base import TransportStats
-from ring_attn.transport.local import LocalTransport, run_local
 
-SEQLEN = 37
-MASK = Mask(SEQLEN, SEQLEN, causal=True)
 CPU = torch.device("cpu")
 MIB = 1 << 20
 
@@ -35,23 +28,18 @@ def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_collected", profiling._Collected(0))
 
 
-def ring_call(rank: int, transport: LocalTransport, *, backward: bool = True) -> Tensor:
-    """Runs one rank's forward and backward."""
-    layout = SequenceLayout.contiguous(SEQLEN, transport.world_size)
-    inputs = random_qkv(seqlen_q=SEQLEN, nheads=2, nheads_kv=1, headdim=8)
-    q, k, v, dout = (layout.shard(x, rank) for x in inputs)
-    call = make_call(Strategy(), AttentionSpec.of(q, k, v), (layout, layout), MASK, rank)
-    out, _, saved, _ = machine.forward(call, q, k, v, transport)
-    if backward:
-        machine.backward(call, saved, dout, transport)
-    return out
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def call_alone(*, backward: bool = True) -> None:
-    """Runs the call of a one-rank ring in this thread."""
-    transports: list[LocalTransport] = []
-    run_local(1, lambda rank, transport: transports.append(transport))
-    ring_call(0, transports[0], backward=backward)
+    q, k, v, dout = random_qkv(seqlen_q=37, nheads=2, nheads_kv=1, headdim=8)
+    out = ring_attention(q.requires_grad_(), k, v, causal=True)
+    if backward:
+        out.backward(dout)
 
 
 def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
@@ -103,7 +91,7 @@ def test_times_are_worked_out_when_they_are_asked_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(profiling, "_seconds", noted)
     with collect():
-        run_local(2, ring_call)
+        call_alone()
     assert not asked
     assert stats().forward is not None and asked
 
