@@ -248,6 +248,8 @@ def takes_gluon(kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0) -> b
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The configs that `ring-attn tune` tries: the frozen one, and others that may suit the device.
 
+    A file of RING_ATTN_CONFIGS has no others.
+
     On sm_90, except for decoding, tiles come first: another tile can gain 25 %. Groups of heads
     gain less, and only if the columns of all heads do not fit into the L2 cache.
     """
@@ -257,7 +259,7 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
         return (GLUON_BWD[bucket(headdim)],)
     first = frozen(kind, arch, headdim, dtype)
     others = SEARCHED.get(_base(kind))
-    if dtype == torch.float32 or others is None or arch not in ARCHITECTURES:
+    if dtype == torch.float32 or others is None:
         return (first,)
     tiles = tuple(dict.fromkeys((first, *(Config(*sizes) for sizes in others))))
     if arch != "sm_90" or kind == "decode":

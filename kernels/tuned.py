@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -29,17 +29,6 @@ VERSION = 1
 # The forward in Gluon, which replaces the kinds fwd and fwd_whole.
 GLUON = "gluon"
 KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode", GLUON)
-
-# (minimum, maximum) of each field of a config; blocks and warps are powers of 2.
-BOUNDS = {
-    "BLOCK_M": (16, 128),
-    "BLOCK_N": (16, 128),
-    "num_warps": (1, 16),
-    "num_stages": (1, 8),
-    "l2_bytes": (0, 1 << 40),
-    "programs_per_sm": (0, 32),
-}
-POWERS = ("BLOCK_M", "BLOCK_N", "num_warps")
 
 # Kind -> config, for one bucket of head dims.
 Chosen = Mapping[str, Config]
@@ -144,7 +133,7 @@ def _read(path: str, arch: str) -> Mapping[int, Chosen]:
     table: dict[int, dict[str, Config]] = {}
     for entry in content["table"]:
         try:
-            kind, headdim, config = _entry(entry)
+            kind, headdim, config = _entry(entry, arch)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{VARIABLE}={path} has a broken entry, {entry}: {error!r}; {_AGAIN}"
@@ -158,29 +147,21 @@ def _read(path: str, arch: str) -> Mapping[int, Chosen]:
 _AGAIN = "run ring-attn tune on this GPU, or unset it for the frozen configs"
 
 
-def _entry(entry: Any) -> tuple[str, int, Config]:
+def _entry(entry: Any, arch: str) -> tuple[str, int, Config]:
     """Kind, head dim and config of an entry; raises errors of any kind if it is invalid."""
     values = dict(entry)
     kind, headdim = values.pop("kind"), values.pop("headdim")
     if kind not in KINDS or headdim not in configs.BUCKETS:
         raise ValueError(f"kind must be of {KINDS} and headdim of {configs.BUCKETS}")
-    if kind == GLUON:
-        known = configs.GLUON[headdim]
-        equal = [config for config in known if asdict(config) == values]
-        if not equal:
-            raise ValueError(f"gluon has the configs {known}")
-        return kind, headdim, equal[0]
-    for field in fields(Config):
-        if field.default is not MISSING and field.name not in values:
-            continue
-        value, (least, most) = values[field.name], BOUNDS[field.name]
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{field.name} must be an int from {least} to {most}")
-        if field.name in POWERS and value & (value - 1):
-            raise ValueError(f"{field.name} must be a power of 2")
-    if values.get("programs_per_sm"):
-        raise ValueError(f"programs_per_sm is of kind {GLUON}")
-    return kind, headdim, Config(**values)
+    known = configs.search_space(kind, configs.column(arch), headdim, torch.float16)
+    config = Config(**values)
+    for name, value in asdict(config).items():
+        tried = sorted({getattr(other, name) for other in known})
+        if value not in tried:
+            raise ValueError(f"{name} must be of {tried}")
+    if config not in known:
+        raise ValueError(f"{kind} has the configs {known}")
+    return kind, headdim, known[known.index(config)]
 
 
 def _check_folds(path: str, arch: str, headdim: int, chosen: Chosen) -> None:

@@ -34,9 +34,10 @@ def configs(path: Path | None) -> Iterator[None]:
 
 def file_of(folder: Path, block: int) -> Path:
     from ring_attn.kernels import tuned
-    from ring_attn.kernels.configs import Config
+    from ring_attn.kernels.configs import SEARCHED, Config
 
-    chosen = dict.fromkeys(("fwd", "fwd_whole"), Config(32, block, 4, 1))
+    config = next(Config(*sizes) for sizes in SEARCHED["fwd"] if sizes[1] == block)
+    chosen = dict.fromkeys(("fwd", "fwd_whole"), config)
     found = tuned.section(torch.device("cpu"), 16, torch.float32, chosen)
     path = folder / f"{block}.json"
     path.write_text(json.dumps({"configs": found}))
@@ -58,10 +59,10 @@ def run_in_configs(path: Path) -> tuple[set[tuple[str, int]], RankResult]:
 
 
 def test_all_ranks_use_the_file(ranks: Any, tmp_path: Path, one_thread: None) -> None:
-    found = ranks(2).run(run_in_configs, file_of(tmp_path, 16))
+    found = ranks(2).run(run_in_configs, file_of(tmp_path, 32))
     for used, _ in found:
         blocks = {kind.partition("_")[0]: block for kind, block in used}
-        assert blocks == {"fwd": 16, "dq": 64, "dkdv": 64} and len(used) >= 3
+        assert blocks == {"fwd": 32, "dq": 64, "dkdv": 64} and len(used) >= 3
     assert not put_together(CASE, [results for _, results in found]).failures
 
 
@@ -76,7 +77,7 @@ def with_another_file(paths: list[Path | None], words: str) -> None:
 
 
 def test_ranks_with_other_files_are_named(ranks: Any, tmp_path: Path) -> None:
-    files = [file_of(tmp_path, 16), file_of(tmp_path, 32)]
+    files = [file_of(tmp_path, block) for block in (32, 128)]
     a, b = (hashlib.sha256(x.read_bytes()).hexdigest()[:16] for x in files)
     named = f"RING_ATTN_CONFIGS|ranks [0]: {a}|ranks [1]: {b}|ranks [2]: none"
     ranks(3).run(with_another_file, [*files, None], named)
