@@ -10,8 +10,8 @@ ring's sums are those of a single pass. The kinds are
     dkdv    dkdv_whole    dkdv_softcap     dk and dv
     dq      dq_whole      dq_softcap       dq
     delta                                  rowsum(out * dout)
-    gluon                                  out and lse, where `takes_gluon`
-    gluon_bwd                              dq, dk and dv, where `takes_gluon`
+    gluon                                  out and lse, where `tuned.takes_gluon`
+    gluon_bwd                              dq, dk and dv, where `tuned.takes_gluon`
     decode                                 out and lse of a few queries
 
 A kind without a config takes that of the first kind in its line. Steps without a mask or a ragged
@@ -29,8 +29,6 @@ from functools import cache
 import torch
 import triton
 from torch import Tensor
-
-from .gluon_guard import gluon_missing
 
 
 @dataclass(frozen=True)
@@ -225,24 +223,6 @@ def few_programs(x: Tensor, headdim_v: int) -> Config | None:
     if x.dtype == torch.float32:
         return None
     return FEW.get((architecture(x.device), bucket(max(x.size(-1), headdim_v))))
-
-
-def takes_gluon(kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0) -> bool:
-    """Whether calls can use a kernel in Gluon, "gluon" or "gluon_bwd".
-
-    The answer is the same at every step, on every rank and at every world size: the two kernels may
-    fold blocks of different lengths, and a call that mixed them would have other bits. The backward
-    takes no softcap, which would need more registers than there are.
-    """
-    headdims = {x.size(-1), headdim_v}
-    if kind == "gluon_bwd" and (softcap or len(headdims) > 1 or not headdims <= GLUON_BWD.keys()):
-        return False
-    return (
-        x.dtype in (torch.float16, torch.bfloat16)
-        and headdims <= GLUON.keys()
-        and architecture(x.device) == "sm_90"
-        and gluon_missing() is None
-    )
 
 
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import configs
 from .configs import Config
+from .gluon_guard import gluon_missing
 
 VARIABLE = "RING_ATTN_CONFIGS"
 
@@ -46,12 +47,23 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
 def takes_gluon(
     kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0, own: Chosen = NONE
 ) -> bool:
-    """Whether calls use a kernel in Gluon: not if `own` or the file configures a portable kernel.
+    """Whether calls use a kernel in Gluon, "gluon" or "gluon_bwd".
+
+    They do not if `own` or the file configures a portable kernel. The answer is the same at every
+    step, on every rank and at every world size: the two kernels may fold blocks of different
+    lengths, and a call that mixed them would have other bits. The backward takes no softcap, which
+    would need more registers than there are.
 
     Raises:
         NotImplementedError: `own` configures a kernel that does not take these tensors.
     """
-    able = configs.takes_gluon(kind, x, headdim_v, softcap)
+    headdims = {x.size(-1), headdim_v}
+    if kind == GLUON:
+        able = headdims <= configs.GLUON.keys()
+    else:
+        able = len(headdims) == 1 and headdims <= configs.GLUON_BWD.keys() and not softcap
+    able = able and x.dtype in (torch.float16, torch.bfloat16)
+    able = able and configs.architecture(x.device) == "sm_90" and gluon_missing() is None
     if kind in own and not able:
         raise NotImplementedError(f"the kernel in Gluon, {kind!r}, does not take these tensors")
     for chosen in (own, _chosen(x, headdim_v)):

@@ -33,7 +33,7 @@ from ring_attn.backends.base import (
 )
 from ring_attn.backends.kept_launches import KeptLaunches, enqueue
 from ring_attn.backends.triton_support import why_not
-from ring_attn.core.rates import GLUON_BWD_KV_HEADS, takes_gluon_bwd
+from ring_attn.core.rates import GLUON_BWD_KV_HEADS
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind
 
@@ -262,26 +262,33 @@ class TritonBackend(Backend):
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
         """Whether the call uses the backward in Gluon, which computes all gradients at once."""
-        return spec.device_type == "cuda" and architecture() == "sm_90" and takes_gluon_bwd(spec)
+        if spec.device_type != "cuda" or architecture() != "sm_90":
+            return False
+        q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
+        return self._takes_turns(q, spec.batch * spec.nheads_kv, spec.headdim_v, spec.softcap)
+
+    def _takes_turns(self, q: Tensor, kv_heads: int, headdim_v: int, softcap: float) -> bool:
+        from ring_attn.kernels import tuned
+
+        kind, own = "gluon_bwd", self._configs
+        enough = kv_heads >= GLUON_BWD_KV_HEADS or kind in own
+        return enough and tuned.takes_gluon(kind, q, headdim_v, softcap, own)
 
     def _in_turns(
         self, inputs: BackwardInputs, tiles: Tiles, gradients: SomeGradients, scores: Scores
     ) -> bool:
         """Adds the tiles' gradients by the Gluon kernel; returns False if it refuses the call."""
-        from ring_attn.kernels import tuned
         from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
         from ring_attn.kernels.step_table import transposed
         from ring_attn.kernels.turn_table import make_turn_table
 
         q, _, v, *_ = inputs
-        kind, own = "gluon_bwd", self._configs
-        few = v.size(0) * v.size(2) < GLUON_BWD_KV_HEADS and kind not in own
-        if few or not tuned.takes_gluon(kind, q, v.size(3), scores.softcap, own):
+        if not self._takes_turns(q, v.size(0) * v.size(2), v.size(3), scores.softcap):
             return False
         q, k, v, dout = map(_copyable, inputs[:4])
         inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
         dq, dk, dv = gradients
-        config = self._config(kind, q, v.size(3))
+        config = self._config("gluon_bwd", q, v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
         turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
 

@@ -150,23 +150,14 @@ def rates_of(
     if rates is None or (architecture, backend) != ("sm_90", "triton"):
         return rates
     portable = known[PORTABLE]
-    if not _takes_gluon(spec):
+    headdims = {spec.headdim, spec.headdim_v}
+    if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS:
         return portable
-    if takes_gluon_bwd(spec):
+    alike = len(headdims) == 1 and headdims <= GLUON_BWD_HEADDIMS
+    if alike and spec.batch * spec.nheads_kv >= GLUON_BWD_KV_HEADS and not spec.softcap:
         return rates
     source = f"estimate: forward by its instructions, backward {portable.source.split(': ')[1]}"
     return Rates(rates.forward, portable.backward, source)
-
-
-def _takes_gluon(spec: AttentionSpec) -> bool:
-    return spec.dtype in HALF_DTYPES and {spec.headdim, spec.headdim_v} <= GLUON_HEADDIMS
-
-
-def takes_gluon_bwd(spec: AttentionSpec) -> bool:
-    """Whether our Gluon backward takes calls of this spec, on sm_90."""
-    alike = spec.headdim == spec.headdim_v and spec.headdim in GLUON_BWD_HEADDIMS
-    many = spec.batch * spec.nheads_kv >= GLUON_BWD_KV_HEADS
-    return alike and many and not spec.softcap and _takes_gluon(spec)
 
 
 def attained(architecture: str, rates: Rates, *, state_bytes: float, backward: bool) -> float:

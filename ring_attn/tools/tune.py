@@ -49,7 +49,7 @@ from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
-from ring_attn.kernels.tuned import section
+from ring_attn.kernels.tuned import GLUON, section, takes_gluon
 from ring_attn.tools.arguments import format_size, names_of, new_table, parse_size, show
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
@@ -58,9 +58,6 @@ from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
-
-# The kind of the forward in Gluon, which replaces fwd and fwd_whole.
-GLUON = "gluon"
 
 # Number of configs of each kind in the table, the fastest first.
 SHOWN = 5
@@ -129,7 +126,7 @@ class Setting(OneDevice):
     def kinds(self) -> list[str]:
         x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
         # The backward in Gluon has one config per head dim: there is nothing to search.
-        one_pass = configs.takes_gluon("gluon_bwd", x, self.head_dim)
+        one_pass = takes_gluon("gluon_bwd", x, self.head_dim)
         kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
@@ -274,7 +271,7 @@ class Tuning(Report[Setting, Row]):
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
         in_gluon, frozen = list[Row](), configs.frozen(kind, *sizes)
         default: Config | None = frozen
-        if kernel_of(kind) == "fwd" and configs.takes_gluon("gluon", x, setting.head_dim):
+        if kernel_of(kind) == "fwd" and takes_gluon(GLUON, x, setting.head_dim):
             gluon, default = configs.search_space(GLUON, *sizes), None
             in_gluon = [candidate(kind, config, gluon[0], gluon=True) for config in gluon]
         space = [frozen, *configs.search_space(kind, *sizes)]
