@@ -134,6 +134,20 @@ def test_a_forward_in_gluon_is_used_where_the_file_has_it(
     assert not tuned.takes_gluon("gluon", x, 64)
 
 
+def test_a_file_of_portable_gradients_rules_out_one_pass(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, empty = AttentionSpec("cuda", torch.bfloat16, 1, 8, 8, 64, 64), torch.empty
+    monkeypatch.setattr("ring_attn.backends.triton.architecture", lambda: "sm_90")
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tuned, "architecture", lambda device: "interpreter")
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, dtype: empty(*sizes, dtype=dtype))
+    assert TritonBackend().in_one_pass(spec)
+    assert not TritonBackend().in_one_pass(replace(spec, nheads_kv=2))
+    written({"dq": WIDE, "dq_whole": WIDE}, architecture="interpreter")
+    assert not TritonBackend().in_one_pass(spec)
+
+
 ENTRY = {"kind": "dq", "headdim": 64, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 
 
