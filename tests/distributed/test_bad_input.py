@@ -144,7 +144,7 @@ BACKENDS: list[Bad] = [
     not_built("backend='cudnn'|cpu|usable here", backend="cudnn"),
 ]
 
-# Of `ring_attention` and `tree_decode`.
+# Arguments of `ring_attention` and `tree_decode`.
 BOTH: list[Bad] = [
     type_error("q must be a plain tensor|.to_local()", lambda: {"q": dtensor(1, ROWS, 4, 8)}),
     value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),

@@ -95,7 +95,7 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     texts = []
     if rank == 0:
         late = Late(3, "shards", 1, 47.0, True)
-        # Of this group only: the watch looks at other groups meanwhile.
+        # Only the medium of this group: the watch looks at other groups meanwhile.
         with (
             mock.patch.object(ranks_group.logger, "error") as said,
             mock.patch.object(shared._media["cpu"], "late", lambda: late),

@@ -67,7 +67,7 @@ def found(choice: Choice, label: str, layout: str | None = None) -> Candidate:
 SLOW_BETWEEN_NODES = cluster(node_size=4, between=2e9, inside=1e12)
 CONTIGUOUS, ZIGZAG = {"layout": "contiguous"}, {"layout": "zigzag"}
 
-# What is chosen from, and the best: its label, its layout, and why it is better.
+# The options to choose from, and the best: its label, its layout, and why it is better.
 OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "equal work": (
         {"strategies": ["ring"], "effort": "all"},

@@ -65,7 +65,7 @@ _READS_DOCUMENTS = (
 )
 
 
-# What a family of functions means: arguments of `attend` for this rank's shards.
+# Arguments of `attend` for this rank's shards: the meaning of a family of functions.
 Meaning = Callable[..., dict[str, Any]]
 
 
