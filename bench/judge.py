@@ -8,7 +8,7 @@ the bound of `ring_attn.testing`, which follows from plain PyTorch's error in th
              which then alone determine the gradients, exactly: checks out and dq of these rows, dk
              and dv of some keys, and that dq is 0 elsewhere
 
-Of implementations that return lse, it is checked, too.
+The judge checks lse, too, where an implementation returns it.
 """
 
 from __future__ import annotations

@@ -19,17 +19,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import active_children, parent_process, resource_tracker
+from contextlib import contextmanager, suppress
+from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Time limit of the end.
+# Time limit of the end; ending other processes may take half of it.
 MOST_SECONDS = 10.0
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 Save = Callable[[str], str | None]
 
@@ -61,6 +61,8 @@ def install() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             # Python writes the number to the pipe; its handler in the main thread does nothing.
             signal.signal(number, lambda *_: None)
+    # Orphaned descendants become children of this process, so `_end_children` reaches them all.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # multiprocessing's tracker frees the semaphores of killed processes: no need for its warning.
     sys.warnoptions.append("ignore:resource_tracker")
     threading.Thread(target=_watch, args=(reader,), name="interrupt", daemon=True).start()
@@ -171,10 +173,7 @@ def _watch(reader: int) -> NoReturn:
 
 def _end(signal_name: str) -> None:
     _starting.acquire(timeout=MOST_SECONDS / 5)  # never released: no more processes may start
-    # Processes of these processes, such as torch's compilers, end by themselves.
-    for process in active_children():
-        process.kill()
-        process.join(MOST_SECONDS / 5)
+    _end_children()
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
     if os.environ.get("RANK", "0") != "0":
@@ -192,3 +191,34 @@ def _end(signal_name: str) -> None:
     os.write(2, f"{line}\n".encode(errors="replace"))
     if sys.stdout is not None:
         sys.stdout.flush()
+
+
+def _end_children() -> None:
+    """Kills all descendants except multiprocessing's tracker, which ends by itself.
+
+    Children of a killed process become children of this one, the subreaper.
+    """
+    deadline = time.monotonic() + MOST_SECONDS / 2
+    while time.monotonic() < deadline:
+        running = [pid for pid in _running_children() if not _is_tracker(pid)]
+        if not running:
+            return
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _running_children() -> Iterator[int]:
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            text = Path("/proc", entry, "stat").read_text(errors="replace")
+            state, parent = text.rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in "ZX":
+                yield int(entry)
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

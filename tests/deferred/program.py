@@ -195,7 +195,7 @@ class Order:
 
 
 class Run(Order):
-    """One order, on memories of its own."""
+    """Runs one order, on memories of its own."""
 
     def __init__(self, program: Program) -> None:
         super().__init__({step: step.after for step in program.number})

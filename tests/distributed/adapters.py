@@ -1,4 +1,4 @@
-"""One rank's call of a function with flash-attn's shapes and results."""
+"""Calls a function with flash-attn's shapes and results on one rank."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def assert_merged(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.d
 @pytest.mark.parametrize("sets", SETS)
 @pytest.mark.sweep(3)
 def test_the_merge_against_float64(sets: int, dtype: torch.dtype) -> None:
-    """One row sees nothing, another sees nothing in every other set; with and without sinks."""
+    """Merges a row that sees nothing, and a row that sees nothing in every other set."""
     out, lse = results(sets, batch=2)
     hidden = torch.zeros(sets, 3, dtype=torch.bool, device=DEVICE)
     hidden[:, 0] = True

@@ -34,7 +34,7 @@ PACKAGES = {
 }
 BACKENDS = ("reference", "aten", "aten, short edges", "aten, cuda", "cudnn, cuda", *PACKAGES)
 
-# One cap bends some scores; the other flattens nearly all, so that the slope is almost zero.
+# Caps of the scores: 0 is none, and a small cap flattens nearly all, so that slopes are about 0.
 CAPS = {"aten": (0.0,), "cudnn": (0.0,)}
 SOFTCAPS = (0.0, 2.0, 0.1)
 
