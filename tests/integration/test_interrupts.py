@@ -124,3 +124,13 @@ def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], St
     wait_until(is_sleeping)
     command.process.kill()
     assert command.ended() == (-signal.SIGKILL, "")
+
+
+def test_processes_of_processes_end_too(start: Callable[[list[str]], Started]) -> None:
+    work = "import subprocess; subprocess.run(['sh', '-c', 'sleep 600 & wait'])"
+    ending = "interrupt.finish_command()"  # as every command ends
+    begin = "from ring_attn.tools import interrupt; interrupt.install()"
+    command = start(["-c", f"{begin}; {work}; {ending}"])
+    wait_until(lambda: len(command.running()) == 3)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.ended()[0] == 128 + signal.SIGTERM
