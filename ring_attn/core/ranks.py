@@ -208,8 +208,8 @@ class EveryRank(_Ranks):
             source = torch.empty_like(to).scatter_(0, to, ranks)
             comes = full[source]
             here, there = _pair(ranks, source, travels), _pair(to, ranks, travels)
-            tiles = StepWork(*(table[here] * comes for table in pairs.tables))
-            sent, received = rows[there] * full, rows[here] * comes
+            tiles = StepWork(*(table * comes for table in vars(pairs.at(here)).values()))
+            sent, received = rows[there].long() * full, rows[here].long() * comes
             turns.append(Turn(Hop(to, source), to != ranks, sent, received, (), tiles))
         return tuple(turns)
 

@@ -63,7 +63,7 @@ def choose_traveller(
 
     def cost(side: Traveller) -> int:
         if direct:
-            rows = needed_rows(layout_q, layout_kv, mask, side).clone().fill_diagonal_(0)
+            rows = needed_rows(layout_q, layout_kv, mask, side)
         else:
             rows = travelling_rows(layout_q, layout_kv, mask, side).count
         return _backward_bytes(spec, side, rows)

@@ -54,7 +54,7 @@ def turns_of(
     """The turns in which every rank gets the rows that it needs."""
     rows = needed_rows(layout_q, layout_kv, mask, travels)
     # One line for each sender.
-    rows = (rows.t() if travels == "kv" else rows).clone().fill_diagonal_(0)
+    rows = rows.t() if travels == "kv" else rows
     world_size = len(rows)
     sender, receiver = rows.nonzero().unbind(1)
     distance = (receiver - sender) % world_size

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit, ring_
 
 # Larger than any row index.
 MOST = torch.iinfo(torch.int32).max
+
+# An index of (P, P) tables: slices of ranks, or tensors of ranks.
+Pairs = tuple[Any, Any]
 
 # Pairs computed at a time: with all intermediate results they fit into a CPU core's cache.
 CHUNK = 1 << 16
@@ -79,10 +82,10 @@ class PairWork:
     q: Rows
     kv: Rows
 
-    @property
-    def tables(self) -> list[Tensor]:
-        """(P, P) tables, one for each field of `StepWork`."""
-        return [self.area, self.edge, self.q.stop - self.q.start, self.kv.stop - self.kv.start]
+    def at(self, pairs: Pairs) -> StepWork:
+        """The work of some pairs; `pairs` indexes (P, P) tables."""
+        q, kv = (rows.stop[pairs] - rows.start[pairs] for rows in (self.q, self.kv))
+        return StepWork(self.area[pairs], self.edge[pairs], q, kv)
 
 
 def _blocks(world_size: int) -> Iterator[slice]:
@@ -90,6 +93,14 @@ def _blocks(world_size: int) -> Iterator[slice]:
     size = max(1, CHUNK // world_size)
     for begin in range(0, world_size, size):
         yield slice(begin, min(begin + size, world_size))
+
+
+def _across(ranks: slice, dim: int) -> Pairs:
+    """The part of a (P, P) table whose reduction in `dim` belongs to these ranks.
+
+    Reductions go by blocks: of a whole int32 table, torch would first write a copy in int64.
+    """
+    return (ranks, slice(None)) if dim == 1 else (slice(None), ranks)
 
 
 def _owners(grid: Grid, ranks: slice) -> Tensor:
@@ -145,10 +156,14 @@ def travelling_rows(
     """(P,) run around all rows of each rank's shard that another rank needs."""
     work = pair_work(layout_q, layout_kv, mask)
     side, dim = (work.kv, 0) if travels == "kv" else (work.q, 1)
-    unseen = work.area == 0
-    unseen.fill_diagonal_(True)
-    start = side.start.masked_fill(unseen, MOST).amin(dim)
-    stop = side.stop.masked_fill(unseen, 0).amax(dim)
+    starts, stops = [], []
+    for ranks in _blocks(layout_q.world_size):
+        pairs = _across(ranks, dim)
+        unseen = work.area[pairs] == 0
+        unseen.diagonal(ranks.start if dim == 1 else -ranks.start).fill_(True)
+        starts.append(side.start[pairs].masked_fill(unseen, MOST).amin(dim))
+        stops.append(side.stop[pairs].masked_fill(unseen, 0).amax(dim))
+    start, stop = torch.cat(starts), torch.cat(stops)
     return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
 
 
@@ -157,8 +172,22 @@ def gathered_work(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, gathers: Traveller
 ) -> StepWork:
     """The work of each rank with the shards of all ranks at once."""
-    dim = 1 if gathers == "kv" else 0
-    return StepWork(*(x.sum(dim) for x in pair_work(layout_q, layout_kv, mask).tables))
+    work, dim = pair_work(layout_q, layout_kv, mask), 1 if gathers == "kv" else 0
+    sums = [
+        [table.sum(dim) for table in vars(work.at(pairs)).values()]
+        for pairs in (_across(ranks, dim) for ranks in _blocks(layout_q.world_size))
+    ]
+    return StepWork(*map(torch.cat, zip(*sums, strict=True)))
+
+
+@lru_cache(maxsize=64)
+def num_seen(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, others: Traveller
+) -> Tensor:
+    """(P,) number of KV shards that each rank sees, or of query shards that see it."""
+    work, dim = pair_work(layout_q, layout_kv, mask), 1 if others == "kv" else 0
+    blocks = _blocks(layout_q.world_size)
+    return torch.cat([(work.area[_across(ranks, dim)] > 0).sum(dim) for ranks in blocks])
 
 
 @lru_cache(maxsize=2)
@@ -169,15 +198,16 @@ def work_by_displacement(
 
     The work at displacement `(a, b)` is at index `a * grid.inner + b`.
     """
-    tables = pair_work(layout_q, layout_kv, mask).tables
-    if travels == "q":
-        tables = [table.t() for table in tables]
-    results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
-    for ranks in _blocks(layout_q.world_size):
+    work, size = pair_work(layout_q, layout_kv, mask), layout_q.world_size
+    types = torch.int64, torch.int32, torch.int32, torch.int32
+    results = [torch.empty(size, size, dtype=dtype) for dtype in types]
+    for ranks in _blocks(size):
         owners = _owners(grid, ranks)
-        for table, result in zip(tables, results, strict=True):
-            result[:, ranks] = table[ranks].gather(1, owners).t()
-    return [StepWork(*work) for work in zip(*results, strict=True)]
+        part = work.at(_across(ranks, 1 if travels == "kv" else 0))
+        for table, result in zip(vars(part).values(), results, strict=True):
+            lines = table if travels == "kv" else table.t()
+            result[:, ranks] = lines.gather(1, owners).t()
+    return [StepWork(*step) for step in zip(*results, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -312,11 +342,21 @@ def _tiles_of_pieces(
 def needed_rows(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> Tensor:
-    """(P, P) int64 number of rows of one side that each pair [q rank, kv rank] needs.
+    """(P, P) int32 rows of one side that each pair of different ranks [q rank, kv rank] needs.
 
     Only rows that see, or are seen, count; the runs of `PairWork` also hold the rows in between.
     """
     check_fit(layout_q, layout_kv, mask)
+    one_each = all(
+        len(layout.segments(rank)) <= 1
+        for layout in (layout_q, layout_kv)
+        for rank in range(layout.world_size)
+    )
+    if one_each and len(mask.slices) <= 1:
+        # One tile for each pair: nothing lies in between.
+        work = pair_work(layout_q, layout_kv, mask)
+        run = work.kv if travels == "kv" else work.q
+        return (run.stop - run.start).fill_diagonal_(0)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     world_size, room = q.world_size, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
     cut = [_pieces(q, table.cpu()) for table in mask.tables]
@@ -335,7 +375,7 @@ def needed_rows(
         reached = stop[order].cummax(0).values if len(order) else stop
         before = torch.cat((start[:1], reached[:-1]))
         counts.index_add_(0, start // room, (reached - torch.maximum(start, before)).clamp_(min=0))
-    return counts.view(world_size, world_size)
+    return counts.view(world_size, world_size).int().fill_diagonal_(0)
 
 
 def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:

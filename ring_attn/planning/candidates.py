@@ -12,7 +12,7 @@ from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, family
 from ring_attn.core.values import as_tuple
-from ring_attn.core.work import pair_work
+from ring_attn.core.work import num_seen, pair_work
 from ring_attn.planning import balance
 from ring_attn.planning.choice import Candidate, Problem
 
@@ -103,11 +103,12 @@ def candidates_of(
 def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
     """Whether at least half of all pairs of ranks have no visible pairs."""
     try:
-        seen = pair_work(*layouts, problem.mask).area > 0
+        seen = num_seen(*layouts, problem.mask, "kv").sum()
+        own = (pair_work(*layouts, problem.mask).area.diagonal() > 0).sum()
     except (ValueError, NotImplementedError):
         return True  # layouts that do not fit; the candidate is refused later, with the reason
     pairs = problem.world_size * (problem.world_size - 1)
-    return 2 * int(seen.sum() - seen.diagonal().sum()) <= pairs
+    return 2 * int(seen - own) <= pairs
 
 
 def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict[str, Layouts]:

@@ -76,7 +76,7 @@ class _RoughRank(OneRank):
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
         """As many turns as there are, each with the most rows that any turn sends or receives."""
-        rows = int(needed_rows(*self.layouts, self.mask, travels).clone().fill_diagonal_(0).max())
+        rows = int(needed_rows(*self.layouts, self.mask, travels).max())
         tiles = self.tiles(Grid(1, self.world_size), travels, (0, 1))
         other = (self.rank + 1) % self.world_size
         one = Turn(Hop(other, other), None, rows, rows, (slice(0, rows),), tiles)

@@ -32,7 +32,7 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.core.tiles import Traveller, check_fit
-from ring_attn.core.work import gathered_work, pair_work
+from ring_attn.core.work import gathered_work, num_seen
 from ring_attn.machines.actions import SHARE_OF_DQ, Schedule, schedule_of
 from ring_attn.machines.time import simulate
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
@@ -361,17 +361,11 @@ def _busiest(
         one_launch = compute_seconds(rate, work.area, rows, work.edge, torch.tensor(per_pair))
         if at_once:
             return one_launch
-        return one_launch + rate.launch * (_num_seen(layouts, mask, others) - 1).clamp(min=0)
+        return one_launch + rate.launch * (num_seen(*layouts, mask, others) - 1).clamp(min=0)
 
     if at_queries == 1.0:
         return float(seconds("kv").max())
     return float((at_queries * seconds("kv") + (1 - at_queries) * seconds("q")).max())
-
-
-@lru_cache(maxsize=64)
-def _num_seen(layouts: Layouts, mask: Mask, others: Traveller) -> Tensor:
-    """(P,) number of KV shards that each rank sees, or of query shards that see it."""
-    return (pair_work(*layouts, mask).area > 0).sum(1 if others == "kv" else 0)
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:
