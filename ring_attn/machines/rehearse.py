@@ -12,8 +12,7 @@ import torch
 
 from ring_attn.core import program as ops
 from ring_attn.core.program import Program
-from ring_attn.transport.base import Transport, TransportStats
-from ring_attn.transport.buffers import Pool
+from ring_attn.transport.base import Ranks, Transport
 
 # Bytes of a message that only opens a connection.
 NBYTES = 16
@@ -46,23 +45,8 @@ def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
     transport.wait(op.channel)
 
 
-class Silent:
+class Silent(Transport):
     """A transport that exchanges nothing, for runs whose results are not used."""
-
-    def __init__(self, transport: Transport) -> None:
-        """Replaces `transport`."""
-        self.rank: int = transport.rank
-        self.world_size: int = transport.world_size
-        self.stats = TransportStats()
-        self._transport = transport
-
-    def sub(self, ranks: tuple[int, ...]) -> Silent:
-        """A silent transport among some of the ranks."""
-        return Silent(self._transport.sub(ranks))
-
-    def pool(self, device: torch.device) -> Pool:
-        """A new pool, used for one run."""
-        return Pool(device)
 
     def post(self, *_: Any, **__: Any) -> None:
         """Sends nothing."""
@@ -70,4 +54,5 @@ class Silent:
     def wait(self, *_: Any) -> None:
         """Returns at once."""
 
-    join = wait
+    def _among(self, members: Ranks) -> Silent:
+        return Silent(members, self._members[self.rank])

@@ -142,7 +142,7 @@ def execute(
 
         def rehearse() -> None:
             connect(program, transport, device)
-            silent: Any = Silent(transport)
+            silent = Silent(tuple(range(transport.world_size)), transport.rank)
             Run(program, spec, scores, backend, dict(tensors), silent, sinks).all()
 
         transport.before_first((kind, program.backward, spec, call.backend), rehearse)

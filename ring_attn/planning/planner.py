@@ -301,20 +301,13 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
 
 def core_of(call: Call) -> Call:
     """The inner call, after the exchange of heads (on the rank with most heads) or of queries."""
-    strategy, spec, (layout_q, layout_kv) = call.strategy, call.spec, call.layouts
-    if strategy.exchange_q:
-        layouts = q_exchange.exchanged_layout(layout_q), layout_kv
-        return replace(call, layouts=layouts, strategy=replace(strategy, exchange_q=False))
-    degree = strategy.ulysses_degree
+    if call.strategy.exchange_q:
+        return q_exchange.core(call)
+    degree = call.strategy.ulysses_degree
     if degree == 1:
         return call
-    share = max(share_heads(spec.nheads, spec.nheads_kv, degree), key=lambda s: s.num)
-    return replace(
-        call,
-        spec=replace(spec, nheads=share.num, nheads_kv=share.num_kv),
-        layouts=ulysses.core_layouts(call),
-        strategy=replace(strategy, ulysses_degree=1),
-    )
+    shares = share_heads(call.spec.nheads, call.spec.nheads_kv, degree)
+    return ulysses.core(call, max(shares, key=lambda share: share.num))
 
 
 @lru_cache(maxsize=64)

@@ -41,15 +41,15 @@ def around(inner: StrategyCode) -> StrategyCode:
     """The exchange of queries around another strategy."""
 
     def why_not_same_bits(call: Call) -> str | None:
-        return inner.why_not_same_bits(_core(call))
+        return inner.why_not_same_bits(core(call))
 
     def check(call: Call) -> None:
-        inner.check(_core(call))
+        inner.check(core(call))
 
     def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        core = _core(call)
-        held = ranks.over(core.layouts)
-        within = inner.program(core, held, backward=backward, rounded=rounded)
+        inner_call = core(call)
+        held = ranks.over(inner_call.layouts)
+        within = inner.program(inner_call, held, backward=backward, rounded=rounded)
         arrays = input_arrays(call.spec, ranks, backward=backward)
         made = tuple(_around(call, ranks, within, arrays, rounded=rounded))
         if backward:
@@ -61,7 +61,8 @@ def around(inner: StrategyCode) -> StrategyCode:
     return StrategyCode(program, why_not_same_bits, check)
 
 
-def _core(call: Call) -> Call:
+def core(call: Call) -> Call:
+    """The inner call, over the exchanged queries."""
     layouts = exchanged_layout(call.layouts[0]), call.layouts[1]
     return replace(call, layouts=layouts, strategy=replace(call.strategy, exchange_q=False))
 

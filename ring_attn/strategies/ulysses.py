@@ -56,15 +56,15 @@ def around(inner: StrategyCode) -> StrategyCode:
             return reason
         backend, cores = get_backend(call.backend), _cores(call)
         reasons = [
-            *(why_not_alike(backend, call.spec, core.spec) for core in cores),
+            *(why_not_alike(backend, call.spec, each.spec) for each in cores),
             *map(inner.why_not_same_bits, cores),
         ]
         return next((reason for reason in reasons if reason is not None), None)
 
     def check(call: Call) -> None:
         # Checks the cores of all members, so that every rank refuses what one member refuses.
-        for core in _cores(call):
-            inner.check(core)
+        for each in _cores(call):
+            inner.check(each)
 
     def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
         return _Exchanges(call, ranks, inner.program).program(backward=backward, rounded=rounded)
@@ -78,12 +78,12 @@ def core_layouts(call: Call) -> Layouts:
     return merge_groups(call.layouts[0], degree)[0], merge_groups(call.layouts[1], degree)[0]
 
 
-def _core(call: Call, run: HeadRun) -> Call:
-    """The core's call with the heads of a run."""
+def core(call: Call, heads: HeadRun | HeadShare) -> Call:
+    """The core's call with some of the heads."""
     degree = call.strategy.ulysses_degree
     return replace(
         call,
-        spec=replace(call.spec, nheads=run.num, nheads_kv=run.num_kv),
+        spec=replace(call.spec, nheads=heads.num, nheads_kv=heads.num_kv),
         layouts=core_layouts(call),
         rank=call.rank // degree,
         strategy=replace(call.strategy, ulysses_degree=1),
@@ -93,7 +93,7 @@ def _core(call: Call, run: HeadRun) -> Call:
 def _cores(call: Call) -> list[Call]:
     """The core's calls, one for each number of heads."""
     shares = share_heads(call.spec.nheads, call.spec.nheads_kv, call.strategy.ulysses_degree)
-    return list(dict.fromkeys(_core(call, run) for share in shares for run in share.runs))
+    return list(dict.fromkeys(core(call, run) for share in shares for run in share.runs))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Exchanges:
         saved: list[str] = []
         cores = ranks.over(core_layouts(self.call), self.degree)
         for number, run, members in self._runs():
-            core_call = _core(self.call, run)
+            core_call = core(self.call, run)
             program = self.inner(
                 core_call, cores, backward=backward, rounded=rounded and not self.summed
             )
