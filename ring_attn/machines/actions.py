@@ -7,8 +7,8 @@ thousands of ranks cost as many tensor operations as one. `machines.time` simula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,11 +85,6 @@ class Compute:
     share: float = 1.0
     window: bool = False
 
-    @property
-    def flops(self) -> Tensor:
-        """(P,) float64 operations."""
-        return self.area.double() * self.per_pair * self.share
-
 
 @dataclass(frozen=True, eq=False)
 class Move:
@@ -140,41 +135,29 @@ class Schedule:
         """(P,) int64 number of exchanges in which each rank takes part; a collective is one."""
         return self._total(post.active for phase in self.phases for post in phase.posts)
 
-    @property
-    def flops(self) -> Tensor:
-        """(P,) float64 operations of each rank."""
-        operations = (work.flops for phase in self.phases for work in phase.computes)
-        return self._total(operations, torch.float64)
-
-    def _total(self, values: Iterable[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
-        return sum(values, torch.zeros(self.world_size, dtype=dtype))
+    def _total(self, values: Iterable[Tensor]) -> Tensor:
+        return sum(values, torch.zeros(self.world_size, dtype=torch.int64))
 
 
 def schedule_of(call: Call, *, backward: bool) -> Schedule:
     """Actions of all ranks in one direction of a call."""
     program = programs(call, call.every_rank, backward=backward)
     carries = get_backend(call.backend).carries_state
-    phases = _phases(program, call.spec, carries, window=call.mask.has_windows)
+    phases = _phases(_Actions(program, call.spec, carries, call.mask.has_windows))
     return Schedule(call.strategy, call.world_size, backward, tuple(phases))
 
 
-def _phases(
-    program: Program, spec: AttentionSpec, carries: bool, *, window: bool
-) -> Iterator[Phase]:
+def _phases(actions: _Actions) -> Iterator[Phase]:
     """Yields a phase for the ops before the first step, then one for each step."""
-    actions = _Actions(program, spec, carries, window)
     label, pending = "start", list[Action]()
-    for op in program.ops:
+    for op in actions.program.ops:
         if isinstance(op, ops.Step | ops.Inner) and pending:
             yield Phase(label, tuple(pending))
             pending = []
         if isinstance(op, ops.Step):
             label = op.label
         elif isinstance(op, ops.Inner):
-            phases = _phases(op.program, op.spec, carries, window=window)
-            if op.members is not None:
-                phases = map(_Spread(op.members, op.degree).phase, phases)
-            yield from phases
+            yield from _phases(actions.of_inner(op))
         else:
             pending += actions.of(op)
     if pending:
@@ -185,27 +168,42 @@ class _Actions:
     """Turns the ops of a program into actions.
 
     If the backend's kernels carry the state, the first kernel makes it and the last one writes the
-    results: then merging and finalizing take no passes of their own.
+    results: then merging and finalizing take no passes of their own. In a program of groups of
+    `degree` ranks, only the `members` of each group act.
     """
 
-    def __init__(self, program: Program, spec: AttentionSpec, carries: bool, window: bool) -> None:
-        self._size, self._spec, self._window = program.world_size, spec, window
-        self._carries, self._first = carries, True
-        self._everyone = torch.ones(program.world_size, dtype=torch.bool)
+    def __init__(
+        self,
+        program: Program,
+        spec: AttentionSpec,
+        carries: bool,
+        window: bool,
+        members: Tensor | None = None,
+        degree: int = 1,
+    ) -> None:
+        self.program, self._spec = program, spec
+        self._carries, self._window, self._first = carries, window, True
+        self._members, self._degree = members, degree
+        self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+        self._everyone = self._each(torch.ones(program.world_size, dtype=torch.bool))
         self._out = program.arrays.get("out")
+
+    def of_inner(self, op: ops.Inner) -> _Actions:
+        """The actions of an inner program."""
+        return _Actions(op.program, op.spec, self._carries, self._window, op.members, op.degree)
 
     def of(self, op: Op) -> list[Action]:
         """The actions of an op; none if it moves no bytes."""
         spec = self._spec
         wide = spec.accum_dtype.itemsize
-        both = 1 + wide / spec.dtype.itemsize
+        both = 1 + wide // spec.dtype.itemsize
         match op:
             case ops.Pack():
                 return self._move("pack", 2 * op.message.nbytes)
             case ops.Post():
                 return [self._transfer(op)]
             case ops.Wait():
-                return [Wait(op.channel, self._everyone if op.active is None else op.active)]
+                return [Wait(op.channel, self._active(op))]
             case ops.Clear():
                 return self._move("clear", op.message.nbytes)
             case ops.Add():
@@ -231,33 +229,55 @@ class _Actions:
                 return self._move("round", elements * (wide + op.array.dtype.itemsize))
         return []
 
-    def _each(self, value: Number) -> Tensor:
-        """The value of each rank, (P,) int64."""
-        if isinstance(value, Tensor):
-            return value.long()
-        return torch.full((self._size,), int(value), dtype=torch.int64)
+    def _placed(self, values: Tensor) -> Tensor:
+        whole = torch.zeros(len(values), self._degree, dtype=values.dtype)
+        whole[:, self._members] = values[:, None]
+        return whole.flatten()
+
+    def _receivers(self, to: Tensor) -> Tensor:
+        """The receiver of each rank: the same member of the receiving group."""
+        return (to[:, None] * self._degree + torch.arange(self._degree)).flatten()
+
+    def _groups(self, groups: Tensor) -> Tensor:
+        assert self._members is not None
+        return (groups[:, None, :] * self._degree + self._members[:, None]).flatten(0, 1)
+
+    def _each(self, value: Number, spread: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The value of each rank, from one number, or from that of each rank or group."""
+        if not isinstance(value, Tensor):
+            value = torch.full((self.program.world_size,), int(value))
+        if self._members is None:
+            return value
+        # Shared tensors are spread once. Kept alive, so that no other tensor gets their id.
+        if id(value) not in self._spread:
+            self._spread[id(value)] = value, (spread or self._placed)(value)
+        return self._spread[id(value)][1]
 
     def _move(self, label: str, nbytes: Number) -> list[Action]:
         return [Move(label, self._each(nbytes))]
 
     def _transfer(self, op: ops.Post) -> Transfer:
         nothing = torch.empty(0, dtype=torch.int64)
-        active = self._everyone if op.active is None else op.active
-        nbytes = self._each(op.nbytes)
+        active, nbytes = self._active(op), self._each(op.nbytes)
         if isinstance(op.route, ops.Collective):
             assert op.route.groups is not None, "a program of every rank has groups"
-            return Transfer(op.channel, op.route.op, nbytes, nothing, op.route.groups, active)
-        groups = nothing.view(0, 0)
-        return Transfer(op.channel, "shift", nbytes, op.route.send_to, groups, active)
+            groups = self._each(op.route.groups, self._groups)
+            return Transfer(op.channel, op.route.op, nbytes, nothing, groups, active)
+        to = self._each(op.route.send_to, self._receivers)
+        return Transfer(op.channel, "shift", nbytes, to, nothing.view(0, 0), active)
+
+    def _active(self, op: ops.Post | ops.Wait) -> Tensor:
+        return self._everyone if op.active is None else self._each(op.active)
 
     def _compute(self, op: ops.Attend | ops.Differentiate, share: float) -> Compute:
         work: StepWork = op.tiles
         backward = isinstance(op, ops.Differentiate)
-        operations = flops(1, part_of_heads(op, self._spec), backward=backward)
         rows = (work.rows + work.cols) // 2 if backward else work.rows
-        per_pair = torch.full_like(work.area, operations)
-        state = self._state(op, work) if self._carries else torch.zeros_like(work.area)
-        return Compute(backward, work.area, work.edge, rows, per_pair, state, share, self._window)
+        per_pair = flops(1, part_of_heads(op, self._spec), backward=backward)
+        state = self._state(op, work) if self._carries else 0
+        area, edge, rows = map(self._each, (work.area, work.edge, rows))
+        numbers = self._each(per_pair), self._each(state)
+        return Compute(backward, area, edge, rows, *numbers, share, self._window)
 
     def _attend(self, op: ops.Attend) -> list[Action]:
         """Computes a step's tiles; from the second step on, merges the result into the state."""
@@ -265,7 +285,7 @@ class _Actions:
         if not self._carries and not self._first:
             spec = part_of_heads(op, self._spec)
             elements = op.tiles.rows.long() * (spec.batch * spec.nheads * spec.headdim_v)
-            actions.append(Move("merge", elements * merged_bytes(spec), FOLD))
+            actions.append(Move("merge", self._each(elements * merged_bytes(spec)), FOLD))
         self._first = False
         return actions
 
@@ -279,47 +299,3 @@ class _Actions:
         q = work.rows.long() * (2 * wide * spec.nheads * spec.headdim)
         kv = work.cols.long() * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
         return {"all": q + kv, "q": q, "kv": kv}[op.part]
-
-
-class _Spread:
-    """Expands actions with a number for each group to actions with a number for each rank.
-
-    Only the `members` of a group act. Tensors shared by several actions are expanded once.
-    """
-
-    def __init__(self, members: Tensor, degree: int) -> None:
-        self._members, self._degree = members, degree
-        self._spread: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def phase(self, phase: Phase) -> Phase:
-        """The phase with a number for each rank."""
-        return Phase(phase.label, tuple(self._action(action) for action in phase.actions))
-
-    def _action(self, action: Action) -> Action:
-        by_name = {"to": self._receivers, "groups": self._groups}
-        spread: dict[str, Any] = {
-            name: self._once(values, by_name.get(name, self._placed))
-            for name, values in vars(action).items()
-            if isinstance(values, Tensor)
-        }
-        return replace(action, **spread)
-
-    def _once(self, values: Tensor, spread: Callable[[Tensor], Tensor]) -> Tensor:
-        # Keeps the tensor alive, so that no other tensor gets its id.
-        if id(values) not in self._spread:
-            self._spread[id(values)] = values, spread(values)
-        return self._spread[id(values)][1]
-
-    def _placed(self, values: Tensor) -> Tensor:
-        if len(self._members) == self._degree:
-            return values.repeat_interleave(self._degree)
-        whole = torch.zeros(len(values), self._degree, dtype=values.dtype)
-        whole[:, self._members] = values[:, None]
-        return whole.flatten()
-
-    def _receivers(self, to: Tensor) -> Tensor:
-        """The receiver of each rank: the same member of the receiving group."""
-        return (to[:, None] * self._degree + torch.arange(self._degree)).flatten()
-
-    def _groups(self, groups: Tensor) -> Tensor:
-        return (groups[:, None, :] * self._degree + self._members[:, None]).flatten(0, 1)
