@@ -24,8 +24,8 @@ tensor cores multiply the weights of the previous block.
       tensor cores   | Q K(i+1)' |    P(i) V(i)      | Q K(i+2)' |  P(i+1) V(i+1)    |
       other units                | softmax of S(i+1) |           | softmax of S(i+2) |
 
-With PING_PONG the consumers also take turns to issue their two products, so that the softmax of one
-consumer overlaps the products of another. Gluon has no named barriers: a turn is an mbarrier, too.
+The consumers take turns to issue their two products, so that the softmax of one consumer overlaps
+the products of another. Gluon has no named barriers: a turn is an mbarrier, too.
 
 A program does one task after another (`tasks`): first the task of its own number, then the next
 free one. The producer draws its number from a counter and passes it to the consumers in shared
@@ -204,7 +204,6 @@ def _fold_blocks(
     INDEX: gl.constexpr,
     FLAGS: gl.constexpr,
     MASK: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Folds the blocks last - 1 - i for i in [begin, end), one product with V behind.
 
@@ -219,12 +218,10 @@ def _fold_blocks(
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
     for i in range(begin, end):
         k_stage = await_full(k_buffers, k_full, use)
-        if PING_PONG:
-            mbarrier.wait(turns.index(INDEX), (turn & 1) ^ (INDEX == 0))
+        mbarrier.wait(turns.index(INDEX), (turn & 1) ^ (INDEX == 0))
         s = issue_scores(q, k_buffers, k_stage, rows)
         acc = issue_output(p, v_buffers, v_stage, acc)
-        if PING_PONG:
-            mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1)
+        mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         start = (last - 1 - i) * BLOCK_N
@@ -255,7 +252,6 @@ def _fold_run(
     last_run,
     INDEX: gl.constexpr,
     FLAGS: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Folds the blocks [first, last) of a run, at least one, from the last down.
 
@@ -288,12 +284,10 @@ def _fold_run(
     below = gl.maximum(last - full_first, above)
     state = (acc, p, m_i, l_i, v_stage, use, turn)
     if MASKED:
-        state = _fold_blocks(state, 1, above, folding, last, run, INDEX, FLAGS, True, PING_PONG)
-    state = _fold_blocks(state, above, below, folding, last, run, INDEX, FLAGS, False, PING_PONG)
+        state = _fold_blocks(state, 1, above, folding, last, run, INDEX, FLAGS, True)
+    state = _fold_blocks(state, above, below, folding, last, run, INDEX, FLAGS, False)
     if HAS_LO or RAGGED:
-        state = _fold_blocks(
-            state, below, last - first, folding, last, run, INDEX, FLAGS, True, PING_PONG
-        )
+        state = _fold_blocks(state, below, last - first, folding, last, run, INDEX, FLAGS, True)
     acc, p, m_i, l_i, v_stage, use, turn = state
 
     mbarrier.arrive(q_empty.index(INDEX), count=1, pred=last_run)
@@ -311,7 +305,6 @@ def _consume(
     LAST: gl.constexpr,
     FLAGS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Computes the INDEX-th 64 rows of every task of this program."""
     context, state, num_rows, scores = to_fold
@@ -355,9 +348,8 @@ def _consume(
             span = column_range(row_start, row_stop, run, BLOCK_N)
             if span[3] > span[0]:
                 acc, m_i, l_i, use, turn = _fold_run(
-                    acc, m_i, l_i, use, turn, span, folding, run, i == last_run - 1,
-                    INDEX, FLAGS, PING_PONG,
-                )  # fmt: skip
+                    acc, m_i, l_i, use, turn, span, folding, run, i == last_run - 1, INDEX, FLAGS
+                )
 
         # Computed again: pointers kept during the loops would take registers from the products.
         batch, head, block = _task(task + opaque_zero(task), work)
@@ -414,7 +406,6 @@ def hopper_fwd_kernel(
     RAGGED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Does tasks, one after another: folds the keys of a block of q rows of one head."""
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
@@ -448,8 +439,8 @@ def hopper_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
-                (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS)),
+                (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_produce, (context, descs, GROUP, RAGGED)),
             ],
             [4, 1],
@@ -458,9 +449,9 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
-                (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
-                (_consume, (to_fold, 2, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS)),
+                (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS)),
+                (_consume, (to_fold, 2, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_produce, (context, descs, GROUP, RAGGED)),
             ],
             [4, 4, 1],
@@ -488,7 +479,6 @@ def hopper_launch(
     softcap: float = 0.0,
     first: bool,
     last: bool,
-    ping_pong: bool = True,
 ) -> Launch:
     """The launch that folds one step, as `forward_launch`, for calls that `takes_gluon` allows.
 
@@ -496,7 +486,6 @@ def hopper_launch(
         q: q, k, v as from `copyable`, k and v with rows.
         state: also with the counter.
         config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
-        ping_pong: consumers take turns.
     """
     schedule = step_schedule(q, k, v, table, config)
     return Launch(
@@ -526,7 +515,6 @@ def hopper_launch(
             **table.constants,
             "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
-            "PING_PONG": ping_pong,
         },
         config.options,
     )

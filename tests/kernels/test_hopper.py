@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -211,9 +210,7 @@ def test_heads_consumers_and_stages(
 @in_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128])
-def test_bits_do_not_depend_on_time_steps_grids_or_halves(
-    headdim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_do_not_depend_on_time_steps_grids_or_halves(headdim: int) -> None:
     """Tries several orders of CTAs and warpgroups, cut keys, and dq or dk and dv alone."""
     mask = Mask(136, 200, causal=True)
     inputs = grouped(mask, headdim, nheads=1)
@@ -221,8 +218,6 @@ def test_bits_do_not_depend_on_time_steps_grids_or_halves(
     other_grid = replace(SMALL, programs_per_sm=0, l2_bytes=1)
     assert same(attend(inputs, [whole(mask)], other_grid, seed=1), alone)
     assert same(attend(inputs, cut_keys(mask, 128)), alone)
-    without_turns = partial(hopper_fwd.hopper_launch, ping_pong=False)
-    monkeypatch.setattr(hopper_fwd, "hopper_launch", without_turns)
     assert same(attend(inputs, [whole(mask)], replace(SMALL, num_stages=3), seed=5), alone)
     dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
     backend = TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})
