@@ -31,7 +31,7 @@ from .configs import Config
 from .flash_fwd import block_dim, pointers
 from .launch import Launch
 from .online_softmax import online_softmax_finalize, online_softmax_merge, softmax_pivot
-from .step_table import COLUMNS, UNBOUNDED, Rectangle, StepTable
+from .step_table import COLUMNS, UNBOUNDED, Rectangle, StepTable, properties
 
 # Parts end at multiples of every config's blocks; shorter ones would cost more to merge than read.
 PART_UNIT, LEAST_PART = 128, 256
@@ -133,19 +133,11 @@ def part_table(
 
     Each part has `num_rows` rows; the rectangle has no bounds.
     """
-    _, _, col_start, col_stop, _, _ = rectangle
     num_blocks = -(-num_rows // config.BLOCK_M)
     blocks = parts.num_parts * num_blocks
     rows = torch.empty(blocks + parts.num_parts, COLUMNS, dtype=torch.int32, device=device)
-    table = StepTable(
-        blocks=rows[:blocks],
-        runs=rows[blocks:],
-        num_blocks=blocks,
-        num_cols=col_stop - col_start,
-        has_lo=False,
-        has_hi=False,
-        ragged=bool(col_start % config.BLOCK_N or col_stop % config.BLOCK_N),
-    )
+    known = properties([rectangle], config.BLOCK_N)
+    table = StepTable(rows[:blocks], rows[blocks:], blocks, *known)
     launch = Launch(
         part_table_kernel,
         (parts.num_parts,),
@@ -153,8 +145,8 @@ def part_table(
             "table_ptr": rows,
             "start": parts.start,
             "length": parts.length,
-            "col_start": col_start,
-            "col_stop": col_stop,
+            "col_start": rectangle[2],
+            "col_stop": rectangle[3],
         },
         {
             "NUM_ROWS": num_rows,

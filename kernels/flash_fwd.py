@@ -261,13 +261,6 @@ class Carried:
     counter: Tensor | None = None  # int32 zero: tasks of `hopper_fwd`, which each launch resets
 
 
-def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
-    """Factors of raw products before and after tanh; without softcap the second is 1."""
-    if softcap:
-        return softmax_scale / softcap, softcap * LOG2E.value
-    return softmax_scale * LOG2E.value, 1.0
-
-
 def offset_unit(*tensors: Tensor) -> int:
     """8 if 8 divides all strides but 16 does not, else 1.
 
@@ -293,9 +286,10 @@ def strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def scales(softmax_scale: float, softcap: float) -> dict[str, float]:
-    """`score_scales` as arguments of a kernel."""
-    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
-    return {"inner_scale": inner_scale, "outer_scale": outer_scale}
+    """Factors of raw products before and after tanh; without softcap the second is 1."""
+    if softcap:
+        return {"inner_scale": softmax_scale / softcap, "outer_scale": softcap * LOG2E.value}
+    return {"inner_scale": softmax_scale * LOG2E.value, "outer_scale": 1.0}
 
 
 @cache

@@ -154,7 +154,7 @@ def softmax(s, m_i, l_i, rows, start, run, scales, FLAGS: gl.constexpr, MASK: gl
 
     s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
     a mask. FLAGS (HAS_LO, HAS_HI, RAGGED, SOFTCAP): properties of any block of the launch. scales:
-    from `score_scales`.
+    from `flash_fwd.scales`.
     """
     SOFTCAP: gl.constexpr = FLAGS[3]
     inner_scale, outer_scale = scales

@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .configs import Config
-from .flash_fwd import pointers, score_scales
+from .flash_fwd import pointers, scales
 from .hopper_blocks import (
     ROWS,
     await_empty,
@@ -507,7 +507,6 @@ def bwd_launch(
     """
     q, k, v, dout, minus_lse, delta = inputs
     dq, dk, dv = gradients
-    scale, _ = score_scales(softmax_scale, 0.0)
     schedule = step_schedule(q, k, v, table, config, kv_rows=True)
     return Launch(
         hopper_bwd_kernel,
@@ -523,7 +522,7 @@ def bwd_launch(
             "num_rows": q.size(1),
             "num_rows_kv": k.size(1),
             "nheads_kv": k.size(2),
-            "scale": scale,
+            "scale": scales(softmax_scale, 0.0)["inner_scale"],
         },
         {
             "GROUP": q.size(2) // k.size(2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,34 +72,30 @@ def peak_of_programs(
     return max(memory.most, back.most)
 
 
+@dataclass(eq=False)
 class Memory:
     """Counts the bytes that a rank holds while `machines.run` runs its program.
 
     `own` are the names of the tensors that the program has made, `most` is the peak of `held`.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        spec: AttentionSpec,
-        backend: Backend,
-        arrays: dict[str, Array],
-        held: int,
-        pool: dict[int, int] | None,
-    ) -> None:
-        self.program, self.spec, self.backend, self.arrays = program, spec, backend, arrays
+    program: Program
+    spec: AttentionSpec
+    backend: Backend
+    arrays: dict[str, Array]
+    held: int
+    pool: dict[int, int] | None
+
+    def __post_init__(self) -> None:
         self.own: set[str] = set()
-        self.held = self.most = held
+        self.most, self.held_by_pool = self.held, 0  # the second: in buffers added to the pool
         self._index = self._rows = 0
-        self._heads = spec
+        self._heads = self.spec
         self._steps: list[Sequence[Tile]] = []
         # Rooms of the buffers with memory; cleared buffers have none yet.
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
-        self._free: dict[int, int] = {} if pool is None else pool
-        self._pooled = pool is not None
-        # Bytes of the buffers that the program has added to the pool.
-        self.held_by_pool = 0
+        self._free = {} if self.pool is None else self.pool
         # Answers of the backend: bytes by arguments.
         self._asked: dict[Any, int] = {}
 
@@ -108,7 +104,7 @@ class Memory:
         for index, op in enumerate(self.program.ops):
             self._index = index
             self._do(op)
-        if not self._pooled:
+        if self.pool is None:
             self.held -= sum(self._rooms.values())
             self.held -= sum(room * count for room, count in self._free.items())
 
@@ -143,7 +139,7 @@ class Memory:
         room = self._rooms.pop(buffer.name, None)
         if room is None:
             return
-        if self.program.keeps(buffer, self._index, pooled=self._pooled):
+        if self.program.keeps(buffer, self._index, pooled=self.pool is not None):
             self._free[room] = self._free.get(room, 0) + 1
         else:
             self.held -= room
@@ -288,11 +284,10 @@ class Memory:
 
     def _inner(self, op: ops.Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
-        pool = self._free if self._pooled else None
-        memory = Memory(op.program, op.spec, self.backend, arrays, self.held, pool)
+        memory = Memory(op.program, op.spec, self.backend, arrays, self.held, self.pool)
         memory.all()
         self.most = max(self.most, memory.most)
-        self.held += memory.held_by_pool if self._pooled else 0
+        self.held += 0 if self.pool is None else memory.held_by_pool
         self.held_by_pool += memory.held_by_pool
         for inner, outer in op.results:
             array = memory.arrays[inner]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast, get_args
 
@@ -156,28 +157,25 @@ def execute(
     return run
 
 
+@dataclass(eq=False)
 class Run:
     """One rank's tensors, by name, and buffers while its program runs.
 
     After a backward with sinks, `dsinks` is their gradient.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        spec: AttentionSpec,
-        scores: Scores,
-        backend: Backend,
-        tensors: dict[str, Tensor],
-        transport: Transport,
-        sinks: Tensor | None,
-        observer: Observer | None = None,
-    ) -> None:
-        self.program, self.spec, self.scores = program, spec, scores
-        self.backend, self.tensors, self.transport = backend, tensors, transport
-        self.sinks, self.observer = sinks, observer
+    program: Program
+    spec: AttentionSpec
+    scores: Scores
+    backend: Backend
+    tensors: dict[str, Tensor]
+    transport: Transport
+    sinks: Tensor | None
+    observer: Observer | None = None
+
+    def __post_init__(self) -> None:
         self.dsinks: Tensor | None = None
-        self._device = next(iter(tensors.values())).device
+        self._device = next(iter(self.tensors.values())).device
         self._state: Any = None
         # Buffers in use, by name; None is a cleared buffer without memory.
         self._blocks: dict[str, Block | None] = {}
