@@ -17,8 +17,8 @@ out 0 and zero gradients; flash-attn does not write them. All dtypes, headdims a
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Unpack
 
@@ -110,7 +110,7 @@ def flash_attn_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
-    return _call("", (q, k, v), (), options, group, layout, execution)
+    return _call("", (q, k, v), (), options, group=group, layout=layout, **execution)
 
 
 def flash_attn_varlen_func(
@@ -166,8 +166,15 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
+    if block_table is not None:
+        error = NotImplementedError(
+            "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes a "
+            "cache that is split over the ranks"
+        )
+        tell_refusal(error, group)
+        raise error
     sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _call("", (q, k, v), sides, options, group, layout, execution, block_table)
+    return _call("", (q, k, v), sides, options, group=group, layout=layout, **execution)
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
@@ -183,10 +190,10 @@ def _call(
     tensors: tuple[Tensor, ...],
     sides: tuple[Any, ...],
     options: Options,
-    group: Group,
-    layout: Layout,
-    execution: ExecutionOptions,
-    block_table: Tensor | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **execution: Unpack[ExecutionOptions],
 ) -> Result:
     """Attention of one sequence or, with `sides`, within documents.
 
@@ -198,11 +205,6 @@ def _call(
         check.check_options(name, execution, ExecutionOptions)
         qkv = unpacked(form, tensors, packed=bool(sides))
         check_deterministic(qkv, options)
-        if block_table is not None:
-            raise NotImplementedError(
-                "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes "
-                "a cache that is split over the ranks"
-            )
         documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
         suffixes = ("",) if len(documents) == 1 else ("_q", "_k")
         for suffix, cuts, most in zip(suffixes, documents, longest, strict=False):
@@ -219,71 +221,69 @@ def _call(
     return attend(qkv, options, *documents, group=group, layout=layout, **execution)
 
 
-# Tensors of each form, as in signatures.
-TENSORS = {
-    "": "q: Tensor, k: Tensor, v: Tensor",
-    "kv": "q: Tensor, kv: Tensor",
-    "qkv": "qkv: Tensor",
-}
-
-# The type of each field of `Options`, as text.
-_OPTIONS = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
+# Tensors of each form.
+TENSORS = {"": ("q", "k", "v"), "kv": ("q", "kv"), "qkv": ("qkv",)}
 
 
-def written_out(
+def named_function(
     name: str,
     form: str,
-    documents: str,
-    ours: str,
-    call: str,
-    scope: dict[str, Any],
+    documents: Mapping[str, object],
+    call: Callable[..., Result],
     doc: str,
+    *,
     without: str = "",
 ) -> Callable[..., Result]:
-    """Makes a function of tensors, documents, `Options` and `ours`, given as text with types.
+    """Makes a function of the tensors of a form, `documents` (types by name) and `Options`.
 
-    Its body is `call`, the start of a call of a function in `scope`. It has real parameters, like
-    the methods of dataclasses: Python refuses wrong arguments, and torch.compile traces them.
+    The function calls `call(form, tensors, documents, options, ...)`, and has the further
+    parameters of `call` behind its own.
     """
-    names = [x for x in _OPTIONS if x != without]
-    options = (f"{x}: {_OPTIONS[x]} = {Options._field_defaults[x]!r}" for x in names)
-    signature = ", ".join(filter(None, (TENSORS[form], documents, *options, ours)))
-    parts = [f"({_names_of(parameters)})" for parameters in (TENSORS[form], documents)]
-    given = ", ".join([*parts, f"Options({''.join(f'{x}={x}, ' for x in names)})"])
-    namespace: dict[str, Callable[..., Result]] = {}
-    body = f"return {call}{form!r}, {given}, {_names_of(ours)})"
-    exec(f"def {name}({signature}) -> Result:\n    {body}", scope, namespace)
-    namespace[name].__doc__ = doc
-    return namespace[name]
+    types = {**dict.fromkeys(TENSORS[form], Tensor), **documents}
+    required = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x]) for x in types]
+    options = [x for x in signature(Options).parameters.values() if x.name != without]
+    names = [parameter.name for parameter in (*required, *options)]
+
+    # Signature.bind would do the same, but torch.compile cannot trace it.
+    def function(*args: Any, **kwargs: Any) -> Result:
+        given = dict(zip(names, args, strict=False))
+        given |= {x: kwargs.pop(x) for x in names[len(args) :] if x in kwargs}
+        missing = [x for x in types if x not in given]
+        if missing:
+            raise TypeError(f"{name}() is missing arguments: {', '.join(missing)}")
+        tensors, sides = (
+            tuple(given.pop(x) for x in group) for group in (TENSORS[form], documents)
+        )
+        return call(form, tensors, sides, Options(**given), *args[len(names) :], **kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    function.__module__, function.__doc__ = getattr(call, "func", call).__module__, doc
+    ours = [*signature(call).parameters.values()][4:]
+    vars(function)["__signature__"] = Signature(
+        [*required, *options, *ours], return_annotation=Result
+    )
+    return function
 
 
-def _names_of(parameters: str) -> str:
-    return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
-
-
-def _packed(form: str, sides: str, doc: str) -> Callable[..., Result]:
+def _packed(form: str, sides: Mapping[str, object], doc: str) -> Callable[..., Result]:
     name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
-    ours = "*, group: Group = None, layout: Layout = 'contiguous', "
-    ours += "**execution: Unpack[ExecutionOptions]"
-    return written_out(name, form, sides, ours, "_call(", globals(), doc)
+    return named_function(name, form, sides, _call, doc)
 
-
-_SIDES = "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int"
 
 flash_attn_kvpacked_func = _packed(
-    "kv", "", "`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."
+    "kv", {}, "`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."
 )
 flash_attn_qkvpacked_func = _packed(
-    "qkv", "", "`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."
+    "qkv", {}, "`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."
 )
 flash_attn_varlen_kvpacked_func = _packed(
     "kv",
-    _SIDES,
+    {"cu_seqlens_q": Tensor, "cu_seqlens_k": Tensor, "max_seqlen_q": int, "max_seqlen_k": int},
     "`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim).",
 )
 flash_attn_varlen_qkvpacked_func = _packed(
     "qkv",
-    "cu_seqlens: Tensor, max_seqlen: int",
+    {"cu_seqlens": Tensor, "max_seqlen": int},
     "`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim).",
 )
 

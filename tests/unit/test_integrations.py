@@ -149,6 +149,8 @@ SHORT = X[:, :, :5]
 # Equal shards on one rank do not imply equal sequences.
 PAIR = (SequenceLayout.boundaries([0, 6, 12]), SequenceLayout.boundaries([0, 6, 15]))
 CAUSAL_OF_PAIR = partial(sdpa_attention, is_causal=True, layout=PAIR)
+KV_PACKED = flash_attn.flash_attn_kvpacked_func
+QKV_PACKED = ring_flash_attn.ring_flash_attn_qkvpacked_func
 NOT_BUILT = NotImplementedError
 
 
@@ -173,6 +175,10 @@ NOT_BUILT = NotImplementedError
         (sdpa_attention, (X, X[:, :1], X[:, :1]), ValueError, "many heads unless enable_gqa=True"),
         (sdpa_attention, (X, SHORT, SHORT, None, 0, True), NOT_BUILT, "first query with the first"),
         (sdpa_attention, (3, X, X), TypeError, "q must be a torch.Tensor, got int"),
+        (KV_PACKED, (X,), TypeError, "flash_attn_kvpacked_func() is missing|kv"),
+        (partial(KV_PACKED, q=X), (X, X), TypeError, "q"),
+        (partial(QKV_PACKED, softcap=1.0), (X,), TypeError, "softcap"),
+        (QKV_PACKED, (X, 0.0, None, False, (-1, -1), None, False, False, None, 1), TypeError, ""),
         (CAUSAL_OF_PAIR, (X, X, X), NOT_BUILT, "as many queries as keys, got 12 and 15"),
     ],
 )

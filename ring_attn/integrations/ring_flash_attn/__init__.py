@@ -27,7 +27,7 @@ break the graph, because their plans depend on the values of `cu_seqlens`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -50,9 +50,9 @@ from ring_attn.integrations.flash_attn import (
     attend,
     check_deterministic,
     check_documents,
+    named_function,
     on_host,
     unpacked,
-    written_out,
 )
 from ring_attn.integrations.ring_flash_attn import adapters
 from ring_attn.transport.p2p import tell_refusal
@@ -239,18 +239,18 @@ def _in_layout(qkv: Qkv, causal: bool, group: Group, *, name: str) -> dict[str, 
     return {"layout": name}
 
 
-# Parameters as text for signatures.
-_SPLIT = "cu_seqlens: Tensor, max_seqlen: int"
-_GATHERED = (
-    "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, "
-    "heads_k_stride: int, local_k_slice: slice"
-)
+# The types of the parameters for documents.
+_SPLIT = {"cu_seqlens": Tensor, "max_seqlen": int}
+_GATHERED = {
+    "cu_seqlens_q": Tensor, "cu_seqlens_k": Tensor, "max_seqlen_q": int, "max_seqlen_k": int,
+    "heads_k_stride": int, "local_k_slice": slice,
+}  # fmt: skip
 
 # The meaning of each family, and its parameters for documents.
-_FAMILIES: dict[str, tuple[Meaning, str]] = {
-    "ring_flash_attn": (partial(_in_layout, name="contiguous"), ""),
-    "zigzag_ring_flash_attn": (partial(_in_layout, name="zigzag"), ""),
-    "stripe_flash_attn": (partial(_in_layout, name="striped"), ""),
+_FAMILIES: dict[str, tuple[Meaning, Mapping[str, object]]] = {
+    "ring_flash_attn": (partial(_in_layout, name="contiguous"), {}),
+    "zigzag_ring_flash_attn": (partial(_in_layout, name="zigzag"), {}),
+    "stripe_flash_attn": (partial(_in_layout, name="striped"), {}),
     "ring_flash_attn_varlen": (partial(_split, chunks=1), _SPLIT),
     "zigzag_ring_flash_attn_varlen": (partial(_split, chunks=2), _SPLIT),
     "llama3_flash_attn_varlen": (_gathered, _GATHERED),
@@ -278,10 +278,9 @@ def _function(family: str, form: str = "") -> Callable[..., Result]:
     """Makes the function of a family for q, k, v; for q, kv; or for qkv."""
     _, documents = _FAMILIES[family]
     name = f"{family}_{form}packed_func" if form else f"{family}_func"
-    call = f"{'_call_left_out' if documents else '_call'}({family!r}, "
+    call = partial(_call_left_out if documents else _call, family)
     doc = _DOCSTRING.format(rows="rows" if documents else "batch, rows")
-    ours = "group: Group = None"
-    return written_out(name, form, documents, ours, call, globals(), doc, without="softcap")
+    return named_function(name, form, documents, call, doc, without="softcap")
 
 
 def _call(
@@ -290,7 +289,7 @@ def _call(
     tensors: tuple[Tensor, ...],
     documents: tuple[Any, ...],
     options: Options,
-    group: Group,
+    group: Group = None,
 ) -> Result:
     try:
         qkv = unpacked(form, tensors, packed=bool(documents))
