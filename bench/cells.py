@@ -40,7 +40,6 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
     format_size,
     new_table,
@@ -384,50 +383,3 @@ def run_cells(args: argparse.Namespace, setting: Setting) -> int:
     bench = Cells(setting, Outputs.of(args))
     bench.run()
     return bench.finish([] if args.quiet else tables(bench.rows, bench.unit), bench.remarks())
-
-
-# -- one problem, for `ring-attn tune`
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneDevice:
-    """Device, heads and time limit of a search."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    budget: float | None = None
-
-    def problem(self, seqlen: int, *, causal: bool, queries: int | None = None) -> Problem:
-        sizes = self.heads, self.kv_heads, self.head_dim
-        return Problem(1, seqlen, *sizes, causal, self.dtype, self.device, queries)
-
-    def __str__(self) -> str:
-        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
-        return f"{heads}, {dtype_name(self.dtype)}"
-
-
-def one_device(args: argparse.Namespace) -> OneDevice:
-    """The setting from the options; a CPU gets small sizes, only to test the search.
-
-    Raises:
-        ValueError: the device does not exist, or there are several heads or head dims.
-    """
-    device = parse_device(args.device)
-    gpu = device.type == "cuda"
-    heads, *more = args.heads or (((32, 8),) if gpu else ((4, 2),))
-    head_dim, *others = args.head_dims or ((128,) if gpu else (16,))
-    if more or others:
-        raise ValueError(
-            f"one pair of --heads and one --head-dim, got {(args.heads, args.head_dims)}"
-        )
-    return OneDevice(
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=head_dim,
-        dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
-        device=device,
-        budget=args.budget,
-    )

@@ -38,12 +38,13 @@ from torch import Tensor
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench.cells import OneDevice, add_device_arguments, one_device
+from ring_attn.bench.cells import add_device_arguments, parse_device
 from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge, worst_of
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, watch_for
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
@@ -112,9 +113,15 @@ def kernel_of(kind: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(OneDevice):
-    """Kernels and sizes of a search."""
+class Setting:
+    """Device, heads, kernels and sizes of a search, and its time limit."""
 
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    budget: float | None
     kernels: tuple[str, ...]
     full_rows: int
     causal_rows: int
@@ -132,10 +139,15 @@ class Setting(OneDevice):
 
     def problem_of(self, kind: str) -> Problem:
         """The problem of a kind: with a causal mask, without a mask, or one token."""
-        if kind == "decode":
-            return self.problem(self.causal_rows, causal=False, queries=1)
-        causal = not kind.endswith("_whole")
-        return self.problem(self.causal_rows if causal else self.full_rows, causal=causal)
+        decodes, whole = kind == "decode", kind.endswith("_whole")
+        return Problem(
+            1, self.full_rows if whole else self.causal_rows, self.heads, self.kv_heads,
+            self.head_dim, not (decodes or whole), self.dtype, self.device, 1 if decodes else None,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{heads}, {dtype_name(self.dtype)}"
 
 
 class Kernels(Attention):
@@ -449,7 +461,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting from the options; ValueError for kernels that cannot run here."""
+    """The setting from the options; a CPU gets small sizes, only to test the search.
+
+    Raises:
+        ValueError: kernels cannot run here, or there are several heads or head dims.
+    """
     if args.device is None and not torch.cuda.is_available():
         raise ValueError(
             "this machine has no GPU that torch can use; --device cpu uses tiny sizes and "
@@ -457,17 +473,25 @@ def setting_of(args: argparse.Namespace) -> Setting:
         )
     if path := os.environ.get(CONFIGS_VARIABLE):
         raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {path!r}: unset it")
-    shared = one_device(args)
-    gpu, quick = shared.device.type == "cuda", args.quick
+    device = parse_device(args.device)
+    gpu, share = device.type == "cuda", 4 if args.quick else 1
+    heads, head_dims = args.heads or ((32, 8) if gpu else (4, 2),), args.head_dims
+    head_dims = head_dims or (128 if gpu else 16,)
+    if len(heads) > 1 or len(head_dims) > 1:
+        raise ValueError(f"one pair of --heads and one --head-dim, got {(heads, head_dims)}")
     jobs = min(MOST_JOBS, num_cores()) if args.jobs is None else args.jobs
     if jobs < 0:
         raise ValueError(f"--jobs must be at least 0, got {jobs}")
-    budget = shared.budget if shared.budget is not None or not gpu else BUDGET
     setting = Setting(
-        **{**vars(shared), "budget": budget},
+        heads=heads[0][0],
+        kv_heads=heads[0][1],
+        head_dim=head_dims[0],
+        dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
+        device=device,
+        budget=BUDGET if gpu and args.budget is None else args.budget,
         kernels=tuple(kernel for kernel in PRODUCTS if kernel in args.kernels),
-        full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
-        causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
+        full_rows=args.full_rows or (16384 if gpu else 128) // share,
+        causal_rows=args.causal_rows or (32768 if gpu else 128) // share,
         iters=ITERS if gpu else 1,
         repeats=REPEATS if gpu else 2,
         jobs=jobs,
