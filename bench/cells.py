@@ -157,8 +157,16 @@ class Cells(Report[Setting, Row]):
     def run(self) -> None:
         """Measures cells until the budget is spent."""
         problems = list(self.setting.problems()) if self._names else []
-        for problem, note in self.in_budget([(title(p), float(p.tokens), p) for p in problems]):
-            self.rows += self._noted(problem, note) if note else self._measured(problem)
+        with self.progress(sum(problem.tokens for problem in problems)) as begin:
+            for problem in problems:
+                if self.left() > 0.0:
+                    begin(title(problem), problem.tokens)
+                    self.rows += self._measured(problem)
+                else:
+                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
+                    self.rows += self._noted(problem, note)
+                self.save()
+        self.save(last=True)
 
     def remarks(self) -> list[str]:
         """Lines for below the tables: reasons, notes and peak; the last line counts cells."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
@@ -28,7 +28,6 @@ from ring_attn.tools.env import machine
 
 S = TypeVar("S")
 R = TypeVar("R")
-C = TypeVar("C")
 
 
 class Report(Generic[S, R]):
@@ -96,23 +95,6 @@ class Report(Generic[S, R]):
     def progress(self, total: float) -> AbstractContextManager[Callable[[str, float], None]]:
         """As `arguments.progress`, hidden if the outputs are quiet."""
         return progress(total, quiet=self._outputs.quiet)
-
-    def in_budget(self, cells: Sequence[tuple[str, float, C]]) -> Iterator[tuple[C, str]]:
-        """Each cell, and a note if the budget is spent; shows the progress, saves after each.
-
-        Args:
-            cells: names, shares of the whole time, and the cells themselves.
-        """
-        with self.progress(sum(share for _, share, _ in cells)) as begin:
-            for name, share, cell in cells:
-                if self.left() > 0.0:
-                    begin(name, share)
-                    yield cell, ""
-                else:
-                    setting: Any = self.setting
-                    yield cell, f"not measured: beyond the budget of {setting.budget:g} s"
-                self.save()
-        self.save(last=True)
 
     def save(self, *, last: bool = False) -> None:
         """Writes the report so far, which remains if the run is killed."""

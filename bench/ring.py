@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -44,8 +45,6 @@ from ring_attn.bench.ring_implementations import (
     RingAttentionPytorch,
     Setting,
     TorchTemplate,
-    all_threads,
-    sdpa,
 )
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.core.dtypes import dtype_name
@@ -56,9 +55,8 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines import count
 from ring_attn.profiling import peak_bytes
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
-from ring_attn.testing import Verdict, check
+from ring_attn.testing import Inputs, Verdict, check, random_qkv
 from ring_attn.tools.arguments import (
     names_of,
     new_table,
@@ -215,17 +213,12 @@ def measure(setting: Setting) -> tuple[list[Row], list[str]]:
     return rows, _failures(rows, verdicts["ours"])
 
 
-def _inputs(setting: Setting) -> list[Tensor]:
-    """q, k, v and dout of the whole sequence, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    device = rank_device()
-
-    def normal(heads: int) -> Tensor:
-        shape = (1, setting.seqlen, heads, setting.head_dim)
-        return torch.randn(shape, generator=generator).to(device, setting.dtype)
-
-    heads, kv_heads = setting.heads, setting.kv_heads
-    return [normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)]
+def _inputs(setting: Setting) -> Inputs:
+    """The whole sequence's, the same on every rank."""
+    return random_qkv(
+        seqlen_q=setting.seqlen, nheads=setting.heads, nheads_kv=setting.kv_heads,
+        headdim=setting.head_dim, dtype=setting.dtype, device=rank_device(),
+    )  # fmt: skip
 
 
 def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[Any]]]:
@@ -272,14 +265,8 @@ def _mark(impl: Impl, barrier: bool = True) -> tuple[float, float, int]:
 
 def _peak(impl: Impl, mode: str) -> int:
     """Most bytes held beyond the inputs, on the rank that holds most."""
-
-    def call() -> None:
-        impl.forward()
-        if mode != "fwd":
-            impl.backward()
-
     impl.release()
-    most = torch.tensor([peak_bytes(call, rank_device())], device=rank_device())
+    most = torch.tensor([peak_bytes(partial(impl.run, mode), rank_device())], device=rank_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
 
@@ -290,33 +277,23 @@ class Judge:
     The fused operator does not store the scores, so it works at the measured lengths.
     """
 
-    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self._is_first = dist.get_rank() == 0
-        if self._is_first:
-            with all_threads(setting):
-                self._oracle = self._dense(setting, [x.double() for x in inputs])
-                self._plain = self._dense(setting, inputs)
+    def __init__(self, setting: Setting, inputs: Inputs) -> None:
+        exact = [x.double() for x in inputs]
+        self._oracle, self._plain = (_results(Dense(setting, x), setting) for x in (exact, inputs))
 
     def verdicts(self, impl: Impl, setting: Setting) -> list[Verdict]:
         """Checks out and the gradients of one run; the same verdicts on every rank."""
-        impl.forward()
-        if setting.mode != "fwd":
-            impl.backward()
-        got, names = impl.whole(), ("out", "dq", "dk", "dv")
-        verdicts: list[list[Verdict]] = [[]]
-        if self._is_first:
-            results = zip(names, got, self._oracle, self._plain, strict=False)
-            verdicts[0] = [check(*result) for result in results]
+        names, got = ("out", "dq", "dk", "dv"), _results(impl, setting)
+        # Ranks above 0 have no results.
+        results = zip(names, got, self._oracle, self._plain, strict=False)
+        verdicts = [[check(*result) for result in results]]
         dist.broadcast_object_list(verdicts, 0)
         return verdicts[0]
 
-    @staticmethod
-    def _dense(setting: Setting, inputs: Sequence[Tensor]) -> list[Tensor]:
-        q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = sdpa(*leaves, setting=setting)
-        grads = torch.autograd.grad(out, leaves, dout)
-        return [x.detach().transpose(1, 2) for x in (out, *grads)]
+
+def _results(impl: Impl, setting: Setting) -> list[Tensor]:
+    impl.run(setting.mode)
+    return impl.whole()
 
 
 def _row(
@@ -330,13 +307,8 @@ def _row(
     ms, waits, sent = (list(x) for x in zip(*times[impl.name][mode], strict=True))
     p20, median, p80 = quantiles(ms)
     ours = impl.name == "ours"
-    area = sum(setting.sequence.mask_area(_mask(setting)))
-    call = _call(setting)
-    planned_bytes, planned_peak = _planned(setting, mode)
+    work, planned_bytes, planned_peak = _planned(setting, mode)
     judged = verdicts[: 1 if mode == "fwd" else None]
-    forward = flops(area, call.spec, backward=False)
-    backward = flops(area, call.spec, backward=True)
-    work = {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
     return Row(
         impl.name,
         mode,
@@ -356,29 +328,26 @@ def _row(
     )
 
 
-def _mask(setting: Setting) -> Mask:
-    return Mask(setting.seqlen, setting.seqlen, setting.causal)
-
-
-def _call(setting: Setting, rank: int = 0) -> Call:
-    """Our call on one rank."""
-    spec = AttentionSpec(
-        rank_device().type, setting.dtype, 1, setting.heads, setting.kv_heads,
-        setting.head_dim, setting.head_dim,
-    )  # fmt: skip
-    layout = setting.sequence
-    return make_call(Strategy(), spec, (layout, layout), _mask(setting), rank)
-
-
-def _planned(setting: Setting, mode: str) -> tuple[int, int]:
-    """Bytes that the program of the busiest rank sends, and the most that a rank holds."""
+def _planned(setting: Setting, mode: str) -> tuple[int, int, int]:
+    """FLOPs of all ranks, bytes sent by the busiest rank, and most bytes that a rank holds."""
     directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
-    calls = [_call(setting, rank) for rank in range(setting.world_size)]
+    sizes = (1, setting.heads, setting.kv_heads, setting.head_dim, setting.head_dim)
+    spec = AttentionSpec(rank_device().type, setting.dtype, *sizes)
+    mask, layout = Mask(setting.seqlen, setting.seqlen, setting.causal), setting.sequence
+    calls = [
+        make_call(Strategy(), spec, (layout, layout), mask, rank)
+        for rank in range(setting.world_size)
+    ]
+    area = sum(layout.mask_area(mask))
     sent = (
         sum(count.bytes_sent(program_of(call, backward=back)) for back in directions)
         for call in calls
     )
-    return max(sent), max(count.peak_bytes(call, backward=mode != "fwd") for call in calls)
+    return (
+        sum(flops(area, spec, backward=back) for back in directions),
+        max(sent),
+        max(count.peak_bytes(call, backward=mode != "fwd") for call in calls),
+    )
 
 
 def _step_overhead(setting: Setting) -> Row:

@@ -7,8 +7,7 @@ modules with the same names and signatures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -26,7 +25,7 @@ from ring_attn.check import check_group
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.tools.launch import rank_device
+from ring_attn.tools.launch import num_threads, rank_device
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.p2p import open_p2p
 
@@ -57,6 +56,10 @@ class Setting:
     def sequence(self) -> SequenceLayout:
         return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
 
+    @property
+    def all_threads(self) -> int:
+        return self.threads * self.world_size
+
 
 class Impl(Differentiable):
     """An implementation on the ranks; `stats` counts the bytes that it sends."""
@@ -82,6 +85,12 @@ class Impl(Differentiable):
         """This rank's rows of a whole tensor."""
         return self.sequence.shard(x, dist.get_rank())
 
+    def run(self, mode: str) -> None:
+        """Runs a forward, and unless `mode` is "fwd" its backward."""
+        self.forward()
+        if mode != "fwd":
+            self.backward()
+
     def whole(self) -> list[Tensor]:
         """out, dq, dk, dv of the whole sequence on rank 0; nothing on other ranks."""
         parts = [ring_attn.unshard(x, self.sequence) for x in self.results()]
@@ -106,19 +115,21 @@ class Dense(Impl):
 
     def attention(self) -> Attend:
         self._is_first = dist.get_rank() == 0
-        return partial(sdpa, setting=self.setting)
+        setting, attend = self.setting, F.scaled_dot_product_attention
+        grouped = setting.kv_heads != setting.heads
+        return partial(attend, is_causal=setting.causal, enable_gqa=grouped)
 
     def shard(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)
 
     def forward(self) -> None:
         if self._is_first:
-            with all_threads(self.setting):
+            with num_threads(self.setting.all_threads):
                 super().forward()
 
     def backward(self) -> None:
         if self._is_first:
-            with all_threads(self.setting):
+            with num_threads(self.setting.all_threads):
                 super().backward()
 
     def whole(self) -> list[Tensor]:
@@ -328,20 +339,3 @@ class MagiAttention(GpuPackage):
 GPU_PACKAGES: tuple[type[GpuPackage], ...] = (
     RingFlashAttn, Yunchang, TransformerEngine, MagiAttention,
 )  # fmt: skip
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, setting: Setting) -> Tensor:
-    """torch's attention over (batch, heads, seqlen, dim)."""
-    grouped = setting.kv_heads != setting.heads
-    return F.scaled_dot_product_attention(q, k, v, is_causal=setting.causal, enable_gqa=grouped)
-
-
-@contextmanager
-def all_threads(setting: Setting) -> Iterator[None]:
-    """Gives this process the CPU threads of all ranks within the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(setting.threads * setting.world_size)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -20,7 +20,6 @@ split over the ring. The twin must choose the same bytes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import statistics
@@ -57,6 +56,7 @@ from ring_attn.tools.launch import (
     DEVICES,
     checked_device,
     num_cores,
+    num_threads,
     rank_device,
     run_ranks,
     send_part,
@@ -267,7 +267,7 @@ def train(what: Run) -> Report | None:
         worst = torch.tensor(seconds, device=device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         if twin is not None:
-            with _all_cores():
+            with num_threads(num_cores()):
                 dense_loss, dense_seconds = timed(twin.step, batch, device)
             num = batch["input_ids"].numel()
             rows.append(Row(step, loss, dense_loss, num / worst.item(), num / dense_seconds))
@@ -420,7 +420,7 @@ def judge(
         sizes = [batch["input_ids"].numel(), *parameters]
         results = trainer.results_of(batch)
         if twin is not None:
-            with _all_cores():
+            with num_threads(num_cores()):
                 dense, exact = twin.results_of(batch), oracle.results_of(batch)
             squares += torch.stack([squared_errors(x, exact, sizes) for x in (results, dense)], 1)
         dist.barrier()
@@ -443,16 +443,6 @@ def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
     tiny = torch.finfo(torch.float64).tiny
     losses, *gradients = ((a - b).square().sum() / b.square().sum().clamp(tiny) for a, b in parts)
     return torch.stack([losses, torch.stack(gradients).sum()])
-
-
-@contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- the text

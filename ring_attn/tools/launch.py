@@ -123,6 +123,17 @@ def available_bytes() -> int:
     return max(0, min(available, int(limit) - int(used[1])))
 
 
+@contextmanager
+def num_threads(num: int) -> Iterator[None]:
+    """A context in which torch has that number of CPU threads in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def under_torchrun() -> bool:
     """Whether torchrun or another launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
