@@ -18,6 +18,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from inspect import signature
 
 import torch
 
@@ -74,18 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
     add("--batch", type=parse_size, default=1)
-    add("--heads", type=parse_size, default=32)
-    add("--kv-heads", type=parse_size, help="default: as many as heads")
-    add("--head-dim", type=parse_size, default=128)
-    add("--head-dim-v", type=parse_size, help="head dim of v (default: that of q and k)")
+    add("--heads", dest="nheads", type=parse_size, default=32)
+    add("--kv-heads", dest="nheads_kv", type=parse_size, help="default: as many as heads")
+    add("--head-dim", dest="headdim", type=parse_size, default=128)
+    dim_v = "head dim of v (default: that of q and k)"
+    add("--head-dim-v", dest="headdim_v", type=parse_size, help=dim_v)
     add("--dtype", type=parse_dtype, default=torch.bfloat16, help="default: bfloat16")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--window", type=parse_window, metavar="LEFT,RIGHT", help="sizes such as 4k,0; -1 is open")
+    add(
+        "--window", dest="window_size", type=parse_window, default=(-1, -1), metavar="LEFT,RIGHT",
+        help="sizes such as 4k,0; -1 is open",
+    )  # fmt: skip
     documents = "lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500"
     add("--documents", type=parse_sizes, metavar="LENGTHS", help=documents)
     add("--layout", choices=("auto", *LAYOUTS, "balanced"), default="auto")
     names = f"consider only some of {', '.join(NAMES)}"
-    add("--strategy", nargs="+", choices=NAMES, metavar="NAME", help=names)
+    add("--strategy", dest="strategies", nargs="+", choices=NAMES, metavar="NAME", help=names)
     cluster = (
         "h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
         "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)"
@@ -95,7 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same_bits = "consider only strategies with the same bits at every world size"
     add("--same-bits", action=argparse.BooleanOptionalAction, help=same_bits)
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
-    add("--memory", type=parse_size, metavar="BYTES", help="memory of a rank, such as 80G")
+    memory = "memory of a rank, such as 80G"
+    add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
     check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
     add("--check", action="store_true", help=check)
     add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
@@ -180,7 +186,7 @@ def check_bounds(args: argparse.Namespace) -> None:
     documents = 0
     if args.documents is not None:
         documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
-    heads = args.batch * args.heads
+    heads = args.batch * args.nheads
     if args.check and args.world_size > MOST_CHECKED:
         raise ValueError(
             f"--check takes at most {MOST_CHECKED} ranks, as it lists the tiles of every pair; got "
@@ -189,9 +195,9 @@ def check_bounds(args: argparse.Namespace) -> None:
     for option, value, most in (
         ("--world-size", args.world_size, MOST_RANKS),
         ("--seqlen", args.seqlen, MOST_ROWS),
-        ("--heads", args.heads, MOST_HEADS),
-        ("--batch x heads x head dim", heads * args.head_dim, MOST_ROW),
-        ("--batch x heads x head dim of v", heads * (args.head_dim_v or 0), MOST_ROW),
+        ("--heads", args.nheads, MOST_HEADS),
+        ("--batch x heads x head dim", heads * args.headdim, MOST_ROW),
+        ("--batch x heads x head dim of v", heads * (args.headdim_v or 0), MOST_ROW),
         ("documents", documents, MOST_DOCUMENTS),
     ):
         if value > most:
@@ -209,27 +215,15 @@ def check_bounds(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> Choice:
-    """The choice for the options; unless --quick, simulates a degree of each strategy's name."""
-    return explain(
-        seqlen=args.seqlen,
-        world_size=args.world_size,
-        batch=args.batch,
-        nheads=args.heads,
-        nheads_kv=args.kv_heads,
-        headdim=args.head_dim,
-        headdim_v=args.head_dim_v,
-        dtype=args.dtype,
-        causal=args.causal,
-        window_size=args.window or (-1, -1),
-        cu_seqlens=None if args.documents is None else boundaries(args.documents, args.seqlen),
-        layout=args.layout,
-        strategies=args.strategy,
-        same_bits=args.same_bits,
-        backward=args.backward,
-        cluster=cluster_of(args.cluster, args.node_size, args.world_size),
-        memory_bytes=args.memory,
-        effort="best" if args.quick else "names",
-    )
+    """The choice for the options, which are stored under the names of `explain`'s parameters.
+
+    Unless --quick, simulates a degree of each strategy's name.
+    """
+    given = {name: x for name, x in vars(args).items() if name in signature(explain).parameters}
+    given["cluster"] = cluster_of(args.cluster, args.node_size, args.world_size)
+    if args.documents is not None:
+        given["cu_seqlens"] = boundaries(args.documents, args.seqlen)
+    return explain(**given, effort="best" if args.quick else "names")
 
 
 def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
