@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -47,7 +46,7 @@ from ring_attn.tools.arguments import (
     show,
 )
 from ring_attn.tools.calibrate import calibrate
-from ring_attn.tools.launch import run_ranks, send_part
+from ring_attn.tools.launch import run_ranks, send_part, timed_on_ranks
 
 WORLD_SIZES = (2, 4)
 # A shape is repeated for SECONDS, from ITERS to MOST_ITERS times: short calls vary most.
@@ -147,7 +146,6 @@ class Setting:
     world_sizes: tuple[int, ...]
     iters: int | None
     quick: bool
-    budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -365,12 +363,8 @@ def interleaved(calls: Sequence[Callable[[], None]], iters: int | None) -> list[
         samples: list[list[float]] = [[] for _ in calls]
         for turn in turns:
             for index in turned(range(len(calls)), turn):
-                dist.barrier()
-                start = time.perf_counter()
-                calls[index]()
-                took = torch.tensor([1e3 * (time.perf_counter() - start)])
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                samples[index].append(float(took))
+                _, seconds = timed_on_ranks(calls[index])
+                samples[index].append(1e3 * seconds)
         return samples
 
     repeated(range(WARMUP))

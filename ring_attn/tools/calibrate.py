@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
@@ -46,7 +45,7 @@ from ring_attn.tools.arguments import (
     write_json,
 )
 from ring_attn.tools.env import machine
-from ring_attn.tools.launch import checked_device, rank_device, run_ranks, send_part
+from ring_attn.tools.launch import checked_device, rank_device, run_ranks, send_part, timed_on_ranks
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
 WORLD_SIZES = (1, 2, 4)
@@ -257,22 +256,8 @@ class _Bench:
 
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
         """Seconds until the last rank is done: the median of some calls after a warm-up."""
-        # Ranks that share a core finish one after another: a mean over ranks would be too short.
-        samples = []
-        for _ in range((repeats or self.setting.repeats) + 1):
-            dist.barrier()
-            self._synchronize()
-            start = time.perf_counter()
-            fn()
-            self._synchronize()
-            elapsed = torch.tensor(time.perf_counter() - start, device=self.device)
-            dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-            samples.append(float(elapsed))
-        return statistics.median(samples[1:])
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        calls = range((repeats or self.setting.repeats) + 1)
+        return statistics.median([timed_on_ranks(fn)[1] for _ in calls][1:])
 
     def tiles(self) -> Iterator[TileSample]:
         """Squares without a mask and causal, half-wide rectangles and windows, of all sizes."""

@@ -24,8 +24,7 @@ import math
 import os
 import statistics
 import sysconfig
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -60,6 +59,8 @@ from ring_attn.tools.launch import (
     rank_device,
     run_ranks,
     send_part,
+    timed,
+    timed_on_ranks,
 )
 from ring_attn.tools.mesh import CLIP_NORM, SCHEDULES, Axes, MeshTrainer, Settings
 from ring_attn.tools.model import Attention, ModelConfig, dense_attention, mean_loss, token_losses
@@ -262,15 +263,12 @@ def train(what: Run) -> Report | None:
     batches = batches_of(what)
     rows: list[Row] = []
     for step, batch in enumerate(islice(batches, what.steps)):
-        dist.barrier()
-        loss, seconds = timed(trainer.step, batch, device)
-        worst = torch.tensor(seconds, device=device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        loss, seconds = timed_on_ranks(partial(trainer.step, batch))
         if twin is not None:
             with num_threads(num_cores()):
-                dense_loss, dense_seconds = timed(twin.step, batch, device)
+                dense_loss, dense_seconds = timed(partial(twin.step, batch))
             num = batch["input_ids"].numel()
-            rows.append(Row(step, loss, dense_loss, num / worst.item(), num / dense_seconds))
+            rows.append(Row(step, loss, dense_loss, num / seconds, num / dense_seconds))
             send_part(rows[-1])
     dist.barrier()
     if what.profile is not None:
@@ -383,17 +381,6 @@ def dense_documents(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, v: Tensor) 
     lengths = cu_seqlens.diff().tolist()
     documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
     return torch.cat([dense_attention(*document) for document in documents], dim=1)
-
-
-def timed(
-    step: Callable[[Batch], float], batch: Batch, device: torch.device
-) -> tuple[float, float]:
-    """The loss of a step, and its duration in seconds."""
-    start = time.perf_counter()
-    loss = step(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return loss, time.perf_counter() - start
 
 
 def judge(

@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,6 +122,25 @@ def available_bytes() -> int:
     if not limit.isdigit() or used is None:
         return available
     return max(0, min(available, int(limit) - int(used[1])))
+
+
+def timed(fn: Callable[[], T]) -> tuple[T, float]:
+    """The result of a call, and its seconds until this rank's device is done."""
+    start = time.perf_counter()
+    result = fn()
+    if rank_device().type == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
+def timed_on_ranks(fn: Callable[[], T]) -> tuple[T, float]:
+    """The result of a call, and its seconds from a barrier until the last rank is done."""
+    dist.barrier()
+    result, seconds = timed(fn)
+    # Ranks that share a core finish one after another: a mean over ranks would be too short.
+    worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return result, float(worst)
 
 
 @contextmanager

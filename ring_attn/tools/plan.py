@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add(
         "--window", dest="window_size", type=parse_window, default=(-1, -1), metavar="LEFT,RIGHT",
-        help="sizes such as 4k,0; -1 is open",
+        help="sizes such as 4k,0; -1 is open: --window=-1,0",
     )  # fmt: skip
     documents = "lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500"
     add("--documents", type=parse_sizes, metavar="LENGTHS", help=documents)
