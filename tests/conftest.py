@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes commands fork their processes, which is ten times faster; two tests undo the patch."""
+    """Makes commands fork their processes, which is ten times faster; one test undoes the patch."""
     for module in (launch, processes):
         monkeypatch.setattr(module, "get_context", lambda method: forkserver())
     monkeypatch.setattr(launch, "_rank_main", forked_rank)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.hf_models import VOCAB, all_in_float64, make_model
+from tests.integration.commands import as_torchrun
 
 NUM_STEPS = 4
 
@@ -74,15 +73,6 @@ class Notes(transformers.TrainerCallback):
 
 def whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x.detach()
-
-
-@contextmanager
-def as_torchrun() -> Iterator[None]:
-    """Sets the environment variables from which accelerate reads its ranks."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with mock.patch.dict(os.environ, names | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
-        yield
 
 
 def arguments(out: str, made: Any = transformers.TrainingArguments, **options: Any) -> Any:

@@ -1,9 +1,16 @@
-"""Parses the options of a subcommand without running it."""
+"""Parses the options of a subcommand without running it; calls a function as torchrun does."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
+from unittest import mock
+
+import torch.distributed as dist
 
 
 def options_of(command: ModuleType, words: str) -> argparse.Namespace:
@@ -11,3 +18,21 @@ def options_of(command: ModuleType, words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser.parse_args(words.split())
+
+
+@contextmanager
+def as_torchrun(port: int = 1) -> Iterator[None]:
+    """Sets the variables by which torchrun tells a process its rank, and where the store is."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with mock.patch.dict(os.environ, names | {"TORCHELASTIC_USE_AGENT_STORE": "True"}):
+        yield
+
+
+def printed_by(port: int, fn: Callable[..., object], args: tuple[object, ...]) -> str:
+    """What a call prints, in a rank without a group whose store is at `port`."""
+    with as_torchrun(port), redirect_stdout(io.StringIO()) as out:
+        dist.destroy_process_group()
+        fn(*args)
+    return out.getvalue()

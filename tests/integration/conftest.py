@@ -1,4 +1,4 @@
-"""Runs `ring-attn` in this process."""
+"""Runs `ring-attn` in this process, and programs as torchrun does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ring_attn.tools.cli import main
+from tests.integration.commands import printed_by
 
 
 @pytest.fixture
@@ -21,5 +23,16 @@ def report_of(tmp_path: Path) -> Callable[..., Any]:
         words = words.split() if isinstance(words, str) else words
         assert main([*words, "--json", str(path)]) == status
         return json.loads(path.read_text())
+
+    return run
+
+
+@pytest.fixture
+def under_torchrun(fresh_ranks: Any) -> Callable[..., list[str]]:
+    """`under_torchrun(n, fn, *args)` calls fn in n new processes; returns what each printed."""
+
+    def run(world_size: int, fn: Callable[..., object], *args: Any) -> list[str]:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return fresh_ranks(world_size).run(printed_by, store.port, fn, args, timeout=200.0)
 
     return run

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from ring_attn.bench.strategies import SHAPES, Row, chosen_shapes, explained, judged
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.devices import cpu_cluster, to_json
+from ring_attn.tools.cli import main
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -46,14 +45,19 @@ def test_auto_is_judged_against_the_best() -> None:
     ]  # fmt: skip
 
 
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"clusters": {"2": to_json(cpu_cluster(2))}}))
+    return str(path)
+
+
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_small_sweep(report_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = tmp_path / "machine.json"
-    machine.write_text(json.dumps({"clusters": {"2": to_json(cpu_cluster(2))}}))
+def test_a_small_sweep(report_of: Any, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["gqa 6/2 2k", "documents mixed 4k", "long tail packed", "long tail per document"]
     words = ["bench", "strategies", "--quick", "--world-sizes", "2", "--iters", "2"]
-    found = report_of([*words, "--cluster", str(machine), "--shapes", ",".join(shapes)])
+    found = report_of([*words, "--cluster", machine, "--shapes", ",".join(shapes)])
     assert "auto is within 10% of the best fixed strategy in" in capsys.readouterr().out
     assert {v["shape"] for v in found["verdicts"]} == set(shapes)
     for verdict in found["verdicts"]:
@@ -64,15 +68,8 @@ def test_a_small_sweep(report_of: Any, tmp_path: Path, capsys: pytest.CaptureFix
         assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.dist
-def test_under_torchrun_the_first_rank_prints(tmp_path: Path) -> None:
-    machine = tmp_path / "machine.json"
-    machine.write_text(json.dumps({"clusters": {"2": to_json(cpu_cluster(2))}}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def test_under_torchrun_the_first_rank_prints(machine: str, under_torchrun: Any) -> None:
     words = ["bench", "strategies", "--quick", "--world-sizes", "2", "--iters", "1", "--quiet"]
-    words += ["--shapes", "mha 512", "--cluster", str(machine)]
-    run = [*torchrun, "-m", "ring_attn", *words]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("auto is within") == 1
+    first, second = under_torchrun(2, main, [*words, "--shapes", "mha 512", "--cluster", machine])
+    assert first.count("auto is within") == 1 and not second

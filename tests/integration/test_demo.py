@@ -33,9 +33,8 @@ def run_of(options: str) -> Run:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ring_trains_and_generates_as_one_process_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.undo()  # spawned processes, whose output is captured
     path, traces = tmp_path / "demo.json", tmp_path / "traces"
     words = f"--steps 3 --nproc 2 --seqlen 65 --generate 32 --json {path} --profile {traces}"
     args = options_of(demo, f"{TINY} {words}")
@@ -60,7 +59,7 @@ def test_ring_trains_and_generates_as_one_process_does(
     # 33 bytes of prompt; the last of 32 new tokens is not fed back.
     assert sum(generation["rows"]) == 33 + 31 and min(generation["rows"]) > 0
 
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert "mesh cp=2, 2 ranks on cpu" in printed and repr(generation["text"]) in printed
     assert [line.split()[0] for line in printed.splitlines()[2:5]] == ["0", "1", "2"]
 
@@ -76,10 +75,10 @@ def test_a_mesh_on_the_command_line() -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_whole_files_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_whole_files_on_three_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{TINY.replace('33', '700')} --packed --nproc 3 --steps 2 --strategy exchange"
     assert demo.run(options_of(demo, words)) == 0
-    assert "whole files packed" in capfd.readouterr().out
+    assert "whole files packed" in capsys.readouterr().out
 
 
 def test_documents_are_whole_files() -> None:

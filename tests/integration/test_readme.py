@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +83,15 @@ def test_explanation_is_what_explain_says() -> None:
     assert explained() in TEXT, explained()
 
 
-@pytest.mark.slow
 @pytest.mark.dist
-def test_example(tmp_path: Path) -> None:
+def test_example(tmp_path: Path, under_torchrun: Any) -> None:
     four_lines, setup = code("python")[:2]
     after = four_lines.split("\n\n", 1)[1]
     example = tmp_path / "example.py"
-    # Each rank prints with one write, so that lines of several ranks are not mixed.
-    example.write_text(setup + after + 'print(f"{rank} {tuple(out.shape)}\\n", end="")\n')
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(example)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    shapes = sorted(done.stdout.splitlines())
+    example.write_text(setup + after + "print(rank, tuple(out.shape))\n")
     layout = ring_attn.SequenceLayout.zigzag(1000, 3)
-    assert shapes == [f"{rank} (1, {layout.shard_len(rank)}, 8, 64)" for rank in range(3)]
+    shapes = [f"{rank} (1, {layout.shard_len(rank)}, 8, 64)\n" for rank in range(3)]
+    assert under_torchrun(3, runpy.run_path, str(example)) == shapes
 
 
 def commands() -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +31,6 @@ from tests.hf_trainers import (
     NUM_STEPS,
     Run,
     arguments,
-    as_torchrun,
     assert_same_run,
     make_trainer,
     padded,
@@ -42,6 +39,7 @@ from tests.hf_trainers import (
     texts,
     trained,
 )
+from tests.integration.commands import as_torchrun
 from tests.refusals import refused
 
 
@@ -151,6 +149,7 @@ def in_one_process(name: str, out: Path) -> tuple[Run, Run]:
     return plainly(lambda model, to: training.run(model, to, lambda one: one), out, model)
 
 
+@pytest.mark.gloo  # test_checkpoints and test_fsdp2 train on devices with streams, too
 @pytest.mark.parametrize(
     "name",
     [
@@ -259,7 +258,7 @@ def test_fsdp2(ranks: Pools, out: Path) -> None:
 
 
 BEFORE = """
-import sys, torch
+import torch
 
 class Texts(torch.utils.data.Dataset):
     def __len__(self):
@@ -269,12 +268,17 @@ class Texts(torch.utils.data.Dataset):
         ids = torch.arange(i, i + 61)
         return {"input_ids": ids, "labels": ids}
 
-path, data = sys.argv[1], Texts()
+path, data = "model", Texts()
 """
 
 
+def run_in(folder: Path) -> None:
+    with chdir(folder):
+        runpy.run_path("train.py")
+
+
 @pytest.mark.slow
-def test_the_program_of_the_docstring(tmp_path: Path) -> None:
+def test_the_program_of_the_docstring(tmp_path: Path, under_torchrun: Any) -> None:
     text = integration.__doc__ or ""
     start, end = text.index("    from transformers"), text.index("\n\nThe group given")
     program = BEFORE + textwrap.dedent(text[start:end])
@@ -282,13 +286,7 @@ def test_the_program_of_the_docstring(tmp_path: Path) -> None:
     program = program.replace('TrainingArguments("out", ', small).replace("=100", "=2")
     (tmp_path / "train.py").write_text(program)
     make_model("llama", "sdpa").save_pretrained(tmp_path / "model")
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*run, "model"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    under_torchrun(2, run_in, tmp_path)
     saved, first = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "model"))
     assert saved.keys() == first.keys()
     assert all(not torch.equal(x, first[name]) for name, x in saved.items())
