@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from ring_attn.bench.outputs import (
     changes_table,
@@ -23,7 +21,6 @@ from ring_attn.bench.outputs import (
     to_csv,
     to_page,
 )
-from ring_attn.tools import arguments
 from ring_attn.tools.cli import main
 
 DECODE = "bench decode --device cpu --quick --seqlen 64,128 --iters 3"
@@ -99,17 +96,6 @@ def test_the_page_is_whole_and_escaped() -> None:
         assert shown in text
 
 
-def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for terminal, quiet in ((True, False), (True, True), (False, False)):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
-        with arguments.progress(3, quiet=quiet) as begin:
-            begin("short ones", 1)
-            begin("long ones", 2)
-        shown = console.file.getvalue()  # type: ignore[attr-defined]
-        assert ("long ones, time left" in shown) == (terminal and not quiet), shown
-
-
 def test_a_benchmark_writes_them_all_and_fails_where_it_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,13 +110,11 @@ def test_a_benchmark_writes_them_all_and_fails_where_it_is_slower(
     assert [one["impl"] for one in read] == [row["impl"] for row in measured["rows"]]
     assert "<svg" in paths["svg"].read_text() and "<svg" in paths["html"].read_text()
     assert "growth" in capsys.readouterr().out
-    for factor, status in ((1e3, 0), (1e-3, 1)):
+    for factor, status in ((1e3, 0), (1e-6, 1)):  # a thousand times as long, then a thousandth
         for one in measured["rows"]:
             one.update({n: one[n] * factor for n in ("median_ms", "p20_ms", "p80_ms") if one[n]})
-        (tmp_path / "old.json").write_text(json.dumps(measured))
-        assert main([*DECODE.split(), "--compare", str(tmp_path / "old.json")]) == status
-        for one in measured["rows"]:
-            one.update({n: one[n] / factor for n in ("median_ms", "p20_ms", "p80_ms") if one[n]})
+        paths["json"].write_text(json.dumps(measured))
+        assert main([*DECODE.split(), "--compare", str(paths["json"])]) == status
     assert "x the time before" in capsys.readouterr().out
 
 

@@ -155,26 +155,3 @@ def test_a_failure_is_named_and_ends_with_1(
     text = " ".join(capsys.readouterr().out.split())
     assert "FAIL sm_90 fwd only causal head_dim 64 float16 64x64 4 warps 2 stages: spills" in text
     assert "middle full" not in text and "1 failed" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--kernel", "fwd", "bwd"], "'bwd'"),
-        (["--quick", "--json", "/nowhere/x.json"], "/nowhere may not be written"),
-        ([], "TRITON_INTERPRET=1"),
-    ],
-)
-def test_what_cannot_be_is_told_before_anything_is_compiled(
-    words: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(aot, "compile_all", None)
-    monkeypatch.setattr(aot, "interpreting", lambda: not words)
-    try:
-        code: object = main(["aot", *words])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and told in capsys.readouterr().err

@@ -100,6 +100,18 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["plan", *PLAN, "--cluster", "/"], "--cluster '/' is a folder"),
         (["bench", "strategies", "--cluster", "/no/where"], "there is no file '/no/where'"),
         (["bench", "ring", "--heads", "-1"], "argument --heads: '-1' is not a size"),
+        (["bench", "ring", "--baseline", "sparse"], "--baseline: must be of"),
+        (["bench", "kernel", "--implementations", "ours,sparse"], "'ours,sparse'"),
+        (["bench", "kernel", "--device", "cpu", "--implementations", ","], "--implementations"),
+        (["bench", "kernel", "--device", "cpu", "--heads", "8/3"], "8/3"),
+        (["bench", "strategies", "--shapes", "spiral"], "the names are mha 512"),
+        (["tune", "--kernels", "bwd"], "'bwd'"),
+        (["tune"], "has no GPU that torch can use"),
+        (["tune", "--device", "cpu", "--jobs", "-1"], "-1"),
+        (["tune", "--device", "cpu", "--heads", "4/2,8/2"], "--heads"),
+        (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
+        (["aot"], "TRITON_INTERPRET=1"),
+        (["aot", "--kernel", "fwd", "bwd"], "'bwd'"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
