@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,33 +87,25 @@ NOT_BUILT = NotImplementedError
 
 
 @pytest.mark.parametrize(
-    ("arguments_of", "options", "error", "text"),
+    ("family", "name", "options", "error", "text"),
     [
-        ({"label_smoothing_factor": 0.1}, {}, NOT_BUILT, "label_smoothing_factor"),
-        ({"neftune_noise_alpha": 5.0}, {}, NOT_BUILT, "neftune"),
-        ({"include_num_input_tokens_seen": "all"}, {}, NOT_BUILT, "include_num_input_tokens_seen"),
-        ({"train_sampling_strategy": "batch_rebalance"}, {}, NOT_BUILT, "batch_rebalance"),
-        ({"accelerator_config": {"dispatch_batches": True}}, {}, NOT_BUILT, "dispatch_batches"),
-        ({}, {"compute_metrics": print}, NOT_BUILT, "compute_metrics"),
-        ({}, {"preprocess_logits_for_metrics": print}, NOT_BUILT, "preprocess_logits"),
-        ({}, {"compute_loss_func": print}, NOT_BUILT, "compute_loss_func"),
-        ({}, {"family": "bert"}, NOT_BUILT, "ForMaskedLMLoss"),
-        ({}, {"name": "sdpa"}, ValueError, "'sdpa'"),
-        ({}, {}, RuntimeError, "no process group"),  # nothing else is wrong
+        ("bert", "ring_attn", {}, NOT_BUILT, "ForMaskedLMLoss"),
+        ("llama", "sdpa", {}, ValueError, "'sdpa'"),
+        ("llama", "ring_attn", {"compute_metrics": print}, NOT_BUILT, "compute_metrics"),
+        ("llama", "ring_attn", {}, RuntimeError, "no process group"),  # nothing else is wrong
     ],
 )
 def test_a_trainer_is_refused(
     tmp_path: Path,
-    arguments_of: dict[str, Any],
+    family: str,
+    name: str,
     options: dict[str, Any],
     error: type[Exception],
     text: str,
 ) -> None:
-    args, given = arguments(str(tmp_path), **arguments_of), {"family": "llama", "name": "ring_attn"}
     with register(), pytest.raises(error, match=text):
-        model = make_model(*(options.get(name, default) for name, default in given.items()))
-        others = {name: x for name, x in options.items() if name not in given}
-        make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **others)
+        model, args = make_model(family, name), arguments(str(tmp_path))
+        make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **options)
 
 
 @pytest.mark.parametrize("wrong", [transformers.Trainer.train, torch.nn.Module])
@@ -127,38 +120,36 @@ def test_without_accelerate_the_extra_is_named() -> None:
         split_sequence(transformers.Trainer)
 
 
-PARALLEL = "accelerator.parallelism_config"
-
-
-def trainer_like(**changes: Any) -> Any:
-    """A mock Trainer, right in all checked attributes except the changes."""
-    args: dict[str, Any] = {
-        "label_smoothing_factor": 0, "neftune_noise_alpha": None, "use_liger_kernel": False,
-        "include_num_input_tokens_seen": "no", "accelerator_config.dispatch_batches": None,
-        "average_tokens_across_devices": True, "world_size": 2,
-    }  # fmt: skip
-    right = {f"args.{name}": value for name, value in args.items()}
-    unused = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", PARALLEL)
-    right |= dict.fromkeys(unused)
-    right |= {"is_deepspeed_enabled": False, "model": make_model("llama", "sdpa")}
-    return mock.Mock(**right | changes)
+PARALLEL = "accelerator.state.parallelism_config"
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "text"),
+    ("attribute", "wrong", "error", "text"),
     [
-        ({PARALLEL: ParallelismConfig(cp_size=2)}, ValueError, "cp_size=2"),
-        ({PARALLEL: ParallelismConfig(sp_size=2)}, ValueError, "sp_size=2"),
-        ({PARALLEL: ParallelismConfig(tp_size=2)}, NotImplementedError, "tp_size"),
-        ({"is_deepspeed_enabled": True}, NotImplementedError, "DeepSpeed"),
-        ({"args.use_liger_kernel": True}, NotImplementedError, "liger"),
-        ({"args.average_tokens_across_devices": False}, NotImplementedError, "average_tokens"),
-        ({"model_accepts_loss_kwargs": False}, NotImplementedError, "num_items_in_batch"),
+        (PARALLEL, ParallelismConfig(cp_size=2), ValueError, "cp_size=2"),
+        (PARALLEL, ParallelismConfig(sp_size=2), ValueError, "sp_size=2"),
+        (PARALLEL, ParallelismConfig(tp_size=2), NOT_BUILT, "tp_size"),
+        ("is_deepspeed_enabled", True, NOT_BUILT, "DeepSpeed"),
+        ("args.use_liger_kernel", True, NOT_BUILT, "liger"),
+        ("args.label_smoothing_factor", 0.1, NOT_BUILT, "label_smoothing_factor"),
+        ("args.neftune_noise_alpha", 5.0, NOT_BUILT, "neftune"),
+        ("args.include_num_input_tokens_seen", "all", NOT_BUILT, "include_num_input_tokens_seen"),
+        ("args.train_sampling_strategy", "batch_rebalance", NOT_BUILT, "batch_rebalance"),
+        ("args.accelerator_config.dispatch_batches", True, NOT_BUILT, "dispatch_batches"),
+        ("preprocess_logits_for_metrics", print, NOT_BUILT, "preprocess_logits"),
+        ("compute_loss_func", print, NOT_BUILT, "compute_loss_func"),
+        ("args.average_tokens_across_devices", False, NOT_BUILT, "average_tokens"),
+        ("model_accepts_loss_kwargs", False, NOT_BUILT, "num_items_in_batch"),
     ],
 )
 def test_surroundings_that_are_refused(
-    changes: dict[str, Any], error: type[Exception], text: str
+    tmp_path: Path, attribute: str, wrong: Any, error: type[Exception], text: str
 ) -> None:
-    integration._check_trainer(trainer_like(**{PARALLEL: ParallelismConfig(dp_shard_size=2)}))
-    with pytest.raises(error, match=text):
-        integration._check_trainer(trainer_like(**changes))
+    args = arguments(str(tmp_path))
+    trainer = make_trainer(make_model("llama", "sdpa"), args, transformers.Trainer, "padded")
+    owner, _, name = attribute.rpartition(".")
+    with mock.patch.object(type(args), "world_size", 2):
+        integration._check_trainer(trainer)
+        holder = attrgetter(owner)(trainer) if owner else trainer
+        with mock.patch.object(holder, name, wrong), pytest.raises(error, match=text):
+            integration._check_trainer(trainer)
