@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ring_attn.backends.base import BackwardInputs
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.kernels import flash_bwd, flash_fwd
+from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable
 from ring_attn.testing import Inputs, random_qkv
-from tests.bounds import MASKS, assert_holds, expect, whole
+from tests.bounds import MASKS, assert_holds, expect, run, whole
 from tests.kernels import toys
 from tests.kernels.calls import (
     DEVICE,
@@ -155,58 +153,55 @@ STEPS = steps_by_name()
 
 
 @in_interpreter
-@pytest.mark.parametrize("kernel", ["fwd", "dq", "dkdv"])
 @pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
 def test_only_blocks_with_visible_pairs_are_loaded_and_those_with_a_hidden_one_masked(
-    tiles: Step, dense: Tensor, kernel: str, monkeypatch: pytest.MonkeyPatch
+    tiles: Step, dense: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block is loaded twice: k and v, or q and dout of each of a kv head's two query heads."""
     rows, cols = dense.shape
-    q, k, v, dout = random_qkv(seqlen_q=rows, seqlen_k=cols, nheads=2, nheads_kv=1, headdim=16)
+    inputs = random_qkv(seqlen_q=rows, seqlen_k=cols, nheads=2, nheads_kv=1, headdim=16)
     config, device = blocks(64, 32), torch.device(DEVICE)
-    backend, scores = portable(config), Scores(0.25)
-    loaded, masked = record(monkeypatch, flash_fwd if kernel == "fwd" else flash_bwd)
-    if kernel == "fwd":
-        backend.forward(q, k, v, tiles, backend.new_state(q, 16), scores=scores, last=True)
-    else:
-        grads = [torch.zeros(x.shape) for x in (q, k, v)]
-        wanted = (grads[0], None, None) if kernel == "dq" else (None, *grads[1:])
-        inputs = BackwardInputs(q, k, v, dout, *torch.zeros(2, 1, 2, rows))
-        backend.backward(inputs, tiles, wanted, scores=scores)
-    heads = 1 if kernel == "dkdv" else 2
-    if kernel == "dkdv":
-        table, dense = backend._table(tiles, config, device, kv_rows=True), dense.T
-    else:
-        table = backend._table(tiles, config, device, num_rows=rows if kernel == "fwd" else 0)
-    size = config.BLOCK_M if kernel == "dkdv" else config.BLOCK_N
-    to_load, to_mask = blocks_of(table, dense, size, heads)
-    by_head = 2 // heads
-    work = [sum(block == at // heads for at, _ in to_load) for block in range(table.num_blocks)]
-    assert work == sorted(work, reverse=True), "the longest blocks come first"
-    assert loaded == dict.fromkeys(to_load, 2 * by_head)
-    assert masked == dict.fromkeys(to_mask, by_head)
+    backend, (loaded, masked) = portable(config), record(monkeypatch)
+    run(backend, inputs, [tiles])
+    for kernel, heads in (("fwd", 2), ("dq", 2), ("dkdv", 1)):
+        kv_rows, num_rows = kernel == "dkdv", rows if kernel == "fwd" else 0
+        table = backend._table(tiles, config, device, kv_rows=kv_rows, num_rows=num_rows)
+        size = config.BLOCK_M if kv_rows else config.BLOCK_N
+        to_load, to_mask = blocks_of(table, dense.T if kv_rows else dense, size, heads)
+        work = [sum(block == at // heads for at, _ in to_load) for block in range(table.num_blocks)]
+        assert work == sorted(work, reverse=True), "the longest blocks come first"
+        assert loaded[kernel] == dict.fromkeys(to_load, 4 // heads)
+        assert masked[kernel] == dict.fromkeys(to_mask, 2 // heads)
 
 
-def record(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType
-) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Counts loads and masks of blocks from here on, by program and first column."""
-    loaded, masked = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    load_block, visible_pairs = module.load_block, module.visible_pairs
-    latest = (-1, -1)
+Counts = defaultdict[str, Counter[tuple[int, int]]]
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Counts, Counts]:
+    """Counts loads and masks of blocks from here on, by kernel, program and first column."""
+    loaded, masked = Counts(Counter), Counts(Counter)
+    kernel, latest = "", (-1, -1)
+    launch, load_block, visible_pairs = Launch.run, flash_fwd.load_block, flash_fwd.visible_pairs
+
+    def start(self: Launch) -> None:
+        nonlocal kernel
+        kernel = self.kernel.fn.__name__.removeprefix("flash_").removesuffix("_kernel")
+        launch(self)
 
     def load(ptr: Any, start: Any, *args: Any) -> Any:
         nonlocal latest
         latest = operator.index(tl.program_id(0)), operator.index(start)
-        loaded[latest] += 1
+        loaded[kernel][latest] += 1
         return load_block(ptr, start, *args)
 
     def mask(*args: Any) -> Any:
-        masked[latest] += 1
+        masked[kernel][latest] += 1
         return visible_pairs(*args)
 
-    monkeypatch.setattr(module, "load_block", load)
-    monkeypatch.setattr(module, "visible_pairs", mask)
+    monkeypatch.setattr(Launch, "run", start)
+    for module in (flash_fwd, flash_bwd):
+        monkeypatch.setattr(module, "load_block", load)
+        monkeypatch.setattr(module, "visible_pairs", mask)
     return loaded, masked
 
 
