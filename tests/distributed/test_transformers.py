@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +18,10 @@ from torch.nn.functional import cross_entropy
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
-from ring_attn.testing import check
 from tests.bounds import assert_close
 from tests.cold import compile_cold
 from tests.distributed.pool import Pools, on_ranks
-from tests.hf_models import CONFIGS, IMAGE, all_in_float64, make_batch, make_model, yardstick
+from tests.hf_models import CONFIGS, IMAGE, VOCAB, all_in_float64, make_batch, make_model, yardstick
 
 SEQLEN = 83
 Step = tuple[Tensor, dict[str, Tensor]]
@@ -35,17 +33,7 @@ def gradients(model: Any, loss: Tensor) -> Step:
     return loss.detach(), found
 
 
-@lru_cache
-def whole_step(family: str, seqlen: int, float64: bool, padded: bool = False) -> Step:
-    """Loss and gradients of one process."""
-    model, batch = yardstick(family), make_batch(seqlen, family, padded)
-    if not float64:
-        return gradients(model, model(**batch).loss)
-    with all_in_float64():
-        model = model.double()
-        if "pixel_values" in batch:
-            batch["pixel_values"] = batch["pixel_values"].double()
-        return gradients(model, model(**batch).loss)
+DOCUMENTS = (31, 40, 71)
 
 
 class How(NamedTuple):
@@ -55,6 +43,8 @@ class How(NamedTuple):
         padded: there is padding at the end.
         computed_again: activation checkpointing runs the ring again in the backward; the layout
             travels with the call, and differs from the registered layout.
+        cuts: a single row of documents with these ends.
+        restarts: positions start at 0 in each document.
     """
 
     family: str
@@ -64,31 +54,79 @@ class How(NamedTuple):
     seqlen: int = SEQLEN
     padded: bool = False
     computed_again: bool = False
+    cuts: tuple[int, ...] = ()
+    restarts: bool = False
+    causal: bool = True
+    autocast: bool = False
+
+    def batch(self) -> dict[str, Tensor]:
+        batch = make_batch(self.seqlen, self.family, self.padded)
+        return {name: x[:1] for name, x in batch.items()} if self.cuts else batch
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {} if self.causal else {"is_causal": False}
+
+
+def whole_step(how: How) -> tuple[Step, Step]:
+    """Loss and gradients of one process, in float64 and as they are; cached."""
+    return _whole_step(how._replace(kind="", world_size=0, strategy="", computed_again=False))
+
+
+@lru_cache
+def _whole_step(how: How) -> tuple[Step, Step]:
+    def step(model: Any, batch: dict[str, Tensor]) -> Step:
+        if not how.cuts:
+            return gradients(model, model(**batch).loss)
+        parts = batch["input_ids"].tensor_split(how.cuts, dim=1)
+        logits = torch.cat([model(part).logits for part in parts], 1)
+        return gradients(model, model.loss_function(logits, batch["labels"], VOCAB))
+
+    model, batch = yardstick(how.family, **how.changes), how.batch()
+    with autocast(how):
+        plain = step(copy.deepcopy(model), batch)
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].double()
+    with all_in_float64():
+        return step(model.double(), batch), plain
+
+
+def autocast(how: How) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, enabled=how.autocast)
 
 
 def sharded_step(how: How) -> Step:
     """Loss and gradients of this rank's rows, summed over the ranks."""
-    family, kind, world_size, strategy, seqlen, padded, computed_again = how
-    rank, layout = dist.get_rank(), SequenceLayout.from_name(kind, seqlen, world_size)
-    batch = make_batch(seqlen, family, padded)
-    with register(layout="contiguous" if computed_again else kind, strategy=strategy):
-        model = make_model(family, "ring_attn")
-        if computed_again:
+    rank, layout = dist.get_rank(), SequenceLayout.from_name(how.kind, how.seqlen, how.world_size)
+    batch, documents = how.batch(), {}
+    if how.cuts:
+        cuts = torch.tensor([0, *how.cuts, how.seqlen], dtype=torch.int32)
+        documents = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+        documents |= {"max_length_q": 31, "max_length_k": 31}
+    if how.restarts:
+        lens = cuts.diff().tolist()
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
+    kind = "contiguous" if how.computed_again else how.kind
+    with register(layout=kind, strategy=how.strategy), autocast(how):
+        model = make_model(how.family, "ring_attn", **how.changes)
+        if how.computed_again:
             model.train().gradient_checkpointing_enable()
         types = batch.pop("token_type_ids", None)
-        part: dict[str, Any] = shard_batch(with_images(model, batch), layout, rank)
+        part: dict[str, Any] = shard_batch(with_images(model, batch), layout, rank) | documents
         if types is not None:
             part["token_type_ids"] = types
-        if seqlen % world_size:  # otherwise the name is enough
+        if how.seqlen % how.world_size:  # otherwise the name is enough
             part["sequence_layout"] = layout
-        if family == "bert":  # predicts the token itself; its head divides by this rank's labels
+        if how.family == "bert":  # predicts the token; its head divides by this rank's labels
             del part["shift_labels"]
             labels, count = layout.shard(batch["labels"], rank), (batch["labels"] != -100).sum()
             logits = model(**part).logits
             loss = cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / count
         else:
             count = int((batch["labels"][:, 1:] != -100).sum())
-            loss = model(**part, labels=part["shift_labels"], num_items_in_batch=count).loss
+            out = model(**part, labels=part["shift_labels"], num_items_in_batch=count)
+            assert out.logits.dtype == (torch.bfloat16 if how.autocast else torch.float32)
+            loss = out.loss
         found = gradients(model, loss)
         for x in (found[0], *found[1].values()):
             dist.all_reduce(x)
@@ -116,23 +154,22 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         How("qwen3", "contiguous", strategy="ulysses"),
         How("qwen3", "striped", strategy="all_gather", seqlen=84),
         How("llama", computed_again=True),
+        How("llama", causal=False),
+        How("llama", autocast=True),
+        How("qwen2", cuts=DOCUMENTS, restarts=True),
+        How("qwen2", "contiguous", cuts=DOCUMENTS),
+        How("llama4", cuts=DOCUMENTS),
+        How("llama4", "contiguous", cuts=DOCUMENTS, restarts=True),
     ],
     ids=lambda how: "-".join(map(str, how)),
 )
 def test_a_training_step(ranks: Pools, how: How) -> None:
-    oracle, plain = (
-        whole_step(how.family, how.seqlen, float64, how.padded) for float64 in (True, False)
-    )
+    oracle, plain = whole_step(how)
     for loss, grads in ranks(how.world_size).run(sharded_step, how):
         assert oracle[1].keys() == grads.keys()
         assert_close("loss", loss, oracle[0], plain[0])
         for name, gradient in grads.items():
             assert_close(name, gradient, oracle[1][name], plain[1][name])
-
-
-def logits_of(model: Any, autocast: bool, **inputs: Any) -> Tensor:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return model(**inputs).logits
 
 
 def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -141,63 +178,6 @@ def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
         plain = call(model)
         with all_in_float64():
             return call(model.double()), plain
-
-
-DOCUMENTS = (0, 31, 40, 71, SEQLEN)
-
-
-class Forward(NamedTuple):
-    """A forward of one row of a batch, perhaps of documents whose positions may restart at 0."""
-
-    family: str = "llama"
-    kind: str = "zigzag"
-    cuts: tuple[int, ...] = (0, SEQLEN)
-    restarts: bool = False
-    autocast: bool = False
-    changes: dict[str, Any] = {}
-
-
-def sharded_logits(one: Forward) -> Tensor:
-    layout = SequenceLayout.from_name(one.kind, SEQLEN, dist.get_world_size())
-    batch, documents = {"input_ids": make_batch(SEQLEN)["input_ids"][:1]}, {}
-    if one.restarts:
-        lens = [b - a for a, b in pairwise(one.cuts)]
-        batch["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
-    if len(one.cuts) > 2:
-        cuts = torch.tensor(one.cuts, dtype=torch.int32)
-        documents = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
-        documents |= {"max_length_q": 31, "max_length_k": 31}
-    with register(layout=one.kind):
-        model = make_model(one.family, "ring_attn", **one.changes)
-        part = shard_batch(batch, layout, dist.get_rank())
-        return logits_of(model, one.autocast, **part, **documents, sequence_layout=layout)
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        Forward(changes={"is_causal": False}),
-        Forward(autocast=True),
-        Forward("qwen2", "zigzag", DOCUMENTS, restarts=True),
-        Forward("qwen2", "contiguous", DOCUMENTS),
-        Forward("llama4", "zigzag", DOCUMENTS),
-        Forward("llama4", "contiguous", DOCUMENTS, restarts=True),
-    ],
-    ids=lambda one: "-".join(map(str, (*one[:2], len(one.cuts), *one[3:5]))),
-)
-def test_a_forward(ranks: Pools, one: Forward) -> None:
-    layout = SequenceLayout.from_name(one.kind, SEQLEN, 2)
-    parts = make_batch(SEQLEN)["input_ids"][:1].tensor_split(one.cuts[1:-1], dim=1)
-
-    def whole(model: Any, autocast: bool = False) -> Tensor:
-        return torch.cat([logits_of(model, autocast, input_ids=part) for part in parts], 1)
-
-    model = yardstick(one.family, **one.changes)
-    plain, (oracle, _) = whole(model, one.autocast), both(model, whole)
-    got = layout.unshard(ranks(2).run(sharded_logits, one))
-    verdict = check("logits", got, oracle, plain)
-    assert verdict.ok, str(verdict)
-    assert verdict.error > 1e-4 or not one.autocast, "autocast did not reach the model"
 
 
 NUM_PROMPT, NUM_TOKENS = 37, 18
