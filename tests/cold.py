@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ring_attn.core import layout
 
@@ -29,3 +31,31 @@ def compile_cold(
         return sum(any("call" in node.op for node in made.graph.nodes) for made in counter.graphs)
 
     return torch.compile(fn, backend=counter, **options), num_graphs
+
+
+def bits_of(fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors that a function returns, and their gradients."""
+    outs = [x for x in tree_leaves(fn(*arguments)) if isinstance(x, Tensor)]
+    wanted = [x for x in tree_leaves(list(arguments)) if isinstance(x, Tensor) and x.requires_grad]
+    found = [x for x in outs if x.requires_grad]
+    torch.autograd.backward(found, [x.detach().cos() for x in found])
+    grads = [x.grad for x in wanted if x.grad is not None]
+    for x in wanted:
+        x.grad = None
+    return [x.detach() for x in (*outs, *grads)]
+
+
+def assert_compiles(
+    fn: Callable[..., Any],
+    calls: Iterable[Sequence[Any]],
+    backend: str = "eager",
+    *,
+    graphs: tuple[int, ...] = (1,),
+    **options: Any,
+) -> None:
+    """Asserts that calls share so many graphs, and that each has the bits of eager."""
+    compiled, num_graphs = compile_cold(fn, backend, **options)
+    for call in calls:
+        got, want = (bits_of(one, call) for one in (compiled, fn))
+        assert len(got) == len(want) and all(map(torch.equal, got, want)), call
+    assert num_graphs() in graphs, num_graphs()

@@ -34,6 +34,8 @@ from tests.bounds import assert_close, assert_holds
 from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 
+pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 

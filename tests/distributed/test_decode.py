@@ -28,7 +28,7 @@ from ring_attn.tools import generate
 from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds, expect
-from tests.cold import compile_cold
+from tests.cold import assert_compiles, compile_cold
 from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
@@ -172,14 +172,12 @@ def test_a_compiled_model_decodes_between_graphs() -> None:
         return tree_decode(q * 2, k, v, layout=layout).relu()
 
     rank = dist.get_rank()
-    compiled, num_graphs = compile_cold(layer)
-    whole = random_qkv(seqlen_q=1, seqlen_k=23, **SIZES)
+    q, *whole, _ = random_qkv(seqlen_q=1, seqlen_k=23, **SIZES)
+    calls = []
     for seqlen in range(19, 23):
         cache = SequenceLayout.zigzag(seqlen, 2).appended(1, 1)
-        q, k, v = whole.q, *(cache.shard(x[:, : seqlen + 1], rank) for x in whole[1:3])
-        got = compiled(q, k, v, cache)
-        assert got.equal(layer(q, k, v, cache))
-    assert num_graphs() in (2, 3)  # the length of the cache becomes a symbol
+        calls.append((q, *(cache.shard(x[:, : seqlen + 1], rank) for x in whole), cache))
+    assert_compiles(layer, calls, graphs=(2, 3))  # the length of the cache becomes a symbol
     with pytest.raises(RuntimeError) as error:
-        compile_cold(layer, fullgraph=True)[0](q, k, v, cache)
+        compile_cold(layer, fullgraph=True)[0](*calls[0])
     assert says(str(error.value), "tree_decode|fullgraph")

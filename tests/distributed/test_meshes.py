@@ -16,7 +16,7 @@ from ring_attn.tools.demo import Report, Run, standard_library_text
 from ring_attn.tools.mesh import Axes, Settings
 from ring_attn.tools.model import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.gloo]
 
 USUAL: dict[str, Any] = {
     "microbatches": 1, "strategy": "ring", "layout": "zigzag", "seqlen": 33, "batch": 4,

@@ -16,6 +16,7 @@ from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.profiling import collect
 from ring_attn.testing import LAYOUTS, layouts_of
+from tests.cold import assert_compiles
 from tests.distributed.pool import on_ranks
 
 SIDES = ((0, 0), (3, 0), (0, 2), (2, 1), (40, 40))
@@ -89,9 +90,8 @@ def test_other_shapes() -> None:
         assert stats().forward.bytes_sent == ((1, 2, 1)[rank] * 160 if left else 0)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_convolution(compiled: bool) -> None:
+def test_convolution() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.zigzag(37, world_size)
     torch.manual_seed(1)
@@ -103,8 +103,8 @@ def test_convolution(compiled: bool) -> None:
         return torch.cat([conv1d(run.mT, weight, groups=4).mT for run in runs], 1)
 
     x = layout.shard(whole.detach(), rank).requires_grad_()
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    out = run(x, weight)
+    assert_compiles(layer, [(x, weight)], "aot_eager", fullgraph=True)
+    out = layer(x, weight)
     dense = conv1d(pad(whole.mT, (3, 0)), weight, groups=4).mT
     torch.testing.assert_close(out, layout.shard(dense, rank))
     dout = torch.randn_like(dense)

@@ -20,7 +20,7 @@ from ring_attn import SequenceLayout, Strategy, TransportOptions, masks, ring_at
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.transport.p2p import open_p2p
-from tests.cold import compile_cold
+from tests.cold import assert_compiles, bits_of, compile_cold
 from tests.distributed.pool import on_ranks
 
 # Compiled code is the same on every device: no second run as on a device with streams.
@@ -30,13 +30,6 @@ pytestmark = pytest.mark.gloo
 def inputs(rows: int) -> list[Tensor]:
     torch.manual_seed(1000 * rows + dist.get_rank())
     return [torch.randn(1, rows, n, 8, requires_grad=True) for n in (4, 2, 2)]
-
-
-def results(fn: Callable[..., Tensor], x: list[Tensor]) -> list[Tensor]:
-    leaves = [y.detach().requires_grad_() for y in x]
-    out = fn(*leaves)
-    out.backward(torch.cos(out.detach()))
-    return [out.detach(), *(y.grad for y in leaves if y.grad is not None)]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -70,9 +63,7 @@ def block(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_compiles_whole_for_any_length(backend: str, name: str) -> None:
     """fullgraph=True, one graph for three lengths, the bits of eager."""
     fn = partial(block, {"causal": True, "strategy": name})
-    compiled, num_graphs = compile_cold(fn, backend, fullgraph=True, dynamic=True)
-    assert all(same(results(compiled, inputs(n)), results(fn, inputs(n))) for n in (7, 12, 33))
-    assert num_graphs() == 1
+    assert_compiles(fn, map(inputs, (7, 12, 33)), backend, fullgraph=True, dynamic=True)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,22 +95,15 @@ CHANGES: dict[str, list[Any]] = {
 @on_ranks(2)
 def test_compiles_with_options() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    cases: dict[str, tuple[Callable[[], Any], list[dict[str, Any]]]] = {
-        name: (partial(SequenceLayout.boundaries, [0, 9, 20]), [options])
-        for name, options in OPTIONS.items()
-    }
-    for name, values in CHANGES.items():
-        usual = {"causal": True, "backend": "reference"}
-        every = [{**usual, name: value} for value in values]
-        cases[name] = (partial(SequenceLayout.boundaries, [0, 9, 20]), every)
-    cases["pair"] = (lambda: (segments(), segments()), [{"group": mesh}])
-    x = inputs((9, 11)[dist.get_rank()])
-    for name, (make, every) in cases.items():
-        compiled, num_graphs = compile_cold(block, fullgraph=True, dynamic=name in CHANGES)
-        for options in every:
-            got = results(partial(compiled, {**options, "layout": make()}), x)
-            assert same(got, results(partial(block, {**options, "layout": make()}), x)), name
-        assert num_graphs() == len(every), name
+    x, usual = inputs((9, 11)[dist.get_rank()]), {"causal": True, "backend": "reference"}
+    families = [[options] for options in OPTIONS.values()]
+    families += [[{**usual, name: value} for value in CHANGES[name]] for name in CHANGES]
+    for every in families:
+        calls = (({**one, "layout": SequenceLayout.boundaries([0, 9, 20])}, *x) for one in every)
+        many = len(every) > 1
+        assert_compiles(block, calls, graphs=(len(every),), fullgraph=True, dynamic=many)
+    pair = {"group": mesh, "layout": (segments(), segments())}
+    assert_compiles(block, [(pair, *x)], fullgraph=True)
 
 
 @on_ranks(2)
@@ -135,18 +119,13 @@ def test_graphs_of_several_layouts() -> None:
 
     # By default torch makes a number that has changed once a symbol.
     for dynamic, expected in ((None, 2), (True, 1)):
-        compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=dynamic)
-        for cuts in ([0, 9, 20], [0, 11, 20], [0, 7, 20]):
-            x = inputs(cuts[rank + 1] - cuts[rank])
-            got = compiled(SequenceLayout.boundaries(cuts), *x)
-            layout = SequenceLayout.boundaries(cuts)
-            want = attend(layout, *x)
-            # The graph is the same for a layout that an eager call has used.
-            assert same([got, compiled(layout, *x)], [want, want])
-        assert num_graphs() == expected
-    compiled, num_graphs = compile_cold(attend_zigzag, fullgraph=True, dynamic=True)
-    assert all(torch.equal(compiled(*x), attend_zigzag(*x)) for x in (inputs(7), inputs(12)))
-    assert num_graphs() == 1
+        calls = (
+            (SequenceLayout.boundaries(cuts), *inputs(cuts[rank + 1] - cuts[rank]))
+            for cuts in ([0, 9, 20], [0, 11, 20], [0, 7, 20])
+            for _ in range(2)  # the graph is the same for a layout that an eager call has used
+        )
+        assert_compiles(attend, calls, graphs=(expected,), fullgraph=True, dynamic=dynamic)
+    assert_compiles(attend_zigzag, map(inputs, (7, 12)), fullgraph=True, dynamic=True)
 
 
 @on_ranks(2)
@@ -165,9 +144,8 @@ def test_boundaries_are_those_of_the_forward() -> None:
 
 @on_ranks(2)
 def test_auto_stands_between_graphs() -> None:
-    x, auto = inputs(4), partial(ring_attention, strategy="auto")
-    compiled, _ = compile_cold(auto)
-    assert torch.equal(compiled(*x), auto(*x))
+    x, auto = inputs(4), partial(block, {"strategy": "auto"})
+    assert_compiles(auto, [x], graphs=(2, 3))
     whole, _ = compile_cold(auto, fullgraph=True)
     with pytest.raises(Exception, match="strategy='auto' cannot be compiled"):
         whole(*x)
@@ -180,10 +158,10 @@ def test_selective_checkpoint_does_not_run_the_ring_twice(name: str) -> None:
     save = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.attention.default])
     again, reentrant = (partial(partial, checkpoint, use_reentrant=r) for r in (False, True))
     x, fn = inputs(10), partial(block, {"causal": True, "strategy": name})
-    expected, counts = results(fn, x), []
+    expected, counts = bits_of(fn, x), []
     for run in (fn, again(fn), reentrant(fn), again(fn, context_fn=save)):
         got: list[Tensor] = []
-        counts.append(counted(lambda run=run, got=got: got.extend(results(run, x))))  # type: ignore[misc]
+        counts.append(counted(lambda run=run, got=got: got.extend(bits_of(run, x))))  # type: ignore[misc]
         assert same(got, expected)
     forward = counted(lambda: fn(*(y.detach() for y in x)))
     plain, *recomputed, selective = counts
@@ -207,7 +185,7 @@ def test_opcheck() -> None:
                 )
                 for name in ("attention", "attention_backward")
             }
-            results(partial(ring_attention, **options), inputs(6))
+            bits_of(partial(ring_attention, **options), inputs(6))
         for name, called in operators.items():
             args = called.call_args.args
             if name == "attention_backward":  # has no derivative

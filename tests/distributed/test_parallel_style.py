@@ -31,6 +31,8 @@ from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 from tests.refusals import says
 
+pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+
 SEQLEN = 100  # 25 rows on each of 4 ranks
 UNEVEN = 97
 SCALE = 0.3

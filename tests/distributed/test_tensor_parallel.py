@@ -19,6 +19,8 @@ from ring_attn.tools.model import Layer, ModelConfig, dense_attention, rope_rota
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
 
+pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+
 SEQLEN = 37
 LAYOUT = SequenceLayout.zigzag(SEQLEN, 2)
 
