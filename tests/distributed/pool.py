@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -186,8 +185,7 @@ class Pool:
 
     def start(self, fn: Callable[..., Any], *args: Any) -> None:
         """First half of `run`: sends the call to every rank."""
-        source = sys.modules[fn.__module__].__file__
-        message = (fn.__module__, source, pickle.dumps((fn, args)))
+        message = pickle.dumps((fn, args))
         for pipe in self._pipes:
             pipe.send(message)
 
@@ -294,21 +292,10 @@ def _work(
         if message is None:
             return
         try:
-            _provide(*message[:2])
-            fn, args = pickle.loads(message[2])
+            fn, args = pickle.loads(message)
             value = fn(*args)
             # Bytes, not objects: multiprocessing would send tensors as shared memory.
             answer = pickle.dumps((value, None, len(distributed_c10d._world.pg_map)))
         except BaseException:
             answer = pickle.dumps((None, traceback.format_exc(), 1))
         pipe.send_bytes(answer)
-
-
-def _provide(name: str, path: str) -> None:
-    """Makes a test module importable by the name that pytest gave it, wherever pytest found it."""
-    if name in sys.modules or name.startswith("ring_attn."):
-        return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])

@@ -24,8 +24,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import poisoned_empty, random_qkv, random_sinks
-from ring_attn.tools import generate
-from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds, expect
 from tests.cold import assert_compiles, compile_cold
@@ -146,22 +144,6 @@ def test_ranks_with_different_queries_are_named() -> None:
     named = "ranks disagree on the call; values of q: rank 1 has"
     with mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"), refused(ValueError, named):
         tree_decode(q, kv, kv)
-
-
-@on_ranks(3)
-def test_three_ranks_generate_what_one_process_does() -> None:
-    """With random weights, from a sharded cache and in one pass."""
-    torch.manual_seed(0)
-    config = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
-    model, prompt = Transformer(config), torch.randint(256, (1, 50))
-    result = generate.generate_twice(model, prompt, 40, dist.group.WORLD, "zigzag")
-    assert len(set(result.text)) > 5, "a text of one byte would hide a mistake"
-    assert result.equal and result.first_difference is None
-    assert result.greatest_difference < result.smallest_margin / 2
-    # The last token is not fed to the model.
-    assert sum(result.rows) == 50 + 40 - 1
-    assert max(result.rows) - min(result.rows) <= generate.BLOCK
-    assert everyone(result) == [result] * 3
 
 
 @on_ranks(2)
