@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ring_attn import ops
 
@@ -268,14 +269,14 @@ class Recorder(TorchDispatchMode):
             with self, HostReads(self):
                 return _OWN[func](*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = [x for x in _leaves((args, kwargs)) if _has_bytes(x)]
+        given = [x for x in tree_leaves((args, kwargs)) if _has_bytes(x)]
         refs = [self.ref(x) for x in given]
         if name in SYNCHRONISE and self._on_device(refs):
             raise HostSyncError(f"the host would wait for {func}")
         # Record the arguments before the call: an operator may change sizes in place.
-        recorded = _mapped(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
+        recorded = tree_map(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
         out = func(*args, **kwargs)
-        outs = _leaves(out)
+        outs = tree_leaves(out)
         fresh = [
             x for x in outs if _has_bytes(x) and x.untyped_storage().data_ptr() not in self._ids
         ]
@@ -332,23 +333,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         x
         for argument, value in named
         if argument.alias_info is not None and argument.alias_info.is_write
-        for x in _leaves(value)
+        for x in tree_leaves(value)
         if isinstance(x, Tensor)
     ]
-
-
-def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return type(x)(_mapped(change, one) for one in x)
-    if isinstance(x, dict):
-        return {name: _mapped(change, one) for name, one in x.items()}
-    return change(x)
-
-
-def _leaves(x: Any) -> list[Any]:
-    leaves: list[Any] = []
-    _mapped(leaves.append, x)
-    return leaves
 
 
 def _poison(number: int) -> Callable[[Sequence[Tensor]], object]:
@@ -359,8 +346,8 @@ def _replay(func: Any, recorded: Any, made: dict[int, Ref]) -> Callable[[Sequenc
     """A function that executes a recorded operator in other memories."""
 
     def run(memories: Sequence[Tensor]) -> None:
-        args, kwargs = _mapped(lambda x: x.of(memories) if isinstance(x, Ref) else x, recorded)
-        outs = _leaves(func(*args, **kwargs))
+        args, kwargs = tree_map_only(Ref, lambda ref: ref.of(memories), recorded)
+        outs = tree_leaves(func(*args, **kwargs))
         for i, ref in made.items():
             ref.of(memories).copy_(outs[i])
 
