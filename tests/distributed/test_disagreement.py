@@ -49,6 +49,8 @@ SIZES: Arguments = {
 USUAL: Arguments = {"causal": True, "softmax_scale": 0.25, "layout": "contiguous"}
 SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
 WITH_GRADIENT = torch.zeros(4, requires_grad=True)
+SPANS, OTHER_SPANS = (masks.spans(SEQLEN, [(3, end)]) for end in (9, 10))
+SHORTER = SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])
 
 
 def documents(*boundaries: int) -> Tensor:
@@ -74,17 +76,13 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
             ("requires_grad", True, False),
         )
     },
-    "rows": (
-        {},
-        {"rows": ROWS + 2},
-        "seqlen_q: rank 1 has 32, the other 3 have 24|seqlen_k: rank 1 has 32",
-    ),
+    "rows": ({}, {"rows": ROWS + 2}, "seqlen_q: rank 1 has 32, the other 3 have 24|seqlen_k:"),
     # A message longer than its buffer.
-    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q: rank 1 has 120|seqlen_k: rank 1 has 120"),
+    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q:|seqlen_k: rank 1 has 120"),
     "heads of one size": (
         {},
         {"nheads": 8, "nheads_kv": 8, "headdim": 4},
-        "nheads: rank 1 has 8|nheads_kv: rank 1 has 8|headdim: rank 1 has 4, the other 3 have 8",
+        "nheads:|nheads_kv:|headdim: rank 1 has 4, the other 3 have 8",
     ),
     "sinks": ({}, {"sinks": SINKS}, "sinks: rank 1 has True, the other 3 have False"),
     "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}, "values of sinks: rank 1 has"),
@@ -101,18 +99,10 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "documents of keys": (
         {},
         {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
-        "cu_seqlens: rank 1 has (0, 24)|cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
+        "cu_seqlens:|cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
     ),
-    "mask": (
-        {"causal": False, "mask": masks.spans(SEQLEN, [(3, 9)])},
-        {"causal": False, "mask": masks.spans(SEQLEN, [(3, 10)])},
-        "mask: rank 1 has",
-    ),
-    "layout": (
-        {},
-        {"layout": SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])},
-        "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'",
-    ),
+    "mask": ({"causal": False, "mask": SPANS}, {"causal": False, "mask": OTHER_SPANS}, "mask:"),
+    "layout": ({}, {"layout": SHORTER}, "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'"),
     "strategy": ({}, {"strategy": "exchange"}, "strategy: rank 1 has"),
     "backend": ({}, {"backend": "reference"}, "backend: rank 1 has 'reference', the other"),
     "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: rank 1 has"),
@@ -122,7 +112,7 @@ MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softca
         "gradient of the sinks", "strategy", "heads of one size")  # fmt: skip
 
 
-def call(group: Group, **arguments: Any) -> Tensor:
+def call(group: Group, *, backward: bool = True, **arguments: Any) -> Tensor:
     options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group} | arguments
     sizes = {name: options.pop(name, usual) for name, usual in SIZES.items()}
     layout = options["layout"]
@@ -141,7 +131,7 @@ def call(group: Group, **arguments: Any) -> Tensor:
     if "cu_seqlens" in options:
         q, k, v = (x[0] for x in (q, k, v))
     out = ring_attention(q, k, v, **options)
-    if out.requires_grad:
+    if backward and out.requires_grad:
         out.sum().backward()
     return out
 
@@ -166,9 +156,7 @@ def do(group: Group, order: str, **arguments: Any) -> None:
             with pytest.raises(ValueError):
                 call(group, **arguments, softcap=-1.0)
         elif name == "forward":
-            q = torch.ones(1, ROWS, 4, 8, requires_grad=True)
-            options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group}
-            outs.append(ring_attention(q, q, q, **options, **arguments))
+            outs.append(call(group, **arguments, backward=False))
         elif name.startswith("back"):
             outs[int(name[-2:])].sum().backward()
         else:

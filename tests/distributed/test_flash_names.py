@@ -1,6 +1,6 @@
-"""The names of ring-flash-attn over gloo: its shards go in, and dense attention's rows come out.
+"""The names of ring-flash-attn and flash-attn over gloo: shards go in, dense rows come out.
 
-Each rank's rows are computed here by chunks, as in that package's tests, without our layouts.
+Rows of ring-flash-attn's ranks are computed here by chunks, as in that package's tests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,16 +20,52 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.integrations import flash_attn
 from ring_attn.integrations import ring_flash_attn as names
 from ring_attn.integrations.ring_flash_attn import utils
-from ring_attn.testing import Case, Heads, RankResult, expected, put_together
+from ring_attn.testing import Case, Heads, RankResult, Sent, expected, poisoned_empty, put_together
 from tests.bounds import assert_close
 from tests.cold import assert_compiles, compile_cold
-from tests.distributed.adapters import adapter_result, packed, shards_of
 from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
 pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+
+
+def packed(form: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The tensors as a function takes them whose name has `form`, such as "varlen_kvpacked_"."""
+    if "qkvpacked" in form:
+        return [torch.stack((q, k, v), -3)]
+    return [q, torch.stack((k, v), -3)] if "kvpacked" in form else [q, k, v]
+
+
+def shards_of(case: Case, world_size: int) -> list[Tensor]:
+    """This rank's q, k, v and dout, without a batch dim if they are packed."""
+    of_q, of_k = case.build_layouts(world_size)
+    sides = zip(case.build_inputs(), (of_q, of_k, of_k, of_q), strict=True)
+    shards = [layout.shard(x, dist.get_rank()) for x, layout in sides]
+    return [x[0] for x in shards] if case.packed else shards
+
+
+def adapter_result(
+    case: Case, world_size: int, form: str, call: Callable[[list[Tensor], bool], Any]
+) -> RankResult:
+    """The results of `call(tensors, return_attn_probs)`, and their gradients."""
+    *leaves, dout = shards_of(case, world_size)
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    tensors = packed(form, *leaves)
+    with poisoned_empty():
+        out, lse, nothing = call(tensors, True)
+        assert nothing is None
+        alone = call(tensors, False)
+        assert isinstance(alone, Tensor) and alone.equal(out)
+        grads = torch.autograd.grad(out, leaves, dout)
+    found = (out.detach(), lse, *grads)
+    tensors = [x[None] for x in found] if case.packed else [*found]
+    return RankResult(tuple(tensors), (Sent(0, 0), Sent(0, 0)))
+
+
+# -- ring-flash-attn
 
 
 class Use(NamedTuple):
@@ -183,34 +220,6 @@ def test_llama3_arguments_that_do_not_fit() -> None:
         assert len({*everyone(str(caught.value))}) == 1
 
 
-@on_ranks(2)
-def test_refusals() -> None:
-    """Unsupported arguments are refused on every rank."""
-    varlen = Use("zigzag_ring_flash_attn_varlen")
-    kvpacked = varlen._replace(packing="kvpacked_")
-    cu, most = own_arguments(varlen, 0)
-    x = torch.randn(int(cu[-1]), 2, 8)
-    tensors, own = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
-    batched = [x[None] for x in tensors]
-    calls = [
-        (ValueError, "max_seqlen|14|13", varlen, (x, x, x, cu, most - 1), {}),
-        (ValueError, "of 4|2 ranks", varlen, (x, x, x, torch.tensor([0, 3, 26]), most + 9), {}),
-        (ValueError, "q must have cu_seqlens[-1] rows|26|25", varlen, (*3 * [x[1:]], cu, most), {}),
-        (ValueError, "v must have cu_seqlens[-1]", varlen, (x, x, x[1:], cu, most), {}),
-        (TypeError, "cu_seqlens|None", varlen, (x, x, x, None, most), {}),
-        (ValueError, "kv|rows, 2|(26, 2", kvpacked, (x, x, cu, most), {}),
-        (NotImplementedError, "dropout_p", varlen, (x, x, x, cu, most), {"dropout_p": 0.1}),
-        (NotImplementedError, "alibi_slopes", varlen, (x, x, x, cu, most), {"alibi_slopes": x}),
-        (ValueError, "heads_k_stride|2|3", LLAMA3, (*tensors, *own[:4], 3, own[5]), {}),
-        (ValueError, "q must be (rows, nheads|(1, 30", LLAMA3, (*batched, *own), {}),
-        (TypeError, "local_k_slice|int", LLAMA3, (*tensors, *own[:5], 7), {}),
-        (ValueError, "max_seqlen_k", LLAMA3, (*tensors, *own[:3], 1, *own[4:]), {}),
-    ]
-    for kind, words, use, arguments, options in calls:
-        with refused(kind, words):
-            use.function(*arguments, causal=True, **options)
-
-
 @on_ranks(4)
 def test_a_group_of_some_ranks() -> None:
     """`group` is the last parameter, also by position."""
@@ -314,12 +323,151 @@ def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
         assert says(str(error.value), "cu_seqlens|fullgraph|ring_attention")
 
 
+# -- flash-attn
+
+# Documents of queries and of keys: one has no queries, and rows follow the last document.
+CU_Q, CU_K, ROWS = (0, 20, 20, 47), (0, 26, 30, 57), 53
+
+
+class Call(NamedTuple):
+    """A function's name without `flash_attn` and `func`, the number of ranks, and the case."""
+
+    function: str
+    world_size: int
+    case: Case
+
+    @property
+    def made(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(flash_attn, f"flash_attn_{self.function}func")
+        return found
+
+    @property
+    def mask(self) -> Any:
+        return self.case.build_mask().arguments
+
+    @property
+    def arguments(self) -> list[Any]:
+        """Positional arguments after the tensors, up to `deterministic`."""
+        said, documents = self.mask, []
+        cuts = [torch.tensor(cu, dtype=torch.int32) for cu in (CU_Q, CU_K)]
+        if "varlen_qkv" in self.function:
+            documents = [cuts[0], numpy.int64(27)]
+        elif "varlen" in self.function:
+            documents = [*cuts, 27, 40]
+        window = [numpy.int64(said.window_size[0]), numpy.int32(said.window_size[1])]
+        return [*documents, 0.0, None, said.causal, window, self.case.softcap, None, True]
+
+
+def documents_mask(cu_k: tuple[int, ...] = CU_K, **options: Any) -> Mask:
+    seqlen_k = ROWS if cu_k == CU_Q else cu_k[-1] + 3
+    return Mask(ROWS, seqlen_k, **{"causal": True} | options, cu_seqlens_q=CU_Q, cu_seqlens_k=cu_k)
+
+
+WINDOW, FULL_WINDOW = Mask(ROWS, ROWS, True, (9, 4)), Mask(ROWS, ROWS, False, (5, 3))
+EQUAL = Heads(4, 4, 16, 16)
+# Every function, and every option in some call; padding with a layout's name needs one process.
+CALLS = [
+    Call("", 2, Case(WINDOW, "zigzag")),
+    Call("kvpacked_", 3, Case(FULL_WINDOW, "striped")),
+    Call("qkvpacked_", 2, Case("causal", "zigzag", heads=EQUAL, seqlen=ROWS, softcap=2.0)),
+    Call("varlen_", 3, Case(documents_mask(), "zigzag")),
+    Call("varlen_", 1, Case(documents_mask(causal=False), strategy="all_gather")),
+    Call("varlen_kvpacked_", 2, Case(documents_mask(window_size=(7, 7)))),
+    Call("varlen_qkvpacked_", 2, Case(documents_mask(CU_Q), "zigzag", "ulysses", heads=EQUAL)),
+]
+
+
+def run_call(call: Call) -> RankResult:
+    layouts: Any = call.case.build_layouts(call.world_size)
+    how = {"layout": layouts if call.world_size > 1 else "contiguous"}
+    function = partial(call.made, strategy=call.case.strategy, **how)
+    given = call.arguments
+    return adapter_result(
+        call.case, call.world_size, call.function, lambda x, probs: function(*x, *given, probs)
+    )
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.function}{call.world_size}")
+def test_any_layout_gives_rows_of_dense_attention(ranks: Any, one_thread: None, call: Call) -> None:
+    ran = put_together(call.case, ranks(call.world_size).run(run_call, call))
+    assert not ran.failures
+    got, said = ran.whole, call.mask
+    assert got.lse.dtype == torch.float32
+    if call.case.packed:
+        rows, keys = said.cu_seqlens_q[-1], said.cu_seqlens_k[-1]
+        assert got.out[:, rows:].eq(0).all() and got.dq[:, rows:].eq(0).all()
+        assert got.dk[:, keys:].eq(0).all() and got.dv[:, keys:].eq(0).all()
+        assert got.lse[:, :, rows:].eq(-torch.inf).all()
+
+
+# -- both
+
+
 @on_ranks(2)
-def test_functions_without_documents_compile_whole() -> None:
-    """Whole graphs also with options that ring_attention lacks."""
+def test_refusals() -> None:
+    """Unsupported arguments are refused on every rank."""
+    varlen = Use("zigzag_ring_flash_attn_varlen")
+    cu, most = own_arguments(varlen, 0)
+    ring, kv_ring, llama3 = (
+        partial(use.function, causal=True)
+        for use in (varlen, varlen._replace(packing="kvpacked_"), LLAMA3)
+    )
+    x = torch.randn(int(cu[-1]), 2, 8)
+    tensors, own = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
+    batched = [x[None] for x in tensors]
+    calls: list[tuple[type[Exception], str, Any, tuple[Any, ...], dict[str, Any]]] = [
+        (ValueError, "max_seqlen|14|13", ring, (x, x, x, cu, most - 1), {}),
+        (ValueError, "of 4|2 ranks", ring, (x, x, x, torch.tensor([0, 3, 26]), most + 9), {}),
+        (ValueError, "q must have cu_seqlens[-1] rows|26|25", ring, (*3 * [x[1:]], cu, most), {}),
+        (ValueError, "v must have cu_seqlens[-1]", ring, (x, x, x[1:], cu, most), {}),
+        (TypeError, "cu_seqlens|None", ring, (x, x, x, None, most), {}),
+        (ValueError, "kv|rows, 2|(26, 2", kv_ring, (x, x, cu, most), {}),
+        (NotImplementedError, "dropout_p", ring, (x, x, x, cu, most), {"dropout_p": 0.1}),
+        (NotImplementedError, "alibi_slopes", ring, (x, x, x, cu, most), {"alibi_slopes": x}),
+        (ValueError, "heads_k_stride|2|3", llama3, (*tensors, *own[:4], 3, own[5]), {}),
+        (ValueError, "q must be (rows, nheads|(1, 30", llama3, (*batched, *own), {}),
+        (TypeError, "local_k_slice|int", llama3, (*tensors, *own[:5], 7), {}),
+        (ValueError, "max_seqlen_k", llama3, (*tensors, *own[:3], 1, *own[4:]), {}),
+    ]
+    x, cu = torch.randn(12, 2, 8), torch.tensor([0, 10, 24])
+    good = (x, x, x, cu, cu, 14, 14)
+    kv, varlen = torch.stack((x, x), 1), flash_attn.flash_attn_varlen_func
+    dense, kv_varlen = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_kvpacked_func
+    calls += [
+        (ValueError, "q must be (batch, rows, nheads|(12,", dense, (x, x, x), {}),
+        (ValueError, "k must be (rows, nheads|(1, 12", varlen, (x, x[None], *good[2:]), {}),
+        (ValueError, "kv must be (rows, 2, nh", kv_varlen, (x, x, *good[3:]), {}),
+        (TypeError, "qkv must be float16|int64", flash_attn.flash_attn_qkvpacked_func,
+         (kv.long(),), {}),
+        (ValueError, "max_seqlen_k|at least|cu_seqlens_k|14|13", varlen, (*good[:6], 13), {}),
+        (TypeError, "max_seqlen_q must be an int|None", varlen, (*good[:5], None, 14), {}),
+        (TypeError, "cu_seqlens_k must be an int32|None", varlen, (*good[:4], None, 14, 14), {}),
+        (ValueError, "cu_seqlens_q and cu_seqlens_k|2 and 1", varlen,
+         (*good[:4], cu[:2], 14, 14), {}),
+        (NotImplementedError, "block_table", varlen, good, {"block_table": cu}),
+        (NotImplementedError, "dropout_p", varlen, (*good, 0.1), {}),
+        (NotImplementedError, "alibi_slopes", varlen, good, {"alibi_slopes": x}),
+        (ValueError, "padding|SequenceLayout", varlen, (x, x, x, cu[:2], cu[:2], 14, 14), {}),
+        (TypeError, "flash_attn_varlen_func|zigzag", varlen, good, {"zigzag": True}),
+    ]  # fmt: skip
+    for kind, words, function, arguments, options in calls:
+        with refused(kind, words):
+            function(*arguments, **options)
+    assert varlen(*good, causal=True).shape == x.shape
+
+
+@on_ranks(2)
+def test_functions_compile_whole() -> None:
+    """Also with options that ring_attention lacks; only functions over local documents do not."""
     for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
         use = Use(family, "qkvpacked_")
         x = packed("qkvpacked_", *(y.requires_grad_() for y in shards_of(use.case, 2)[:3]))
         options = {"window_size": (9, 9), "deterministic": True, "return_attn_probs": True}
         layer = partial(use.function, causal=True, **options)
         assert_compiles(layer, [x], fullgraph=True)
+    for call in (CALLS[0], CALLS[3]):
+        given = [int(x) if isinstance(x, numpy.integer) else x for x in call.arguments]
+        given = [tuple(map(int, x)) if isinstance(x, list) else x for x in given]
+        x = packed(call.function, *shards_of(call.case, 2)[:3])
+        layer = partial(call.made, layout=call.case.build_layouts(2))
+        assert_compiles(layer, [[*x, *given, True]], fullgraph=True)
