@@ -19,7 +19,6 @@ from ring_attn import (
     tree_decode,
     unshard,
 )
-from ring_attn.backends import get_backend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import decode_packet
@@ -65,15 +64,10 @@ def test_a_growing_cache(dtype: torch.dtype, tokens: int) -> None:
 @on_ranks(2)
 def test_sizes_of_mla() -> None:
     layout, mask = SequenceLayout.zigzag(33, 2), Mask(2, 33, causal=True)
-    q, k, v, _ = inputs = random_qkv(
-        seqlen_q=2, seqlen_k=33, nheads=4, nheads_kv=1, headdim=576, headdim_v=512
-    )
-    shards = (layout.shard(x, dist.get_rank()) for x in (k, v))
-    got = tree_decode(q, *shards, layout=layout, mask=mask, return_lse=True)
+    inputs = random_qkv(seqlen_q=2, seqlen_k=33, nheads=4, nheads_kv=1, headdim=576, headdim_v=512)
+    shards = (layout.shard(x, dist.get_rank()) for x in inputs[1:3])
+    got = tree_decode(inputs.q, *shards, layout=layout, mask=mask, return_lse=True)
     assert_exact(got, inputs, mask)
-    assert "up to 256, got 576 and 512" in str(
-        get_backend("triton").supports(AttentionSpec.of(q, k, v), explicit=True)
-    )
 
 
 @pytest.mark.parametrize("starts_full", [True, False])

@@ -265,6 +265,8 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
         expected = {part.partition(":")[0] for part in arguments[2].split("|")}
         assert named >= expected and (named == expected or name in MORE), (name, named)
         assert not any(f"rank {innocent} has" in got.text for innocent in (0, 2, 3)), (name, got)
+    with debug(), refused(ValueError, "causal: rank 1 has False"):  # before the ranks choose
+        call(None, strategy="auto", causal=dist.get_rank() != ODD)
     with debug(), refused(ValueError, "1.0|2.0|3.0|4.0"):
         call(None, softmax_scale=1.0 + dist.get_rank())
     with debug(), refused(ValueError, "call: rank 1 has backward"):

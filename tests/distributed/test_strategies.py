@@ -8,22 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from ring_attn import SequenceLayout, Strategy, ring_attention
+from ring_attn import Strategy
 from ring_attn.core.mask import Mask
 from ring_attn.testing import (
     LAYOUTS,
     Case,
     Heads,
     cases,
-    random_qkv,
     run_all_ranks,
     run_rank,
-    strategy_of,
 )
-from tests.distributed.pool import on_ranks
 
 # Numbers of ranks of each strategy.
 SIZES: dict[str, tuple[int, ...]] = {
@@ -84,25 +79,6 @@ def test_as_in_one_process(ranks: Any, one_thread: None, name: str, layout: str)
 )
 def test_odd_calls(ranks: Any, one_thread: None, case: Case) -> None:
     assert_as_in_one_process(ranks, case, 4)
-
-
-@on_ranks(4)
-def test_a_mesh_with_two_axes_gives_the_degree() -> None:
-    layout = SequenceLayout.zigzag(97, 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
-    inputs = random_qkv(seqlen_q=97, nheads=4, nheads_kv=2, headdim=16)
-    q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def results(**options: Any) -> list[torch.Tensor]:
-        out, lse = ring_attention(*leaves, causal=True, layout=layout, return_lse=True, **options)
-        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
-
-    for name in ("hybrid", "double_ring"):
-        expected, got = (
-            results(strategy=strategy_of(name, 4)), results(strategy=name, group=mesh)
-        )  # fmt: skip
-        assert all(map(torch.equal, got, expected)), name
 
 
 # On a machine with a GPU the interpreter must be requested.
