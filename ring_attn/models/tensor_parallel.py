@@ -330,7 +330,7 @@ def _joined(
     whole = []
     for _, ranks in cut:
         same = [next(unused[rank]) for rank in ranks]
-        bits = [x.reshape(-1).view(torch.uint8) for x in same]  # NaN equals NaN
+        bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in same]  # NaN equals NaN
         if not all(torch.equal(bits[0], x) for x in bits):
             raise ValueError(
                 f"{name} has replicated parts that differ between ranks {[*ranks]}: sum their "

@@ -63,35 +63,36 @@ def at_multiples(layout: SequenceLayout, align: int) -> bool:
     return all(s.start % align == 0 for r in range(layout.world_size) for s in layout.segments(r))
 
 
-# -- by_area and by_cost
-
-
-@pytest.mark.parametrize("align", [1, 2, 5, 100])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_no_cuts_balance_the_area_better(mask: Mask, align: int) -> None:
-    work = mask.dense().sum(1).tolist()
-    places = [*range(0, mask.seqlen_q, align), mask.seqlen_q]
-    for world_size in (1, 2, 3, 4):
-        layout = by_area(mask, world_size, align=align)
-        assert (layout.seqlen, layout.world_size) == (mask.seqlen_q, world_size)
-        assert at_multiples(layout, align)
-        best = min(greatest(work, cuts) for cuts in every_cuts(mask.seqlen_q, world_size, places))
-        assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
-        assert max(layout.mask_area(mask)) == best
+# -- by_area, by_cost and by_separators
 
 
 @reproducible
-@given(st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8), st.integers(1, 4))
-@example([5e-324, 5e-324, 1e-300, 3e-310], 2)
-@example([1e300, 1.0, 1e-300, 1e300], 3)
-@example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2)  # float64 cannot hold 2^53 + 1
-@example([0.0, 0.1, 0.2, 0.3, 0.0], 4)
-@example([2**62, 2**62, 2**62, 1], 2)
-def test_no_cuts_balance_costs_better(costs: list[float], world_size: int) -> None:
-    layout = by_cost(costs, world_size)
-    work = [Fraction(cost) for cost in costs]
-    best = min(greatest(work, cuts) for cuts in every_cuts(len(work), world_size))
-    assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8), st.integers(1, 4),
+    st.sampled_from((1, 2, 5, 100)), st.sets(st.integers(0, 7)),
+)  # fmt: skip
+@example([5e-324, 5e-324, 1e-300, 3e-310], 2, 1, {1})
+@example([1e300, 1.0, 1e-300, 1e300], 3, 1, {0, 2})
+@example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2, 1, {2})  # float64 cannot hold 2^53 + 1
+@example([0.0, 0.1, 0.2, 0.3, 0.0], 4, 1, set())
+@example([2**62, 2**62, 2**62, 1], 2, 2, {1})
+def test_no_cuts_balance_better(
+    costs: list[float], world_size: int, align: int, ends: set[int]
+) -> None:
+    """Compares with all cuts at multiples of `align`, and with all cuts after separators."""
+    seqlen, work = len(costs), [Fraction(cost) for cost in costs]
+    ids = [int(position in ends) for position in range(seqlen)]
+    after = [0, *(n + 1 for n, one in enumerate(ids) if one), seqlen]
+    for layout, places in (
+        (by_cost(costs, world_size, align=align), [*range(0, seqlen, align), seqlen]),
+        (by_separators(ids, {1}, world_size, work=costs), after),
+    ):
+        assert (layout.seqlen, layout.world_size) == (seqlen, world_size)
+        cuts = list(layout.cuts or ())
+        assert set(cuts) <= set(places)
+        assert greatest(work, cuts) == min(
+            greatest(work, others) for others in every_cuts(seqlen, world_size, places)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, *DTYPES])
@@ -102,18 +103,33 @@ def test_costs_of_any_dtype(dtype: torch.dtype) -> None:
     assert balance_of(by_cost(cost, 3), cost) == Balance((9, 14, 8), (4, 2, 2))
 
 
+TOKENS = [7, 0, 7, 7, 2, 7, 0, 7]
+UNEVEN = [1] * 9 + [0] + [1] * 2
+
+
 @pytest.mark.parametrize(
-    ("costs", "world_size", "cuts"),
+    ("make", "cuts"),
     [
         # Without work the rows are shared; between work at both ends, the cut is in the middle.
-        ([0] * 12, 4, (0, 3, 6, 9, 12)),
-        ([1] + [0] * 8 + [1], 2, (0, 5, 10)),
+        (lambda: by_cost([0] * 12, 4), (0, 3, 6, 9, 12)),
+        (lambda: by_cost([1] + [0] * 8 + [1], 2), (0, 5, 10)),
         # A greedy walk to the limit would put 5 rows on rank 1, 1 on rank 2, and none on rank 3.
-        ([10, 2, 2, 2, 2, 2, 2], 4, (0, 1, 3, 5, 7)),
+        (lambda: by_cost([10, 2, 2, 2, 2, 2, 2], 4), (0, 1, 3, 5, 7)),
+        (lambda: by_separators(torch.tensor(TOKENS), [0, 2], 2), (0, 5, 8)),
+        (lambda: by_separators(TOKENS, [0, 2], 2, work=Mask(8, 8, True)), (0, 5, 8)),
+        (lambda: by_separators(TOKENS, (0,), 3, max_balance=2.0), (0, 2, 7, 8)),
+        (lambda: by_separators(UNEVEN, {0}, 2, max_balance=5 / 3), (0, 10, 12)),
+        (lambda: by_memory(1000, [0, 3 << 30, 1 << 30], 4096), (0, 0, 750, 1000)),
+        # Blocks of 128; the last rank takes the rest, or an earlier rank if that has no room.
+        (
+            lambda: by_memory(1000, [1 << 22, 1 << 22, 2 << 22], 4096, align=128),
+            (0, 256, 512, 1000),
+        ),
+        (lambda: by_memory(1000, [3 << 20, 3 << 20, 4096], 4096, align=128), (0, 512, 1000, 1000)),
     ],
 )
-def test_no_rank_is_left_empty(costs: list[int], world_size: int, cuts: tuple[int, ...]) -> None:
-    assert by_cost(costs, world_size).cuts == cuts
+def test_cuts_by_hand(make: Callable[[], SequenceLayout], cuts: tuple[int, ...]) -> None:
+    assert make().cuts == cuts
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "segments"])
@@ -128,6 +144,7 @@ def test_work_is_what_ranks_see(kind: str) -> None:
         work = tuple(int(mask.dense()[layout.position_ids(rank)].sum()) for rank in range(3))
         expected = Balance(work, layout.shard_lens)
         assert balance_of(layout, mask) == balance_of(layout, visible_keys(mask)) == expected
+        assert by_area(mask, 3, align=2) == by_cost(mask.dense().sum(1), 3, align=2)
         assert sum(work) or expected.of_work == 1.0
 
 
@@ -222,38 +239,6 @@ def test_a_million_tokens_on_thousands_of_ranks() -> None:
     assert costs[list(layout.cuts or ())].sum() < costs[list(balanced.cuts or ())].sum()
 
 
-# -- by_separators
-
-
-@reproducible
-@given(
-    st.lists(st.integers(0, 3), max_size=10), st.sets(st.integers(0, 3), min_size=1, max_size=2),
-    st.integers(1, 4), st.booleans(),
-)  # fmt: skip
-def test_boundaries_fall_after_separators(
-    ids: list[int], separators: set[int], world_size: int, with_mask: bool
-) -> None:
-    mask = Mask(len(ids), len(ids), causal=True)
-    layout = by_separators(ids, separators, world_size, work=mask if with_mask else None)
-    assert layout.seqlen == len(ids) and layout.cuts is not None
-    places = [0, *(n + 1 for n, one in enumerate(ids) if one in separators), len(ids)]
-    assert set(layout.cuts) <= set(places)
-    work = visible_keys(mask).tolist() if with_mask else [1] * len(ids)
-    best = min(greatest(work, cuts) for cuts in every_cuts(len(ids), world_size, places))
-    assert greatest(work, list(layout.cuts)) == best
-
-
-def test_separators_take_tensors_costs_and_a_limit() -> None:
-    ids = torch.tensor([7, 0, 7, 7, 2, 7, 0, 7], dtype=torch.int32)
-    assert by_separators(ids, [0, 2], 2).cuts == (0, 5, 8)
-    assert by_separators(ids, [0, 2], 2, work=[9, 1, 1, 1, 1, 1, 1, 1.0]).cuts == (0, 2, 8)
-    assert by_separators(ids, (0,), 3, max_balance=2.0).cuts == (0, 2, 7, 8)
-    uneven = [1] * 9 + [0] + [1] * 2
-    assert by_separators(uneven, {0}, 2, max_balance=5 / 3).cuts == (0, 10, 12)
-    with pytest.raises(ValueError, match=r"1\.2, .* 2 .* 1\.667"):
-        by_separators(uneven, {0}, 2, max_balance=1.2)
-
-
 # -- by_memory, least_world_size
 
 
@@ -285,20 +270,6 @@ def test_no_rank_holds_more_than_it_can(
             share = seqlen * one / sum(free)
             assert rows > share - 1
             assert rows < share + 1 or sum(room) < sum(free) / bytes_per_token
-
-
-@pytest.mark.parametrize(
-    ("free", "align", "lens"),
-    [
-        ([0, 3 << 30, 1 << 30], 1, (0, 750, 250)),
-        # Blocks of 128; the last rank takes the rest.
-        ([1 << 30, 1 << 30, 2 << 30], 128, (256, 256, 488)),
-        # A tail too long for the last rank goes to an earlier rank.
-        ([4096 * 768, 4096 * 768, 4096], 128, (512, 488, 0)),
-    ],
-)
-def test_memory_is_shared_in_proportion(free: list[int], align: int, lens: tuple[int, ...]) -> None:
-    assert by_memory(1000, free, 4096, align=align).shard_lens == lens
 
 
 @reproducible
@@ -399,6 +370,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: by_separators([1, 2], {1}, 2, work=Mask(3, 3)), "work|3|token_ids|2"),
     (lambda: by_documents([0, 4], 2, max_balance=0.9), "max_balance|1|0.9"),
     (lambda: by_separators([1], {1}, 2, max_balance=math.inf), "max_balance|inf"),
+    (lambda: by_separators(UNEVEN, {0}, 2, max_balance=1.2), "1.2| 2 |1.667"),
     (lambda: by_documents([1, 4], 2), "cu_seqlens|0|1"),
     (lambda: by_documents([0, 4, 3], 2), "cu_seqlens|4 then 3"),
     (lambda: by_documents([0, 4], 2, window_size=(1, -2)), "window_size|-1|-2"),

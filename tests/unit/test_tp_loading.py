@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import get_args
 
 import pytest
 import safetensors
@@ -22,7 +21,6 @@ from torch import Tensor
 from ring_attn.models.checkpoint import open_checkpoint
 from ring_attn.models.tensor_parallel import (
     Kind,
-    Order,
     TensorParallelConfig,
     load_tp_state_dict,
     shard_parameter,
@@ -51,11 +49,9 @@ def model_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
 
-def load(
-    source: Path, name: str, kind: Kind, config: TensorParallelConfig, order: Order = "out_in"
-) -> Tensor | None:
+def load(source: Path, name: str, kind: Kind, config: TensorParallelConfig) -> Tensor | None:
     with open_checkpoint(source) as tensors:
-        return shard_parameter(tensors[name], kind, config, order=order, name=name)
+        return shard_parameter(tensors[name], kind, config, name=name)
 
 
 def save_in_two(model: dict[str, Tensor], folder: Path) -> Path:
@@ -99,39 +95,6 @@ def test_a_model_from_files(where: str, tmp_path: Path) -> None:
         assert all(same_bits(got[name], x) for name, x in expected.items())
     got = load_tp_state_dict(source, CONFIG, otherwise="replicated", device="meta")
     assert {x.device.type for x in got.values()} == {"meta"}
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8,
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("order", get_args(Order))
-@pytest.mark.parametrize(("kv_heads", "tp_size"), [(6, 3), (2, 4)])
-def test_every_dtype_and_order(
-    kv_heads: int, tp_size: int, order: Order, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    config = replace(CONFIG, tp_size=tp_size, num_kv_heads=kv_heads)
-    sizes: dict[Kind, tuple[int, int]] = {
-        "k": (4 * kv_heads, 40),
-        "o": (40, 48),
-        "qkv": (48 + 8 * kv_heads, 40),
-        "grouped_qkv": (48 + 8 * kv_heads, 40),
-        "gate_up": (202, 40),
-        "down": (40, 101),
-        "column": (3, 7),  # the last of 4 ranks has nothing
-    }
-    shapes = {kind: size if order == "out_in" else size[::-1] for kind, size in sizes.items()}
-    model = {kind: torch.randn(shape).mul(50).to(dtype) for kind, shape in shapes.items()}
-    save_file(model, tmp_path / "x.safetensors")
-    plan: dict[str, Kind] = {kind: kind for kind in sizes}
-    for rank in range(tp_size):
-        one = replace(config, rank=rank)
-        got = load_tp_state_dict(tmp_path, one, plan, order=order)
-        for kind, expected in shard_state_dict(model, one, plan, order=order).items():
-            assert got[kind].shape == expected.shape and same_bits(got[kind], expected)
 
 
 def test_a_shard_outlives_its_file(tmp_path: Path) -> None:
