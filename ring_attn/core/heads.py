@@ -61,11 +61,6 @@ def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ..
     ranks, then the most equal sizes. So the q heads of one kv head stay together where that makes
     no rank's share larger.
     """
-    for name, value in (("nheads", nheads), ("nheads_kv", nheads_kv), ("degree", degree)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if nheads % nheads_kv:
-        raise ValueError(f"nheads must divide by nheads_kv, got {nheads} and {nheads_kv}")
     group = nheads // nheads_kv
     # With more ranks than heads, the last ranks have none.
     cuts = _cuts(nheads, group, min(nheads, degree)) + (nheads,) * (degree - nheads)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations_with_replacement, pairwise
 
-import pytest
-
 from ring_attn.core.heads import is_replicated, share_heads
 
 # (kv heads, q heads of each, ranks); primes, powers of 2, more ranks than heads.
@@ -71,16 +69,3 @@ def test_no_other_cuts_cost_less() -> None:
         found = tuple(share.num for share in shares)
         assert cost(found, group) == cheapest, (nheads_kv, group, degree, found)
         assert sum(max(len(share.runs) - 1, 0) for share in shares) == cheapest[0]
-
-
-@pytest.mark.parametrize(
-    ("heads", "message"),
-    [
-        ((4, 0, 1), "nheads_kv must be at least 1, got 0"),
-        ((4, 4, 0), "degree must be at least 1, got 0"),
-        ((4, 3, 2), "nheads must divide by nheads_kv, got 4 and 3"),
-    ],
-)
-def test_refused(heads: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        share_heads(*heads)

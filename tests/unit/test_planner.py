@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,12 @@ from ring_attn.strategies import ring
 from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
+from tests.unit.test_time import cluster as made_cluster
 
 MASKS = masks(61)
 
 
-def cluster(
-    *,
-    node_size: int = 64,
-    flops: float = 1e14,
-    latency: float = 0.0,
-    inside: float = 1e15,
-    between: float = 1e15,
-    memory: float = 0.0,
-) -> Cluster:
-    """Devices on which only pairs cost time, and links of given speeds in bytes/s."""
-    rate = devices.Rate(flops)
-    device = devices.Device("made", 1e15, rate, rate, 1e15, memory)
-    links = devices.Link("fast", latency, inside), devices.Link("slow", latency, between)
-    return Cluster(device, node_size, *links)
+cluster = partial(made_cluster, speed=1e14, node_size=64, inside=1e15, between=1e15)
 
 
 def plan(**options: Any) -> Choice:
@@ -84,7 +73,7 @@ OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     **{
         f"a slow link between nodes, {name}": (
             {**ZIGZAG, "strategies": ["ring", name], "cluster": SLOW_BETWEEN_NODES},
-            best, "zigzag", r"faster than ring, which waits .* for bytes \(slow between nodes",
+            best, "zigzag", r"faster than ring, which waits .* for bytes \(cable between nodes",
         )
         for name, best in (("hybrid", "hybrid 4 x ring"), ("double_ring", "double_ring 4"))
     },
@@ -269,7 +258,7 @@ def test_a_choice_simulates_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
 def test_the_cluster_is_that_of_the_file_or_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, path = cluster(flops=123e9), tmp_path / "machine.json"
+    mine, path = builtin_cluster("A100"), tmp_path / "machine.json"
     monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
     with pytest.raises(OSError, match=r"machine\.json"):
         find_cluster("cpu", 2)

@@ -45,15 +45,16 @@ def wire(steps: float) -> float:
 def cluster(
     *,
     speed: float = 1e9,
+    node_size: int = 4,
     inside: float = 1e9,
     between: float = 1e9,
     latency: float = 0.0,
     **options: Any,
 ) -> Cluster:
-    """A cluster with nodes of 4 ranks and infinite memory bandwidth."""
+    """A cluster with infinite memory bandwidth."""
     device = Device("toy", 2 * speed, Rate(speed), Rate(speed), inf)
     links = (Link("wire", latency, inside), Link("cable", latency, between))
-    return Cluster(device, 4, *links, **options)
+    return Cluster(device, node_size, *links, **options)
 
 
 def simulated(
