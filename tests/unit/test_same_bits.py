@@ -42,52 +42,42 @@ def named(kind: str, world_size: int = 4, seqlen: int = N) -> Layouts:
 
 
 EQUAL = named("contiguous")
-WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
+ENDS = (cut(UNIT, UNIT, 3 * UNIT, N),) * 2
+OFF = cut(UNIT, UNIT + 22)
+# Layouts, mask, backend, and the reason why the call has other bits than one process, if it has.
+CALLS: dict[str, tuple[Layouts, Mask, str, str]] = {
+    "causal": (EQUAL, CAUSAL, "triton", ""),
+    "causal window": (EQUAL, Mask(N, N, False, (-1, 0)), "triton", ""),
+    "one rank": (named("contiguous", 1, 61), Mask(61, 61, causal=True), "triton", ""),
+    "cuts": ((EQUAL[0], SequenceLayout.boundaries(range(0, N + 1, UNIT))), CAUSAL, "triton", ""),
+    "empty shards": (ENDS, CAUSAL, "triton", ""),
     "backend": (EQUAL, CAUSAL, "aten", "backend 'aten'"),
     "full": (EQUAL, Mask(N, N), "triton", "must be causal"),
     "left window": (EQUAL, Mask(N, N, True, (9, -1)), "triton", "without window"),
     "documents": (EQUAL, Mask(N, N, True, (-1, -1), (0, 30, N), (0, 30, N)), "triton", "documents"),
     "zigzag": (named("zigzag"), CAUSAL, "triton", "contiguous, got zigzag"),
     "boundaries": ((cut(UNIT), cut(2 * UNIT)), CAUSAL, "triton", "one layout"),
-    "unit": (
-        (cut(UNIT, UNIT + 22),) * 2,
-        CAUSAL,
-        "triton",
-        f"of {UNIT}, one's start at {UNIT + 22}",
-    ),
+    "unit": ((OFF, OFF), CAUSAL, "triton", f"of {UNIT}, one's start at {UNIT + 22}"),
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
-def test_why_not(name: str) -> None:
-    layouts, mask, backend, reason = WITHOUT[name]
+@pytest.mark.parametrize("name", CALLS)
+def test_on_where_it_can_be_had_and_why_not(name: str) -> None:
+    layouts, mask, backend, reason = CALLS[name]
     assert backends.get_backend(backend).in_order == (backend == "triton")
-    make = partial(make_call, Strategy(), FEW_KV_HEADS, layouts, mask, 0, backend=backend)
-    with refused(NotImplementedError, f"same_bits=True|{reason}"):
-        make(same_bits=True)
-    for same_bits in (None, False):
-        assert says(str(why_not_same_bits(make(same_bits=same_bits))), reason)
-
-
-@pytest.mark.parametrize(
-    ("layouts", "mask"),
-    [
-        (EQUAL, CAUSAL),
-        (EQUAL, Mask(N, N, False, (-1, 0))),
-        (named("contiguous", 1, 61), Mask(61, 61, causal=True)),
-        ((EQUAL[0], SequenceLayout.boundaries(range(0, N + 1, UNIT))), CAUSAL),
-        ((cut(UNIT, UNIT, 3 * UNIT, N),) * 2, CAUSAL),
-    ],
-    ids=str,
-)
-def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
-    args = (Strategy(), MANY_KV_HEADS, layouts, mask, 0)
+    make = partial(make_call, Strategy(), MANY_KV_HEADS, layouts, mask, 0, backend=backend)
+    off = make(same_bits=False)
+    assert why_not_same_bits(off) is not None
+    if reason:
+        with refused(NotImplementedError, f"same_bits=True|{reason}"):
+            make(same_bits=True)
+        for call in (off, make(same_bits=None)):
+            assert says(str(why_not_same_bits(call)), reason)
+        return
     for same_bits in (None, True):
-        call = make_call(*args, backend="triton", same_bits=same_bits)
+        call = make(same_bits=same_bits)
         assert why_not_same_bits(call) is None and choose_gradients(call) == ("kv", True)
-    call = make_call(*args, backend="triton", same_bits=False)
-    assert why_not_same_bits(call) is not None
-    assert layouts != EQUAL or choose_gradients(call)[0] == "q"
+    assert layouts != EQUAL or choose_gradients(off)[0] == "q"
 
 
 @pytest.mark.parametrize(

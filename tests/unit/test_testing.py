@@ -114,19 +114,21 @@ def test_large_logits_that_round_otherwise_in_the_backward_hold(
 # -- defects
 
 
+Defect = Callable[[Inputs, Mask, Expected], Expected]
+
+
 def ten_bits(x: Tensor) -> Tensor:
     """Truncates float32 as TF32 tensor cores do."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def at(right: Expected, name: str, dim: int, index: int, value: float) -> Expected:
-    """A result with a wrong value at one index of a dim."""
-    wrong = getattr(right, name).index_fill(dim, torch.tensor([index]), value)
-    return replace(right, **{name: wrong})
+def wrong_at(name: str, dim: int, index: int, value: float) -> Defect:
+    """A wrong value at one index of a dim."""
+    where = torch.tensor([index])
+    return lambda i, m, y: replace(y, **{name: getattr(y, name).index_fill(dim, where, value)})
 
 
 BOTH: dict[str, Any] = {"softcap": 2.0, "sinks": random_sinks(4, seed=1)}
-Defect = Callable[[Inputs, Mask, Expected], Expected]
 # Scores, the defect, and the results in which it must be detected.
 DEFECTS: dict[str, tuple[dict[str, Any], Defect, set[str]]] = {
     "nothing": (BOTH, lambda i, m, y: y, set()),
@@ -138,7 +140,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], Defect, set[str]]] = {
     "a key too few": ({}, lambda i, m, _: rounded(i, m & window(m.seqlen_q, 31)), set(RESULTS)),
     "lse in base 2": ({}, lambda i, m, y: replace(y, lse=y.lse / math.log(2.0)), {"lse"}),
     "out in bfloat16": ({}, lambda i, m, y: replace(y, out=y.out.bfloat16().float()), {"out"}),
-    "one NaN": ({}, lambda i, m, y: at(y, "dv", 1, 3, math.nan), {"dv"}),
+    "one NaN": ({}, wrong_at("dv", 1, 3, math.nan), {"dv"}),
     "a head's gradient left out": (
         {},
         lambda i, m, y: replace(y, dk=rounded(i._replace(dout=without_head_0(i.dout)), m).dk),
@@ -150,16 +152,13 @@ DEFECTS: dict[str, tuple[dict[str, Any], Defect, set[str]]] = {
         lambda i, m, y: replace(rounded(i, m, softcap=2.0), dsinks=y.dsinks),
         set(RESULTS),
     ),
-    "a sink without its gradient": (BOTH, lambda i, m, y: at(y, "dsinks", 0, 2, 0.0), {"dsinks"}),
-    "gradient of a sink without weight": (
-        BOTH,
-        lambda i, m, y: at(y, "dsinks", 0, 0, 1e-30),
-        {"dsinks"},
-    ),
-    "an empty row's dq that is not 0": ({}, lambda i, m, y: at(y, "dq", 1, 0, 1e-38), {"dq"}),
-    "an empty row's lse that is 0": ({}, lambda i, m, y: at(y, "lse", 2, 0, 0.0), {"lse"}),
-    "an empty row's lse of NaN": ({}, lambda i, m, y: at(y, "lse", 2, 0, math.nan), {"lse"}),
-    "an empty row's lse of -3e38": ({}, lambda i, m, y: at(y, "lse", 2, 0, -3e38), {"lse"}),
+    "a sink without its gradient": (BOTH, wrong_at("dsinks", 0, 2, 0.0), {"dsinks"}),
+    "gradient of a sink without weight": (BOTH, wrong_at("dsinks", 0, 0, 1e-30), {"dsinks"}),
+    "an empty row's dq that is not 0": ({}, wrong_at("dq", 1, 0, 1e-38), {"dq"}),
+    **{
+        f"an empty row's lse of {value}": ({}, wrong_at("lse", 2, 0, value), {"lse"})
+        for value in (0.0, math.nan, -3e38)
+    },
 }
 
 
