@@ -202,10 +202,11 @@ def test_verify_sees_a_wrong_rank_and_an_error() -> None:
         assert text is not None and "rank 0" in text and "made to fail" in text
 
 
-def rank_and_threads() -> tuple[int, int, int]:
+def facts_of_rank() -> tuple[int, int, int, str]:
     for part in range(3):
         launch.send_part((dist.get_rank(), part))
-    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+    order = os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), order
 
 
 def fail_in_rank_1(signum: int) -> None:
@@ -220,11 +221,17 @@ def fail_in_rank_1(signum: int) -> None:
 def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Launches keep their order unless the environment says otherwise."""
     monkeypatch.undo()  # in spawned processes, as outside of tests
-    parts: list[tuple[int, int]] = []
-    results = run_ranks(rank_and_threads, 2, threads=1, device="cpu", on_part=parts.append)
-    assert results == [(0, 2, 1), (1, 2, 1)]
-    assert parts == [(0, 0), (0, 1), (0, 2)]
+    for told, order in ((None, "1"), ("0", "0")):
+        if told is None:
+            monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+        else:
+            monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", told)
+        parts: list[tuple[int, int]] = []
+        results = run_ranks(facts_of_rank, 2, threads=1, device="cpu", on_part=parts.append)
+        assert results == [(0, 2, 1, order), (1, 2, 1, order)]
+        assert parts == [(0, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.dist
@@ -241,20 +248,6 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
     assert done.stdout == "True\n", done.stderr
 
 
-def launch_order() -> str:
-    return os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
-
-
-@pytest.mark.dist
-def test_run_ranks_keeps_the_order_of_launches_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    assert run_ranks(launch_order, 1, threads=1, device="cpu") == ["1"]
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
-    assert run_ranks(launch_order, 1, threads=1, device="cpu") == ["0"]
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(("signum", "text"), [(0, "of rank 1 is wrong"), (15, "ended by SIGTERM")])
 def test_run_ranks_tells_which_rank_failed(signum: int, text: str) -> None:
@@ -264,13 +257,13 @@ def test_run_ranks_tells_which_rank_failed(signum: int, text: str) -> None:
 
 def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="nproc must be at least 1"):
-        run_ranks(rank_and_threads, 0)
+        run_ranks(facts_of_rank, 0)
     with pytest.raises(ValueError, match="device must be one of"):
-        run_ranks(rank_and_threads, 1, device="tpu")
+        run_ranks(facts_of_rank, 1, device="tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="need as many GPUs"):
-        run_ranks(rank_and_threads, 2, device="cuda")
+        run_ranks(facts_of_rank, 2, device="cuda")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="torchrun started 2 ranks, but 3"):
-        run_ranks(rank_and_threads, 3)
+        run_ranks(facts_of_rank, 3)

@@ -283,13 +283,10 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
     [
         ({"seqlen": 0}, "seqlen must be at least 1, got 0"),
         ({"nheads": 6, "nheads_kv": 4}, "multiple of nheads_kv, got 6 and 4"),
-        ({"layout": "spiral"}, "layout must be 'auto', one of .* got 'spiral'"),
         ({"layout": SequenceLayout.zigzag(8, 2)}, "layout of q must be over 16384"),
         ({"strategies": ["spiral"]}, "strategies must be one of .* got 'spiral'"),
         ({"strategies": []}, "none was asked for"),
         ({"strategies": ["hybrid"], "world_size": 7}, "no degree for 7 ranks"),
-        ({"effort": "some"}, "effort must be one of"),
-        ({"backend": "spiral"}, "backend must be 'auto' or one of"),
         ({"cu_seqlens": [0, 16385]}, "must end at most at the global length 16384"),
     ],
 )  # fmt: skip
