@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from zipfile import ZipFile
 
-import pytest
-
 from tests.abi import VERSIONS, Name, Wheels, communicator_names, private_names, used, variables
 
 ROWS = Path(__file__).parents[2] / "bench" / "results" / "abi.json"
@@ -48,9 +46,7 @@ def make(x: Any) -> Any:
     ]
 
 
-@pytest.fixture
-def wheels(tmp_path: Path) -> Wheels:
-    """Small stand-ins for wheels."""
+def small_wheels(tmp_path: Path) -> Wheels:
     paths = tmp_path / "torch.whl", tmp_path / "nccl.whl"
     stub = """
 class ProcessGroupNCCL:
@@ -85,7 +81,8 @@ SOUGHT = [
 ]
 
 
-def test_what_is_there_is_found_and_nothing_else(wheels: Wheels) -> None:
+def test_what_is_there_is_found_and_nothing_else(tmp_path: Path) -> None:
+    wheels = small_wheels(tmp_path)
     for kind, there, missing in SOUGHT:
         assert wheels.where(Name(kind, there)) is not None
         assert wheels.where(Name(kind, missing)) is None

@@ -118,29 +118,22 @@ def test_flops_count_each_headdim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "local_len", "start", "end", "saving", "steps"),
+    ("given", "local_len", "start", "end", "saving", "steps", "nbytes"),
     [
-        ((0, 2, 2048, 1024, 16), 1024, 0, 1024, 0.5, 1),
-        ((2, 4, 8192, 1024, 16), 2048, 4096, 6144, 0.75, 3),
-        ((0, 1, 100, 64, 4), 100, 0, 100, 0.0, 0),
+        # 24 blocks send 50331648 bytes, with head_dim 64, 4 kv heads and 4-byte items.
+        ((0, 2, 2048, 1024, 16), 1024, 0, 1024, 0.5, 1, 50331648 // 24),
+        ((2, 4, 8192, 1024, 16), 2048, 4096, 6144, 0.75, 3, 3 * 2 * 2048 * 64 * 4 * 4),
+        ((0, 1, 100, 64, 4), 100, 0, 100, 0.0, 0, 0),
     ],
 )
 def test_vectors(
-    given: tuple[int, ...], local_len: int, start: int, end: int, saving: float, steps: int
-) -> None:
+    given: tuple[int, ...], local_len: int, start: int, end: int, saving: float, steps: int,
+    nbytes: int,
+) -> None:  # fmt: skip
     rank, world_size, seqlen, hidden_size, nheads = given
     layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)
     (segment,) = layout.segments(rank)
     assert (segment.start, segment.start + segment.length) == (start, end)
     assert layout.shard_len(rank) == local_len and 1 - local_len / seqlen == saving
-    spec = spec_of(nheads=nheads, nheads_kv=nheads, headdim=hidden_size // nheads)
-    assert sent(spec, (layout, layout), mask, rank, backward=False).messages == steps
-
-
-def test_bytes_of_a_send_and_in_all() -> None:
-    """Local 1024, head_dim 64, 4 kv heads, P = 2, 24 blocks, 4-byte items."""
-    mask = Mask(2048, 2048)
-    args = (spec_of(torch.float32, 16, 4), layouts_of("contiguous", mask, 2), mask)
-    send = 2 * 1024 * 64 * 4 * 4
-    assert [sent(*args, rank, backward=False) for rank in range(2)] == [Sent(send, 1)] * 2
-    assert 24 * send == 50331648
+    spec = spec_of(torch.float32, nheads, nheads // 4, hidden_size // nheads)
+    assert sent(spec, (layout, layout), mask, rank, backward=False) == Sent(nbytes, steps)
