@@ -1,8 +1,8 @@
 """Numbers of a call: bytes by hand, the cheaper side travels, a rank's share of the sequence."""
 
 import math
+from functools import partial
 from itertools import cycle, product
-from typing import Any
 
 import pytest
 import torch
@@ -12,60 +12,50 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import choose_traveller, flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Traveller
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.strategies.registry import program_of
-from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
+from ring_attn.testing import LAYOUTS, Sent
+from tests.unit.test_programs import MASKS, calls_of, spec_of
 
-MASKS = masks(61)
-
-
-def spec_of(
-    dtype: torch.dtype = torch.bfloat16, nheads: int = 8, nheads_kv: int = 8, headdim: int = 64
-) -> AttentionSpec:
-    return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, headdim, headdim)
+TRAVELLERS: tuple[Traveller, ...] = ("q", "kv")
 
 
-def sent(
-    spec: AttentionSpec, layouts: Layouts, mask: Mask, rank: int, gradients: Any = None,
-    *, backward: bool, strategy: Strategy | None = None,
-) -> Sent:  # fmt: skip
-    """Bytes and messages that a rank sends in one direction."""
-    strategy = strategy or Strategy()
-    call = Call(spec, layouts, mask, rank, strategy, 0.5, "reference", gradients=gradients)
-    program = program_of(call, backward=backward)
-    return Sent(bytes_sent(program), num_messages(program))
+def sent(calls: list[Call], *, backward: bool = False) -> list[Sent]:
+    """Bytes and messages that each rank sends in one direction."""
+    programs = [program_of(call, backward=backward) for call in calls]
+    return [Sent(bytes_sent(program), num_messages(program)) for program in programs]
 
 
 def test_bytes_of_a_ring_step_by_step() -> None:
-    mask = Mask(96, 96, causal=True)
-    args = (spec_of(nheads_kv=2), layouts_of("zigzag", mask, 3), mask, 1)
+    spec = spec_of(8, 2, torch.bfloat16, 64, 64)
+    calls = partial(calls_of, Strategy(), Mask(96, 96, causal=True), "zigzag", 3, spec)
     kv, grad = 2 * 64 * 2 * 2, 2 * 64 * 2 * 4
     # Rank 1 sends its own 32 rows, then the needed half of rank 0's; in the backward it returns the
     # gradients of that half and then of rank 2's rows.
-    assert sent(*args, backward=False) == Sent((32 + 16) * kv, 2)
-    backward = sent(*args, ("kv", False), backward=True)
+    assert sent(calls())[1] == Sent((32 + 16) * kv, 2)
+    backward = sent(calls(("kv", False)), backward=True)[1]
     assert backward == Sent((32 + 16) * kv + (16 + 32) * grad, 4)
     # In order, the gradients of rank 1's own 32 rows add a message.
-    backward = sent(*args, ("kv", True), backward=True)
+    backward = sent(calls(("kv", True)), backward=True)[1]
     assert backward == Sent((32 + 16) * kv + (32 + 16 + 32) * grad, 5)
     q, dq = 8 * (2 * 64 * 2 + 2 * 4), 8 * 64 * 4
-    backward = sent(*args, ("q", False), backward=True)
+    backward = sent(calls(("q", False)), backward=True)[1]
     assert backward.nbytes == (32 + 16) * q + (16 + 32) * dq
 
 
 def test_bytes_of_ulysses() -> None:
-    mask = Mask(64, 64)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        args = (spec_of(dtype, 8, 4, 32), layouts_of("contiguous", mask, 4), mask, 1)
+        spec = spec_of(8, 4, dtype, 32, 32)
+        calls = calls_of(Strategy(ulysses_degree=4), Mask(64, 64), "contiguous", 4, spec)
         rows = 3 * 16  # three other ranks each get a quarter of the heads
         there, back = rows * (2 + 1 + 1) * 32 * size, rows * 2 * (32 * size + 4)
-        ulysses = Strategy(ulysses_degree=4)
-        assert sent(*args, backward=False, strategy=ulysses).nbytes == there + back
+        assert sent(calls)[1].nbytes == there + back
         # dout there; dq, dk and dv back, rounded.
-        backward = sent(*args, backward=True, strategy=ulysses)
-        assert backward == Sent(rows * (2 + 2 + 1 + 1) * 32 * size, 2)
+        backward = Sent(rows * (2 + 2 + 1 + 1) * 32 * size, 2)
+        assert sent(calls, backward=True)[1] == backward
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -75,17 +65,14 @@ def test_the_side_with_fewer_bytes_travels(dtype: torch.dtype, kind: str) -> Non
     chosen = set()
     sizes = cycle(product((1, 2, 3), (8, 32, 128), (1, 2, 4, 8)))
     for mask, world_size in product(MASKS.values(), (1, 2, 6)):
-        layouts = layouts_of(kind, mask, world_size)
         degree, headdim, nheads_kv = next(sizes)
-        spec = spec_of(dtype, 8, nheads_kv, headdim)
+        spec = spec_of(8, nheads_kv, dtype, headdim, headdim)
         strategy = Strategy(inner_degree=math.gcd(degree, world_size))
-        nbytes = {
-            side: sum(
-                sent(spec, layouts, mask, rank, (side, False), backward=True, strategy=strategy)[0]
-                for rank in range(world_size)
-            )
-            for side in ("q", "kv")
-        }
+        nbytes = {}
+        for side in TRAVELLERS:
+            calls = calls_of(strategy, mask, kind, world_size, spec, (side, False))
+            nbytes[side] = sum(one.nbytes for one in sent(calls, backward=True))
+        layouts = calls[0].layouts
         travels = choose_traveller(spec, *layouts, mask)
         assert travels == ("q" if nbytes["q"] < nbytes["kv"] else "kv"), (spec, layouts, mask)
         chosen.add(travels)
@@ -135,5 +122,7 @@ def test_vectors(
     (segment,) = layout.segments(rank)
     assert (segment.start, segment.start + segment.length) == (start, end)
     assert layout.shard_len(rank) == local_len and 1 - local_len / seqlen == saving
-    spec = spec_of(torch.float32, nheads, nheads // 4, hidden_size // nheads)
-    assert sent(spec, (layout, layout), mask, rank, backward=False) == Sent(nbytes, steps)
+    headdim = hidden_size // nheads
+    spec = spec_of(nheads, nheads // 4, torch.float32, headdim, headdim)
+    calls = calls_of(Strategy(), mask, "contiguous", world_size, spec)
+    assert sent(calls)[rank] == Sent(nbytes, steps)

@@ -49,9 +49,10 @@ def strategies(world_size: int) -> list[Strategy]:
 
 
 def spec_of(
-    nheads: int = 4, nheads_kv: int = 2, dtype: torch.dtype = torch.float32
-) -> AttentionSpec:
-    return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, 8, 12)
+    nheads: int = 4, nheads_kv: int = 2, dtype: torch.dtype = torch.float32,
+    headdim: int = 8, headdim_v: int = 12,
+) -> AttentionSpec:  # fmt: skip
+    return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, headdim, headdim_v)
 
 
 def calls_of(

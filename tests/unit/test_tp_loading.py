@@ -27,26 +27,15 @@ from ring_attn.models.tensor_parallel import (
     shard_state_dict,
 )
 from tests.bounds import same_bits
+from tests.unit.test_tensor_parallel import config_of, layer_of
 
-CONFIG = TensorParallelConfig(1, 3, 40, 101, num_heads=12, num_kv_heads=6, headdim=4)
-SHAPES: dict[str, tuple[int, ...]] = {
-    "model.embed_tokens.weight": (17, 40),
-    "model.layers.0.self_attn.q_proj.weight": (48, 40),
-    "model.layers.0.self_attn.q_proj.bias": (48,),
-    "model.layers.0.self_attn.k_proj.weight": (24, 40),
-    "model.layers.0.self_attn.v_proj.weight": (24, 40),
-    "model.layers.0.self_attn.o_proj.weight": (40, 48),
-    "model.layers.0.self_attn.o_proj.bias": (40,),
-    "model.layers.0.mlp.gate_up_proj.weight": (202, 40),
-    "model.layers.0.mlp.down_proj.weight": (40, 101),
-    "model.norm.weight": (40,),
-    "model.scale": (),
-}
+CONFIG = config_of(3, 6, rank=1)
 
 
-def model_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def model_of() -> dict[str, Tensor]:
+    """A block in bfloat16, and a tensor without dims."""
     torch.manual_seed(0)
-    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+    return {name: x.bfloat16() for name, x in (layer_of(6) | {"scale": torch.randn(())}).items()}
 
 
 def load(source: Path, name: str, kind: Kind, config: TensorParallelConfig) -> Tensor | None:
@@ -201,7 +190,7 @@ def wrong_file(folder: Path) -> Path:
     """An index that lists every tensor in the second file."""
     index = save_in_two(model_of(), folder)
     file = "model-00002-of-00002.safetensors"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(SHAPES, file)}))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(model_of(), file)}))
     return index
 
 
@@ -279,7 +268,7 @@ def index_of(file: object) -> Callable[[Path], Path]:
         (index_of("sub/w.safetensors"), ValueError, "'sub/w.safetensors'.* beside"),
         (index_of(["w"]), ValueError, r"\['w'\]"),
         (index_of("\0.safetensors"), ValueError, "i.json"),
-        (wrong_file, ValueError, "model.embed_tokens.weight .*00002-of-00002.safetensors"),
+        (wrong_file, ValueError, "self_attn.q_proj.weight .*00002-of-00002.safetensors"),
         (lambda folder: 3, TypeError, "int"),
     ],
 )
