@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -121,28 +122,6 @@ def test_shards_of_matrices_stored_in_out(
     assert tuple(part.flatten().tolist() for part in parts) == expected
 
 
-SIZES = {"rank": 0, "tp_size": 4, "hidden_size": 1024, "intermediate_size": 4096}
-SIZES |= {"num_heads": 16, "num_kv_heads": 4}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tp_size": 3}, "num_heads|16|3"),
-        ({"rank": 4}, "rank|4 of 4"),
-        ({"rank": -1}, "rank|0|-1"),
-        ({"tp_size": 0}, "tp_size|1|0"),
-        ({"num_kv_heads": 3}, "num_heads|num_kv_heads|16|3"),
-        ({"hidden_size": 1000}, "hidden_size|num_heads|1000|16"),
-        ({"headdim": 0}, "headdim|1|0"),
-        ({"num_heads": 24, "num_kv_heads": 6, "hidden_size": 1200}, "num_kv_heads|tp_size|6|4"),
-    ],
-)
-def test_sizes_that_do_not_fit(change: dict[str, int], words: str) -> None:
-    with refused(ValueError, words):
-        TensorParallelConfig(**SIZES | change)
-
-
 # -- shards of every kind, against positions from the order of the heads
 
 
@@ -218,30 +197,45 @@ def test_parts_of_one_number() -> None:
     assert torch.equal(joined(parts_of(number, "replicated", config), "replicated", config), number)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "order", "words"),
-    [
-        ("q", (47, 40), "out_in", "tp_size=4|num_heads=12|headdim=4|(48, 40)"),
-        ("q", (48, 41), "out_in", "hidden_size=40|(48, 40)|(48, 41)"),
-        ("q", (48, 40), "in_out", "(40, 48)|(48, 40)|'in_out'"),
-        ("o", (48, 40), "out_in", "(40, 48)|(48, 40)|'out_in'"),
-        ("k", (20, 40), "out_in", "num_kv_heads=4|headdim=4|(16, 40)"),
-        ("down", (40, 100), "out_in", "intermediate_size=5|(40, 5)"),
-        ("gate_up", (5, 40), "out_in", "intermediate_size=5|(10, 40)"),
-        ("down", (41,), "out_in", "hidden_size=40|(40,)"),
-        ("heads", (13,), "out_in", "num_heads=12|(12,)"),
-        ("heads", (12, 3), "out_in", "[1] dims|(12, 3)"),
-        ("up", (2, 5, 40), "out_in", "[1, 2] dims|(2, 5, 40)"),
-        ("up", (), "out_in", "[1, 2] dims|()"),
-        ("attention", (3, 3), "out_in", "kind|'attention'"),
-        ("up", (5, 40), "oi", "order|'oi'"),
-    ],
-)
-def test_a_shape_that_does_not_fit(
-    kind: Kind, shape: tuple[int, ...], order: Order, words: str
-) -> None:
+def sized(**change: int) -> TensorParallelConfig:
+    sizes = {"rank": 0, "tp_size": 4, "hidden_size": 1024, "intermediate_size": 4096}
+    return TensorParallelConfig(**sizes | {"num_heads": 16, "num_kv_heads": 4} | change)
+
+
+def shard(kind: Any, shape: tuple[int, ...], **order: Any) -> Tensor | None:
+    return shard_parameter(torch.zeros(shape), kind, config_of(4, 4), **order)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: sized(tp_size=3), "num_heads|16|3"),
+    (lambda: sized(rank=4), "rank|4 of 4"),
+    (lambda: sized(rank=-1), "rank|0|-1"),
+    (lambda: sized(tp_size=0), "tp_size|1|0"),
+    (lambda: sized(num_kv_heads=3), "num_heads|num_kv_heads|16|3"),
+    (lambda: sized(hidden_size=1000), "hidden_size|num_heads|1000|16"),
+    (lambda: sized(headdim=0), "headdim|1|0"),
+    (lambda: sized(num_heads=24, num_kv_heads=6, hidden_size=1200), "num_kv_heads|tp_size|6|4"),
+    (lambda: shard("q", (47, 40)), "tp_size=4|num_heads=12|headdim=4|(48, 40)"),
+    (lambda: shard("q", (48, 41)), "hidden_size=40|(48, 40)|(48, 41)"),
+    (lambda: shard("q", (48, 40), order="in_out"), "(40, 48)|(48, 40)|'in_out'"),
+    (lambda: shard("o", (48, 40)), "(40, 48)|(48, 40)|'out_in'"),
+    (lambda: shard("k", (20, 40)), "num_kv_heads=4|headdim=4|(16, 40)"),
+    (lambda: shard("down", (40, 100)), "intermediate_size=5|(40, 5)"),
+    (lambda: shard("gate_up", (5, 40)), "intermediate_size=5|(10, 40)"),
+    (lambda: shard("down", (41,)), "hidden_size=40|(40,)"),
+    (lambda: shard("heads", (13,)), "num_heads=12|(12,)"),
+    (lambda: shard("heads", (12, 3)), "[1] dims|(12, 3)"),
+    (lambda: shard("up", (2, 5, 40)), "[1, 2] dims|(2, 5, 40)"),
+    (lambda: shard("up", ()), "[1, 2] dims|()"),
+    (lambda: shard("attention", (3, 3)), "kind|'attention'"),
+    (lambda: shard("up", (5, 40), order="oi"), "order|'oi'"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_what_does_not_fit_is_refused(make: Callable[[], object], words: str) -> None:
     with refused(ValueError, words):
-        shard_parameter(torch.zeros(shape), kind, config_of(4, 4), order=order)
+        make()
 
 
 def drifted(kind: Kind) -> list[Tensor]:
