@@ -13,20 +13,11 @@ from ring_attn.core.sizes import choose_traveller, flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
-from ring_attn.machines.count import bytes_sent, num_messages
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.q_exchange import exchanged_layout
-from ring_attn.strategies.registry import program_of
 from ring_attn.testing import LAYOUTS, Sent
-from tests.unit.test_programs import MASKS, calls_of, spec_of
+from tests.unit.test_programs import MASKS, calls_of, sent, spec_of
 
 TRAVELLERS: tuple[Traveller, ...] = ("q", "kv")
-
-
-def sent(calls: list[Call], *, backward: bool = False) -> list[Sent]:
-    """Bytes and messages that each rank sends in one direction."""
-    programs = [program_of(call, backward=backward) for call in calls]
-    return [Sent(bytes_sent(program), num_messages(program)) for program in programs]
 
 
 def test_bytes_of_a_ring_step_by_step() -> None:

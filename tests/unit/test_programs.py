@@ -25,7 +25,7 @@ from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.machines.draw import draw
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
-from ring_attn.testing import LAYOUTS, layouts_of, masks
+from ring_attn.testing import LAYOUTS, Sent, layouts_of, masks
 
 MASKS = masks(61)
 ORDERS: tuple[tuple[Traveller, bool] | None, ...] = (
@@ -76,6 +76,12 @@ def calls_of(
     return [replace(call, gradients=gradients) for call in calls]
 
 
+def sent(calls: list[Call], *, backward: bool = False) -> list[Sent]:
+    """Bytes and messages that each rank sends in one direction."""
+    programs = [program_of(call, backward=backward) for call in calls]
+    return [Sent(bytes_sent(program), num_messages(program)) for program in programs]
+
+
 def every_call(world_size: int) -> Iterator[list[Call]]:
     """Calls of every strategy, layout and mask, with heads and dtypes in turn."""
     for strategy, layout in product(strategies(world_size), LAYOUTS):
@@ -106,16 +112,15 @@ def test_no_program_has_a_fault_and_all_ranks_at_once_are_each(world_size: int) 
 def assert_schedule_is_that_of_each(calls: list[Call], *, backward: bool) -> None:
     """Compares bytes, messages and FLOPs of all ranks with those of each rank's program."""
     schedule, spec = schedule_of(calls[0], backward=backward), calls[0].spec
-    programs = [program_of(call, backward=backward) for call in calls]
-    assert schedule.bytes_sent.tolist() == [bytes_sent(program) for program in programs]
-    assert schedule.messages.tolist() == [num_messages(program) for program in programs]
+    both = zip(schedule.bytes_sent.tolist(), schedule.messages.tolist(), strict=True)
+    assert [*both] == sent(calls, backward=backward)
     shares = {"attended": 1.0}
     if backward:
         shares = {"differentiated by q": SHARE_OF_DQ, "differentiated by k and v": 1 - SHARE_OF_DQ}
     expected = []
-    for program in programs:
+    for call in calls:
         passes: Counter[str] = Counter()
-        _add_work(program, spec, passes)
+        _add_work(program_of(call, backward=backward), spec, passes)
         pairs = sum(share * passes[name] for name, share in shares.items())
         expected.append(flops(1, spec, backward=backward) / spec.nheads * pairs)
     works = [work for phase in schedule.phases for work in phase.computes]

@@ -6,7 +6,7 @@ memory starts as NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -20,7 +20,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.machines import run
-from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, make_call, program_of
 from ring_attn.testing import (
@@ -30,7 +29,6 @@ from ring_attn.testing import (
     Case,
     Expected,
     Heads,
-    Sent,
     expected,
     masks,
     put_together,
@@ -39,6 +37,7 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.refusals import refused
+from tests.unit.test_programs import sent
 
 RING, GATHER = Strategy(), Strategy("all_gather")
 # World sizes and strategy of each name.
@@ -95,10 +94,10 @@ def assert_holds(case: Case, world_size: int) -> AllRanks:
     return assert_ran(run_all_ranks(case, world_size), calls_of(case, world_size))
 
 
-def assert_ran(ran: AllRanks, calls: Sequence[Call]) -> AllRanks:
+def assert_ran(ran: AllRanks, calls: list[Call]) -> AllRanks:
     assert not ran.failures
-    for call, sent in zip(calls, ran.sent, strict=True):
-        assert sent == (counted(call, backward=False), counted(call, backward=True))
+    counted = zip(sent(calls), sent(calls, backward=True), strict=True)
+    assert [*ran.sent] == [*counted]
     return ran
 
 
@@ -108,12 +107,6 @@ def calls_of(case: Case, world_size: int) -> list[Any]:
     strategy = resolve_strategy(case.build_strategy(world_size), world_size)
     args = (strategy, spec, case.build_layouts(world_size), case.build_mask())
     return [make_call(*args, rank, backend=case.backend) for rank in range(world_size)]
-
-
-def counted(call: Call, *, backward: bool) -> Sent:
-    """Counts what a program sends in one direction."""
-    program = program_of(call, backward=backward)
-    return Sent(bytes_sent(program), num_messages(program))
 
 
 # -- every strategy, layout and mask

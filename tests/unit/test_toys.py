@@ -20,7 +20,7 @@ from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Grid
 from ring_attn.machines.actions import schedule_of
 from ring_attn.machines.check import check_calls
-from ring_attn.machines.count import bytes_sent, num_messages, peak_bytes
+from ring_attn.machines.count import peak_bytes
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.planning.devices import builtin_cluster
@@ -37,7 +37,7 @@ from ring_attn.strategies.base import (
 )
 from ring_attn.strategies.registry import program_of
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
-from tests.unit.test_programs import calls_of
+from tests.unit.test_programs import assert_schedule_is_that_of_each, calls_of, sent
 
 
 def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> ops.Program:
@@ -137,12 +137,12 @@ def test_checked_counted_timed_and_drawn(backward: bool) -> None:
     for mask in (Mask(96, 96, causal=True), chunked(96, 20)):
         calls = calls_of(Strategy("star"), mask, "zigzag", 4)
         assert check_calls(calls, backward=backward) == []
+        assert {one.messages for one in sent(calls, backward=backward)} == {6 if backward else 3}
+        assert_schedule_is_that_of_each(calls, backward=backward)
         schedule = schedule_of(calls[0], backward=backward)
-        for rank, call in enumerate(calls):
-            program = program_of(call, backward=backward)
-            assert num_messages(program) == (6 if backward else 3)
-            assert int(schedule.bytes_sent[rank]) == bytes_sent(program) > 0
-            assert draw(program).count("post ") == num_messages(program)
+        for call in calls:
+            drawn = draw(program_of(call, backward=backward))
+            assert drawn.count("post ") == (6 if backward else 3)
             assert peak_bytes(call, backward=backward) > 0
         assert simulate(schedule, builtin_cluster("H100")).seconds > 0
 
