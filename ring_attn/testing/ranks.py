@@ -117,7 +117,10 @@ def run_all_ranks(
         NotImplementedError: a strategy or backend does not support the case.
     """
     if transport is None:
-        return put_together(case, _in_this_process(case, world_size, device))
+        calls, inputs = calls_of(case, world_size, device), case.build_inputs(device)
+        layouts, sinks = case.build_layouts(world_size), case.build_sinks(device)
+        ranks = run_calls(calls, inputs, layouts, sinks, noncontiguous=case.noncontiguous)
+        return put_together(case, ranks)
     results = transport(run_rank, case, device)
     if len(results) != world_size:
         raise ValueError(
@@ -238,12 +241,13 @@ def run_calls(
         return run_local(len(calls), work)
 
 
-def _in_this_process(case: Case, world_size: int, device: torch.device | str) -> list[RankResult]:
-    inputs, sinks = case.build_inputs(device), case.build_sinks(device)
-    mask, layouts = case.build_mask(), case.build_layouts(world_size)
-    spec = AttentionSpec.of(*inputs[:3], case.softcap, sinks)
+def calls_of(case: Case, world_size: int, device: torch.device | str = "cpu") -> list[Call]:
+    """The calls of all ranks."""
+    q, k, v, _ = case.build_inputs(device)
+    spec = AttentionSpec.of(q, k, v, case.softcap, case.build_sinks(device))
     strategy = resolve_strategy(case.build_strategy(world_size), world_size)
-    calls = [
+    layouts, mask = case.build_layouts(world_size), case.build_mask()
+    return [
         make_call(
             strategy,
             spec,
@@ -253,10 +257,9 @@ def _in_this_process(case: Case, world_size: int, device: torch.device | str) ->
             softmax_scale=case.softmax_scale,
             backend=case.backend,
             same_bits=case.same_bits,
-        )
+        )  # fmt: skip
         for rank in range(world_size)
     ]
-    return run_calls(calls, inputs, layouts, sinks, noncontiguous=case.noncontiguous)
 
 
 def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) -> list[Tensor]:

@@ -17,11 +17,10 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy, resolve_strategy
+from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import code_of, make_call, program_of
+from ring_attn.strategies.registry import code_of, program_of
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS,
@@ -35,6 +34,7 @@ from ring_attn.testing import (
     run_all_ranks,
     run_calls,
 )
+from ring_attn.testing.ranks import calls_of
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.refusals import refused
 from tests.unit.test_programs import sent
@@ -99,14 +99,6 @@ def assert_ran(ran: AllRanks, calls: list[Call]) -> AllRanks:
     counted = zip(sent(calls), sent(calls, backward=True), strict=True)
     assert [*ran.sent] == [*counted]
     return ran
-
-
-def calls_of(case: Case, world_size: int) -> list[Any]:
-    """The calls of all ranks."""
-    spec = AttentionSpec.of(*case.build_inputs()[:3], case.softcap, case.build_sinks())
-    strategy = resolve_strategy(case.build_strategy(world_size), world_size)
-    args = (strategy, spec, case.build_layouts(world_size), case.build_mask())
-    return [make_call(*args, rank, backend=case.backend) for rank in range(world_size)]
 
 
 # -- every strategy, layout and mask
