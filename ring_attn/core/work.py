@@ -264,9 +264,7 @@ class _Tiles(NamedTuple):
     @property
     def ends(self) -> tuple[Tensor, ...]:
         """Ends of the runs of rows, as numbers whose maximum over tiles surrounds all of them."""
-        exists = self.area > 0
-        ends = MOST - self.q0, self.q1, MOST - self.k0, self.k1
-        return tuple(x.int() * exists for x in ends)
+        return MOST - self.q0.int(), self.q1.int(), MOST - self.k0.int(), self.k1.int()
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
@@ -286,8 +284,7 @@ def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor
     sizes = rows[cut], cols[cut]
     area[cut] = _pairs_up_to(*sizes, hi[cut]) - _pairs_up_to(*sizes, lo[cut] - 1)
     edge = torch.minimum(cols - 1 - hi, rows) + torch.minimum(rows - 1 + lo, rows)
-    area = area * exists
-    return _Tiles(area, edge * (area > 0), q0, q1, k0, k1)
+    return _Tiles(area * exists, edge, q0, q1, k0, k1)
 
 
 def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
@@ -313,7 +310,7 @@ def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
 def _tiles_of_pieces(
     pieces: _Side, kv: _Side, columns: Tensor, begin: Tensor, end: Tensor
 ) -> Iterator[tuple[Tensor, _Tiles]]:
-    """Yields pairs of ranks, and the tiles of pieces with their runs of segments `[begin, end)`."""
+    """Yields pairs of ranks, and tiles, of pieces with their runs of segments `[begin, end)`."""
     k_start, k_stop, lo, hi = columns
     # A piece sees the segments [whole, cut) of its run entirely: most, where ranks are many.
     whole = cut = end
@@ -325,7 +322,8 @@ def _tiles_of_pieces(
         cut = cut.clamp(whole, end)
     for piece, at in _expanded(whole, cut):
         rows, cols, q0, k0 = pieces.length[piece], kv.length[at], pieces.first[piece], kv.first[at]
-        tiles = _Tiles(rows * cols, torch.zeros_like(rows), q0, q0 + rows, k0, k0 + cols)
+        uncut = torch.zeros(1, dtype=torch.int32).expand_as(rows)
+        tiles = _Tiles(rows * cols, uncut, q0, q0 + rows, k0, k0 + cols)
         yield pieces.rank[piece] * kv.world_size + kv.rank[at], tiles
     for index, at in _expanded(torch.cat((begin, cut)), torch.cat((whole, end))):
         piece = index % len(begin)
@@ -335,7 +333,11 @@ def _tiles_of_pieces(
         band = _ceil_div(gap + lo[piece], kv.stride), _floor_div(gap + hi[piece], kv.stride)
         tiles = _tiles((torch.zeros_like(length), length), kv_rows, *band)
         pair = pieces.rank[piece] * kv.world_size + kv.rank[at]
-        yield pair, tiles.moved(pieces.first[piece], kv.first[at])
+        tiles = tiles.moved(pieces.first[piece], kv.first[at])
+        seen = tiles.area > 0
+        if not bool(seen.all()):
+            pair, tiles = pair[seen], _Tiles(*(x[seen] for x in tiles))
+        yield pair, tiles
 
 
 @lru_cache(maxsize=64)
@@ -369,7 +371,7 @@ def needed_rows(
             end = end.where(here, begin)
             for pair, tiles in _tiles_of_pieces(pieces, kv, columns, begin, end):
                 side = (tiles.k0, tiles.k1) if travels == "kv" else (tiles.q0, tiles.q1)
-                runs.append((torch.stack(side) + pair * room)[:, tiles.area > 0])
+                runs.append(torch.stack(side) + pair * room)
         start, stop = torch.cat(runs, 1)
         start, order = start.sort()
         reached = stop[order].cummax(0).values if len(order) else stop

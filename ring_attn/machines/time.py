@@ -157,8 +157,8 @@ class _Run:
         size = self.schedule.world_size
         self.clock, self.compute, self.moves, self.late = torch.zeros(4, size, dtype=torch.float64)
         self.host, self.idle = torch.zeros(2, size, dtype=torch.float64)
-        # Row 0 inside nodes, row 1 between.
-        self.exposed = torch.zeros(2, size, dtype=torch.float64)
+        # First inside nodes, then between.
+        self.exposed = [*torch.zeros(2, size, dtype=torch.float64)]
         self.nbytes = [0, 0]
         self.pending: dict[Channel, _Pending] = {}
         # On a device with streams: the ends of the last two kernels, of the last packing and of the
@@ -228,7 +228,7 @@ class _Run:
             self.moves,
             self.idle,
             self.late,
-            self.exposed.sum(0),
+            self.exposed[0] + self.exposed[1],
             tuple(links),
             tuple(self.spans),
         )
@@ -418,8 +418,10 @@ class _Run:
         begun = torch.maximum(begun, idle)
         self.idle += idle
         self.late += begun - idle
-        self.exposed[0] += (waited - begun) * ~exchange.crosses
-        self.exposed[1] += (waited - begun) * exchange.crosses
+        exposed = waited - begun
+        between = exposed * exchange.crosses
+        self.exposed[0] += exposed - between
+        self.exposed[1] += between
         self.clock = self.clock + waited
         if bool(action.active.all()):
             del self.pending[action.channel]
