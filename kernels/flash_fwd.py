@@ -311,20 +311,7 @@ def step_launch(
     softcap: float,
     kv_rows: bool = False,
 ) -> Launch:
-    """The launch of a portable kernel over one step.
-
-    Args:
-        kernel: the kernel.
-        inputs: q, k, v and perhaps dout: any strides, but 1 in the last dim.
-        others: contiguous tensors.
-        sizes: sizes of the tensors that the kernel takes.
-        table: of blocks of q rows, or of kv rows if `kv_rows`.
-        config: for whose blocks the table is.
-        constants: those of this kernel only.
-        softmax_scale: positive.
-        softcap: 0 means none.
-        kv_rows: a task is a block of kv rows of a kv head, not of q rows of a head.
-    """
+    """The launch of a portable kernel over a table of q rows of heads, or kv rows of kv heads."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     schedule = step_schedule(q, k, v, table, config, kv_rows=kv_rows)
     args = {

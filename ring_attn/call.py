@@ -51,13 +51,10 @@ class _Scores(TypedDict, total=False):
     window_size: Sequence[int]
     softcap: float
     sinks: Tensor | None
-
-
-class _Mask(TypedDict, total=False):
     mask: Mask | None
 
 
-class _Documents(_Mask, total=False):
+class _Documents(_Scores, total=False):
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
 
@@ -84,11 +81,11 @@ class DistributedOptions(_Ranks, ExecutionOptions, total=False):
     layout: Layout
 
 
-class MathOptions(_Basics, _Scores, _Documents, total=False):
+class MathOptions(_Basics, _Documents, total=False):
     """Options of `ring_attention` that say what is computed."""
 
 
-class SdpaOptions(_Scores, _Documents, DistributedOptions, total=False):
+class SdpaOptions(_Documents, DistributedOptions, total=False):
     """Options of `ring_attention` that scaled_dot_product_attention lacks."""
 
 
@@ -99,7 +96,7 @@ class AttentionOptions(MathOptions, DistributedOptions, total=False):
     alibi_slopes: Tensor | None
 
 
-class DecodeOptions(_Basics, _Scores, _Mask, _Ranks, _Execution, total=False):
+class DecodeOptions(_Basics, _Scores, _Ranks, _Execution, total=False):
     """All options of `tree_decode` except `return_lse`."""
 
     layout: SequenceLayout | None

@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import check
@@ -39,11 +38,10 @@ def attend(
     If not `sizes_known`, k and v are placeholders: their heads and headdim come from other ranks.
     """
     group = call.process_group
-    place = dist.get_rank(group), dist.get_world_size(group)
     check.check_max_ctas(call.transport, group)
     # Checks the call before anything is sent.
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call, *place)
+    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call, *call.place)
     check.check_capture("tree_decode", q)
     ends = open_p2p(group, call.transport)
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
@@ -53,7 +51,7 @@ def attend(
             k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-            decode_call, agreement = _planned(spec, (q.size(1), 0), layout, mask, call, *place)
+            decode_call, agreement = _planned(spec, (q.size(1), 0), layout, mask, call, *call.place)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # No operator takes a strided last dim.

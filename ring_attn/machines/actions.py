@@ -17,6 +17,7 @@ from ring_attn.backends import get_backend
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Number
 from ring_attn.core.program import Channel, Op, Program, part_of_heads
+from ring_attn.core.ranks import EveryRank
 from ring_attn.core.sizes import flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
@@ -141,7 +142,7 @@ class Schedule:
 
 def schedule_of(call: Call, *, backward: bool) -> Schedule:
     """Actions of all ranks in one direction of a call."""
-    program = programs(call, call.every_rank, backward=backward)
+    program = programs(call, EveryRank(call.layouts, call.mask), backward=backward)
     carries = get_backend(call.backend).carries_state
     phases = _phases(_Actions(program, call.spec, carries, call.mask.has_windows))
     return Schedule(call.strategy, call.world_size, backward, tuple(phases))

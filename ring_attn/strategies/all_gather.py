@@ -48,6 +48,7 @@ from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import SHARD, gradient_packet
 from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import Traveller
+from ring_attn.strategies import ring
 from ring_attn.strategies.base import Call, StrategyCode, core_program, input_arrays, result_arrays
 from ring_attn.strategies.order import why_not_in_order
 
@@ -93,7 +94,7 @@ def chunk_spec(spec: AttentionSpec, chunk: Chunk) -> AttentionSpec:
 def _shard_rows(call: Call, gathers: Traveller) -> int:
     """Rows of each gathered shard: the length of the longest, at least 1."""
     longest = max(call.layouts[1 if gathers == "kv" else 0].shard_lens)
-    if call.world_size > 1 and in_one_place(call):
+    if in_one_place(call):
         # The backend's grid of blocks begins at row 0 of the gathered tensor.
         unit = get_backend(call.backend).bits_unit
         longest = -(-longest // unit) * unit
@@ -101,6 +102,8 @@ def _shard_rows(call: Call, gathers: Traveller) -> int:
 
 
 def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+    if call.world_size == 1:  # nothing to gather
+        return ring.program(call, ranks, backward=backward, rounded=rounded)
     arrays = input_arrays(call.spec, ranks, backward=backward)
     work = _Gathering(call, ranks, arrays)
     if not backward:
@@ -137,7 +140,6 @@ class _Gathering:
     def __init__(self, call: Call, ranks: Ranks, arrays: dict[str, Array]) -> None:
         self.call, self.ranks, self.arrays = call, ranks, arrays
         self.chunks = chunks_of(call)
-        self.alone = call.world_size == 1
         self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
 
     # -- gathering
@@ -154,7 +156,7 @@ class _Gathering:
 
     def _post(self, messages: list[_Message], index: int) -> Iterator[Op]:
         """Packs a message and starts to gather it; does nothing after the last."""
-        if self.alone or index == len(messages):
+        if index == len(messages):
             return
         message, others = messages[index], self.call.world_size - 1
         longest = max(self._records(m).nbytes for m in messages)
@@ -197,21 +199,17 @@ class _Gathering:
             chunk, rows = message.chunk, self.call.world_size * _shard_rows(self.call, "kv")
             yield self._part("dq", chunk, self.ranks.rows("q"))
             for name in ("dk", "dv"):
-                yield self._part(name, chunk, self.ranks.rows("kv") if self.alone else rows)
+                yield self._part(name, chunk, rows)
             yield ops.Differentiate(
                 "all", self._tiles("kv"), _Message("q", chunk).views, (held[0], held[1]),
                 View("dq part"), (View("dk part"), View("dv part")), View("out", None, chunk.q),
             )  # fmt: skip
-            if self.alone:
-                yield self._round("dv", chunk, dtype)
-                yield self._round("dk", chunk, dtype)
-            else:
-                yield from sums.receive()
-                yield from sums.post(index, chunk)
+            yield from sums.receive()
+            yield from sums.post(index, chunk)
             yield self._round("dq", chunk, dtype)
 
         yield ops.Delta(self.arrays["lse"])
-        yield from self._new_gradients(dtype, copied=not self.alone)
+        yield from self._new_gradients(dtype, copied=True)
         yield from self._gathered(("kv",), compute)
         yield ops.Step("end")
         yield from sums.receive()
@@ -247,17 +245,12 @@ class _Gathering:
         for index, message in enumerate(messages):
             if message.side == "kv":
                 yield ops.Step(f"heads {message.chunk.kv.start}", index // len(sides))
-            if not self.alone:
-                yield ops.Wait("shards")
-                yield ops.Free((self._buffers[index][0],))
+            send, recv = self._buffers[index]
+            yield ops.Wait("shards")
+            yield ops.Free((send,))
             yield from self._post(messages, index + 1)
-            # A single rank has its own tensors.
-            held: tuple[Operand, ...] = message.views
-            if not self.alone:
-                held = ops.entries(self._buffers[index][1], len(held))
-            yield from compute(index, message, held)
-            if not self.alone:
-                yield ops.Free((self._buffers[index][1],))
+            yield from compute(index, message, ops.entries(recv, len(message.views)))
+            yield ops.Free((recv,))
 
     def _attend(self, index: int, message: _Message, held: tuple[Operand, ...]) -> Iterator[Op]:
         spec, chunk, rows = self.call.spec, message.chunk, self.ranks.rows("q")

@@ -17,7 +17,7 @@ from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Number
 from ring_attn.core.program import Array, Op, Operand, Program, Tiles, View
-from ring_attn.core.ranks import EveryRank, OneRank, Ranks
+from ring_attn.core.ranks import OneRank, Ranks
 from ring_attn.core.sizes import SHARD
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
@@ -66,10 +66,6 @@ class Call:
     @property
     def ranks(self) -> OneRank:
         return OneRank(self.layouts, self.mask, self.rank)
-
-    @property
-    def every_rank(self) -> EveryRank:
-        return EveryRank(self.layouts, self.mask)
 
 
 class MakeProgram(Protocol):
