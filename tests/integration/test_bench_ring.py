@@ -199,33 +199,25 @@ def test_adapters_are_right(ranks: Pools, name: str, words: str, kv_heads: int) 
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 
-HALF = "--quick --dtype bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("package", "device", "words", "reason"),
-    [
+def test_a_package_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in (RingAttentionPytorch, *GPU_PACKAGES):
+        assert "is not installed" in str(package.reason_against(setting("--quick")))
+    monkeypatch.setattr(ring_implementations, "find_spec", lambda name: name)
+    cases = [
         (RingAttentionPytorch, "cpu", "--quick", "None"),
         (RingAttentionPytorch, "cpu", "--seqlen 1023", "divides"),
         (RingAttentionPytorch, "cpu", "--heads 4 --kv-heads 2", "kv head"),
-        *(
-            (package, device, words, reason)
-            for package in GPU_PACKAGES
-            for device, words, reason in (
-                ("cpu", HALF, "GPU"),
-                ("cuda", "--quick", "float16"),
-                ("cuda", f"{HALF} --layout striped", "striped"),
-                ("cuda", f"{HALF} --no-causal", "order"),
-                ("cuda", f"{HALF} --seqlen 1022", "divides"),
-                ("cuda", HALF, "None"),
-            )
-        ),
-    ],
-)
-def test_a_package_says_why_it_cannot_run(
-    package: Any, device: str, words: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "is not installed" in str(package.reason_against(setting("--quick")))
-    monkeypatch.setattr(ring_implementations, "find_spec", lambda name: name)
-    monkeypatch.setattr(ring_implementations, "rank_device", lambda: torch.device(device))
-    assert reason in str(package.reason_against(setting(words)))
+    ]
+    half = "--quick --dtype bfloat16"
+    for package in GPU_PACKAGES:
+        cases += [
+            (package, "cpu", half, "GPU"),
+            (package, "cuda", "--quick", "float16"),
+            (package, "cuda", f"{half} --layout striped", "striped"),
+            (package, "cuda", f"{half} --no-causal", "order"),
+            (package, "cuda", f"{half} --seqlen 1022", "divides"),
+            (package, "cuda", half, "None"),
+        ]
+    for package, device, words, reason in cases:
+        monkeypatch.setattr(ring_implementations, "rank_device", lambda: torch.device(device))  # noqa: B023
+        assert reason in str(package.reason_against(setting(words))), (package, words)
