@@ -5,7 +5,8 @@ With NCCL_LAUNCH_ORDER_IMPLICIT=1, one place is enough for every job here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -156,48 +157,37 @@ def decoding(n: int, *, tp: bool = False, tokens: int = 3) -> list[Line]:
     return lines
 
 
-def check(lines: Sequence[Line], places: int) -> None:
+def jobs() -> Iterator[object]:
+    """Jobs, and the fewest places with which no order deadlocks.
+
+    Compute waits for the kernels of tensor parallelism and pipelines: beside them a ring of two
+    needs what it needs alone.
+    """
+    for name, facts in CALLS.items():
+        for n, places, beside in zip((2, 3, 4), facts.alone, facts.beside_fsdp, strict=True):
+            # A double ring has millions of states.
+            marks = [pytest.mark.slow] if name == "double ring" else []
+            if places:
+                yield pytest.param(partial(alone, name, n), places, id=f"{name}, {n}")
+            if beside:
+                job = partial(alone, name, n, fsdp=True)
+                yield pytest.param(job, beside, id=f"{name}, {n}, FSDP2", marks=marks)
+        if facts.alone[0]:
+            both = partial(with_tp, name, fsdp=True)
+            yield pytest.param(partial(with_tp, name), facts.alone[0], id=f"{name}, TP")
+            yield pytest.param(both, facts.beside_fsdp[0], id=f"{name}, TP, FSDP2")
+            yield pytest.param(partial(with_pipeline, name), facts.alone[0], id=f"{name}, stages")
+    for n in (2, 3, 4):
+        yield pytest.param(partial(decoding, n), 1, id=f"decoding, {n}")
+    yield pytest.param(partial(decoding, 2, tp=True), 1, id="decoding, TP")
+
+
+@pytest.mark.parametrize(("job", "places"), list(jobs()))
+@pytest.mark.sweep(3)
+def test_places(job: Callable[[], list[Line]], places: int) -> None:
+    lines = job()
     assert places_needed(lines) == places
     assert deadlock(lines, 1, in_order=True) is None
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sweep(2)
-def test_places_of_a_call(name: str) -> None:
-    for world_size, places in zip((2, 3, 4), CALLS[name].alone, strict=True):
-        if places:
-            check(alone(name, world_size), places)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "places"),
-    [
-        # A double ring has millions of states.
-        pytest.param(name, n, places, marks=[pytest.mark.slow] if name == "double ring" else [])
-        for name, facts in CALLS.items()
-        for n, places in zip((2, 3, 4), facts.beside_fsdp, strict=True)
-        if places
-    ],
-)
-@pytest.mark.sweep(3)
-def test_places_beside_fsdp(name: str, world_size: int, places: int) -> None:
-    check(alone(name, world_size, fsdp=True), places)
-
-
-@pytest.mark.parametrize("name", [name for name, facts in CALLS.items() if facts.alone[0]])
-@pytest.mark.sweep(3)
-def test_tensor_parallel_and_pipelines_take_no_place(name: str) -> None:
-    """Compute waits for their kernels: a ring of two needs what it needs without them."""
-    facts = CALLS[name]
-    check(with_tp(name), facts.alone[0])
-    check(with_tp(name, fsdp=True), facts.beside_fsdp[0])
-    check(with_pipeline(name), facts.alone[0])
-
-
-def test_decoding_needs_one_place() -> None:
-    for world_size in (2, 3, 4):
-        check(decoding(world_size), 1)
-    check(decoding(2, tp=True), 1)
 
 
 # -- planted faults
