@@ -1,7 +1,7 @@
 """The choice of a backend: why a backend is refused, and which backend "auto" takes."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -23,13 +23,20 @@ def spec_of(
     return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v, softcap)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Makes torch report a GPU of a given compute capability."""
+Pretend = Callable[..., None]
 
-    def pretend(major: int, minor: int) -> None:
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
+    """Simulates a GPU of a compute capability, packages of given versions, and cuDNN."""
+
+    def pretend(
+        capability: tuple[int, int], installed: Mapping[str, str | None], cudnn: bool = True
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
+        monkeypatch.setattr(flash_attn, "_installed", installed.get)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         choose_backend.cache_clear()
 
@@ -68,13 +75,10 @@ def test_supports_says_why_not(
     spec: AttentionSpec,
     installed: dict[str, str | None],
     reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: Callable[[int, int], None],
+    gpu: Pretend,
 ) -> None:
     """Simulates a Hopper GPU; everything is installed unless `installed` differs."""
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: "cudnn" not in installed)
-    monkeypatch.setattr(flash_attn, "_installed", (INSTALLED | installed).get)
-    gpu(9, 0)
+    gpu((9, 0), INSTALLED | installed, "cudnn" not in installed)
     got = get_backend(name).supports(spec)
     assert got is None if reason is None else reason in str(got)
 
@@ -120,13 +124,9 @@ def test_auto_takes_the_fastest_that_can(
     purpose: Purpose,
     spec: AttentionSpec,
     expected: str,
-    gpu: Callable[[int, int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: Pretend,
 ) -> None:
-    found = {name: INSTALLED[name] for name in installed}
-    monkeypatch.setattr(flash_attn, "_installed", found.get)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    gpu(*gpu_of)
+    gpu(gpu_of, {name: INSTALLED[name] for name in installed})
     choice = choose_backend(spec, purpose=purpose)
     assert choice.name == expected, choice
     assert choice.reasons[expected] is None
@@ -138,11 +138,8 @@ def test_auto_takes_the_fastest_that_can(
         assert {*choice.tflops} == can - left_out
 
 
-def test_why_says_what_was_compared_and_what_was_left_out(
-    gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    gpu(9, 0)
+def test_why_says_what_was_compared_and_what_was_left_out(gpu: Pretend) -> None:
+    gpu((9, 0), {})
     choice = choose_backend(spec_of("cuda"))
     assert choice.why == "the fastest forward on sm_90 by published rates and estimates"
     assert list(choice.tflops) == ["triton", "aten", "cudnn"]
@@ -160,10 +157,8 @@ def test_why_says_what_was_compared_and_what_was_left_out(
     assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"
 
 
-def test_a_named_backend_runs_or_raises_its_reason(
-    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], None]
-) -> None:
-    gpu(9, 0)
+def test_a_named_backend_runs_or_raises_its_reason(gpu: Pretend) -> None:
+    gpu((9, 0), {})
     with pytest.raises(ValueError, match="'aten'.*'reference'.*'fast'"):
         choose_backend(spec_of(), "fast")
     with pytest.raises(ValueError, match="'fast'"):
@@ -172,10 +167,8 @@ def test_a_named_backend_runs_or_raises_its_reason(
         choose_backend(spec_of(), "cudnn")
     with pytest.raises(NotImplementedError, match="backend='aten'.*no softcap"):
         choose_backend(spec_of(softcap=30.0), "aten")
-    # The package is optional. Choices are cached, so this spec occurs in no other test.
-    monkeypatch.setattr(flash_attn, "_installed", lambda _: None)
     with pytest.raises(ImportError, match=r"pip install 'ring-attn\[flash\]'"):
-        choose_backend(spec_of("cuda", headdim=72), "flash_attn")
-    monkeypatch.setattr(flash_attn, "_installed", lambda _: "2.8.3.post2")
+        choose_backend(spec_of("cuda"), "flash_attn")
+    gpu((9, 0), INSTALLED)
     with pytest.raises(NotImplementedError, match="on cuda, got cpu"):
-        choose_backend(spec_of(headdim=72), "flash_attn")
+        choose_backend(spec_of(), "flash_attn")
