@@ -16,7 +16,7 @@ def address_of(machine: Machine, ins: Instruction, operand: Operand) -> Callable
     """A function from threads to their addresses."""
     if not isinstance(operand, Address):
         raise Unsupported(ins)
-    bits = machine.kernel.registers.get(operand.base.rstrip("0123456789"), 64)
+    bits = machine.declared.get(operand.base.rstrip("0123456789"), 64)
     base = machine.source(ins, operand.base, f"u{bits}")
     return lambda lanes: base[lanes].astype(np.int64) + operand.offset
 
@@ -28,7 +28,7 @@ def located(
     address = address_of(machine, ins, operand)
 
     def offsets(lanes: Array) -> Array:
-        memory = machine.shared if space == "shared" else machine.memory
+        memory = machine.shared if space == "shared" else machine.grid.memory
         return memory.locate(ins, address(lanes), size, lanes)
 
     return offsets
@@ -45,12 +45,12 @@ def load_param(machine: Machine, ins: Instruction, kind: str) -> ByLanes:
     if not isinstance(operand, Address) or operand.offset:
         raise Unsupported(ins)
     register, dtype = machine.register(str(target)), DTYPES[kind]
-    value = np.array([machine.args[operand.base]], np.uint64).view(dtype)[:1]
-    wide = value.astype(f"{dtype.kind}{register.itemsize}")  # signed values are sign-extended
-    bits = wide.view(register.dtype)[0]
+    param = operand.base
 
     def run(lanes: Array) -> None:
-        register[lanes] = bits
+        value = np.array([machine.grid.args[param]], np.uint64).view(dtype)[:1]
+        wide = value.astype(f"{dtype.kind}{register.itemsize}")  # signed values are sign-extended
+        register[lanes] = wide.view(register.dtype)[0]
 
     return run
 
@@ -74,7 +74,7 @@ def access(
         if space == "shared":
             note = machine.shared.read if loads else machine.shared.written_by
             note(ins, at, size, machine.warp_of[lanes])
-        words = (machine.shared if space == "shared" else machine.memory).words[width]
+        words = (machine.shared if space == "shared" else machine.grid.memory).words[width]
         for i, target in enumerate(targets):
             target[lanes] = words[at // width + i]
         values = [source[lanes] for source in sources]
@@ -119,9 +119,9 @@ def acquire(machine: Machine, ins: Instruction) -> ByLanes:
     """A load that would give the same value as its last run waits until the value changes."""
     target = machine.target(ins, ins.operands[0], "b32")
     offsets = located(machine, ins, ins.operands[1], 4, "global")
-    words = machine.memory.words[4]
 
     def run(lanes: Array) -> None:
+        words = machine.grid.memory.words[4]
         if len(lanes) > 1:
             raise Unsupported(ins, "by several threads")
         at = int(offsets(lanes)[0]) // 4
@@ -145,9 +145,9 @@ def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByL
     targets = [machine.target(ins, x, kind) for x in vector(results)]
     sources = [machine.source(ins, x, kind) for x in vector(values)]
     offsets = located(machine, ins, address, 4 * len(sources), "global")
-    words = machine.memory.words[4].view(DTYPES[kind])
 
     def run(lanes: Array) -> None:
+        words = machine.grid.memory.words[4].view(DTYPES[kind])
         index = offsets(lanes) // 4
         if np.unique(index).size < index.size:
             raise Unsupported(ins, "by several threads at one address")

@@ -35,8 +35,8 @@ def copy(machine: Machine, ins: Instruction, cache: str) -> ByLanes:
         at, steps, some = to(lanes), np.arange(size), taken > 0
         machine.shared.copied(ins, at, size, machine.warp_of[lanes])
         machine.shared.bytes[at[:, None] + steps] = 0
-        found = source(lanes[some])
-        machine.shared.bytes[at[some, None] + steps] = machine.memory.bytes[found[:, None] + steps]
+        found = machine.grid.memory.bytes[source(lanes[some])[:, None] + steps]
+        machine.shared.bytes[at[some, None] + steps] = found
 
     return run
 
@@ -215,8 +215,8 @@ class TensorMap:
         found = np.zeros(at.size, f"u{self.width}")
         address = self.address + at[inside] * self.width
         lanes = np.full(address.shape, lane)
-        offsets = machine.memory.locate(ins, address, self.width, lanes)
-        found[inside.ravel()] = machine.memory.words[self.width][offsets // self.width]
+        offsets = machine.grid.memory.locate(ins, address, self.width, lanes)
+        found[inside.ravel()] = machine.grid.memory.words[self.width][offsets // self.width]
         return found
 
 

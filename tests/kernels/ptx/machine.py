@@ -8,9 +8,10 @@ group can go on, a Deadlock names the waiting warps. CTAs run one after the othe
 a few by turns. Not checked: races within a warp, between CTAs and in global memory, and the code
 that ptxas makes of the PTX.
 
-Before the run, each instruction becomes a function of the mask of its threads, by RULES (`scalar`),
-or of their numbers, by HANDLERS, which `access`, `copies` and `matrix` fill. An unknown instruction
-is refused then.
+Before a block runs first, each of its instructions becomes a function of the mask of its threads,
+by RULES (`scalar`), or of their numbers, by HANDLERS, which `access`, `copies` and `matrix` fill.
+An unknown instruction is refused then. Later launches, also of a kernel into which a fault is
+planted, use the functions of equal blocks again.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -80,10 +82,13 @@ class Group:
     wait: Wait | None = None
 
 
+Text = tuple[Instruction, ...]
+
+
 class Block(NamedTuple):
     """A basic block: instructions, functions of all but a branch at its end, and the branch."""
 
-    instructions: list[Instruction]
+    instructions: Text
     ops: list[Run]
     end: Instruction | None
 
@@ -100,11 +105,12 @@ TOGETHER = 3
 TURNS = 40
 
 
-@dataclass(eq=False)
-class Machine:
-    """A kernel, and the state of the CTA that it runs.
+class Grid(NamedTuple):
+    """What the CTAs of a launch share.
 
     Attributes:
+        texts: the instructions of each basic block.
+        places: for each label, its block.
         args: bits of each parameter.
         tensor_maps: tensor maps of bulk copies, by parameter.
         random: draws the order of warpgroups; None for the order of the text.
@@ -112,6 +118,9 @@ class Machine:
     """
 
     kernel: Kernel
+    texts: list[Text]
+    places: Mapping[str, int]
+    num_ctas: int
     args: Mapping[str, int]
     memory: GlobalMemory
     shared_bytes: int
@@ -119,28 +128,33 @@ class Machine:
     random: random.Random | None
     missing_fences: dict[Instruction, NotFenced]
 
-    def __post_init__(self) -> None:
-        kernel = self.kernel
-        self.num_threads = kernel.num_threads
-        self.num_warps = kernel.num_threads // LANES
+
+class Machine:
+    """The state of a CTA; it can run all kernels with the same parameters and registers."""
+
+    def __init__(
+        self, num_threads: int, params: Sequence[str], declared: Mapping[str, int]
+    ) -> None:
+        self.num_threads = num_threads
+        self.num_warps = num_threads // LANES
+        self.declared = declared
         self.threads = np.arange(self.num_threads)
         self.warp_of = self.threads // LANES
         self.registers: dict[str, Array] = {}
-        addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, name in enumerate(kernel.params)}
-        self.symbols = {"global_smem": SHARED_BASE, **addresses}
-        self.maps_by_address = {addresses[name]: x for name, x in self.tensor_maps.items()}
+        self.param_addresses = {x: PARAM_BASE + i * PARAM_SIZE for i, x in enumerate(params)}
+        self.symbols = {"global_smem": SHARED_BASE, **self.param_addresses}
         # For registers of pending products: the last product group of each warp that uses them.
         self.pending_reads: dict[str, Array] = {}
         self.pending: dict[str, Array] = {}
-        self.start(0, 1)
-        self.blocks = self._make_blocks()
+        self.blocks: dict[Text, Block] = {}
+        self.by_place: dict[int, Block] = {}
 
     # -- operands
 
     def register(self, name: str) -> Array:
         """The bits of a declared register, one element per thread."""
         if name not in self.registers:
-            declared = self.kernel.registers
+            declared = self.declared
             bits = declared[name if name in declared else name.rstrip("0123456789")]
             dtype = np.dtype(np.bool_) if bits == 1 else np.dtype(f"u{bits // 8}")
             self.registers[name] = np.zeros(self.num_threads, dtype)
@@ -181,24 +195,15 @@ class Machine:
 
     # -- preparation
 
-    def _make_blocks(self) -> list[Block]:
-        """Cuts the text at labels, branches and waits; sets the places of labels."""
-        code, labels = self.kernel.instructions, self.kernel.labels
-        used = {x for ins in code if ins.opcode[:3] == "bra" for x in ins.operands}
-        used = labels.keys() & used.union(*self.kernel.targets.values())
-        ends = [i for i, ins in enumerate(code) if ENDING.fullmatch(ins.opcode)]
-        starts = sorted({0, len(code), *(labels[x] for x in used), *(i + 1 for i in ends)})
-        self.places = {label: starts.index(labels[label]) for label in used}
-        return [self._block(code[start:stop]) for start, stop in pairwise(starts)]
-
-    def _block(self, code: list[Instruction]) -> Block:
-        ops = list[Run]()
-        for i, ins in enumerate(code):
-            if BRANCH.fullmatch(ins.opcode):
-                return Block(code, ops, ins)
-            self.before = code[:i]
-            ops.append(self._op(ins))
-        return Block(code, ops, None)
+    def _block(self, text: Text) -> Block:
+        if text not in self.blocks:
+            end = text[-1] if text and BRANCH.fullmatch(text[-1].opcode) else None
+            ops = list[Run]()
+            for i, ins in enumerate(text[: len(text) - (end is not None)]):
+                self.before = text[:i]
+                ops.append(self._op(ins))
+            self.blocks[text] = Block(text, ops, end)
+        return self.blocks[text]
 
     def _op(self, ins: Instruction) -> Run:
         rule = RULES.get(ins.opcode)
@@ -220,10 +225,11 @@ class Machine:
         )
 
     def _by_lanes(self, ins: Instruction) -> Run:
-        matches = ((pattern.fullmatch(ins.opcode), handler) for pattern, handler in HANDLERS)
-        made = next((make(self, ins, *match.groups()) for match, make in matches if match), None)
-        if made is None:
+        found = _handler(ins.opcode)
+        if found is None:
             raise Unsupported(ins)
+        handler, parts = found
+        made = handler(self, ins, *parts)
 
         def run(where: Where) -> None:
             lanes = self.threads if where is True else np.flatnonzero(where)
@@ -247,11 +253,14 @@ class Machine:
 
     # -- running
 
-    def start(self, number: int, grid: int) -> None:
+    def start(self, number: int, grid: Grid) -> None:
         """Begins a CTA of a grid."""
+        self.grid, self.kernel = grid, grid.kernel
+        self.by_place.clear()
+        self.maps_by_address = {self.param_addresses[x]: y for x, y in grid.tensor_maps.items()}
         self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
         self.clocks = Clocks(self.num_warps)
-        self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
+        self.shared = SharedMemory(grid.shared_bytes, self.clocks, grid.missing_fences)
         self.barriers: dict[int, list[Array]] = {}
         self.mbarriers: dict[int, Any] = {}
         # For each polling load: its last address, and the value there.
@@ -263,7 +272,7 @@ class Machine:
         self.pending_reads.clear()
         for register in self.registers.values():
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
-        for name, value in (("tid", self.threads), ("ctaid", number), ("nctaid", grid)):
+        for name, value in (("tid", self.threads), ("ctaid", number), ("nctaid", grid.num_ctas)):
             self.register(f"%{name}.x")[:] = value
 
     def can_run(self) -> bool:
@@ -294,10 +303,10 @@ class Machine:
         return True
 
     def _next(self, ready: list[Group]) -> Group:
-        if self.random is not None:
+        if self.grid.random is not None:
             warpgroup = np.zeros(self.num_threads, np.bool_)
             threads = np.concatenate([np.flatnonzero(group.mask) for group in ready])
-            drawn = self.random.choice(np.unique(threads // WARPGROUP).tolist())
+            drawn = self.grid.random.choice(np.unique(threads // WARPGROUP).tolist())
             warpgroup[drawn * WARPGROUP : (drawn + 1) * WARPGROUP] = True
             ready = [group for group in ready if (group.mask & warpgroup).any()]
         return min(ready, key=lambda group: group.at)
@@ -313,10 +322,12 @@ class Machine:
 
     def _turn(self, group: Group) -> None:
         """Runs one block of a group."""
-        if group.at == len(self.blocks):
+        if group.at == len(self.grid.texts):
             self.groups.remove(group)
             return
-        block = self.blocks[group.at]
+        if group.at not in self.by_place:
+            self.by_place[group.at] = self._block(self.grid.texts[group.at])
+        block = self.by_place[group.at]
         where: Where = True if group.mask.all() else group.mask
         group.at += 1
         try:
@@ -356,9 +367,37 @@ class Machine:
             labels = self.kernel.targets[str(ins.operands[1])]
             if (index[mask] >= len(labels)).any():
                 raise Fault(ins, f"an index of {index[mask].max()} into {len(labels)} labels")
-            yield from ((mask & (index == i), self.places[x]) for i, x in enumerate(labels))
+            yield from ((mask & (index == i), self.grid.places[x]) for i, x in enumerate(labels))
         elif ins.opcode != "ret":
-            yield mask, self.places[str(ins.operands[0])]
+            yield mask, self.grid.places[str(ins.operands[0])]
+
+
+@lru_cache(maxsize=8)
+def _machines(
+    num_threads: int, params: tuple[str, ...], declared: tuple[tuple[str, int], ...]
+) -> list[Machine]:
+    return [Machine(num_threads, params, dict(declared)) for _ in range(TOGETHER)]
+
+
+@lru_cache
+def _handler(opcode: str) -> tuple[Handler, tuple[str, ...]] | None:
+    """The handler of an opcode, and the groups of its match."""
+    for pattern, handler in HANDLERS:
+        if match := pattern.fullmatch(opcode):
+            return handler, match.groups()
+    return None
+
+
+@lru_cache(maxsize=8)
+def _cut(kernel: Kernel) -> tuple[list[Text], dict[str, int]]:
+    """Cuts the text at labels, branches and waits; returns the blocks, and each label's block."""
+    code, labels = kernel.instructions, kernel.labels
+    used = {x for ins in code if ins.opcode[:3] == "bra" for x in ins.operands}
+    used = labels.keys() & used.union(*kernel.targets.values())
+    ends = [i for i, ins in enumerate(code) if ENDING.fullmatch(ins.opcode)]
+    starts = sorted({0, len(code), *(labels[x] for x in used), *(i + 1 for i in ends)})
+    places = {label: starts.index(labels[label]) for label in used}
+    return [tuple(code[start:stop]) for start, stop in pairwise(starts)], places
 
 
 def run_grid(
@@ -379,17 +418,17 @@ def run_grid(
     numbers = list(range(math.prod(grid)))
     assert len(numbers) == grid[0], "only axis x"
     drawn = None if seed is None else random.Random(seed)
-    missing: dict[Instruction, NotFenced] = {}
-    idle = [
-        Machine(kernel, args, memory, shared_bytes, tensor_maps, drawn, missing)
-        for _ in range(1 if drawn is None else min(TOGETHER, len(numbers)))
-    ]
+    shared = Grid(
+        kernel, *_cut(kernel), len(numbers), args, memory, shared_bytes, tensor_maps, drawn, {}
+    )
+    machines = _machines(kernel.num_threads, tuple(kernel.params), tuple(kernel.registers.items()))
+    idle = machines[: 1 if drawn is None else TOGETHER]
     running: list[Machine] = []
     with np.errstate(all="ignore"):
         while numbers or running:
             while numbers and idle:
                 running.append(idle.pop())
-                running[-1].start(numbers.pop(0), grid[0])
+                running[-1].start(numbers.pop(0), shared)
             ready = [machine for machine in running if machine.can_run()]
             if not ready:
                 raise running[0].deadlock()
@@ -397,7 +436,7 @@ def run_grid(
             if machine.run():
                 running.remove(machine)
                 idle.append(machine)
-    return list(missing.values())
+    return list(shared.missing_fences.values())
 
 
 def _constant(text: str) -> int:

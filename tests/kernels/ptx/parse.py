@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from ring_attn.tools import ptx
@@ -36,7 +37,7 @@ class Instruction:
         return f"line {self.line}: {self.opcode} {self.text}"[:120]
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """A parsed entry.
 
@@ -56,6 +57,7 @@ class Kernel:
     targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+@lru_cache(maxsize=8)
 def parse(text: str) -> Kernel:
     code = ptx.parse(text)
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", code.directives)
@@ -74,7 +76,7 @@ def parse(text: str) -> Kernel:
             bits = 1 if kind == ".pred" else int(kind[2:])
             kernel.registers |= {name.split("<")[0]: bits for name in names.split(", ")}
         elif ins.opcode != ".branchtargets":
-            operands = tuple(map(_operand, _split(ins.operands)))
+            operands = _operands(ins.operands)
             one = Instruction(ins.opcode, operands, ins.guard, ins.line, ins.operands)
             kernel.instructions.append(one)
     places.append(len(kernel.instructions))
@@ -83,6 +85,11 @@ def parse(text: str) -> Kernel:
         if at < len(code.statements) and code.statements[at].opcode == ".branchtargets":
             kernel.targets[label] = tuple(code.statements[at].operands.split(", "))
     return kernel
+
+
+@lru_cache(maxsize=1 << 16)
+def _operands(text: str) -> tuple[Operand, ...]:
+    return tuple(map(_operand, _split(text)))
 
 
 def _split(text: str) -> Iterator[str]:
@@ -99,7 +106,7 @@ def _split(text: str) -> Iterator[str]:
 
 def _operand(text: str) -> Operand:
     if text[0] == "{":
-        return tuple(map(_operand, _split(text[1:-1])))
+        return _operands(text[1:-1])
     if text[0] == "[":
         base, *coords = _split(text[1:-1])
         name, _, offset = base.partition("+")

@@ -123,14 +123,15 @@ class SharedMemory(Memory):
 
     def multiplied(self, ins: Instruction, offset: Array, group: int) -> None:
         """Notes reads of 16 bytes by `wgmma`; all four warps must know the last writes."""
-        for warp in range(4 * group, 4 * group + 4):
-            agent, clock = self.clocks.products + warp, self.clocks.product_groups[warp] + 1
-            self._note(ins, "read", offset, 16, warp, agent, clock, proxy=True)
+        warps = np.arange(4 * group, 4 * group + 4)[:, None]
+        agents, clocks = self.clocks.products + warps, self.clocks.product_groups[warps] + 1
+        self._note(ins, "read", offset, 16, warps, agents, clocks, proxy=True)
 
     def landed(self, ins: Instruction, offset: Array, warp: int, mbarrier: int, phase: int) -> None:
         """Notes writes of 16 bytes by a bulk copy that `warp` has started."""
         agent = self.clocks.mbarriers + mbarrier
-        self._note(ins, "written", offset, 16, warp, agent, phase, proxy=True)
+        by, agents, phases = np.array([[warp], [agent], [phase]])
+        self._note(ins, "written", offset, 16, by, agents, phases, proxy=True)
 
     def _note(
         self,
@@ -138,18 +139,20 @@ class SharedMemory(Memory):
         done: str,
         offset: Array,
         size: int,
-        warps: Array | int,
-        agents: Array | int,
-        clocks: Array | int,
+        warps: Array,
+        agents: Array,
+        clocks: Array,
         *,
         proxy: bool = False,
     ) -> None:
-        """Notes that at each offset an agent reads or writes, started by a warp, at a clock."""
+        """Notes that at each offset an agent reads or writes, started by a warp, at a clock.
+
+        `warps`, `agents` and `clocks` have an element for each offset, or rows of one for all.
+        """
         steps = np.arange(-(-size // GRANULE))
         at = (offset[:, None] // GRANULE + steps).ravel()
-        warps, agents, clocks = (
-            np.repeat(x, steps.size if np.ndim(x) else 1) for x in (warps, agents, clocks)
-        )
+        if warps.shape == offset.shape:
+            warps, agents, clocks = (np.repeat(x, steps.size) for x in (warps, agents, clocks))
         by, when = self.writer[at][None], self.written[at][None]
         self._check(ins, done, "written", at, warps, by, when, proxy)
         if done == "read":
@@ -175,15 +178,15 @@ class SharedMemory(Memory):
 
         Args:
             done, before: "read" or "written": by the instruction, and by the agents.
-            at, warps: granules, and the warp that accesses each.
+            at, warps: granules, and the warps that access each, or rows of one warp for all.
             agents, clocks: rows of agents, and of their clocks at the granules.
             proxy: the asynchronous proxy accesses the granules.
         """
 
         def first(wrong: Array) -> tuple[str, str, int]:
             row, i = np.argwhere(wrong)[0]
-            agent = int(np.broadcast_to(agents, wrong.shape)[row, i])
-            by = f"{done} by warp {warps[i % warps.size]}"
+            agent, warp = (int(np.broadcast_to(x, wrong.shape)[row, i]) for x in (agents, warps))
+            by = f"{done} by warp {warp}"
             where = f"byte {int(at[i]) * GRANULE} of shared memory is {by}"
             return where, self._name(agent), agent
 
