@@ -15,8 +15,8 @@ READY := $(VENV)/.ready
 
 # A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
 # of tests run side by side, 3 on 2 cores since many wait for timeouts; WORKERS=0 runs them in one
-# process, as a debugger wants it.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
+# process, as a debugger wants it. Bytecode is kept, for the hundreds of processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
