@@ -62,22 +62,38 @@ class ReferenceBackend(Backend):
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Bytes of the largest tile's score matrices, and of copies of its K and V.
+        """Bytes of the tile that takes most: score matrices, products, and copies.
 
-        Score matrices: 3 in a forward, 5 in a backward, 7 with softcap. Products over several
-        batch entries copy K or V. 16-bit K and V are converted to the state's dtype, one at a time
-        in a forward and both in a backward. A backward also holds one tile's dK or dV.
+        Copies are 16-bit inputs in the state's dtype, and what `einsum` copies to multiply one
+        stack of matrices: batch entries with several KV heads, or several q heads of a KV head.
         """
-        area = max((tile.rows * tile.cols for tile in tiles), default=0)
-        matrices = 3 if not backward else 7 if spec.softcap else 5
-        numbers = matrices * area * spec.nheads
-        widened = spec.dtype != spec.accum_dtype
-        dims = ((spec.batch > 1) + backward) * max(spec.headdim, spec.headdim_v)
-        if widened:
-            both = spec.headdim + spec.headdim_v
-            dims += both if backward else max(spec.headdim, spec.headdim_v)
-        numbers += max((tile.cols for tile in tiles), default=0) * spec.nheads_kv * dims
-        return numbers * spec.batch * spec.accum_dtype.itemsize
+        return max((_tile_bytes(spec, tile, backward) for tile in tiles), default=0)
+
+
+def _tile_bytes(spec: AttentionSpec, tile: Tile, backward: bool) -> int:
+    """The greatest sum of what is held at once; each sum is the peak of one product."""
+    q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
+    q, out = q_rows * spec.headdim, q_rows * spec.headdim_v
+    k, v = kv_rows * spec.headdim, kv_rows * spec.headdim_v
+    area = q_rows * tile.cols
+    widened, capped = spec.dtype != spec.accum_dtype, spec.softcap > 0
+    grouped = spec.nheads > spec.nheads_kv
+    stacked = spec.batch > 1 and spec.nheads_kv > 1
+    both = grouped and spec.nheads_kv > 1
+    scores = area + (widened + (grouped or stacked)) * q + stacked * k
+    if not backward:
+        values = (2 + grouped) * area + q_rows + out + (widened + stacked) * v
+        most = max(scores + widened * k, values, 2 * (area + q_rows) + (1 + both) * out)
+    else:
+        held = (3 + capped) * area + v
+        most = widened * (k + v + out) + max(
+            scores,
+            held + area,
+            held + (grouped or stacked) * out + stacked * v,  # dout v^T
+            held + q + stacked * k,  # dq
+            held + grouped * area + (1 + widened + (both or stacked)) * q + k,  # dk
+        )
+    return most * spec.batch * spec.accum_dtype.itemsize
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

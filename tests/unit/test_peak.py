@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from ring_attn.backends import get_backend
+from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
-from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Tile, Traveller
 from ring_attn.machines import count, run
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
@@ -156,6 +157,35 @@ def test_every_strategy_holds_what_is_predicted(
         assert abs(max(most) - predicted) <= slack, (ranks[0], backward)
         if strategy.core == "ring" and strategy.ulysses_degree == 1:
             assert abs(most[-1] - count.peak_bytes(ranks[-1], backward=backward)) <= slack
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "softcap"), [(1, 0.0), (2, 5.0)])
+@pytest.mark.parametrize(("nheads", "nheads_kv"), [(2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (512, 16), (7, 300)])
+def test_a_tile_of_the_reference_takes_what_is_predicted(
+    rows: int,
+    keys: int,
+    nheads: int,
+    nheads_kv: int,
+    batch: int,
+    softcap: float,
+    dtype: torch.dtype,
+) -> None:
+    """Copies of q, out and dout are most of it where tiles are small and heads wide."""
+    q, dout = torch.zeros(2, batch, rows, nheads, 128, dtype=dtype)
+    k, v = torch.zeros(2, batch, keys, nheads_kv, 128, dtype=dtype)
+    spec, scores = AttentionSpec.of(q, k, v, softcap), Scores(0.1, softcap)
+    reference, tiles = get_backend("reference"), (Tile(0, rows, 0, keys),)
+    state = reference.new_state(q, 128)
+    lse, delta = torch.zeros(2, batch, nheads, rows)
+    inputs = BackwardInputs(q, k, v, dout, lse, delta)
+    sums = q.float().clone(), k.float().clone(), v.float().clone()
+    forward = peak_bytes(lambda: reference.forward(q, k, v, tiles, state, scores=scores))
+    backward = peak_bytes(lambda: reference.backward(inputs, tiles, sums, scores=scores))
+    assert forward == pytest.approx(reference.workspace_bytes(spec, tiles), rel=SHARE)
+    predicted = reference.workspace_bytes(spec, tiles, backward=True)
+    assert backward == pytest.approx(predicted, rel=SHARE)
 
 
 # -- decoding
