@@ -5,8 +5,6 @@ The kernels, with their warps and barriers, are in `hopper_fwd` and `hopper_bwd`
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -277,13 +275,8 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@cache
-def _block_layout() -> gl.NVMMASharedLayout:
-    """Shared-memory layout of 16-bit blocks (1, rows, 1, dims), with 64 dims or more."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
 def block_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of x (batch, rows, heads, dim), for copies of `rows` rows of one head."""
+    """Descriptor of 16-bit x (batch, rows, heads, dim), to copy `rows` rows of one head."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     block = [1, rows, 1, x.size(3)]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _block_layout())
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

@@ -41,10 +41,6 @@ aten = torch.ops.aten
 # Rows per piece of a window's tile on CPU, whose two edges are masked pieces of EDGE x EDGE.
 EDGE = 256
 
-CONTIGUOUS = torch.contiguous_format
-
-NO_SOFTCAP = "torch's fused attention has no softcap"
-
 
 class AtenBackend(Backend):
     """Torch's flash attention, on CPU and CUDA.
@@ -146,7 +142,8 @@ class CudnnBackend(AtenBackend):
             if piece.kind is MaskKind.WINDOW:
                 yield piece
             else:
-                yield from _square_causal_pieces(piece)
+                for part in _causal_pieces(piece):
+                    yield from flash_pieces(part)  # cuts off rows that see all keys
 
     def forward_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
@@ -198,12 +195,6 @@ def _causal_pieces(tile: Tile) -> Iterator[Tile]:
     split = tile.kv.start + hi
     yield from tile_within(tile, tile.q, slice(split, tile.kv.stop))
     yield from tile_within(tile, tile.q, slice(tile.kv.start, split))
-
-
-def _square_causal_pieces(tile: Tile) -> Iterator[Tile]:
-    """Splits as `_causal_pieces`, and cuts off the rows below the diagonal, which see all keys."""
-    for piece in _causal_pieces(tile):
-        yield from flash_pieces(piece)
 
 
 def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
@@ -258,7 +249,7 @@ def _computable_kv(*tensors: Tensor) -> list[Tensor]:
     if tensors[0].device.type != "cpu":
         return _computable(*tensors)
     return [
-        torch.empty_like(x.transpose(1, 2), dtype=_compute_dtype(x), memory_format=CONTIGUOUS)
+        x.new_empty(x.transpose(1, 2).shape, dtype=_compute_dtype(x))
         .copy_(x.transpose(1, 2))
         .transpose(1, 2)
         for x in tensors
@@ -308,4 +299,4 @@ def _refused(spec: AttentionSpec) -> str | None:
     """The reason why no operator of torch supports the call, or None."""
     if spec.max_logits:
         return NO_MAX_LOGITS
-    return NO_SOFTCAP if spec.softcap else None
+    return "torch's fused attention has no softcap" if spec.softcap else None

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,28 +25,27 @@ from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
+from ring_attn.transport.base import Ranks
 from ring_attn.transport.ranks.formation import connect_gloo, meet
 from ring_attn.transport.streams import Event
-
-Ranks = tuple[int, ...]
 
 # Seconds between our report of a late exchange and torch's watchdog, which ends the process.
 GRACE_S = 10.0
 
 
-class Medium(Protocol):
+class Medium:
     """Connections between the ranks of a group; a peer is its rank in that group."""
 
     def late(self) -> Late | None:
         """An exchange past its timeout, on a medium where the host does not wait; else None."""
-        ...
+        return None
 
     def close(self) -> None:
         """Ends all connections at once, from any thread; pending waits raise."""
-        ...
+        raise NotImplementedError
 
 
-class Gloo:
+class Gloo(Medium):
     """Tagged messages between all ranks of a group."""
 
     def __init__(
@@ -63,9 +62,6 @@ class Gloo:
     def send(self, part: Tensor, peer: int, tag: int) -> dist.Work:
         work: dist.Work = self._gloo.send([part], peer, tag)
         return work
-
-    def late(self) -> None:
-        """Returns None: the host waits for each exchange."""
 
     def close(self) -> None:
         """See `Medium`.
@@ -173,7 +169,7 @@ class Lane:
         return Late(first.step, self._channel, peer, seconds, first.number in seen)
 
 
-class Nccl:
+class Nccl(Medium):
     """NCCL's communicators, each made by its members together at its first use."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
