@@ -250,11 +250,16 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
 @cache
 def architecture(device: torch.device) -> str:
     """The device's architecture, a column of the table."""
+    return column(exact_architecture(device))
+
+
+@cache
+def exact_architecture(device: torch.device) -> str:
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip is not None:
         return "gfx942"
-    return column("sm_{}{}".format(*torch.cuda.get_device_capability(device)))
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def column(arch: str) -> str:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from . import configs
-from .configs import Config
+from .configs import Config, exact_architecture
 from .gluon_guard import gluon_missing
 
 VARIABLE = "RING_ATTN_CONFIGS"
@@ -81,7 +81,7 @@ def section(
     entries = {} if _stays_frozen(device, dtype) else chosen
     return {
         "version": VERSION,
-        "architecture": architecture(device),
+        "architecture": exact_architecture(device),
         "triton": triton.__version__,
         "table": [
             {"kind": kind, "headdim": configs.bucket(headdim), **asdict(config)}
@@ -100,16 +100,7 @@ def check_file(device: torch.device) -> None:
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    _read(path, architecture(device))
-
-
-@cache
-def architecture(device: torch.device) -> str:
-    """The architecture of a file, which is finer than a column of the frozen table."""
-    column = configs.architecture(device)
-    if column in ("interpreter", "gfx942"):
-        return column
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    _read(path, exact_architecture(device))
 
 
 def _chosen(x: Tensor, headdim_v: int) -> Chosen:
@@ -117,7 +108,7 @@ def _chosen(x: Tensor, headdim_v: int) -> Chosen:
     if not path or _stays_frozen(x.device, x.dtype):
         return {}
     bucket = configs.bucket(max(x.size(-1), headdim_v))
-    return _read(path, architecture(x.device)).get(bucket, {})
+    return _read(path, exact_architecture(x.device)).get(bucket, {})
 
 
 def _stays_frozen(device: torch.device, dtype: torch.dtype) -> bool:

@@ -117,7 +117,7 @@ def test_a_forward_in_gluon_is_used_where_the_file_has_it(
     x = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)
     assert not tuned.takes_gluon("gluon", x, 64)
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(tuned, "architecture", lambda device: "interpreter")
+    monkeypatch.setattr(tuned, "exact_architecture", lambda device: "interpreter")
     for taken in (x, torch.empty(1, 4, 2, 128, dtype=torch.float16), x[1:], x[:, ::2, :1]):
         assert tuned.takes_gluon("gluon", taken, 64)
     for other in (x.float(), x[..., :48]):
@@ -140,7 +140,7 @@ def test_a_file_of_portable_gradients_rules_out_one_pass(
     spec, empty = AttentionSpec("cuda", torch.bfloat16, 1, 8, 8, 64, 64), torch.empty
     monkeypatch.setattr("ring_attn.backends.triton.architecture", lambda: "sm_90")
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(tuned, "architecture", lambda device: "interpreter")
+    monkeypatch.setattr(tuned, "exact_architecture", lambda device: "interpreter")
     monkeypatch.setattr(torch, "empty", lambda *sizes, device, dtype: empty(*sizes, dtype=dtype))
     assert TritonBackend().in_one_pass(spec)
     assert not TritonBackend().in_one_pass(replace(spec, nheads_kv=2))
