@@ -139,10 +139,6 @@ def _as_tensor(number: int) -> Tensor:
     return torch.tensor(number * _NUMBER_UNIT, dtype=torch.float64)
 
 
-def _as_number(x: Tensor) -> int:
-    return int(x.item() / _NUMBER_UNIT)
-
-
 torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd", _attention)
 attention = torch.ops.ring_attn.attention.default
 
@@ -263,7 +259,7 @@ def _attention_backward(
         run, agreement = _prepare(spec, (rows, rows_kv), arguments)
         transport = open_p2p(group, call.transport)
         number, tensors = _in_order(_kept(arguments.text, *call.place), saved)
-        forward = _as_number(number)
+        forward = int(number.item() / _NUMBER_UNIT)
         with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
             grads = machine.backward(run, tensors, dout.contiguous(), transport, sinks)
     except BaseException as error:

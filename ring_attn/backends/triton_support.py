@@ -27,11 +27,13 @@ def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
         return f"runs on cuda, and in the interpreter on cpu, not on {spec.device_type}"
     if not torch.cuda.is_available():
         return "needs a GPU that torch can use"
-    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
-        return "needs a GPU of compute capability 8.0 or newer"
-    if _is_blackwell() and _release("triton") < (3, 7):
-        # Without fences, products could read memory before its copies are visible: see `aot`.
-        return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
+    if torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 0):
+            return "needs a GPU of compute capability 8.0 or newer"
+        if capability[0] == 10 and _release("triton") < (3, 7):
+            # Without fences, products could read memory before its copies are visible: see `aot`.
+            return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
     if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
     _check_tuned(spec.device_type)
@@ -72,11 +74,6 @@ def _check_tuned(device_type: str) -> None:
         from ring_attn.kernels.tuned import check_file
 
         check_file(torch.device(device_type))
-
-
-def _is_blackwell() -> bool:
-    """Whether the GPU uses the column sm_100 of the table of configs."""
-    return torch.version.hip is None and torch.cuda.get_device_capability()[0] == 10
 
 
 def _release(package: str) -> tuple[int, ...]:
