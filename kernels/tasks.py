@@ -62,42 +62,23 @@ class Schedule(NamedTuple):
         return {"num_blocks": self.num_blocks, "heads_together": self.heads_together}
 
 
-def make_schedule(
-    table: StepTable,
-    config: Config,
-    device: torch.device,
-    *,
-    num_heads: int,
-    heads_per_kv: int,
-    bytes_per_column: int,
-) -> Schedule:
-    """The schedule of a launch; `num_heads` are of all batch entries.
-
-    `heads_per_kv` consecutive heads read the same columns, `bytes_per_column` bytes of each.
-    """
-    heads_together = num_heads
-    if config.l2_bytes:
-        kv_heads = num_heads // heads_per_kv
-        fitting = config.l2_bytes // max(1, table.num_cols * bytes_per_column)
-        heads_together = heads_per_kv * _largest_divisor(kv_heads, max(1, fitting))
-    num_programs = table.num_blocks * num_heads
-    if config.programs_per_sm:
-        sms = num_sms(device)
-        num_programs = min(num_programs, config.programs_per_sm * (sms - sms // SMS_PER_COPY))
-    return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
-
-
 def step_schedule(
     q: Tensor, k: Tensor, v: Tensor, table: StepTable, config: Config, *, kv_rows: bool = False
 ) -> Schedule:
     """The schedule of q rows of each head against keys, or of kv rows of each kv head."""
     group = q.size(2) // k.size(2)
     heads_of_column, heads_per_kv = (group, 1) if kv_rows else (1, group)
-    return make_schedule(
-        table, config, q.device,
-        num_heads=q.size(0) * q.size(2) // heads_of_column, heads_per_kv=heads_per_kv,
-        bytes_per_column=heads_of_column * (q.size(3) + v.size(3)) * q.element_size(),
-    )  # fmt: skip
+    kv_heads = q.size(0) * k.size(2)
+    num_heads = heads_together = kv_heads * heads_per_kv
+    if config.l2_bytes:
+        bytes_per_column = heads_of_column * (q.size(3) + v.size(3)) * q.element_size()
+        fitting = config.l2_bytes // max(1, table.num_cols * bytes_per_column)
+        heads_together = heads_per_kv * _largest_divisor(kv_heads, max(1, fitting))
+    num_programs = table.num_blocks * num_heads
+    if config.programs_per_sm:
+        sms = num_sms(q.device)
+        num_programs = min(num_programs, config.programs_per_sm * (sms - sms // SMS_PER_COPY))
+    return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
 
 
 @cache
@@ -108,4 +89,4 @@ def num_sms(device: torch.device) -> int:
 
 
 def _largest_divisor(n: int, most: int) -> int:
-    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=0)
+    return max(d for d in range(1, min(n, most) + 1) if n % d == 0)

@@ -18,7 +18,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs, tuned
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.tasks import Schedule, make_schedule
+from ring_attn.kernels.tasks import Schedule, step_schedule
 from tests.bounds import whole
 from tests.kernels.calls import DEVICE, Step, blocks, cut_keys, in_interpreter
 
@@ -214,10 +214,10 @@ MASK = Mask(40, 97)
 
 def schedule(tiles: Step, num_heads: int, heads_per_kv: int, **changes: int) -> Schedule:
     config, device = replace(blocks(32, 32), **changes), torch.device(DEVICE)
-    return make_schedule(
-        TritonBackend()._table(tiles, config, device), config, device,
-        num_heads=num_heads, heads_per_kv=heads_per_kv, bytes_per_column=100,
-    )  # fmt: skip
+    # 100 bytes of a column.
+    q = torch.empty(1, 1, num_heads, 25, dtype=torch.float16, device=device)
+    k = torch.empty(1, 1, num_heads // heads_per_kv, 25, dtype=torch.float16, device=device)
+    return step_schedule(q, k, k, TritonBackend()._table(tiles, config, device), config)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,8 @@ def test_what_a_schedule_depends_on() -> None:
     steps = (whole(MASK), *cut_keys(MASK, 48))
     found = [schedule(tiles, 4, 1, l2_bytes=9800).heads_together for tiles in steps]
     assert found == [1, 2, 2]
-    # Without columns or heads the schedule avoids a division by zero.
+    # Without columns the schedule avoids a division by zero.
     assert schedule((), 4, 2, l2_bytes=1000, programs_per_sm=1) == (0, 0, 4, 4)
-    assert schedule(whole(MASK), 0, 2, l2_bytes=1000).num_programs == 0
     # A persistent grid has no more programs than tasks.
     found = [schedule(whole(MASK), 4, 1, programs_per_sm=n).num_programs for n in range(4)]
     assert found == [8, 3, 6, 8]
