@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ SAMPLED_ROWS, SAMPLED_KEYS = 32, 256
 GRADIENTS = ("dq", "dk", "dv")
 
 # For each result: float64's, plain PyTorch's, and the terms of each sum.
-Figures = Mapping[str, tuple[Tensor, Tensor, Tensor]]
+Figures = Mapping[str, tuple[Tensor, ...]]
 
 Make = Callable[[Problem, Data], Attention]
 
@@ -92,13 +93,14 @@ class Part:
         out, *grads = attention.results()
         got = {"out": out, **dict(zip(GRADIENTS, grads, strict=False))}
         compared = {
-            name: x[:, self._keys if name in ("dk", "dv") else self._rows]
+            name: self._by_kv_head(x[:, self._keys if name in ("dk", "dv") else self._rows])
             for name, x in got.items()
         }
         if attention.lse is not None:
-            compared["lse"] = attention.lse[:, :, self._rows]
+            compared["lse"] = self._by_kv_head(attention.lse[:, :, self._rows], 1)
         verdicts = [
-            check(f"{name}{self._suffix}", x, *self._figures[name]) for name, x in compared.items()
+            check(f"{name}{self._suffix}", x.flatten(0, 1), *self._figures[name])
+            for name, x in compared.items()
         ]
         if self._backward:
             verdicts.append(_zero_elsewhere(got["dq"], self._rows))
@@ -106,20 +108,19 @@ class Part:
 
     def _oracle(self, mask: Mask) -> Figures:
         """The figures, one batch entry and kv head at a time, to bound the scores' memory."""
-        problem = self._problem
-        group = problem.heads // problem.kv_heads
         q, k, v, dout = self._data.rows_first
-        q, dout = q[:, self._rows], dout[:, self._rows]
-        entries = []
-        for b in range(problem.batch):
-            parts = []
-            for g in range(problem.kv_heads):
-                heads = slice(g * group, (g + 1) * group)
-                q_part, dout_part = (x[b : b + 1, :, heads] for x in (q, dout))
-                k_part, v_part = (x[b : b + 1, :, g : g + 1] for x in (k, v))
-                parts.append(_figures(Inputs(q_part, k_part, v_part, dout_part), mask, self._keys))
-            entries.append(_joined(parts, heads=True))
-        return _joined(entries, heads=False)
+        whole = (q[:, self._rows], k, v, dout[:, self._rows])
+        views = [self._by_kv_head(x) for x in whole]
+        figures = [
+            _figures(Inputs(*(x[b : b + 1, g] for x in views)), mask, self._keys)
+            for b, g in product(range(self._problem.batch), range(self._problem.kv_heads))
+        ]
+        kinds = {name: zip(*(part[name] for part in figures), strict=True) for name in figures[0]}
+        return {name: tuple(map(torch.cat, kind)) for name, kind in kinds.items()}
+
+    def _by_kv_head(self, x: Tensor, dim: int = 2) -> Tensor:
+        """A view of (batch, rows, heads, dim) as (batch, kv heads, rows, heads of one, dim)."""
+        return x.unflatten(dim, (self._problem.kv_heads, -1)).movedim(dim, 1)
 
 
 def worst_of(verdicts: Sequence[Verdict]) -> tuple[float, str]:
@@ -145,16 +146,6 @@ def _figures(inputs: Inputs, mask: Mask, keys: Tensor) -> Figures:
         three = getattr(oracle, name), getattr(plain, name), oracle.terms[name]
         by_name[name] = three[0][:, chosen], three[1][:, chosen], three[2][:, chosen]
     return by_name
-
-
-def _joined(parts: Sequence[Figures], *, heads: bool) -> Figures:
-    """Joins figures of several heads, or of several batch entries."""
-    joined = {}
-    for name in parts[0]:
-        dim = 0 if not heads else 1 if name == "lse" else 2
-        got, plain, terms = zip(*(part[name] for part in parts), strict=True)
-        joined[name] = torch.cat(got, dim), torch.cat(plain, dim), torch.cat(terms, dim)
-    return joined
 
 
 def _sample(seqlen: int, count: int, generator: torch.Generator) -> tuple[int, ...]:
