@@ -63,8 +63,8 @@ from ring_attn.tools.arguments import (
     parse_dtype,
     parse_size,
     parse_sizes,
-    setting_from,
     show,
+    with_options,
 )
 from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 
@@ -177,7 +177,7 @@ def setting_of(args: argparse.Namespace) -> Sweep:
     """The setting from the options; --quick changes the defaults."""
     seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
     seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
-    each = setting_from(
+    each = with_options(
         Setting,
         args,
         seqlen=seqlens[0],

@@ -6,6 +6,7 @@ The `parse_*` functions raise argparse.ArgumentTypeError; argparse shows its tex
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -197,10 +198,10 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
 
 
-def setting_from(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
-    """Makes a dataclass `cls` from `others` and from the options named like its other fields."""
-    names = vars(cls)["__dataclass_fields__"]
-    return cls(**{name: x for name, x in vars(args).items() if name in names} | others)
+def with_options(make: Callable[..., T], args: argparse.Namespace, **others: Any) -> T:
+    """Calls `make` with `others`, and with the options named like its other parameters."""
+    names = inspect.signature(make).parameters
+    return make(**{name: x for name, x in vars(args).items() if name in names} | others)
 
 
 def command_line() -> str:

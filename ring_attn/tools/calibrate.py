@@ -41,6 +41,7 @@ from ring_attn.tools.arguments import (
     parse_size,
     parse_sizes,
     table_console,
+    with_options,
     write_if_interrupted,
     write_json,
 )
@@ -136,11 +137,9 @@ def run(args: argparse.Namespace) -> int:
         }
 
     write_if_interrupted(args.json, report)
-    names = ("heads", "head_dim", "dtype", "backend", "threads", "device", "quick")
-    options = {name: getattr(args, name) for name in names}
     for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
         take = samples.setdefault(ranks, []).append
-        clusters[ranks] = calibrate(ranks, on_sample=take, **options)
+        clusters[ranks] = with_options(calibrate, args, world_size=ranks, on_sample=take)
     write_json(args.json, report())
     if not args.quiet:
         table_console().print(_table(clusters, samples))

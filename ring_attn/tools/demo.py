@@ -45,7 +45,7 @@ from ring_attn.tools.arguments import (
     parse_dtype,
     parse_folder,
     parse_size,
-    setting_from,
+    with_options,
     write_if_interrupted,
     write_json,
 )
@@ -213,7 +213,7 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
     microbatches = args.microbatches or (2 * axes.pp if axes.pp > 1 else 1)
-    training = setting_from(
+    training = with_options(
         Settings,
         args,
         axes=axes,

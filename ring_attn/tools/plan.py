@@ -18,7 +18,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
-from inspect import signature
 
 import torch
 
@@ -48,6 +47,7 @@ from ring_attn.tools.arguments import (
     parse_sizes,
     shortened,
     table_console,
+    with_options,
     write_json,
 )
 
@@ -219,11 +219,13 @@ def plan(args: argparse.Namespace) -> Choice:
 
     Unless --quick, simulates a degree of each strategy's name.
     """
-    given = {name: x for name, x in vars(args).items() if name in signature(explain).parameters}
-    given["cluster"] = cluster_of(args.cluster, args.node_size, args.world_size)
-    if args.documents is not None:
-        given["cu_seqlens"] = boundaries(args.documents, args.seqlen)
-    return explain(**given, effort="best" if args.quick else "names")
+    return with_options(
+        explain,
+        args,
+        cu_seqlens=None if args.documents is None else boundaries(args.documents, args.seqlen),
+        cluster=cluster_of(args.cluster, args.node_size, args.world_size),
+        effort="best" if args.quick else "names",
+    )
 
 
 def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
