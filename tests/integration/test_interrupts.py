@@ -1,4 +1,4 @@
-"""A signal ends a command with one line and its rows so far, and leaves nothing behind."""
+"""A signal ends a command with one line and its rows so far; no end leaves anything behind."""
 
 from __future__ import annotations
 
@@ -134,3 +134,29 @@ def test_processes_of_processes_end_too(start: Callable[[list[str]], Started]) -
     wait_until(lambda: len(command.running()) == 3)
     command.process.send_signal(signal.SIGTERM)
     assert command.ended()[0] == 128 + signal.SIGTERM
+
+
+# The watch waits in the store nearly all the time, as on a slow network.
+WATCHED = """
+import datetime, time
+import torch.distributed as dist
+from ring_attn.transport.ranks import group
+
+def look(self):
+    for _ in range(100):
+        try:
+            store.wait(["absent"], datetime.timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+group.PERIOD_S, group.RankGroup.look = 0.0, look
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+group._watch(group.rank_group(dist.group.WORLD))
+time.sleep(0.1)
+"""
+
+
+def test_the_watch_ends_before_the_interpreter() -> None:
+    ran = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

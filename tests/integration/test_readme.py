@@ -50,16 +50,11 @@ def figures() -> str:
             f"| {both['peak_bytes'] / 1e6:.0f} MB | {both['max_error']:.1e} |"
         )
     machine = measured["machine"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"`{measured['command']}`",
-            f"on {machine['cores']} cores of an {machine['cpu']}, torch "
-            f"{machine['versions']['torch']}, gloo: medians of the slower rank, error against "
-            "float64",
-        ]
+    where = (
+        f"on {machine['cores']} cores of an {machine['cpu']}, torch "
+        f"{machine['versions']['torch']}, gloo: medians of the slower rank, error against float64"
     )
+    return "\n".join([*lines, "", f"`{measured['command']}`", where])
 
 
 def explained() -> str:
@@ -94,17 +89,11 @@ def test_example(tmp_path: Path, under_torchrun: Any) -> None:
     assert under_torchrun(3, runpy.run_path, str(example)) == shapes
 
 
-def commands() -> list[str]:
-    inline = re.findall(r"^(ring-attn .+)|`(ring-attn [^`]+)`", BOTH, re.MULTILINE)
-    return sorted({(line or command).split()[1] for line, command in inline})
-
-
-@pytest.mark.parametrize("command", commands())
-def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
-    assert ended.value.code == 0
-    assert command in capsys.readouterr().out
+def test_commands_exist() -> None:
+    named = re.findall(r"^(ring-attn .+)|`(ring-attn [^`]+)`", BOTH, re.MULTILINE)
+    assert named
+    known = {one.name.split()[0] for one in cli.COMMANDS}
+    assert {(one or two).split()[1] for one, two in named} <= known
 
 
 def test_targets_and_their_arguments_exist() -> None:
