@@ -14,7 +14,6 @@ from ring_attn.bench.judge import Judge
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.tools import tune
-from ring_attn.tools.cli import main
 from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
@@ -107,15 +106,26 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
 
 
-def test_a_wrong_frozen_config_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Kernels.forward
+def test_a_kind_that_fails_and_a_wrong_frozen_config_are_failures(
+    report_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, search = Kernels.forward, Tuning._search
 
     def wrongly(self: Kernels) -> None:
         forward(self)
         self.out[:, 0] += 0.1
 
+    def failing(self: Tuning, kind: str, seconds: float) -> None:
+        if kind == "fwd":
+            raise torch.OutOfMemoryError("out of memory")
+        search(self, kind, seconds)
+
     monkeypatch.setattr(Kernels, "forward", wrongly)
-    assert main(["tune", *TINY.split(), "--kernels", "fwd", "--quiet"]) == 1
+    monkeypatch.setattr(Tuning, "_search", failing)
+    report = report_of(f"tune {TINY} --kernels fwd --quiet", status=1)
+    wrong, failed = report["failures"]
+    assert failed == "fwd failed: out of memory" and wrong.startswith("fwd_whole, ")
+    assert "OutOfMemoryError" in capsys.readouterr().err
 
 
 def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +139,6 @@ def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tune, "build", lambda task: "")
     bench._search("dkdv", 0.0)
     assert bench.rows[-1].note == "not checked: there was no time left"
-
-
-def test_a_kind_that_fails_costs_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench, done = tuning(f"{TINY} --kernels dkdv,dq", monkeypatch), list[str]()
-
-    def failing(kind: str, seconds: float) -> None:
-        done.append(kind)
-        if kind == "dkdv":
-            raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(bench, "_search", failing)
-    bench.run()
-    assert done == ["dkdv", "dkdv_whole", "dq", "dq_whole"]
-    assert bench.failures == ["dkdv failed: out of memory"]
-    assert "OutOfMemoryError" in capsys.readouterr().err
 
 
 def test_forwards_in_gluon_are_candidates_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
