@@ -43,7 +43,6 @@ def blocks(rows: int, cols: int) -> Config:
 
 
 SMALL = blocks(32, 16)
-LARGE = blocks(64, 64)
 
 
 def inputs_for(mask: Mask, **sizes: object) -> Inputs:
