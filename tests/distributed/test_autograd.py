@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ring_attn import ring_attention, unshard
 from ring_attn.core.mask import Mask
-from ring_attn.testing import HEADS, LAYOUTS, Case, Heads, Inputs, layouts_of, strategy_of
+from ring_attn.testing import HEADS, LAYOUTS, Case, Heads, Inputs, layouts_of
+from ring_attn.testing.ranks import arguments_of
 
 
 def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
@@ -23,13 +24,11 @@ def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
 
 
 def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], Inputs]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    case = Case("causal", "contiguous" if name == "q_exchange" else "zigzag", heads=heads, batch=1)
-    layout, _ = case.build_layouts(world_size)
-    q, k, v, dout = (layout.shard(x, rank) for x in case.build_inputs())
+    layout = "contiguous" if name == "q_exchange" else "zigzag"
+    case = Case("causal", layout, name, heads=heads, batch=1)
+    (q, k, v, dout), options = arguments_of(case, dist.get_world_size(), dist.get_rank())
     shards = Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
-    strategy = strategy_of(name, world_size)
-    return partial(ring_attention, causal=True, layout=layout, strategy=strategy), shards
+    return partial(ring_attention, **options), shards
 
 
 def calls_in_flight(name: str) -> None:

@@ -24,6 +24,7 @@ from ring_attn.integrations import flash_attn
 from ring_attn.integrations import ring_flash_attn as names
 from ring_attn.integrations.ring_flash_attn import utils
 from ring_attn.testing import Case, Heads, RankResult, Sent, expected, poisoned_empty, put_together
+from ring_attn.testing.ranks import arguments_of
 from tests.bounds import assert_close
 from tests.cold import assert_compiles, compile_cold
 from tests.distributed.pool import everyone, on_ranks
@@ -40,11 +41,8 @@ def packed(form: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def shards_of(case: Case, world_size: int) -> list[Tensor]:
-    """This rank's q, k, v and dout, without a batch dim if they are packed."""
-    of_q, of_k = case.build_layouts(world_size)
-    sides = zip(case.build_inputs(), (of_q, of_k, of_k, of_q), strict=True)
-    shards = [layout.shard(x, dist.get_rank()) for x, layout in sides]
-    return [x[0] for x in shards] if case.packed else shards
+    """This rank's q, k, v and dout."""
+    return arguments_of(case, world_size, dist.get_rank())[0]
 
 
 def adapter_result(
@@ -152,10 +150,10 @@ def own_arguments(use: Use, rank: int) -> list[Any]:
     """Positional arguments between the tensors and dropout_p."""
     if not use.is_packed:
         return []
-    return arguments_of(use, torch.tensor(use.documents(), dtype=torch.int32), rank)
+    return local_arguments(use, torch.tensor(use.documents(), dtype=torch.int32), rank)
 
 
-def arguments_of(use: Use, cu: Tensor, rank: int) -> list[Any]:
+def local_arguments(use: Use, cu: Tensor, rank: int) -> list[Any]:
     """Positional arguments for documents with these global boundaries."""
     if not use.family.startswith("llama3"):
         local = cu // use.world_size
@@ -307,7 +305,7 @@ def test_functions_over_documents_stand_between_graphs(
         for cuts in ((4, 12), (8,), (12, 16, 20)):
             cu = torch.tensor([0, *cuts, seqlen], dtype=torch.int32)
             x = [y[0, : seqlen // 2].requires_grad_() for y in use.case.build_inputs()[:3]]
-            calls.append((x, cu, None if inside else arguments_of(use, cu, rank)))
+            calls.append((x, cu, None if inside else local_arguments(use, cu, rank)))
         assert_compiles(layer, calls, backend, graphs=(2, 3))
 
 
@@ -316,7 +314,7 @@ def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
     """The refusal of `fullgraph=True` names `ring_attention` instead."""
     for use in PACKED:
         x = [y[0, : use.seqlen // 2] for y in use.case.build_inputs()[:3]]
-        arguments = arguments_of(use, torch.tensor(use.documents()), dist.get_rank())
+        arguments = local_arguments(use, torch.tensor(use.documents()), dist.get_rank())
         cold, _ = compile_cold(use.function, fullgraph=True)
         with pytest.raises(RuntimeError) as error:
             cold(*x, *arguments, causal=True)

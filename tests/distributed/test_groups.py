@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,8 @@ from ring_attn import (
     unshard,
 )
 from ring_attn.core.mask import Mask
-from ring_attn.testing import STRATEGIES, Expected, Inputs, random_qkv, strategy_of
+from ring_attn.testing import STRATEGIES, Case, Expected, Inputs, expected, strategy_of
+from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
@@ -37,13 +38,9 @@ from tests.distributed.pool import on_ranks
 from tests.refusals import refused
 
 SEQLEN = 97
-MASK = Mask(SEQLEN, SEQLEN, causal=True)
+# Each ring has its own seed and so its own sequence, so that a mix-up shows.
+CASE = Case("causal", seqlen=SEQLEN, batch=1)
 Group = dist.ProcessGroup | DeviceMesh | None
-
-
-def inputs_of(ring: int) -> Inputs:
-    """The inputs of a ring; each ring has its own sequence, so that a mix-up shows."""
-    return random_qkv(seqlen_q=SEQLEN, nheads=4, nheads_kv=2, headdim=16, seed=ring)
 
 
 def run_ring(
@@ -54,24 +51,18 @@ def run_ring(
         one = group.get_group()
     else:
         one = None if isinstance(group, DeviceMesh) else group
-    layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size(one))
-    q, k, v, dout = (layout.shard(x, dist.get_rank(one)) for x in inputs_of(ring))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = ring_attention(
-        *leaves, causal=True, layout=layout, group=group, strategy=strategy, return_lse=True
-    )
+    case = replace(CASE, seed=ring, strategy=strategy, layout=kind)
+    shards, options = arguments_of(case, dist.get_world_size(one), dist.get_rank(one))
+    leaves, dout = [x.requires_grad_() for x in shards[:3]], shards[3]
+    out, lse = ring_attention(*leaves, group=group, return_lse=True, **options)
+    layout, _ = options["layout"]
     grads = [unshard(x, layout, group=group) for x in torch.autograd.grad(out, leaves, dout)]
     whole = [unshard(out, layout, group=group), unshard(lse, layout, group=group, dim=2)]
     return Expected(*whole, *grads)
 
 
-@cache
-def expected(ring: int) -> tuple[Expected, Expected]:
-    return expect(inputs_of(ring), MASK)
-
-
 def assert_exact(ring: int, *given: Any) -> None:
-    assert_holds(run_ring(ring, *given), *expected(ring), (ring, *given))
+    assert_holds(run_ring(ring, *given), *expected(replace(CASE, seed=ring)), (ring, *given))
 
 
 @on_ranks(4)
@@ -107,7 +98,7 @@ def test_group_of_unsorted_ranks() -> None:
     for ring, strategy in enumerate(STRATEGIES):
         kind = "contiguous" if strategy == "q_exchange" else "zigzag"
         assert_exact(ring, group, strategy_of(strategy, 4), kind)
-    q, k, v, _ = inputs_of(0)
+    q, k, v, _ = CASE.build_inputs()
     layout = SequenceLayout.contiguous(SEQLEN, 4)
     query = q[:, -3:]
     shards = [layout.shard(x, rank) for x in (k, v)]
@@ -198,7 +189,7 @@ def test_threads_on_two_groups() -> None:
     assert len({group.group_name for group in users}) == 3
     assert not any("ring" in group.group_name for group in users)
     for i, ring in enumerate(rings):
-        assert_holds(ring.result(), *expected(i))
+        assert_holds(ring.result(), *expected(replace(CASE, seed=i)))
 
 
 @pytest.mark.gloo

@@ -25,6 +25,7 @@ from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.models.style import ContextParallel, parallelize
 from ring_attn.testing import Case, Heads, expected, random_sinks
+from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds
 from tests.cold import compile_cold
@@ -217,11 +218,10 @@ def placed(x: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 def run_module(module: nn.Module, case: Case, mesh: DeviceMesh, way: Way) -> dict[str, Tensor]:
     """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim), and share of dsinks."""
-    order = ORDERS[way.order]
-    of_q, of_kv = case.build_layouts(mesh.size())
-    leaves = []
-    for x, layout in zip(case.build_inputs(), (of_q, of_kv, of_kv, of_q), strict=True):
-        shard = layout.shard(x, dist.get_rank()).permute(order)
+    order, leaves = ORDERS[way.order], []
+    shards, _ = arguments_of(case, mesh.size(), dist.get_rank())
+    for x, shard in zip(case.build_inputs(), shards, strict=True):
+        shard = shard.permute(order)
         if way.form == "DTensor":
             shard = placed(shard, x.permute(order), mesh, way.order.index("S"))
         leaves.append(shard.requires_grad_())

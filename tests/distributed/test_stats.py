@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import SequenceLayout, Strategy, ring_attention, tree_decode
-from ring_attn.core.mask import Mask
 from ring_attn.core.program import Attend, Differentiate, Inner, Program, Step
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
@@ -19,12 +18,12 @@ from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.profiling import Figures, collect, stats, trace
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.tree_decode import decode_packet
-from ring_attn.testing import random_qkv
+from ring_attn.testing import Case, Heads, random_qkv
+from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport import streams
 from tests.distributed.pool import Pools, everyone, on_ranks
 
 SEQLEN = 97
-MASK = Mask(SEQLEN, SEQLEN, causal=True)
 SIZES = {"batch": 2, "nheads": 6, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
 
 # Counts of one direction: bytes sent, messages, steps, merges.
@@ -67,17 +66,18 @@ CASES: dict[str, tuple[int, str, str | Strategy]] = {
 
 def measured_as_planned(kind: str, strategy: str | Strategy) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    layout = SequenceLayout.from_name(kind, SEQLEN, world_size)
-    q, k, v, dout = (layout.shard(x, rank) for x in random_qkv(seqlen_q=SEQLEN, **SIZES))
+    case = Case("causal", kind, strategy, heads=Heads(6, 2, 16, 8), seqlen=SEQLEN)
+    (q, k, v, dout), options = arguments_of(case, world_size, rank)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with collect():
         start = time.perf_counter()
-        out = ring_attention(*leaves, causal=True, layout=layout, strategy=strategy)
+        out = ring_attention(*leaves, **options)
         middle = time.perf_counter()
         torch.autograd.grad(out, leaves, dout)
         end = time.perf_counter()
     resolved, spec = resolve_strategy(strategy, world_size, ()), AttentionSpec.of(q, k, v)
-    call, measured = make_call(resolved, spec, (layout, layout), MASK, rank), stats()
+    layouts, mask = case.build_layouts(world_size), case.build_mask()
+    call, measured = make_call(resolved, spec, layouts, mask, rank), stats()
     for figures, seconds, backward in (
         (measured.forward, middle - start, False), (measured.backward, end - middle, True)
     ):  # fmt: skip
