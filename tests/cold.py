@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ring_attn.core import layout
@@ -42,7 +43,8 @@ def bits_of(fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
     grads = [x.grad for x in wanted if x.grad is not None]
     for x in wanted:
         x.grad = None
-    return [x.detach() for x in (*outs, *grads)]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in (*outs, *grads)]
+    return [x.detach() for x in local]
 
 
 def assert_compiles(

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ring_attn
 from ring_attn.tools import interrupt, launch
@@ -75,6 +77,13 @@ def everyone(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """A mesh on a rank, made once because each makes process groups; by default of all ranks."""
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("co", "ds")[: len(shape)])
 
 
 class RankError(AssertionError):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -32,20 +31,9 @@ from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 from ring_attn.testing import Case, Heads, expected
 from tests.bounds import assert_close, assert_holds
 from tests.cold import compile_cold
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import mesh_of, on_ranks
 
 pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
-
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    """The mesh of a shape, cached because each mesh makes process groups; the world by default."""
-    shape = shape or (dist.get_world_size(),)
-    if shape not in _meshes:
-        axes = ("a", "b")[: len(shape)]
-        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    return _meshes[shape]
 
 
 @contextmanager
@@ -330,7 +318,7 @@ def test_refusals() -> None:
     unequal: dict[str, Any] = {"buffers": [x, x.clone()], "buffer_seq_dims": [1, 0]}
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (x, {}, TypeError, "mesh must be a DeviceMesh, got Tensor"),
-        (mesh_of(2, 1), one, ValueError, r"mesh must have one axis, got \('a', 'b'\)"),
+        (mesh_of(2, 1), one, ValueError, r"mesh must have one axis, got \('co', 'ds'\)"),
         (mesh, {"buffers": [x]}, ValueError, "one dim for each buffer, got 0 for 1"),
         (mesh, one | {"no_restore_buffers": {x.clone()}}, ValueError, "must be some of buffers"),
         (mesh, one | {"buffer_seq_dims": [2]}, ValueError, r"got 2 for buffer 0 of .* \(2, 8\)"),
