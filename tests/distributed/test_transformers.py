@@ -213,8 +213,23 @@ def generate_sharded(family: str, kind: str, options: dict[str, Any]) -> Generat
         return tokens, logits, cache.layout.shard_lens
 
 
-def assert_generated(family: str, got: list[Generated], **options: Any) -> None:
-    model = yardstick(family)
+CHUNKED = {"prefill_chunk_size": 15}  # the last chunk has 7 rows
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options", "world_size"),
+    [
+        *((family, "zigzag", {}, 2) for family in CONFIGS if family != "bert"),
+        *((family, "zigzag", CHUNKED, 2) for family in ("llama", "llama4")),
+        *(("llama", kind, {}, 2) for kind in ("contiguous", "striped")),
+        ("llama", "zigzag", {"do_sample": True, "top_k": 50}, 2),
+        *((family, "zigzag", {}, 3) for family in ("qwen2", "llama4")),
+    ],
+)
+def test_generation(
+    ranks: Pools, family: str, kind: str, options: dict[str, Any], world_size: int
+) -> None:
+    model, got = yardstick(family), ranks(world_size).run(generate_sharded, family, kind, options)
     if options.get("do_sample"):
         torch.manual_seed(3)
     tokens, plain = generate(model, **options)
@@ -226,31 +241,6 @@ def assert_generated(family: str, got: list[Generated], **options: Any) -> None:
         assert_close("logits", logits, oracle, plain)
         assert torch.equal(logits, got[0][1])
         assert sum(lens) == NUM_PROMPT + NUM_TOKENS - 1 and max(lens) - min(lens) <= 4
-
-
-@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "bert"])
-@pytest.mark.sweep(3)
-def test_greedy_generation(ranks: Pools, family: str) -> None:
-    assert_generated(family, ranks(2).run(generate_sharded, family, "zigzag", {}))
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "options", "world_size"),
-    [
-        ("llama", "contiguous", {}, 2),
-        ("llama", "striped", {}, 2),
-        ("llama", "zigzag", {"prefill_chunk_size": 15}, 2),  # the last chunk has 7 rows
-        ("llama4", "zigzag", {"prefill_chunk_size": 15}, 2),
-        ("llama", "zigzag", {"do_sample": True, "top_k": 50}, 2),
-        *(pytest.param(f, "zigzag", {}, 3, marks=pytest.mark.slow) for f in ("qwen2", "llama4")),
-    ],
-)
-def test_other_ways_to_generate(
-    ranks: Pools, family: str, kind: str, options: dict[str, Any], world_size: int
-) -> None:
-    assert_generated(
-        family, ranks(world_size).run(generate_sharded, family, kind, options), **options
-    )
 
 
 def in_two_turns(model: Any, **options: Any) -> Tensor:
