@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.headers import Headers
-from tests.deferred.calls import Layers
 from tests.deferred.device import PlantedError, Recorder
 from tests.deferred.program import Program, Run, Schedule, Step, at_random, in_host_order
-from tests.deferred.ranks import record_rank
+from tests.deferred.ranks import Layers, record_rank
 from tests.deferred.test_calls import case_of
 
 RANKS, FAILING = 3, 1
