@@ -38,6 +38,7 @@ def bits_of(fn: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
     """The tensors that a function returns, and their gradients."""
     outs = [x for x in tree_leaves(fn(*arguments)) if isinstance(x, Tensor)]
     wanted = [x for x in tree_leaves(list(arguments)) if isinstance(x, Tensor) and x.requires_grad]
+    assert all(x.is_leaf for x in wanted)
     found = [x for x in outs if x.requires_grad]
     torch.autograd.backward(found, [x.detach().cos() for x in found])
     grads = [x.grad for x in wanted if x.grad is not None]

@@ -45,6 +45,12 @@ def shards_of(case: Case, world_size: int) -> list[Tensor]:
     return arguments_of(case, world_size, dist.get_rank())[0]
 
 
+def leaves_of(case: Case, form: str, world_size: int) -> list[Tensor]:
+    """This rank's tensors as a function takes them, with gradients."""
+    tensors = packed(form, *shards_of(case, world_size)[:3])
+    return [x.detach().requires_grad_() for x in tensors]
+
+
 def adapter_result(
     case: Case, world_size: int, form: str, call: Callable[[list[Tensor], bool], Any]
 ) -> RankResult:
@@ -459,13 +465,13 @@ def test_functions_compile_whole() -> None:
     """Also with options that ring_attention lacks; only functions over local documents do not."""
     for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
         use = Use(family, "qkvpacked_")
-        x = packed("qkvpacked_", *(y.requires_grad_() for y in shards_of(use.case, 2)[:3]))
+        x = leaves_of(use.case, "qkvpacked_", 2)
         options = {"window_size": (9, 9), "deterministic": True, "return_attn_probs": True}
         layer = partial(use.function, causal=True, **options)
         assert_compiles(layer, [x], fullgraph=True)
     for call in (CALLS[0], CALLS[3]):
         given = [int(x) if isinstance(x, numpy.integer) else x for x in call.arguments]
         given = [tuple(map(int, x)) if isinstance(x, list) else x for x in given]
-        x = packed(call.function, *shards_of(call.case, 2)[:3])
+        x = leaves_of(call.case, call.function, 2)
         layer = partial(call.made, layout=call.case.build_layouts(2))
         assert_compiles(layer, [[*x, *given, True]], fullgraph=True)
