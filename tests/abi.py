@@ -63,7 +63,7 @@ def used() -> list[Name]:
 
 
 def private_names(source: str) -> Iterator[Name]:
-    """Names of `torch_private.py`."""
+    """torch's names in a module, as far as its imports show them."""
     tree = ast.parse(source)
     modules = {"torch": "torch"}
     for node in ast.walk(tree):
@@ -89,6 +89,7 @@ def private_names(source: str) -> Iterator[Name]:
         elif (
             isinstance(node, ast.Subscript)
             and isinstance(node.value, ast.Call)
+            and node.value.args
             and isinstance(node.slice, ast.Constant)
         ):
             # vars(module)["name"]

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ring_attn
+from tests.abi import private_names
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "ring_attn"
@@ -136,25 +138,17 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
     assert violations(module, source)
 
 
-def private_names(source: str) -> list[str]:
-    """torch's names with a leading underscore in a module, as far as its imports show them."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [x for x in names if x.startswith("_") or x == "distributed_c10d"]
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            owner = ast.unparse(node.value).split(".")[0]
-            if owner in ("torch", "dist") and not node.attr.startswith("__"):
-                found.append(ast.unparse(node))
-    return found
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    return "distributed_c10d" in parts or any(re.match("_(?!_)", part) for part in parts)
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
-    assert private_names(MODULES["ring_attn.torch_private"].read_text())
     for module, path in MODULES.items():
-        if unit_of(module) not in ("torch_private", "bench", "kernels"):
-            assert not private_names(path.read_text()), module
+        if unit_of(module) not in ("bench", "kernels"):
+            names = [one.name for one in private_names(path.read_text()) if one.kind == "module"]
+            private = [*filter(is_private, names)]
+            assert bool(private) == (unit_of(module) == "torch_private"), (module, private)
 
 
 HEAVY = {
