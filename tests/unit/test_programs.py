@@ -25,7 +25,7 @@ from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.machines.draw import draw
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
-from ring_attn.testing import LAYOUTS, Sent, layouts_of, masks
+from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
 MASKS = masks(61)
 ORDERS: tuple[tuple[Traveller, bool] | None, ...] = (
@@ -58,7 +58,7 @@ def spec_of(
 def calls_of(
     strategy: Strategy,
     mask: Mask,
-    layout: str,
+    layout: str | Layouts,
     world_size: int,
     spec: AttentionSpec | None = None,
     gradients: tuple[Traveller, bool] | None = None,

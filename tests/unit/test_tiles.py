@@ -32,12 +32,13 @@ from ring_attn.core.tiles import (
 )
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_displacements, needed_rows, pair_work
-from ring_attn.machines.count import bytes_sent, peak_bytes
+from ring_attn.machines.count import peak_bytes
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.registry import program_of
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
 from tests.drawn import layouts_for, masks, reproducible
+from tests.unit.test_programs import calls_of, sent, spec_of
 
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
 
@@ -234,9 +235,7 @@ def test_steps_have_one_tile_where_one_is_enough() -> None:
 
 def test_distances_that_nobody_needs_are_jumped_over() -> None:
     # Two documents of two shards each: only neighbours exchange rows.
-    layout, mask = SequenceLayout.contiguous(16, 4), documents([0, 8, 16])
-    spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 8, 8)
-    call = Call(spec, (layout, layout), mask, 0, Strategy(), 0.1, "aten")
+    call = calls_of(Strategy(), documents([0, 8, 16]), "contiguous", 4)[0]
     routes = [post.route for post in program_of(call, backward=False).posts()]
     assert routes == [Hop(1, 3), Hop(2, 2)]
 
@@ -280,19 +279,16 @@ def test_few_turns() -> None:
 
 def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
     """Peaks do not grow with the ranks; a document's first half goes to its second half."""
-    spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 16, 16)
+    exchange, spec = Strategy("exchange"), spec_of(1, 1, torch.float32, 16, 16)
     peaks = set()
     for world_size in (6, 12, 24):
-        layout = SequenceLayout.contiguous(64 * world_size, world_size)
-        args = (spec, (layout, layout), Mask(layout.seqlen, layout.seqlen), 1)
-        call = make_call(Strategy("exchange"), *args, backend="reference")
+        mask = Mask(64 * world_size, 64 * world_size)
+        call = calls_of(exchange, mask, "contiguous", world_size, spec)[1]
         peaks.add(peak_bytes(call, backward=True))
     assert len(peaks) == 1
     mask, layout = placed(8)
-    nbytes = 0
-    for rank in range(8):
-        call = make_call(Strategy("exchange"), spec, (layout, layout), mask, rank, backend="aten")
-        nbytes += bytes_sent(program_of(call, backward=False))
+    calls = calls_of(exchange, mask, (layout, layout), 8, spec, backend="aten")
+    nbytes = sum(one.nbytes for one in sent(calls))
     apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
     padding = nbytes - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
     assert 0 <= padding < 128 * len(apart)
