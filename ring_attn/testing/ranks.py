@@ -257,7 +257,7 @@ def calls_of(case: Case, world_size: int, device: torch.device | str = "cpu") ->
             softmax_scale=case.softmax_scale,
             backend=case.backend,
             same_bits=case.same_bits,
-        )  # fmt: skip
+        )
         for rank in range(world_size)
     ]
 

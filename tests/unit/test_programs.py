@@ -133,8 +133,6 @@ def assert_schedule_is_that_of_each(calls: list[Call], *, backward: bool) -> Non
 
 # Changes a list of ops at one index.
 Edit = Callable[[list[Any], int], object]
-
-
 RING = calls_of(Strategy(), Mask(61, 61, causal=True), "zigzag", 4, None, ("kv", False))
 
 
@@ -163,9 +161,9 @@ ONCE: dict[type, str] = {
 def test_an_op_left_out_or_done_twice_is_found(backward: bool, rank: int) -> None:
     todo = ops_of(rank, backward=backward)
     for at, op in enumerate(todo):
-        kind = ONCE.get(type(op))
-        for others in (todo[:at] + todo[at + 1 :], todo[: at + 1] + todo[at:]) if kind else ():
-            assert kind in faults(rank, others, backward=backward), (at, op)
+        if type(op) in ONCE:
+            for others in (todo[:at] + todo[at + 1 :], todo[: at + 1] + todo[at:]):
+                assert ONCE[type(op)] in faults(rank, others, backward=backward), (at, op)
 
 
 def changed(change: Callable[[Any], ops.Op]) -> Edit:
