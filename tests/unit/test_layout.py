@@ -108,6 +108,7 @@ def test_shard_batch_keeps_what_is_already_there() -> None:
 
 ZIGZAG = SequenceLayout.zigzag(8, 2)
 X = torch.zeros(1, 8)
+HALVES = (Segment(0, 2), Segment(2, 2))
 
 
 # Wrong types are tested in tests/unit/test_wrong_values.py.
@@ -122,7 +123,7 @@ X = torch.zeros(1, 8)
         (lambda: SequenceLayout("boundaries", 9, 2, (0, 4, 8)), "seqlen 8, .* got 9, 2"),
         (lambda: SequenceLayout("zigzag", 8, 2, (0, 4, 8)), r"cuts None .* got .*\(0, 4, 8\)"),
         (lambda: SequenceLayout("segments", 8, 2), "at least one rank"),
-        (lambda: from_parts(4, Segment(0, 2), Segment(2, 2)), "use a constructor"),
+        (lambda: SequenceLayout("segments", 4, 1, None, (HALVES,)), "use a constructor"),
         (lambda: ZIGZAG.unshard([X[:, :4], torch.zeros(2, 4)]), r"rank 1 .*\(1, 4\).*\(2, 4\)"),
         (lambda: ZIGZAG.unshard([X]), "2 shards, got 1"),
         (lambda: ZIGZAG.unshard([X[:, :4], X[:, :4].double()]), "rank 1 must be torch.float32"),
@@ -153,10 +154,6 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], text: str) -> Non
 
 def segments(*parts: list[Segment]) -> SequenceLayout:
     return SequenceLayout.from_segments(parts)
-
-
-def from_parts(seqlen: int, *segments: Segment) -> SequenceLayout:
-    return SequenceLayout("segments", seqlen, 1, parts=(segments,))
 
 
 def test_integers_of_numpy_are_ints() -> None:

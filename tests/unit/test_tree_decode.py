@@ -47,18 +47,12 @@ MASKS = {
 }
 
 
-def caches(seqlen: int, world_size: int) -> dict[str, SequenceLayout]:
-    """Uneven caches: named layouts, all on one rank, grown token by token, and others."""
-    third = seqlen // 3
-    named = {name: SequenceLayout.from_name(name, seqlen, world_size) for name in LAYOUTS}
-    ends = SequenceLayout.boundaries([0, *[third] * (world_size - 1), seqlen])
-    first = SequenceLayout.boundaries([0, *[seqlen] * world_size])
-    grown = SequenceLayout.contiguous(third, world_size)
-    for position in range(third, seqlen):
-        grown = grown.appended(position // 5 * 7 % world_size, 1)
-    runs = [grown.segments(rank)[::-1] for rank in range(world_size)]
-    others = {"on both ends": ends, "on the first": first, "grown": grown}
-    return {**named, **others, "backwards": SequenceLayout.from_segments(runs)}
+def grown(seqlen: int, world_size: int) -> SequenceLayout:
+    """A cache of which two thirds were appended token by token, to ranks in turn."""
+    layout = SequenceLayout.contiguous(seqlen // 3, world_size)
+    for position in range(seqlen // 3, seqlen):
+        layout = layout.appended(position // 5 * 7 % world_size, 1)
+    return layout
 
 
 def run(
@@ -84,7 +78,7 @@ def run(
 
 def assert_holds(
     mask: Mask,
-    layouts: Sequence[SequenceLayout],
+    caches: Sequence[SequenceLayout],
     backend: str = "auto",
     *,
     scale: float | None = None,
@@ -100,7 +94,7 @@ def assert_holds(
     spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
     call = make_call(spec, softmax_scale=scale, backend=backend)
     nbytes = decode_packet(spec, mask.seqlen_q).nbytes
-    for layout in layouts:
+    for layout in caches:
         results = run(inputs, mask, layout, call, sinks)
         for out, lse, sent in results:
             assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
@@ -109,10 +103,13 @@ def assert_holds(
         assert_within(got, oracle, plain, str(layout))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 16])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_holds_for_every_cache(mask: Mask, world_size: int) -> None:
-    assert_holds(mask, list(caches(mask.seqlen_k, world_size).values()))
+@reproducible
+@given(st.sampled_from([*MASKS.values()]), st.data())
+def test_holds_for_every_cache(mask: Mask, data: st.DataObject) -> None:
+    """Named layouts, shards of any length, runs on any rank, and grown caches."""
+    world_sizes = st.sampled_from((1, 2, 3, 4, 7, 16))
+    layout = data.draw(layouts(st.just(mask.seqlen_k), world_sizes, segments=True))
+    assert_holds(mask, [layout, grown(mask.seqlen_k, layout.world_size)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -121,7 +118,7 @@ def test_holds_for_types_scores_heads_and_strides(
     dtype: torch.dtype, scores: tuple[float, bool]
 ) -> None:
     for turn, name in enumerate(("one token", "window of several", "queries that see nothing")):
-        layout = caches(MASKS[name].seqlen_k, 3)["grown"]
+        layout = grown(MASKS[name].seqlen_k, 3)
         sizes = {"nheads_kv": (1, 2, 4)[turn], "headdim_v": (5, 8, 16)[turn], "scale": 0.3}
         options = {"softcap": scores[0], "with_sinks": scores[1], "noncontiguous": turn > 0}
         for backend in ("aten", "reference") if not scores[0] else ("auto",):
@@ -131,9 +128,9 @@ def test_holds_for_types_scores_heads_and_strides(
 @pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 def test_holds_with_our_kernels() -> None:
     """In one layout a rank holds nothing; in the other, tiles have one query each."""
-    layouts = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]
+    caches = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]
     mask = MASKS["window of several"]
-    assert_holds(mask, layouts, "triton", headdim=16, with_sinks=True)
+    assert_holds(mask, caches, "triton", headdim=16, with_sinks=True)
 
 
 def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
@@ -149,7 +146,7 @@ def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
 
 
 def test_what_every_query_sees_is_one_tile() -> None:
-    layout = caches(997, 3)["grown"]
+    layout = grown(997, 3)
     assert len(layout.segments(0)) > 30
     tiles = decode_tiles(layout.segments(0), Mask(1, 997, causal=True))
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
