@@ -252,11 +252,3 @@ def merge_parts_launch(
         },
         MERGE.options,
     )
-
-
-def part_states(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """New acc (batch, rows, nheads_kv, headdim_v) and m, l (batch, nheads_kv, rows) for q."""
-    batch, rows, nheads_kv, _ = q.shape
-    acc = q.new_empty((batch, rows, nheads_kv, v.size(3)), dtype=torch.float32)
-    m, l = (q.new_empty((batch, nheads_kv, rows), dtype=torch.float32) for _ in range(2))
-    return acc, m, l

@@ -190,7 +190,8 @@ class TritonBackend(Backend):
         k, v = _unit_stride(k), _unit_stride(v)
         config, parts = self._parts(q, tiles, rows * group, batch * k.size(2), v.size(3))
         packed = decode.part_rows(q, k.size(2), parts.num_parts)
-        acc, m, l = decode.part_states(packed, v)
+        acc = _float32(packed, *packed.shape[:3], v.size(3))
+        m, l = (_float32(packed, batch, k.size(2), packed.size(1)) for _ in range(2))
 
         def fold() -> Launch:
             table = self._part_table(tiles, config, q.device, rows, group, parts)
