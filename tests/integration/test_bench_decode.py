@@ -3,6 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
+
+from ring_attn.bench import decode
+from tests.integration.commands import options_of
 
 TINY = "--device cpu --backend triton --heads 2/1 --seqlen 97,300 --iters 2 --quiet"
 RUN = f"bench decode {TINY}"
@@ -26,3 +30,10 @@ def test_a_backend_without_parts(report_of: Any) -> None:
     report = report_of(f"{RUN} --backend aten")
     notes = {row["impl"]: row["note"] for row in report["rows"]}
     assert notes["whole"] == notes["torch-flash"] == "" and "aten has no parts" in notes["parts"]
+
+
+def test_on_a_gpu_there_is_more_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen, quick = (decode.setting_of(options_of(decode, words)) for words in ("", "--quick"))
+    assert (chosen.seqlens[-1], chosen.batches, chosen.backend) == (1 << 20, (1, 8), "triton")
+    assert (quick.seqlens, quick.batches) == ((8192,), (1,))

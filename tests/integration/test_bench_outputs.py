@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ring_attn.bench.outputs import (
     changes_table,
@@ -21,6 +23,7 @@ from ring_attn.bench.outputs import (
     to_csv,
     to_page,
 )
+from ring_attn.tools import arguments
 from ring_attn.tools.cli import main
 
 DECODE = "bench decode --device cpu --quick --seqlen 64,128 --iters 3"
@@ -94,6 +97,16 @@ def test_the_page_is_whole_and_escaped() -> None:
     assert text.count("<svg") == 1 and not re.search("<script|<i>|<b>|(src|href)=.http", text)
     for shown in ("bench &amp; [y]", "&lt;i&gt;[x]", "slower", "other cores", "Raw JSON"):
         assert shown in text
+
+
+def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, quiet in ((True, False), (True, True), (False, False)):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
+        with arguments.progress(2, quiet=quiet) as begin:
+            begin("long ones", 2)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("long ones, time left" in shown) == (terminal and not quiet), shown
 
 
 def test_a_benchmark_writes_them_all_and_fails_where_it_is_slower(

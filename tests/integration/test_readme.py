@@ -89,11 +89,15 @@ def test_example(tmp_path: Path, under_torchrun: Any) -> None:
     assert under_torchrun(3, runpy.run_path, str(example)) == shapes
 
 
-def test_commands_exist() -> None:
+def test_commands_exist_and_have_help(capsys: pytest.CaptureFixture[str]) -> None:
     named = re.findall(r"^(ring-attn .+)|`(ring-attn [^`]+)`", BOTH, re.MULTILINE)
     assert named
     known = {one.name.split()[0] for one in cli.COMMANDS}
     assert {(one or two).split()[1] for one, two in named} <= known
+    for command in cli.COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command.name.split(), "--help"])
+        assert ended.value.code == 0 and command.name in capsys.readouterr().out
 
 
 def test_targets_and_their_arguments_exist() -> None:
