@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ring_attn
 from ring_attn import testing
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
-from ring_attn.tools import cli, env, launch, verify
+from ring_attn.tools import aot, cli, env, launch, verify
 from ring_attn.tools.arguments import (
     command_line,
     format_size,
@@ -114,8 +114,13 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(aot, "interpreting", lambda: True)
     try:
         status: object = cli.main(words)
     except SystemExit as stop:
