@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import check
-from ring_attn.core.values import check_one_of
+from ring_attn.core.values import check_int, check_one_of
 from ring_attn.profiling import gradient_sync
 
 OPS = ("sum", "mean")
@@ -62,7 +62,8 @@ def sync_gradients(
     Raises:
         ValueError: `op` is unknown, `bucket_bytes` is not positive, or a DTensor is spread over
             ranks of the group (FSDP or tensor parallelism then reduces its gradient).
-        TypeError: `module` has something other than tensors, or a gradient is not floating point.
+        TypeError: `module` has something other than tensors, a gradient is not floating point, or
+            `bucket_bytes` is no int.
         NotImplementedError: a gradient is sparse.
         RuntimeError: there is no process group, or it cannot send the gradients' device.
 
@@ -77,8 +78,7 @@ def sync_gradients(
         >>> dist.destroy_process_group()
     """
     check_one_of("op", op, OPS)
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
+    check_int("bucket_bytes", bucket_bytes, least=1)
     if isinstance(module, Tensor) or not isinstance(module, (nn.Module, Iterable)):
         raise TypeError(
             f"module must be a module or parameters in a list, got {type(module).__name__}"

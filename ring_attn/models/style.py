@@ -40,7 +40,7 @@ from ring_attn.call import DistributedOptions, Layout, MathOptions
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy, checked_strategy, resolve_strategy
-from ring_attn.core.values import as_int, as_tuple, check_one_of
+from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
 from ring_attn.models.head_exchange import HeadExchange
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
@@ -138,7 +138,12 @@ class ContextParallel(ParallelStyle):
             )
         for name in ("qkv_indices", "qkv_names"):
             value = getattr(self, name)
-            if value is not None and not len(as_tuple(name, value)) == len(set(value)) == 3:
+            if value is None:
+                continue
+            elements = as_tuple(name, value)
+            for element in elements:
+                check_type(f"each of {name}", element, int if name == "qkv_indices" else str)
+            if not len(elements) == len(set(elements)) == 3:
                 raise ValueError(f"{name} must be three different ones, of q, k, v; got {value}")
         if self.replace is not None:
             if self.inside != "global":

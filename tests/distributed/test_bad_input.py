@@ -307,7 +307,7 @@ TAKEN = {
     **dict.fromkeys(("alibi_slopes", "cu_seqlens", "cu_seqlens_k", "group", "mask"), ["None"]),
     **dict.fromkeys(("same_bits", "sinks", "tree_decode's layout"), ["None"]),
     "softmax_scale": ["None", "1.5"], "softcap": ["1.5"], "x": ["bool tensor", "complex"],
-    "bucket_bytes": ["2**64"], "module": ["[]", "{}"],
+    "module": ["[]", "{}"],
 }  # fmt: skip
 
 

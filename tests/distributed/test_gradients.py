@@ -102,6 +102,7 @@ def test_refusals() -> None:
     for module, options, error, words in (
         ([], {"op": "max"}, ValueError, "op must|'max'"),
         ([], {"bucket_bytes": 0}, ValueError, "bucket_bytes must|got 0"),
+        ([], {"bucket_bytes": "x"}, TypeError, "bucket_bytes must|'x'"),
         ([complex_one], {}, TypeError, "parameter 0 must|torch.complex64"),
         (sparse, {}, NotImplementedError, "parameter weight is torch.sparse_coo"),
     ):
