@@ -79,7 +79,7 @@ def shard_batch(
     if "position_ids" not in part:
         device = next(iter(part.values())).device if part else None
         positions = layout.position_ids(rank)
-        starts = torch.tensor(cuts)
+        starts = torch.tensor(cuts, device="cpu")
         positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
         part["position_ids"] = positions.to(device)[None]
     return part

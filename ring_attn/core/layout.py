@@ -46,7 +46,8 @@ class Segment:
 
     def positions(self) -> Tensor:
         """(length,) int64 global positions."""
-        return torch.arange(self.start, self.start + self.length * self.stride, self.stride)
+        stop = self.start + self.length * self.stride
+        return torch.arange(self.start, stop, self.stride, device="cpu")
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
         """Rows `[first, last)` of the segment whose positions lie in `[start, stop)`."""
@@ -321,7 +322,7 @@ class SequenceLayout:
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """(shard_len,) int64 global positions of the rank's rows, for RoPE."""
         parts = [segment.positions() for segment in self.segments(rank)]
-        return torch.cat(parts or [torch.arange(0)]).to(device)
+        return torch.cat(parts or [torch.arange(0, device="cpu")]).to(device)
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """The rank's rows of a whole tensor.
@@ -414,7 +415,7 @@ class SequenceLayout:
     @kept
     def _restore(self) -> Tensor:
         order = torch.cat([self.position_ids(rank) for rank in range(self.world_size)])
-        return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen))
+        return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen, device="cpu"))
 
     def _rank(self, rank: int) -> int:
         rank = as_int("rank", rank)

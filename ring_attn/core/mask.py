@@ -315,7 +315,7 @@ class Mask:
             `(start, stop)`, (layers, n) int64 each; `start == stop` where a query sees nothing.
         """
         shape = len(self.layers), len(positions)
-        starts, stops = torch.zeros(2, *shape, dtype=torch.int64)
+        starts, stops = torch.zeros(2, *shape, dtype=torch.int64, device="cpu")
         for row, table in enumerate(self.tables):
             index = torch.searchsorted(table[1], positions, right=True).clamp(max=table.size(1) - 1)
             q_start, q_end, k_start, k_end, lo, hi = table[:, index]
@@ -329,7 +329,8 @@ class Mask:
     def tables(self) -> tuple[Tensor, ...]:
         """The `Slice.numbers` of each layer's slices, (6, n) int64."""
         return tuple(
-            torch.tensor([s.numbers for s in layer]).t().contiguous() for layer in self.layers
+            torch.tensor([s.numbers for s in layer], device="cpu").t().contiguous()
+            for layer in self.layers
         )
 
     def dense(self, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
@@ -338,10 +339,11 @@ class Mask:
         Without global positions, all queries or keys.
         """
         if q_positions is None:
-            q_positions = torch.arange(self.seqlen_q)
+            q_positions = torch.arange(self.seqlen_q, device="cpu")
         if k_positions is None:
-            k_positions = torch.arange(self.seqlen_k)
-        seen = torch.zeros(len(q_positions), len(k_positions), dtype=torch.bool)
+            k_positions = torch.arange(self.seqlen_k, device="cpu")
+        shape = len(q_positions), len(k_positions)
+        seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
         for start, stop in zip(*self.visible_runs(q_positions), strict=True):
             seen |= (k_positions >= start[:, None]) & (k_positions < stop[:, None])
         return seen
@@ -349,7 +351,7 @@ class Mask:
     @cached_property
     def area(self) -> int:
         """Visible pairs."""
-        start, stop = self.visible_runs(torch.arange(self.seqlen_q))
+        start, stop = self.visible_runs(torch.arange(self.seqlen_q, device="cpu"))
         return int((stop - start).sum())
 
     # -- through operators
@@ -366,7 +368,7 @@ class Mask:
 
     def _as_tensor(self) -> Tensor:
         first = (self.seqlen_q, self.seqlen_k, 0, 0, 0, 0)
-        return torch.tensor([first, *(s.numbers for s in self.slices)])
+        return torch.tensor([first, *(s.numbers for s in self.slices)], device="cpu")
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Mask:

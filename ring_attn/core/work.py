@@ -25,6 +25,7 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit, ring_grid
+from ring_attn.core.values import on_host
 
 # Larger than any row index.
 MOST = torch.iinfo(torch.int32).max
@@ -112,6 +113,7 @@ def _owners(grid: Grid, ranks: slice) -> Tensor:
 
 
 @lru_cache(maxsize=4)
+@on_host()
 def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
     """The work of all pairs of ranks."""
     check_fit(layout_q, layout_kv, mask)
@@ -120,7 +122,7 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
     edge, *ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     for table in mask.tables:
-        pieces, columns = _pieces(q, table.cpu())
+        pieces, columns = _pieces(q, table)
         for pair, tiles in _tiles_of_pieces(pieces, kv, columns, *_seen(pieces, kv, columns)):
             area.view(-1).index_add_(0, pair, tiles.area)
             edge.view(-1).index_add_(0, pair, tiles.edge.int())
@@ -133,6 +135,7 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
 
 
 @lru_cache(maxsize=1024)
+@on_host()
 def needed_displacements(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, inner_degree: int = 1
 ) -> tuple[Displacement, ...]:
@@ -191,6 +194,7 @@ def num_seen(
 
 
 @lru_cache(maxsize=2)
+@on_host()
 def work_by_displacement(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, grid: Grid, travels: Traveller
 ) -> list[StepWork]:
@@ -341,6 +345,7 @@ def _tiles_of_pieces(
 
 
 @lru_cache(maxsize=64)
+@on_host()
 def needed_rows(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> Tensor:
@@ -361,7 +366,7 @@ def needed_rows(
         return (run.stop - run.start).fill_diagonal_(0)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     world_size, room = q.world_size, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
-    cut = [_pieces(q, table.cpu()) for table in mask.tables]
+    cut = [_pieces(q, table) for table in mask.tables]
     counts = torch.zeros(world_size * world_size, dtype=torch.int64)
     for ranks in _blocks(world_size):
         runs = [torch.empty(2, 0, dtype=torch.int64)]

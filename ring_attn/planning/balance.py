@@ -92,7 +92,7 @@ def visible_keys(mask: Mask) -> Tensor:
         >>> visible_keys(Mask(5, 5, causal=True, window_size=(2, -1))).tolist()
         [1, 2, 3, 3, 3]
     """
-    start, stop = mask.visible_runs(torch.arange(mask.seqlen_q))
+    start, stop = mask.visible_runs(torch.arange(mask.seqlen_q, device="cpu"))
     return (stop - start).sum(0)
 
 
@@ -110,14 +110,14 @@ def crossing_rows(mask: Mask) -> Tensor:
             "crossing_rows needs a mask with as many queries as keys, "
             f"got {mask.seqlen_q} queries and {mask.seqlen_k} keys"
         )
-    keys = torch.arange(mask.seqlen_k)
+    keys = torch.arange(mask.seqlen_k, device="cpu")
     start, stop = mask.transposed.visible_runs(keys)
     # The first and the last query that sees each key; a key that no query sees crosses no cut.
     seen = stop > start
     first = start.where(seen, keys).amin(0) if len(seen) else keys
     last = (stop - 1).where(seen, keys).amax(0) if len(seen) else keys
     # Key j crosses the cuts (j, last] and (first, j]: +1 where each run begins, -1 after its end.
-    changes = torch.zeros(mask.seqlen_q + 2, dtype=torch.int64)
+    changes = torch.zeros(mask.seqlen_q + 2, dtype=torch.int64, device="cpu")
     for begin, end in ((keys, last.maximum(keys)), (first.minimum(keys), keys)):
         one = torch.ones_like(keys)
         changes.index_add_(0, begin + 1, one).index_add_(0, end + 1, -one)
@@ -406,7 +406,9 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
             f"of them in {layout}"
         )
     first = int(rows[0]) if rows.numel() else 0
-    if not torch.equal(positions[first : first + rows.numel()], torch.arange(start, stop)):
+    if not torch.equal(
+        positions[first : first + rows.numel()], torch.arange(start, stop, device="cpu")
+    ):
         raise ValueError(
             f"positions [{start}, {stop}) are not one run of rank {rank}'s rows in {layout}"
         )
@@ -493,7 +495,7 @@ def _check_length(length: int, layout: SequenceLayout) -> None:
 def _integers(name: str, integers: Tensor | Sequence[int]) -> Tensor:
     """(n,) int64 on the host."""
     if not isinstance(integers, Tensor):
-        integers = torch.tensor(values.as_ints(name, integers), dtype=torch.int64)
+        integers = torch.tensor(values.as_ints(name, integers), dtype=torch.int64, device="cpu")
     values.check_tensor(name, integers)
     if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
         raise TypeError(f"{name} must be integers, got {integers.dtype}")
@@ -509,7 +511,7 @@ def _checked_costs(name: str, cost: Tensor | Sequence[float]) -> Tensor:
         for value in cost:
             values.check_number(f"each of {name}", value)
         whole = all(isinstance(value, int) for value in cost)
-        cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64)
+        cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64, device="cpu")
     values.check_tensor(name, cost)
     if cost.is_complex() or cost.dtype == torch.bool:
         raise TypeError(f"{name} must be real numbers, got {cost.dtype}")

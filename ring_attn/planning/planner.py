@@ -71,6 +71,7 @@ MANY_STEPS = 16
 # -- the public function
 
 
+@values.on_host()
 def explain(
     *,
     seqlen: int,
@@ -192,6 +193,7 @@ def explain(
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 
 
+@values.on_host()
 def choose(
     problem: Problem,
     layouts: Mapping[str, Layouts],

@@ -9,9 +9,6 @@ Two lines add a strategy:
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-
-import torch
 
 from ring_attn.backends import Purpose, choose_backend
 from ring_attn.core.layout import SequenceLayout
@@ -20,6 +17,7 @@ from ring_attn.core.program import Program
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
+from ring_attn.core.values import on_host
 from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call, StrategyCode
 
@@ -93,8 +91,5 @@ def program_of(call: Call, *, backward: bool) -> Program:
 
 
 def programs(call: Call, ranks: Ranks, *, backward: bool) -> Program:
-    # The numbers of ranks are on the host, whatever torch's default device. The context slows every
-    # call of torch, which costs 10 % of a plan for 4096 ranks.
-    on_host = torch.get_default_device().type == "cpu"
-    with nullcontext() if on_host else torch.device("cpu"):
+    with on_host():
         return code_of(call.strategy).program(call, ranks, backward=backward)

@@ -23,6 +23,9 @@ from ring_attn.machines.actions import SHARE_OF_DQ, schedule_of
 from ring_attn.machines.check import _add_work, check, check_calls
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.machines.draw import draw
+from ring_attn.planning.balance import by_area
+from ring_attn.planning.devices import cpu_cluster
+from ring_attn.planning.planner import explain
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
@@ -254,6 +257,18 @@ def test_programs_are_made_on_the_host(strategy: Strategy) -> None:
     with torch.device("meta"):  # torch's default device, which cannot compute
         for call in calls_of(strategy, Mask(59, 59, True, (7, -1)), "zigzag", 3):
             assert all(program_of(call, backward=backward).ops for backward in (False, True))
+
+
+def test_plain_data_is_on_the_host() -> None:
+    sizes: dict[str, Any] = {"seqlen": 61, "world_size": 3, "nheads": 4, "headdim": 16}
+    mask, layout = Mask(61, 61, True, (7, -1)), SequenceLayout.zigzag(61, 3)
+    with torch.device("meta"):
+        choice = explain(**sizes, window_size=(7, 0), causal=True, cluster=cpu_cluster(3))
+        assert sum(layout.mask_area(mask)) == mask.area == int(mask.dense().sum())
+        plain = mask.tensor, *mask.tables, layout.position_ids(0)
+        assert {x.device.type for x in plain} == {"cpu"}
+        assert by_area(mask, 3).seqlen == 61
+    assert choice.best.prediction is not None
 
 
 # -- pictures
