@@ -35,6 +35,9 @@ from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 
+# Multiprocessors of an H100. FlashAttention 2 splits a deterministic dq until they are busy.
+SMS = 132
+
 
 class FlashAttnBackend(Backend):
     """FlashAttention 2 from the package flash-attn."""
@@ -114,14 +117,27 @@ class FlashAttnBackend(Backend):
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Bytes of the largest tile's outputs, and of a rebuilt `out`."""
+        """Bytes of the largest tile's outputs and accumulators, and of a rebuilt `out`.
+
+        The accumulators are as the packages' sources allocate them; no GPU has measured them.
+        """
         dim, most = max(spec.headdim, spec.headdim_v), 0
         for tile in tiles:
             q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
             rows = q_rows + 2 * kv_rows if backward else q_rows
             rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds else 0
-            most = max(most, rows * dim * spec.dtype.itemsize + q_rows * 4)
+            nbytes = rows * dim * spec.dtype.itemsize + q_rows * 4
+            most = max(most, nbytes + backward * self.accumulated_bytes(spec, tile))
         return most * spec.batch
+
+    def accumulated_bytes(self, spec: AttentionSpec, tile: Tile) -> int:
+        """Bytes of dq's float32 sums, one for each split, and of dk and dv by q head."""
+        rows, dim = _rounded(tile.rows, 128), max(spec.headdim, spec.headdim_v)
+        splits = -(-SMS // (spec.batch * spec.nheads))
+        nbytes = spec.nheads * rows * (splits * _rounded(dim, 32) + 1) * 4
+        if spec.nheads > spec.nheads_kv:
+            nbytes += 2 * tile.cols * spec.nheads * dim * spec.dtype.itemsize
+        return nbytes
 
 
 class FlashAttn3Backend(FlashAttnBackend):
@@ -141,6 +157,9 @@ class FlashAttn3Backend(FlashAttnBackend):
         import flash_attn_interface  # noqa: F401 - registers them
 
         return torch.ops.flash_attn_3
+
+    def accumulated_bytes(self, spec: AttentionSpec, tile: Tile) -> int:
+        return _accumulated_bytes(spec, tile)
 
 
 class FlashAttn4Backend(FlashAttnBackend):
@@ -171,6 +190,22 @@ class FlashAttn4Backend(FlashAttnBackend):
     ) -> None:
         (dout, q, k, v, out, lse), (dq, dk, dv) = inputs, grads
         operator(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
+
+    def accumulated_bytes(self, spec: AttentionSpec, tile: Tile) -> int:
+        return _accumulated_bytes(spec, tile)
+
+
+def _accumulated_bytes(spec: AttentionSpec, tile: Tile) -> int:
+    """Bytes of float32 sums of dq, of two statistics, and with grouped heads of dk and dv."""
+    dim = _rounded(max(spec.headdim, spec.headdim_v), 32)
+    numbers = spec.nheads * _rounded(tile.rows, 128) * (dim + 2)
+    if spec.nheads > spec.nheads_kv:
+        numbers += 2 * spec.nheads_kv * _rounded(tile.cols, 128) * dim
+    return numbers * 4
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _installed(package: str) -> str | None:

@@ -188,6 +188,24 @@ def test_a_tile_of_the_reference_takes_what_is_predicted(
     assert backward == pytest.approx(predicted, rel=SHARE)
 
 
+@pytest.mark.parametrize(
+    ("name", "nheads_kv", "expected"),
+    [
+        # dq's sums of 17 splits and a statistic in 128 rows, and with grouped heads dk and dv
+        ("flash_attn", 8, 8 * 128 * (17 * 96 + 1) * 4),
+        ("flash_attn", 2, 8 * 128 * (17 * 96 + 1) * 4 + 2 * 300 * 8 * 80 * 2),
+        ("flash_attn_3", 8, 8 * 128 * (96 + 2) * 4),
+        ("flash_attn_4", 2, 8 * 128 * (96 + 2) * 4 + 2 * 2 * 384 * 96 * 4),
+    ],
+)
+def test_flash_attns_sums_are_counted(name: str, nheads_kv: int, expected: int) -> None:
+    """The sizes are those of the packages' sources."""
+    spec = AttentionSpec("cuda", torch.bfloat16, 1, 8, nheads_kv, 80, 80)
+    outputs = (100 * 8 + 2 * 300 * nheads_kv) * 80 * 2 + 100 * 8 * 4
+    tiles = (Tile(0, 100, 0, 300),)
+    assert get_backend(name).workspace_bytes(spec, tiles, backward=True) == outputs + expected
+
+
 # -- decoding
 
 
