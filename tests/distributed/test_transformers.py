@@ -26,8 +26,6 @@ from tests.distributed.pool import Pools, on_ranks
 from tests.hf_models import CONFIGS, IMAGE, VOCAB, all_in_float64, make_batch, make_model, yardstick
 from tests.refusals import refused
 
-pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
-
 SEQLEN = 83
 Step = tuple[Tensor, dict[str, Tensor]]
 
@@ -229,6 +227,7 @@ CHUNKED = {"prefill_chunk_size": 15}  # the last chunk has 7 rows
         *((family, "zigzag", {}, 3) for family in ("qwen2", "llama4")),
     ],
 )
+@pytest.mark.gloo
 def test_generation(
     ranks: Pools, family: str, kind: str, options: dict[str, Any], world_size: int
 ) -> None:
@@ -270,6 +269,7 @@ def sharded(run: Callable[..., Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("run", [in_two_turns, beams])
+@pytest.mark.gloo
 def test_a_cache_goes_on_and_is_reordered(ranks: Pools, run: Callable[..., Tensor]) -> None:
     model = yardstick("llama")
     model.generation_config.eos_token_id = None
@@ -291,6 +291,7 @@ def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("embeddings", [False, True], ids=["ids", "embeddings"])
+@pytest.mark.gloo
 def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) -> None:
     """Forwards of up to 3 rows, which every rank computes, and of 7 and 20, which ranks split."""
     rows = (3, 7, 1, 1, 20, 2)
@@ -319,6 +320,7 @@ def sharded_states() -> Tensor:
         return model(**part, sequence_layout=layout).last_hidden_state
 
 
+@pytest.mark.gloo
 def test_real_weights(ranks: Pools) -> None:
     ids, model = real_ids_and_encoder("sdpa")
     oracle, plain = both(model, lambda model: model(ids).last_hidden_state)
