@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_attn.core import work as module
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.masks import documents
+from ring_attn.core.masks import documents, from_dense
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec
@@ -275,6 +275,10 @@ def test_few_turns() -> None:
     partners = max(int((rows > 0).sum(dim).max()) for dim in (0, 1))
     distances = len(needed_displacements(layout, layout, mask)) - 1
     assert partners <= len(turns_of(layout, layout, mask, "kv")) <= partners + 1 < distances
+    # Three distances, two partners; the first free turn of each pair would be one of three, too.
+    seen = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]]).bool()
+    layout = SequenceLayout.contiguous(4, 4)
+    assert len(turns_of(layout, layout, from_dense(seen), "kv")) == 3
 
 
 def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
