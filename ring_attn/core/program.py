@@ -418,6 +418,10 @@ class Effects(NamedTuple):
     drops: tuple[str, ...] = ()
 
 
+# The state of the queries as a tensor: `Start` makes it, `Finish` consumes it.
+STATE = "state"
+
+
 def effects(op: Op) -> Effects:
     """The effects of an op, but for the buffers of a post, which others use until its wait."""
     match op:
@@ -443,13 +447,13 @@ def effects(op: Op) -> Effects:
             made = (op.into.name,)
             return Effects((op.gradient,), _parts(op.into), makes=made, drops=used_up)
         case Start():
-            return Effects(reads=(op.q,))
+            return Effects(reads=(op.q,), makes=(STATE,))
         case Attend():
-            return Effects(reads=(op.q, op.k, op.v))
+            return Effects(reads=(op.q, op.k, op.v, View(STATE)))
         case Decode():
             return Effects(reads=(op.q, op.k, op.v), makes=("partial out", "partial lse"))
         case Finish():
-            return Effects(makes=(op.out, op.lse))
+            return Effects(reads=(View(STATE),), makes=(op.out, op.lse), drops=(STATE,))
         case Delta():
             return Effects(reads=tuple(map(View, ("out", "dout", "lse"))), makes=("delta",))
         case Differentiate():

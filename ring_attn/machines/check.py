@@ -5,7 +5,7 @@
                exchange that is never posted
     buffers    between post and wait no op writes the sent buffer or touches the received one;
                each buffer is taken once, freed once, and freed after its last use
-    tensors    exist before they are used; every result is made
+    tensors    are made once, and before they are used; every result is made
     work       all visible pairs of all heads are computed, once
 
 Use it to develop a strategy: `ring-attn plan --check`, or `check(programs)` in a test.
@@ -160,7 +160,8 @@ class _Tracking:
             self._free(scope.name(buffer.name))
         for name in effects.drops:
             self._drop(scope.name(name))
-        self._tensors |= {scope.name(name) for name in effects.makes}
+        for name in effects.makes:
+            self._make(op, scope.name(name))
 
     def _take(self, name: str) -> None:
         if name in self._held:
@@ -181,6 +182,11 @@ class _Tracking:
         if name not in self._tensors:
             self._fault("tensor", f"{name!r} is dropped and does not exist")
         self._tensors.discard(name)
+
+    def _make(self, op: Op, name: str) -> None:
+        if name in self._tensors and not isinstance(op, ops.Assign | ops.Round):
+            self._fault("tensor", f"{name!r} is made again")
+        self._tensors.add(name)
 
     def _read(self, operand: Operand, scope: _Scope) -> None:
         if isinstance(operand, View):

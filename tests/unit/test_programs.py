@@ -155,7 +155,7 @@ ONCE: dict[type, str] = {
     **dict.fromkeys((ops.Pack, ops.Unpack, ops.Clear, ops.Add, ops.Free), "buffer"),
     **dict.fromkeys((ops.Post, ops.Wait), "order"),
     **dict.fromkeys((ops.Attend, ops.Differentiate), "work"),
-    ops.Round: "tensor",
+    **dict.fromkeys((ops.Start, ops.Finish, ops.New, ops.Delta, ops.Round), "tensor"),
 }
 
 
