@@ -44,6 +44,7 @@ from ring_attn.tools.arguments import (
     format_size,
     new_table,
     parse_dtype,
+    parse_seconds,
     parse_size,
     parse_sizes,
     show,
@@ -335,7 +336,8 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=parse_heads, help="query heads / kv heads, as 32/8 (on a CPU 4/2)")
     add("--head-dim", dest="head_dims", type=parse_sizes, help="default: 128; on a CPU 16 or 64")
     add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
-    add("--budget", type=float, metavar="SECONDS", help="start no measurement after this time")
+    budget = "start no measurement after this time"
+    add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
     add_outputs(parser)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import re
 import shlex
@@ -58,6 +59,21 @@ def parse_size(text: str) -> int:
             f"1M (1048576), up to {format_size(MOST_SIZE)}"
         )
     return size.numerator
+
+
+def parse_seconds(text: str) -> float:
+    """A number of seconds, at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else, also nan.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0.0:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is not a number of seconds such as 60")
+    return seconds
 
 
 def shortened(text: str) -> str:

@@ -107,6 +107,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["tune", "--kernels", "bwd"], "'bwd'"),
         (["tune"], "has no GPU that torch can use"),
         (["tune", "--device", "cpu", "--jobs", "-1"], "-1"),
+        (["tune", "--budget", "nan"], "argument --budget: 'nan' is not a number of seconds"),
         (["tune", "--device", "cpu", "--heads", "4/2,8/2"], "--heads"),
         (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
         (["aot"], "TRITON_INTERPRET=1"),
