@@ -166,6 +166,8 @@ def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
         return grad.to(dtype)
     if grad.dtype == dtype:
         return grad.mul_(factor)
+    if grad.device.type == "cpu":  # there torch.mul would fill a temporary in grad's dtype
+        return grad.mul_(factor).to(dtype)
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
 
 

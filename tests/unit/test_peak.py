@@ -16,6 +16,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import rounded_gradient
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Tile, Traveller
 from ring_attn.machines import count, run
@@ -204,6 +205,14 @@ def test_flash_attns_sums_are_counted(name: str, nheads_kv: int, expected: int) 
     outputs = (100 * 8 + 2 * 300 * nheads_kv) * 80 * 2 + 100 * 8 * 4
     tiles = (Tile(0, 100, 0, 300),)
     assert get_backend(name).workspace_bytes(spec, tiles, backward=True) == outputs + expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_takes_the_result_alone(dtype: torch.dtype) -> None:
+    grad = torch.linspace(-1, 1, 4096).view(1, 64, 1, 64)
+    expected = (0.7 * grad).to(dtype)
+    assert torch.equal(rounded_gradient(grad.clone(), dtype, 0.7), expected)
+    assert peak_bytes(lambda: rounded_gradient(grad, dtype, 0.7)) == expected.nbytes
 
 
 # -- decoding
