@@ -16,7 +16,7 @@ from ring_attn.tools.demo import Report, Run, standard_library_text
 from ring_attn.tools.mesh import Axes, Settings
 from ring_attn.tools.model import ModelConfig
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.gloo]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 USUAL: dict[str, Any] = {
     "microbatches": 1, "strategy": "ring", "layout": "zigzag", "seqlen": 33, "batch": 4,
@@ -83,6 +83,7 @@ def three_rows_without_the_first_key(settings: Settings, text: Tensor) -> Report
     return run_demo(settings, text, window_size=(settings.seqlen - 5, 0))
 
 
+@pytest.mark.gloo
 def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:
     settings = settings_for("cp=2", batch=1)
     wrong, none = ranks(2).run(three_rows_without_the_first_key, settings, some_text())
