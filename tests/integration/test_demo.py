@@ -31,7 +31,6 @@ def run_of(options: str) -> Run:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_ring_trains_and_generates_as_one_process_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

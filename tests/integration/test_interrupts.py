@@ -82,9 +82,16 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
 def test_a_signal_while_torch_is_imported(start: Callable[[list[str]], Started]) -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     commands = {number: start(["-m", "ring_attn", "env"]) for number in signals}
-    for number, command in commands.items():
-        wait_until(command.answers_signals)
-        command.process.send_signal(number)
+    waiting = dict(commands)
+
+    def all_have_a_signal() -> bool:
+        for number, command in commands.items():
+            if number in waiting and command.answers_signals():
+                waiting.pop(number).process.send_signal(number)
+        return not waiting
+
+    # Each at once: a command that ends before its signal would never answer.
+    wait_until(all_have_a_signal)
     for number, command in commands.items():
         assert command.ended() == (128 + number, f"ring-attn: interrupted by {number.name}\n")
 
