@@ -33,7 +33,7 @@ from tests.bounds import assert_close, assert_holds
 from tests.cold import compile_cold
 from tests.distributed.pool import mesh_of, on_ranks
 
-pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tests.cold import assert_compiles, compile_cold
 from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
-pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
 
 
 def packed(form: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

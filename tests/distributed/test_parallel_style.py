@@ -32,7 +32,7 @@ from tests.cold import assert_compiles
 from tests.distributed.pool import mesh_of, on_ranks
 from tests.refusals import says
 
-pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
 
 SEQLEN = 100  # 25 rows on each of 4 ranks
 UNEVEN = 97

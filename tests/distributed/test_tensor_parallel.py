@@ -19,7 +19,7 @@ from ring_attn.tools.model import Layer, ModelConfig, dense_attention, rope_rota
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
 
-pytestmark = pytest.mark.gloo  # what is around calls; other tests have the calls on streams
+pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
 
 SEQLEN = 37
 LAYOUT = SequenceLayout.zigzag(SEQLEN, 2)
