@@ -360,7 +360,7 @@ def needed_rows(
         for rank in range(layout.world_size)
     )
     if one_each and len(mask.slices) <= 1:
-        # One tile for each pair: nothing lies in between.
+        # A pair has at most one tile, so its runs hold no other rows.
         work = pair_work(layout_q, layout_kv, mask)
         run = work.kv if travels == "kv" else work.q
         return (run.stop - run.start).fill_diagonal_(0)

@@ -31,7 +31,7 @@ def as_torchrun(port: int = 1) -> Iterator[None]:
 
 
 def printed_by(port: int, fn: Callable[..., object], args: tuple[object, ...]) -> str:
-    """What a call prints, in a rank without a group whose store is at `port`."""
+    """The text that a call prints, in a rank without a group whose store is at `port`."""
     with as_torchrun(port), redirect_stdout(io.StringIO()) as out:
         dist.destroy_process_group()
         fn(*args)

@@ -106,7 +106,7 @@ TURNS = 40
 
 
 class Grid(NamedTuple):
-    """What the CTAs of a launch share.
+    """The values that the CTAs of a launch share.
 
     Attributes:
         texts: the instructions of each basic block.
