@@ -249,7 +249,7 @@ class _Actions:
             value = torch.full((self.program.world_size,), int(value))
         if self._members is None:
             return value
-        # Shared tensors are spread once. Kept alive, so that no other tensor gets their id.
+        # A tensor of several actions is spread once, and kept, so that no other gets its id.
         if id(value) not in self._spread:
             self._spread[id(value)] = value, (spread or self._placed)(value)
         return self._spread[id(value)][1]

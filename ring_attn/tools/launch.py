@@ -125,11 +125,12 @@ def available_bytes() -> int:
 
 
 def timed(fn: Callable[[], T]) -> tuple[T, float]:
-    """The result of a call, and its seconds until this rank's device is done."""
+    """The result of a call, and its seconds; waits for this rank's device before and after."""
+    wait = torch.cuda.synchronize if rank_device().type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     result = fn()
-    if rank_device().type == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return result, time.perf_counter() - start
 
 
