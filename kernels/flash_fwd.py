@@ -182,8 +182,9 @@ def flash_fwd_kernel(
 ):
     """Folds the keys that one block of q rows of one head sees into its state.
 
-    One loop over a run's blocks with a branch for masked blocks, not three loops: the pipeline is
-    filled once per run, and on sm_90 with 128 x 128 blocks three loop bodies spilled registers.
+    Masked blocks have loops of their own, for the same bits with and without a mask: a branch
+    between the two products hides from triton that they are chained. On sm_80 it then gave them
+    other layouts, so that a row's sums had another order, and a block 10 barriers.
     """
     MASKED: tl.constexpr = HAS_LO or HAS_HI or RAGGED
     block, index = block_and_head(tl.program_id(0), num_blocks, heads_together)
@@ -215,23 +216,44 @@ def flash_fwd_kernel(
     for j in range(first_run, last_run):
         run = load_run(runs_ptr, j)
         first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
-        for i in range(last - first):
-            kv_block = last - 1 - i
-            start = kv_block * BLOCK_N
-            k = load_block(k_head, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
-            proxy_fence()
-            qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-            if SOFTCAP:
-                qk = outer_scale * tanh(qk * inner_scale)
-            if MASKED:
-                if (kv_block < full_first) | (kv_block >= full_last):
-                    cols = start + tl.arange(0, BLOCK_N)
-                    visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
-                    qk = tl.where(visible, qk, float("-inf"))
-            v = load_block(v_head, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
-            proxy_fence()
-            qk_scale = 1.0 if SOFTCAP else inner_scale
-            acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=MASKED)
+        # Blocks that the run's upper bound or end cuts, whole blocks, and blocks cut below.
+        bounds = (last, full_last, full_first, first)
+        for part in tl.static_range(3):
+            if part == 1 or (MASKED if part == 0 else HAS_LO or RAGGED):
+                for i in range(bounds[part] - bounds[part + 1]):
+                    start = (bounds[part] - 1 - i) * BLOCK_N
+                    k = load_block(
+                        k_head,
+                        start,
+                        run,
+                        stride_kn,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_N,
+                        RAGGED and part != 1,
+                    )
+                    proxy_fence()
+                    qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+                    if SOFTCAP:
+                        qk = outer_scale * tanh(qk * inner_scale)
+                    if part != 1:
+                        cols = start + tl.arange(0, BLOCK_N)
+                        visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                        qk = tl.where(visible, qk, float("-inf"))
+                    v = load_block(
+                        v_head,
+                        start,
+                        run,
+                        stride_vn,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        BLOCK_N,
+                        RAGGED and part != 1,
+                    )
+                    proxy_fence()
+                    acc, m_i, l_i = online_softmax_update(
+                        acc, m_i, l_i, qk, v, 1.0 if SOFTCAP else inner_scale, MASKED=part != 1
+                    )
 
     row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
     stride = nheads * HEAD_DIM_V

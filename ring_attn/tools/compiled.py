@@ -7,6 +7,7 @@ The launch goes through triton's own launcher with a stub driver. So triton spec
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -46,6 +47,12 @@ LABEL = re.compile(r"^(\.L_x_\d+):")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 SPILL = re.compile(r"\b(LDL|STL)\b")
 
+# In TTGIR: layouts by name, the tensors that are reduced, and the results of products.
+LAYOUT = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
+REDUCED = re.compile(r'"tt\.reduce".*?\}\) : \((.*?)\) ->', re.DOTALL)
+PRODUCT = re.compile(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<[^>]*, (#\w+)>|(tc_gen5_mma)")
+INSTRUCTION = re.compile(r"version\w* = \d+|instrShape = \[[^]]*\]")
+
 # The advisories of ptxas: C7510 and its like, "wgmma.mma_async instructions are serialized due to".
 SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
 
@@ -65,6 +72,7 @@ class Compiled:
         hidden: exponentials after each wait that leaves a Hopper product in flight.
         looping_spills: loads and stores of spilled registers in the innermost loops of SASS.
         missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
+        order: see `order_of_sums`.
     """
 
     registers: int
@@ -77,6 +85,7 @@ class Compiled:
     hidden: tuple[int, ...] = ()
     looping_spills: int = 0
     missing_fences: tuple[str, ...] = ()
+    order: str = ""
 
     @property
     def warp_specialized(self) -> bool:
@@ -221,7 +230,28 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
         hidden=tuple(len(EXPONENTIAL.findall(match[1])) for match in HIDDEN.finditer(code)),
         looping_spills=looping_spills(code),
         missing_fences=missing_fences(kernel.asm["ptx"]) if "ptx" in kernel.asm else (),
+        order=order_of_sums(kernel.asm["ttgir"]),
     )
+
+
+def order_of_sums(ttgir: str) -> str:
+    """A hash of all that decides in which order a kernel adds: equal for kernels with equal sums.
+
+    This is the layout of every tensor that is reduced, and the instruction of every product. How
+    warps share a product does not matter: one thread adds up an element.
+    """
+    layouts = dict(LAYOUT.findall(ttgir))
+
+    def resolved(text: str) -> str:
+        return re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), text)
+
+    sums = {resolved(tensors) for tensors in REDUCED.findall(ttgir)}
+    products = {
+        own or " ".join(INSTRUCTION.findall(layouts[name])) for name, own in PRODUCT.findall(ttgir)
+    }
+    return hashlib.blake2b(
+        repr((sorted(sums), sorted(products))).encode(), digest_size=4
+    ).hexdigest()
 
 
 def _sass(cubin: bytes) -> str:

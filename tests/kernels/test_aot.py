@@ -15,7 +15,7 @@ import pytest
 from ring_attn.kernels.configs import INTERPRETER
 from ring_attn.tools import aot
 from ring_attn.tools.cli import main
-from ring_attn.tools.compiled import OPCODES, Compiled, looping_spills
+from ring_attn.tools.compiled import OPCODES, Compiled, looping_spills, order_of_sums
 from tests.kernels.toys import die_at_one
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +144,32 @@ def test_rules(
 ) -> None:
     failures = aot.failures(replace(GOOD, **found), arch, aot.Expected(**expected))
     assert failures == () if told is None else len(failures) == 1 and told in failures[0]
+
+
+TTGIR = """
+#mma = #ttg.nvidia_mma<{{versionMajor = 2, warpsPerCTA = [{warps}], instrShape = [16, 8]}}>
+#{name} = #ttg.nvidia_mma<{{versionMajor = 2, warpsPerCTA = [4, 2], instrShape = [16, {size}]}}>
+    %s = tt.dot %q, %k, %cst : tensor<..> * tensor<..> -> tensor<64x64xf32, #{name}> loc(#loc1)
+    %m = "tt.reduce"(%s) <{{axis = 1 : i32}}> ({{
+      tt.reduce.return %x : f32
+    }}) : (tensor<64x64xf32, #mma>) -> tensor<64xf32, #ttg.slice<{{dim = 1, parent = #mma}}>>
+"""
+USUAL = {"warps": "8, 1", "name": "mma1", "size": 8}
+
+
+@pytest.mark.parametrize(
+    ("other", "same"), [({"name": "mma2"}, True), ({"warps": "4, 2"}, False), ({"size": 16}, False)]
+)
+def test_the_order_of_sums_is_of_reductions_and_products(other: dict[str, Any], same: bool) -> None:
+    first, second = (order_of_sums(TTGIR.format(**USUAL | x)) for x in ({}, other))
+    assert (first == second) == same
+
+
+def test_variants_of_one_tile_must_add_in_one_order() -> None:
+    row = aot.Row("fwd", "middle full", "sm_80", 64, "float16", "64x64", 4, 2, GOOD, ())
+    masked = replace(row, variant="middle causal", report=replace(GOOD, order="other"))
+    lost, apart = replace(masked, report=None), replace(masked, tile="32x64")
+    assert [found for found, _ in aot.other_orders([lost, row, apart, masked])] == [masked]
 
 
 def test_a_failure_is_named_and_ends_with_1(

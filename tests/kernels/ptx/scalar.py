@@ -114,8 +114,8 @@ ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("mov", 1, "b16 b32 b64 u16 u32", np.positive),
     ("mov", 1, "pred", np.array),
     ("cvta.param", 1, "u64", np.positive),
-    ("and", 2, "b16 b32 pred", np.bitwise_and),
-    ("or", 2, "b32 b64 pred", np.bitwise_or),
+    ("and", 2, "b16 b32 b64 pred", np.bitwise_and),
+    ("or", 2, "b16 b32 b64 pred", np.bitwise_or),
     ("xor", 2, "b32", np.bitwise_xor),
     ("not", 1, "b32 pred", np.invert),
     ("add", 2, "s32 s64 f32", np.add),
@@ -146,7 +146,7 @@ COMPARED = [
     ("ge", "s32 s64", np.greater_equal),
 ]
 # Conversions that keep the value, or its lower bits.
-CONVERTED = ("s64.s32", "u16.u32", "u32.u64", "u64.u32", "rn.f32.s32", "f32.f16")
+CONVERTED = ("s64.s32", "u16.u32", "u32.u16", "u32.u64", "u64.u32", "rn.f32.s32", "f32.f16")
 
 
 def _rules() -> Iterator[tuple[str, Rule]]:
@@ -156,10 +156,11 @@ def _rules() -> Iterator[tuple[str, Rule]]:
     for name, kinds, function in COMPARED:
         for kind in kinds.split():
             yield f"setp.{name}.{kind}", Rule("pred", (kind, kind), function)
-    for kind in ("b32", "b64"):
+    for kind in ("b16", "b32", "b64"):
         yield f"shl.{kind}", Rule(kind, (kind, "u32"), np.left_shift)
-    for kind in ("s32", "u32"):
+    for kind in ("s32", "u32", "u64"):
         yield f"shr.{kind}", Rule(kind, (kind, "u32"), np.right_shift)
+    for kind in ("s32", "u32"):
         yield f"bfe.{kind}", Rule(kind, (kind, "u32", "u32"), extract)
     for kind in ("b16", "b32", "f32"):
         yield f"selp.{kind}", Rule(kind, (kind, kind, "pred"), lambda a, b, p: np.where(p, a, b))
