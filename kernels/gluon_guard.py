@@ -6,45 +6,40 @@ with triton 3.6.0, 3.7.1 and 3.9.0. Importing this module needs no triton.
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 
-HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
-
-# Names by module; of names separated by a bar, one is enough.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "triton.experimental.gluon": ("constexpr_function", "jit"),
-    "triton.experimental.gluon.language": (
-        "allocate_shared_memory",
-        "atomic_add",
-        "atomic_xchg",
-        "inline_asm_elementwise",
-        "shared_memory_descriptor",
-        "warp_specialize",
-        "BlockedLayout",
-        "DistributedLinearLayout",
-        "DotOperandLayout",
-        "NVMMADistributedLayout",
-        "NVMMASharedLayout",
-        "SliceLayout",
-        "SwizzledSharedLayout",
-    ),
-    HOPPER: ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
-    f"{HOPPER}.tma": ("async_load|async_copy_global_to_shared",),
-    f"{HOPPER}.mbarrier": ("MBarrierLayout", "arrive", "expect", "init", "wait"),
-    "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
-}
+KERNELS = ("hopper_blocks", "hopper_fwd", "hopper_bwd")
 
 
 @cache
 def gluon_missing() -> str | None:
-    """The first name of `NEEDED` that triton lacks, in a sentence; None if it has all names."""
-    for path, names in NEEDED.items():
+    """The first name that the kernels use and triton lacks, in a sentence; None if it has all.
+
+    A missing name outside of functions fails the import; within kernels, only their compilation.
+    """
+    for kernel in KERNELS:
         try:
-            module = import_module(path)
-        except ImportError as error:
-            return f"triton has no {path} ({error})"
-        for name in names:
-            if not any(hasattr(module, alternative) for alternative in name.split("|")):
-                return f"triton's {path} has no {name.replace('|', ' or ')}"
+            module = import_module(f".{kernel}", __package__)
+        except (ImportError, AttributeError) as error:
+            return f"triton lacks a name that {kernel} imports ({error})"
+        for owner, name in used_names(module):
+            if not hasattr(owner, name):
+                return f"triton's {owner.__name__} has no {name}"
     return None
+
+
+def used_names(kernel: ModuleType) -> Iterator[tuple[ModuleType, str]]:
+    """Yields modules of triton, and the names in them that the functions of a kernel file use."""
+    tree = ast.parse(inspect.getsource(kernel))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for statement in (statement for function in functions for statement in function.body):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = getattr(kernel, node.value.id, None)
+                if isinstance(owner, ModuleType) and owner.__name__.startswith("triton."):
+                    yield owner, node.attr

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from ring_attn.backends.base import Backend, architecture
 from ring_attn.core.mask import Mask
-from ring_attn.core.rates import attained, rates_of
+from ring_attn.core.rates import PORTABLE, attained, rates_of
 from ring_attn.core.sizes import merged_bytes
 from ring_attn.core.spec import AttentionSpec
 
@@ -101,14 +102,26 @@ def choose_backend(
         name: get_backend(name).supports(spec, explicit=name == backend) for name in PREFERENCE
     }
     usable = [name for name, why in reasons.items() if why is None]
+    here = architecture() if spec.device_type == "cuda" else spec.device_type
+    lost = _why_portable() if here == "sm_90" else None
     if backend == "auto":
-        here = architecture() if spec.device_type == "cuda" else spec.device_type
-        return _fastest(spec, usable, purpose, here, reasons)
+        return _fastest(spec, usable, purpose, here, reasons, lost)
     reason = reasons[backend]
     if reason is not None:
         kind = ImportError if "not installed" in reason else NotImplementedError
         raise kind(f"backend={backend!r} cannot run this: {reason}; usable here: {usable}")
-    return BackendChoice(backend, reasons, "asked for by name")
+    why = ["asked for by name", *([lost] if lost and backend == "triton" else [])]
+    return BackendChoice(backend, reasons, "; ".join(why))
+
+
+def _why_portable() -> str | None:
+    """Why this machine runs Triton's portable kernels in place of those in Gluon, or None."""
+    if find_spec("triton") is None:
+        return None
+    from ring_attn.kernels.gluon_guard import gluon_missing
+
+    missing = gluon_missing()
+    return missing and f"triton runs its portable kernels, since {missing}"
 
 
 def backend_elsewhere(spec: AttentionSpec, purpose: Purpose, there: str) -> str:
@@ -127,10 +140,12 @@ def _fastest(
     purpose: Purpose,
     where: str,
     reasons: dict[str, str | None],
+    portable: str | None = None,
 ) -> BackendChoice:
+    """The fastest backend for the purpose; `portable` says why Triton has no kernels in Gluon."""
     # The dense backend, only if nothing else runs.
     names = [name for name in usable if name != "reference"] or list(usable)
-    notes = list[str]()
+    notes = [portable] if portable and "triton" in names else list[str]()
     for unfit, words in _exclusions(spec, purpose):
         fit = [name for name in names if not unfit(get_backend(name))]
         if fit and fit != names:
@@ -139,7 +154,8 @@ def _fastest(
             names = fit
     tflops = dict[str, float]()
     for name in () if purpose.decoding else names:
-        rates = rates_of(where, name, spec, window=purpose.window)
+        kernels = PORTABLE if portable and name == "triton" else name
+        rates = rates_of(where, kernels, spec, window=purpose.window)
         if rates is not None:
             carries = get_backend(name).carries_state
             state_bytes = 2 * spec.accum_dtype.itemsize if carries else merged_bytes(spec)

@@ -279,13 +279,13 @@ class TritonBackend(Backend):
         self, inputs: BackwardInputs, tiles: Tiles, gradients: SomeGradients, scores: Scores
     ) -> bool:
         """Adds the tiles' gradients by the Gluon kernel; returns False if it refuses the call."""
+        q, _, v, *_ = inputs
+        if not self._takes_turns(q, v.size(0) * v.size(2), v.size(3), scores.softcap):
+            return False
         from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
         from ring_attn.kernels.step_table import transposed
         from ring_attn.kernels.turn_table import make_turn_table
 
-        q, _, v, *_ = inputs
-        if not self._takes_turns(q, v.size(0) * v.size(2), v.size(3), scores.softcap):
-            return False
         q, k, v, dout = map(_copyable, inputs[:4])
         inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
         dq, dk, dv = gradients

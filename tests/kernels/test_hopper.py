@@ -7,20 +7,26 @@ and planted faults; test_gpu.py runs the kernels on a GPU.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from ring_attn import backends
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core import masks
 from ring_attn.core.mask import Mask
+from ring_attn.core.rates import PORTABLE, attained, rates_of
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.kernels import configs, gluon_guard, hopper_fwd
 from ring_attn.kernels.configs import Config
@@ -334,12 +340,61 @@ def test_it_compiles_as_it_is_meant_to() -> None:
     assert len(row["report"]["hidden"]) == 4 and min(row["report"]["hidden"]) >= 64
 
 
-@pytest.mark.parametrize("needed", ["no.such.module", "math"])
-def test_what_triton_lacks_is_told(needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_in_gluon() -> list[str]:
+    return [f"ring_attn.kernels.{name}" for name in gluon_guard.KERNELS]
+
+
+def imported_names() -> Iterator[tuple[ModuleType, str]]:
+    """Modules of triton, and the names that the kernels import from them."""
+    for name in kernels_in_gluon():
+        for node in ast.parse(inspect.getsource(sys.modules[name])).body:
+            if isinstance(node, ast.ImportFrom) and node.module and "gluon" in node.module:
+                yield from ((sys.modules[node.module], alias.name) for alias in node.names)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str) -> None:
+    """Removes a name of triton; the kernels in Gluon are imported again."""
+    for kernel in kernels_in_gluon():
+        monkeypatch.delitem(sys.modules, kernel, raising=False)
+    monkeypatch.setitem(sys.modules, f"{owner.__name__}.{name}", None)
+    monkeypatch.delattr(owner, name)
+    gluon_guard.gluon_missing.cache_clear()
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A context whose changes end before the guard forgets what it has found."""
     assert gluon_guard.gluon_missing() is None
-    monkeypatch.setattr(gluon_guard, "NEEDED", {needed: ("sin", "sine|sinus")})
-    told = gluon_guard.gluon_missing.__wrapped__()
-    if needed == "math":
-        assert told == "triton's math has no sine or sinus"
-    else:
-        assert told is not None and told.startswith("triton has no no.such.module (")
+    with monkeypatch.context() as context:
+        yield context
+    gluon_guard.gluon_missing.cache_clear()
+
+
+def test_each_name_that_triton_lacks_is_told(guarded: pytest.MonkeyPatch) -> None:
+    used = [pair for x in kernels_in_gluon() for pair in gluon_guard.used_names(sys.modules[x])]
+    names = dict.fromkeys([*imported_names(), *used])
+    assert len(names) > 40 and {name for _, name in names} >= {"mbarrier", "NVMMASharedLayout"}
+    for owner, name in names:
+        with guarded.context() as context:
+            without(context, owner, name)
+            told = gluon_guard.gluon_missing()
+            assert told is not None and name in told
+
+
+@pytest.mark.parametrize("name", ["gluon", "PaddedSharedLayout"])
+def test_without_gluon_the_portable_kernels_run(guarded: pytest.MonkeyPatch, name: str) -> None:
+    owner = "triton.experimental" + ("" if name == "gluon" else ".gluon.language")
+    without(guarded, sys.modules[owner], name)
+    guarded.setattr(configs, "architecture", lambda device: "sm_90")
+    guarded.setattr(backends, "architecture", lambda: "sm_90")
+    mask = Mask(64, 64, causal=True)
+    inputs = grouped(mask)
+    assert_holds(run(TritonBackend(), inputs, [whole(mask)]), *expect(inputs, mask))
+    spec = AttentionSpec("cuda", torch.bfloat16, 1, 8, 8, 64, 64)
+    guarded.setattr(TritonBackend, "supports", lambda *args, **options: None)
+    choice = backends.choose_backend.__wrapped__(spec)
+    assert name in choice.why and name in backends.choose_backend.__wrapped__(spec, "triton").why
+    known = rates_of("sm_90", PORTABLE, spec)
+    assert known is not None
+    speed = attained("sm_90", known, state_bytes=8, backward=False)
+    assert choice.tflops["triton"] == round(speed / 1e12, 1)
