@@ -356,7 +356,8 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str) -> No
     """Removes a name of triton; the kernels in Gluon are imported again."""
     for kernel in kernels_in_gluon():
         monkeypatch.delitem(sys.modules, kernel, raising=False)
-    monkeypatch.setitem(sys.modules, f"{owner.__name__}.{name}", None)
+    if isinstance(getattr(owner, name), ModuleType):
+        monkeypatch.setitem(sys.modules, f"{owner.__name__}.{name}", None)
     monkeypatch.delattr(owner, name)
     gluon_guard.gluon_missing.cache_clear()
 
