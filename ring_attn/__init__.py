@@ -43,6 +43,7 @@ from ring_attn.planning import balance as balance
 from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats as stats
+from ring_attn.transport.step import set_step
 
 if TYPE_CHECKING:
     from ring_attn.models.style import ContextParallel, parallelize
@@ -60,6 +61,7 @@ __all__ = [
     "pack",
     "parallelize",
     "ring_attention",
+    "set_step",
     "shard_batch",
     "sync_gradients",
     "tree_decode",

@@ -251,7 +251,7 @@ def _with_strategy(
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
         choice = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}
-        ends.compare(Agreement(describe(spec, resolved, call) | choice).texts, q.device)
+        ends.compare({}, q.device, Agreement(describe(spec, resolved, call) | choice))
     strategy = agreed_strategy(
         spec,
         *resolved,
@@ -483,7 +483,8 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
     rows[: x.size(dim)] = x.detach().movedim(dim, 0)
-    described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": str(layout)}
+    dim = dim % x.ndim
+    described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": layout}
     transport = new_p2p(process_group, TransportOptions())
     with transport.call("unshard", Agreement(described), x.device):
         gathered = transport.gather(rows)

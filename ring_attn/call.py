@@ -265,8 +265,8 @@ def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str
         "window_size": flash.window_size,
         "cu_seqlens": flash.cu_seqlens_q,
         "cu_seqlens_k": flash.cu_seqlens_k,
-        "mask": None if mask.arguments else mask.slices,
-        "layout": tuple(str(layout) for layout in resolved.layouts),
+        "mask": None if mask.arguments else mask,
+        "layout": resolved.layouts,
         "transport": call.transport,
         "requires_grad": call.differentiated,
     }

@@ -62,6 +62,6 @@ def prepare(
     spec = AttentionSpec(device.type, torch.float32, 1, world_size, world_size, 16, 16)
     call = make_call(known, spec, (layout, layout), mask, rank, backend="reference")
     opened = new_p2p(process_group, options)
-    with opened.call("prepare", Agreement({"strategy": str(known)}), device):
+    with opened.call("prepare", Agreement({"strategy": known}), device):
         for backward in (False, True):
             connect(program_of(call, backward=backward), opened, device)

@@ -82,9 +82,9 @@ def _planned(
             "seqlen_q": rows[0],
             "causal": call.causal,
             "window_size": call.window_size,
-            "mask": None if mask is None else mask.slices,
+            "mask": mask,
             "softmax_scale": decode_call.softmax_scale,
-            "layout": None if layout is None else str(layout),
+            "layout": layout,
             "backend": decode_call.backend,
             "transport": call.transport,
         }

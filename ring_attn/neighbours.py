@@ -90,7 +90,10 @@ def halo(
     rows = x.movedim(dim, 0)
     flat = rows.reshape(rows.size(0), math.prod(rows.shape[1:]))
     numbers = list(layout.numbers)
-    around: Tensor = _halo(flat, numbers, left, right, process_group.group_name, False)
+    # With the dim in its place: ranks must agree on it, and on the shape but for the rows.
+    shape_told = [dim % x.ndim, *rows.shape[1:]]
+    place = (numbers, left, right, process_group.group_name)
+    around: Tensor = _halo(flat, *place, False, shape_told)
     lengths = _lengths((layout, left, right, rank))
     shape = (sum(lengths), *rows.shape[1:])
     return around.view(shape).movedim(0, dim).split(lengths, dim)
@@ -99,15 +102,19 @@ def halo(
 # A custom operator, so that torch.compile keeps it whole in a graph.
 @torch.library.custom_op("ring_attn::halo", mutates_args=())
 def _halo(
-    x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool
-) -> Tensor:
-    """(rows, features) -> the runs with their neighbours; `back` maps gradients back."""
+    x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool,
+    shape: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """(rows, features) -> the runs with their neighbours; `back` maps gradients back.
+
+    `shape` is the dim of the rows in the caller's tensor, and its other dims.
+    """
     check.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
     place: Place = SequenceLayout.from_numbers(layout), left, right, rank
     described = {
-        "dtype": x.dtype, "features": x.size(-1), "layout": str(place[0]), "left": left,
+        "dtype": x.dtype, "dim and shape": tuple(shape), "layout": place[0], "left": left,
         "right": right, "back": back,
     }  # fmt: skip
     plan = _plan(place, x.device)
@@ -124,20 +131,22 @@ def _halo(
 
 
 @_halo.register_fake
-def _(x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool) -> Tensor:
+def _(
+    x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool,
+    shape: Sequence[int],
+) -> Tensor:  # fmt: skip
     whole, rank = SequenceLayout.from_numbers(layout), dist.get_rank(group_by_name(group))
     rows = whole.shard_len(rank) if back else sum(_lengths((whole, left, right, rank)))
     return x.new_empty(rows, x.size(-1))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.place = inputs[1:5]
-    ctx.back = inputs[5]
+    ctx.place, ctx.back, ctx.shape = inputs[1:5], *inputs[5:]
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    dx = _halo(dout.contiguous(), *ctx.place, not ctx.back)
-    return (dx, None, None, None, None, None)
+    dx = _halo(dout.contiguous(), *ctx.place, not ctx.back, ctx.shape)
+    return (dx, None, None, None, None, None, None)
 
 
 _halo.register_autograd(_gradient, setup_context=_setup)

@@ -88,7 +88,7 @@ def _make_call(
     )  # fmt: skip
     chosen = {
         "softmax_scale": call.softmax_scale,
-        "strategy": str(strategy),
+        "strategy": strategy,
         "backend": call.backend,
         "same_bits": why_not_same_bits(call) is None,
     }

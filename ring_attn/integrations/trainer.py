@@ -50,6 +50,8 @@ from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
+from ring_attn.transport.ranks.identity import checksum
+from ring_attn.transport.step import set_step
 
 # Tensors (batch, rows, ...) to split over the ranks.
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
@@ -180,6 +182,7 @@ class _SplitSequence(_Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The Trainer's loss for this rank's rows; `inputs` have all rows of the batch."""
+        set_step(self.state.global_step)
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         part = self._ring.cut(inputs)
@@ -379,15 +382,10 @@ def _fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> 
     for batch in batches:
         for name, x in sorted(batch.items()):
             if isinstance(x, Tensor):
-                bits = x.detach().to(device).contiguous().view(-1).view(_INTEGERS[x.itemsize])
-                weights = torch.arange(1, 2 * bits.numel(), 2, device=device)
                 about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
                 # An odd factor is invertible modulo 2^64, so it loses nothing.
-                total = (total + about + (bits * weights).sum()) * 0x9E3779B97F4A7C1
+                total = (total + about + checksum(x.to(device))) * 0x9E3779B97F4A7C1
     return total
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _registration(model: Any) -> Registration:

@@ -6,7 +6,6 @@ So the ranks exchange small messages at the first call. Later calls look the cho
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ring_attn.core.facts import digest
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -89,7 +89,7 @@ def agreed_strategy(
             return planner.choose(problem, {"given": layouts}).strategy
 
         device = torch.device(spec.device_type)
-        known[key] = _from_rank_0(repr(key), chosen, transport, device)
+        known[key] = _from_rank_0(digest(key), chosen, transport, device)
         if len(known) > AGREEMENTS_KEPT:
             known.popitem(last=False)
     return known[key]
@@ -99,7 +99,7 @@ def _from_rank_0(
     arguments: str, chosen: Callable[[], Strategy], transport: Transport, device: torch.device
 ) -> Strategy:
     """Runs `chosen` on rank 0; returns its result, or raises its error, on every rank."""
-    message: dict[str, Any] = {"arguments": hashlib.sha256(arguments.encode()).hexdigest()}
+    message: dict[str, Any] = {"arguments": arguments}
     if transport.rank == 0:
         try:
             message["strategy"] = asdict(chosen())

@@ -35,7 +35,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, pack, ring_attention, shard_batch, sync_gradients, unshard
+from ring_attn import (
+    SequenceLayout,
+    pack,
+    ring_attention,
+    set_step,
+    shard_batch,
+    sync_gradients,
+    unshard,
+)
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.profiling import trace
@@ -263,6 +271,7 @@ def train(what: Run) -> Report | None:
     batches = batches_of(what)
     rows: list[Row] = []
     for step, batch in enumerate(islice(batches, what.steps)):
+        set_step(step)
         loss, seconds = timed_on_ranks(partial(trainer.step, batch))
         if twin is not None:
             with num_threads(num_cores()):

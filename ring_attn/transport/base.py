@@ -6,7 +6,7 @@ torch.distributed. All tensors are flat; a channel has at most one exchange unde
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attn.core.facts import Report, digest, facts, shown
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.streams import Event
@@ -67,15 +68,21 @@ class Agreement:
         self.values = dict(values)
 
     @cached_property
-    def texts(self) -> dict[str, str]:
-        """The values as text, to send to other ranks."""
-        return {name: repr(value) for name, value in self.values.items()}
+    def report(self) -> Report:
+        """Each value as a text and as the digest of its facts, to send to other ranks."""
+        return {name: (shown(value), digest(value)) for name, value in self.values.items()}
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of all values, 16 bytes."""
-        text = repr(sorted(self.texts.items())).encode()
-        return hashlib.blake2b(text, digest_size=16).digest()
+        """A hash of the facts of all values, 16 bytes."""
+        return bytes.fromhex(digest(self.values))
+
+    def details(self) -> str:
+        """The facts of layouts and masks as JSON, to find where they differ."""
+        layouts = self.values.get("layout")
+        several = layouts if isinstance(layouts, tuple) else (layouts,)
+        known = {"layout": several, "mask": (self.values.get("mask"),)}
+        return json.dumps({name: facts([x for x in xs if x]) for name, xs in known.items()})
 
 
 class Transport:

@@ -6,9 +6,12 @@ exchanges per call, over the ring's connections and within its timeout.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from ring_attn.core.facts import Report, first_difference
 
 
 def debug_enabled() -> bool:
@@ -16,23 +19,36 @@ def debug_enabled() -> bool:
     return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
-def difference(reports: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Each differing argument with the ranks' values, from reports of a call by rank; or None.
+def difference(reports: Mapping[int, Report]) -> dict[str, str] | None:
+    """A sentence for each differing argument, with the ranks' values; None if all are equal.
 
-    A rank that refuses the call reports its "error" only. Different calls have other arguments,
-    which are not compared.
+    `reports` are calls by rank. A rank that refuses the call reports its "error" only. Different
+    calls have other arguments, which are not compared.
     """
-    errors = [f"rank {rank} raised {x['error']}" for rank, x in reports.items() if "error" in x]
+    errors = [f"rank {rank} raised {x['error'][0]}" for rank, x in reports.items() if "error" in x]
     if errors:
-        return "; ".join(errors)
-    differences = []
+        return {"error": "; ".join(errors)}
+    differences = {}
     for name in ["call", *sorted({name for report in reports.values() for name in report})]:
-        values = {rank: report.get(name) for rank, report in reports.items()}
-        usual, count = Counter(values.values()).most_common(1)[0]
-        if count == len(values):
+        values = {rank: tuple(report.get(name, ("",) * 2)) for rank, report in reports.items()}
+        (usual, fact), _ = Counter(values.values()).most_common(1)[0]
+        odd = {rank: text for rank, (text, other) in values.items() if other != fact}
+        if not odd:
             continue
-        odd = [f"rank {rank} has {value}" for rank, value in values.items() if value != usual]
-        differences.append(f"{name}: {', '.join(odd)}, the other {count} have {usual}")
+        told = [f"rank {rank} has {text}" for rank, text in odd.items()]
+        rest = len(values) - len(odd)
+        differences[name] = f"{name}: {', '.join(told)}, the other {rest} have {usual}"
         if name == "call":
             break
-    return "; ".join(differences) or None
+    return differences or None
+
+
+def place_of_difference(name: str, details: Sequence[str]) -> str:
+    """Where layouts or masks differ first, from `Agreement.details` of all ranks; or nothing."""
+    each = [json.loads(text)[name] for text in details]
+    for rank, others in enumerate(each):
+        for one, other in zip(each[0], others, strict=False):
+            where = first_difference(other, one)
+            if where is not None:
+                return f" ({where}: rank {rank} against rank 0)"
+    return ""

@@ -45,8 +45,9 @@ from ring_attn.transport.base import (
     gather_texts,
 )
 from ring_attn.transport.buffers import Pool
-from ring_attn.transport.debug import debug_enabled, difference
+from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
 from ring_attn.transport.ranks.group import (
+    NOTHING,
     RankGroup,
     Waiting,
     describe_error,
@@ -56,6 +57,7 @@ from ring_attn.transport.ranks.group import (
 )
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
+from ring_attn.transport.step import current_step
 from ring_attn.transport.streams import Event
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
@@ -100,11 +102,13 @@ class P2PTransport(Transport):
             yield 0
             return
         if debug_enabled() and agreement is not COMPARING:
-            report = {"call": kind if number is None else f"{kind} {number}", **agreement.texts}
+            texts = {"call": kind if number is None else f"{kind} {number}"}
+            if (step := current_step()) is not None:
+                texts["step"] = str(step)
             for name, x in (("q", queries), ("sinks", sinks)):
                 if x is not None:
-                    report[f"values of {name}"] = f"checksum {int(checksum(x))}"
-            self.compare(report, device)
+                    texts[f"values of {name}"] = f"checksum {int(checksum(x))}"
+            self.compare(texts, device, agreement)
         shared.refuse_fork()
         shared.occupy()
         try:
@@ -134,8 +138,10 @@ class P2PTransport(Transport):
         finally:
             shared.end()
 
-    def compare(self, report: Mapping[str, str], device: torch.device) -> None:
-        """Compares all ranks' reports of a call; see `debug.difference`.
+    def compare(
+        self, texts: Mapping[str, str], device: torch.device, agreement: Agreement = NOTHING
+    ) -> None:
+        """Compares all ranks' calls, by texts and an agreement; see `debug.difference`.
 
         Raises:
             ValueError: on every rank, naming each differing argument, its ranks and their values.
@@ -144,11 +150,17 @@ class P2PTransport(Transport):
         # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
         options = replace(self._options, nccl_max_ctas=None)
         transport = P2PTransport(self._shared, options, self._timeout_s)
+        report = {name: (text, text) for name, text in texts.items()} | agreement.report
         with transport.call("compare arguments", COMPARING, device):
-            reports = gather_texts(transport, json.dumps(dict(report)), device)
+            reports = gather_texts(transport, json.dumps(report), device)
         differs = difference({rank: json.loads(text) for rank, text in enumerate(reports)})
         if differs is not None:
-            error = ValueError(f"ranks disagree on the call; {differs}")
+            if "layout" in differs or "mask" in differs:
+                with transport.call("compare layouts and masks", COMPARING, device):
+                    details = gather_texts(transport, agreement.details(), device)
+                for name in differs.keys() & {"layout", "mask"}:
+                    differs[name] += place_of_difference(name, details)
+            error = ValueError(f"ranks disagree on the call; {'; '.join(differs.values())}")
             self._shared.refuse(error)
             raise error
 

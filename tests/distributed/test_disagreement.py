@@ -22,11 +22,15 @@ from torch import Tensor
 from ring_attn import (
     SequenceLayout,
     TransportOptions,
+    halo,
     masks,
     prepare,
     ring_attention,
+    set_step,
     tree_decode,
+    unshard,
 )
+from ring_attn.core.layout import Segment
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from tests.distributed.pool import ended, everyone, on_ranks
@@ -38,6 +42,7 @@ WORLD_SIZE = 4
 ROWS = 6
 SEQLEN = WORLD_SIZE * ROWS
 TIMEOUT = 4.0
+ODD = 1
 Arguments = dict[str, Any]
 Group = dist.ProcessGroup | None
 
@@ -236,9 +241,6 @@ def test_every_difference(turn: int) -> None:
     check(STRATEGIES[turn], 3 * (turn % 2), [*DIFFERENT, *HAPPENED][turn :: len(STRATEGIES)])
 
 
-# -- debug mode
-
-
 @contextmanager
 def debug(value: str | None = "1") -> Iterator[None]:
     with mock.patch.dict(os.environ):
@@ -248,7 +250,64 @@ def debug(value: str | None = "1") -> Iterator[None]:
         yield
 
 
-ODD = 1
+def scattered(*last: int) -> SequenceLayout:
+    """Of 60 runs, dealt to the ranks in turn, the last four are on the ranks given."""
+    parts: list[list[Segment]] = [[] for _ in range(WORLD_SIZE)]
+    for run, rank in enumerate([*14 * [*range(WORLD_SIZE)], *last]):
+        parts[rank].append(Segment(2 * run, 2))
+    return SequenceLayout.from_segments(parts)
+
+
+LONG, OTHER_LONG = scattered(0, 1, 2, 3), scattered(1, 0, 2, 3)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "decode", "halo", "unshard"])
+@on_ranks(WORLD_SIZE)
+def test_layouts_with_one_text_differ(strategy: str) -> None:
+    """Texts of long layouts are cut, and halo needs the same dim and shape, too."""
+    odd = dist.get_rank() == ODD
+    layout = OTHER_LONG if odd else LONG
+    assert str(LONG) == str(OTHER_LONG)
+    x = torch.ones(1, layout.shard_len(dist.get_rank()), 4, 8)
+    for told in ("", "position 112 is on"):
+        group = dist.new_group()
+        runs = {
+            "decode": partial(tree_decode, x[:, :2], x, x, layout=layout, group=group),
+            "halo": partial(halo, x, layout, 1, group=group),
+            "unshard": partial(unshard, x, layout, group=group),
+        }
+        with debug("1" if told else None):
+            got = ended(runs.get(strategy, partial(call, group, strategy=strategy, layout=layout)))
+        assert got.error is (ValueError if told else RuntimeError) and told in got.text, got
+    if strategy == "halo":
+        group = dist.new_group()
+        shape = (1, 6, 8) if odd else (2, 6, 4)
+        got = ended(
+            lambda: halo(torch.ones(shape), SequenceLayout.contiguous(24, 4), 1, group=group)
+        )
+        assert got.error is RuntimeError and "dim and shape" in got.text, got
+
+
+@pytest.mark.parametrize("steps", [(0, 2, 3), (0, 1, 1, 2)], ids=["left out", "repeated"])
+@on_ranks(WORLD_SIZE)
+def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:
+    """All calls are equal: only the number of the step tells which one a rank leaves out."""
+    group = dist.new_group()
+
+    def train() -> None:
+        for step in steps if dist.get_rank() == ODD else range(4):
+            set_step(step)
+            call(group)
+
+    try:
+        got = ended(train)
+    finally:
+        set_step(None)
+    assert got.error is RuntimeError and got.seconds < TIMEOUT, got
+    assert says(got.text, "step: rank|has 2|have 1") or says(got.text, "step: rank|has 1|have 2")
+
+
+# -- debug mode
 
 
 @on_ranks(WORLD_SIZE)

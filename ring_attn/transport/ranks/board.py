@@ -38,7 +38,8 @@ class Board:
             theirs = reports.get(str(call.sequence), report)
             differs = difference({self._rank: report, peer: theirs})
             if differs is not None:
-                return f"rank {peer}'s call differs from rank {self._rank}'s; {differs}"
+                told = "; ".join(differs.values())
+                return f"rank {peer}'s call differs from rank {self._rank}'s; {told}"
         return failure
 
     def tell_failure(self, text: str) -> bool:

@@ -44,10 +44,10 @@ class Headers:
         `values` is a checksum, 0-dim int64, of tensors that must be equal on all ranks; other
         ranks' headers are received into buffers of the pool.
         """
-        words = torch.tensor([*call.words(), *(WORDS - 5) * (0,)])
+        words = torch.tensor([*call.words(), *(WORDS - 6) * (0,)])
         own = streams.pinned(words).to(device, non_blocking=True)
         if values is not None:
-            own[5] = values
+            own[6] = values
         self._own, self._pool = own.view(torch.uint8), pool
         self._begun = streams.record(device)
         self._blocks, self._rows = [], []

@@ -1,12 +1,13 @@
 """The identity of a call: equal on all ranks exactly when all ranks make the same call.
 
 A rank counts its calls on a group, and numbers its forwards; a backward has the number of its
-forward. An identity has five parts:
+forward. An identity has six parts:
 
     sequence   number of calls so far on this group: a call that was skipped or refused shifts it
     number     number of the forward: tells the backwards of two equal layers apart
     kind       forward, backward, decode, ...
     digest     hash of strategy, layout, mask, sizes, dtype, scale, ... by argument name
+    step       number that `set_step` was told last: tells equal calls of two steps apart
     values     checksum of the sinks
 
 Every message carries its call's identity: on gloo as the message's tag, so that a message of
@@ -17,13 +18,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ring_attn.core.facts import Report
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.step import current_step
 
 # gloo's tags are 32 bits, of which torch takes the lower 31.
 TAG_BITS = 0x7FFFFFFF
@@ -40,25 +43,30 @@ class Identity:
     kind: str
     agreement: Agreement
     values: int = 0  # 0 on CUDA, where only the device knows the checksum
+    step: int | None = field(default_factory=current_step)
     note: str = ""  # for error messages of other ranks; need not be equal
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
 
     def words(self) -> tuple[int, ...]:
-        """The identity without `values`, as five int64."""
+        """The identity without `values`, as six int64."""
         digest = struct.unpack("<qq", self.agreement.digest)
         kind = zlib.crc32(self.kind.encode())
-        return (self.sequence, self.number, kind, *digest)
+        return (self.sequence, self.number, kind, *digest, -1 if self.step is None else self.step)
 
     def seed(self) -> int:
         """The number from which the message tags are computed."""
-        return zlib.crc32(struct.pack("<6q", *self.words(), self.values))
+        return zlib.crc32(struct.pack("<7q", *self.words(), self.values))
 
-    def report(self) -> dict[str, str]:
-        """The call as texts by argument, for other ranks."""
-        report = {"call": f"{self.kind} {self.number}{self.note}", **self.agreement.texts}
-        return report | ({"values of sinks": f"checksum {self.values}"} if self.values else {})
+    def report(self) -> Report:
+        """The call by argument, for other ranks."""
+        texts = {"call": f"{self.kind} {self.number}{self.note}"}
+        if self.step is not None:
+            texts["step"] = str(self.step)
+        if self.values:
+            texts["values of sinks"] = f"checksum {self.values}"
+        return {name: (text, text) for name, text in texts.items()} | self.agreement.report
 
 
 def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
@@ -68,9 +76,14 @@ def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A checksum of the tensor's bits and their order: 0-dim int64 on the tensor's device."""
+    """A hash of the tensor's bits in their places: 0-dim int64 on the tensor's device."""
     bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()]).long()
-    return (bits * torch.arange(1, 2 * bits.numel(), 2, device=x.device)).sum()
+    # Odd factors lose nothing modulo 2^64; without the shifts between them the sum were linear, and
+    # changes of several elements could cancel each other.
+    mixed = bits * 0x1E3779B97F4A7C15 + torch.arange(bits.numel(), device=x.device)
+    mixed = (mixed ^ (mixed >> 31)) * 0x3F58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
+    return (mixed ^ (mixed >> 30)).sum()
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,183 @@
+"""The facts on which ranks agree: every field of every argument, by what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
+from ring_attn.call import Request
+from ring_attn.core.facts import digest, facts, first_difference, shown
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Slice
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.ops import _make_call
+from ring_attn.transport.ranks.identity import Identity, checksum
+from ring_attn.transport.step import set_step
+from tests.refusals import refused
+
+SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
+OPTIONS = TransportOptions()
+REQUEST = Request(False, (-1, -1), None, 0.0, "", "reference", OPTIONS, (), "contiguous", "ring")
+
+# A value, and for each of its fields another value.
+OTHERS: list[tuple[Any, Mapping[str, Any]]] = [
+    (SPEC, {
+        "device_type": "cuda", "dtype": torch.float64, "batch": 2, "nheads": 8, "nheads_kv": 4,
+        "headdim": 32, "headdim_v": 32, "softcap": 2.0, "sinks": True, "max_logits": True,
+    }),
+    (Strategy("all_gather"), {
+        "core": "exchange", "ulysses_degree": 2, "inner_degree": 1, "exchange_q": True,
+        "heads_per_chunk": 2,
+    }),
+    (OPTIONS, {"timeout": 2.0, "nccl_max_ctas": 4}),
+    (Segment(0, 2), {"start": 1, "length": 3, "stride": 2}),
+    (Slice(0, 2, 0, 2), {"q_start": 1, "q_end": 3, "k_start": 1, "k_end": 3, "lo": 0, "hi": 0}),
+]  # fmt: skip
+# Another value of each field, or why ranks need not agree on it.
+REQUESTS: dict[str, Any] = {
+    "causal": True,
+    "window_size": (2, -1),
+    "softmax_scale": 0.5,
+    "softcap": "it is a field of the spec, too",
+    "group": "a call is on one group",
+    "backend": "aten",
+    "transport": TransportOptions(timeout=3.0),
+    "mesh_shape": "it shapes the strategy, on which ranks agree",
+    "layout": "zigzag",
+    "strategy": "all_gather",
+    "same_bits": "it chooses backend and strategy, on which ranks agree",
+    "differentiated": True,
+    "max_logits": "it is a field of the spec, too",
+}
+
+
+def agreed(request: Request = REQUEST, spec: AttentionSpec = SPEC, **others: Any) -> bytes:
+    given = {"documents": (None, None), "given_mask": None, "numbers": ((), ())} | others
+    return _make_call(spec, (4, 4), *given.values(), request.text, 0, 2)[1].digest
+
+
+def with_field(value: Any, name: str, other: Any) -> Any:
+    names = [f.name for f in fields(value)] if is_dataclass(value) else value._fields
+    return type(value)(**{n: other if n == name else getattr(value, n) for n in names})
+
+
+@pytest.mark.parametrize(("value", "others"), OTHERS, ids=lambda x: type(x).__name__)
+def test_every_field_is_a_fact(value: Any, others: Mapping[str, Any]) -> None:
+    names = [f.name for f in fields(value)] if is_dataclass(value) else value._fields
+    assert [*others] == [*names]
+    for name, other in others.items():
+        if other != getattr(value, name):
+            assert digest(with_field(value, name, other)) != digest(value), name
+
+
+def test_every_field_of_a_request_is_agreed_on_or_excused() -> None:
+    assert [*REQUESTS] == [*Request._fields]
+    excused = [
+        name for name, other in REQUESTS.items() if " " in str(other) and name != "transport"
+    ]
+    for name, other in REQUESTS.items():
+        if name not in excused and name != "window_size":
+            assert agreed(REQUEST._replace(**{name: other})) != agreed(), name
+    assert agreed(REQUEST._replace(window_size=(2, -1))) != agreed()
+    for name, other in OTHERS[0][1].items():
+        if name not in ("device_type", "max_logits"):  # no backend here runs such calls
+            assert agreed(spec=with_field(SPEC, name, other)) != agreed(), name
+
+
+def test_arguments_by_value_are_facts() -> None:
+    usual = agreed()
+    whole = Mask(8, 8)
+    for others in (
+        {"documents": ((0, 3, 8), (0, 3, 8))},
+        {"given_mask": masks.from_slices(8, 8, [(0, 8, 0, 7)])},
+        {"given_mask": masks.causal(8) & whole},
+    ):
+        assert agreed(**others) != usual
+    long = [masks.from_slices(8, 8, [(0, 8, 0, 3), (0, 8, 4, end)]) for end in (6, 7)]
+    assert len({agreed(given_mask=mask) for mask in long}) == 2
+
+
+def scattered(*last: int) -> SequenceLayout:
+    """80 runs, by turns on two ranks; the last two on the ranks given."""
+    parts: list[list[Segment]] = [[], []]
+    for run, rank in enumerate([*39 * [0, 1], *last]):
+        parts[rank].append(Segment(3 * run, 3))
+    return SequenceLayout.from_segments(parts)
+
+
+def test_layouts_are_compared_by_the_positions_of_each_rank() -> None:
+    """Not by their text, which shortens layouts of many segments."""
+    one, other = (scattered(*last) for last in ((0, 1), (1, 0)))
+    assert digest(one) != digest(other)
+    told = first_difference(facts(one), facts(other))
+    assert told is not None and told.startswith("position 234 is on row ")
+    made = SequenceLayout.boundaries([0, 4, 8])
+    assert digest(made) == digest(SequenceLayout.contiguous(8, 2))
+    assert digest(SequenceLayout.zigzag(8, 2)) == digest(
+        SequenceLayout.from_segments([[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]])
+    )
+    swapped = [[Segment(6, 2), Segment(0, 2)], [Segment(2, 4)]]
+    turned = SequenceLayout.from_segments(swapped)
+    assert digest(turned) != digest(SequenceLayout.zigzag(8, 2))
+    found = first_difference(facts(turned), facts(SequenceLayout.zigzag(8, 2)))
+    assert found == "position 0 is on row 2 of rank 0, not on row 0 of rank 0"
+
+
+def test_every_slice_of_a_mask_is_a_fact() -> None:
+    rows = [[(2 * i, 2 * i + 1, 0, 1 + (i == 70)) for i in range(last)] for last in (80, 81)]
+    made = [masks.from_slices(200, 200, slices) for slices in rows]
+    moved = masks.from_slices(200, 200, [(a, b, 0, 1) for a, b, *_ in rows[0]])
+    assert len({digest(mask) for mask in (*made, moved)}) == 3
+    assert "slice 70 " in str(first_difference(facts(made[0]), facts(moved)))
+
+
+def test_equal_numbers_are_equal_facts() -> None:
+    assert digest((1, 0.5, None, True)) == digest((np.int64(1), np.float64(0.5), None, True))
+    assert digest((0.1,)) != digest((np.nextafter(0.1, 1),)) and digest((1,)) != digest((1.0,))
+    with refused(TypeError, "set"):
+        digest({1})
+    assert len(shown(tuple(range(10_000)))) < 400
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_checksum_is_of_bits_in_their_places(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype)
+    others = (
+        -values,
+        values.flip(0).neg(),
+        values.roll(1),
+        values[:3],
+        values.index_fill(0, torch.tensor([2]), 0.0),
+    )
+    sums = {int(checksum(x)) for x in (values, *others)}
+    assert len(sums) == len({tuple(x.tolist()) for x in (values, *others)})
+    for seed in range(200):  # no two of many draws, and none of their sign changes
+        torch.manual_seed(seed)
+        drawn = torch.randint(0, 2, (6,)).to(dtype) * 2 - 1
+        signs = torch.randint(0, 2, (6,)).to(dtype) * 2 - 1
+        assert (int(checksum(drawn)) == int(checksum(drawn * signs))) == bool((signs == 1).all())
+
+
+def test_a_step_is_part_of_an_identity() -> None:
+    from ring_attn.transport.ranks.group import NOTHING
+
+    seeds, words = set(), set()
+    try:
+        for step in (None, 0, 1, 2**40):
+            set_step(step)
+            call = Identity(3, 2, "forward", NOTHING)
+            seeds.add(call.seed())
+            words.add(call.words())
+            assert call.report().get("step", ("None",))[0] == str(step)
+    finally:
+        set_step(None)
+    assert len(seeds) == len(words) == 4
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)):
+        with refused(error, "step must"):
+            set_step(wrong)  # type: ignore[arg-type]
