@@ -250,7 +250,7 @@ def resolve(
         check.check_given_mask(given_mask, *seqlens)
         return Resolved(layouts, given_mask)
     mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
-    return Resolved(layouts, check.check_mask(mask))
+    return Resolved(layouts, mask)
 
 
 def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:

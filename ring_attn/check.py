@@ -504,18 +504,6 @@ def check_shard(x: Tensor, dim: int, layout: object, group: dist.ProcessGroup) -
     return rank
 
 
-def check_mask(mask: Mask) -> Mask:
-    flash = mask.arguments
-    ends = {
-        "cu_seqlens": (flash and flash.cu_seqlens_q, mask.seqlen_q),
-        "cu_seqlens_k": (flash and flash.cu_seqlens_k, mask.seqlen_k),
-    }
-    for name, (cu, total) in ends.items():
-        if cu is not None and cu[-1] > total:
-            raise ValueError(f"{name} must end at most at the global length {total}, got {cu[-1]}")
-    return mask
-
-
 def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu: object) -> None:
     """Refuses a mask together with other arguments that define a mask."""
     check_type("mask", mask, Mask, "a ring_attn.Mask or None")

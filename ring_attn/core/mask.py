@@ -32,13 +32,19 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice, pairwise
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ring_attn.core.values import as_int, as_ints, check_flag, check_type
+
 # Stands for an unbounded side of a band; small enough not to overflow when added to positions.
 UNBOUNDED = 1 << 50
+
+# A mask has at most this many slices: they take about 400 bytes each, and plans look at all.
+MAX_SLICES = 1 << 20
 
 
 class Slice(NamedTuple):
@@ -169,32 +175,62 @@ class Mask:
             cu_seqlens_k: document boundaries of the keys, of as many documents.
 
         Raises:
-            ValueError: the numbers of documents of queries and keys differ.
+            ValueError: a negative length, boundaries that decrease or end after the length, other
+                numbers of documents of queries than of keys, or more than MAX_SLICES documents.
+            TypeError: a number is not an int.
         """
-        cu_q = cu_seqlens_q or (0, seqlen_q)
-        cu_k = cu_seqlens_k or (0, seqlen_k)
+        seqlen_q, seqlen_k = checked_lengths(seqlen_q, seqlen_k)
+        check_flag("causal", causal)
+        window = as_ints("window_size", window_size)
+        if len(window) != 2 or min(window) < -1:
+            raise ValueError(f"window_size must be (left, right), each at least -1, got {window}")
+        cu_q = _checked_boundaries("cu_seqlens", cu_seqlens_q, seqlen_q) or (0, seqlen_q)
+        cu_k = _checked_boundaries("cu_seqlens_k", cu_seqlens_k, seqlen_k) or (0, seqlen_k)
+        check_number_of_slices(len(cu_q) - 1)
         if len(cu_q) != len(cu_k):
             raise ValueError(
                 f"queries and keys must have as many documents, got {len(cu_q) - 1} and "
                 f"{len(cu_k) - 1}"
             )
-        left, right = window_size[0], 0 if causal else window_size[1]
+        left, right = window[0], 0 if causal else window[1]
         slices = []
         for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
             diagonal = k1 - q1
             lo = None if left < 0 else diagonal - left
             hi = None if right < 0 else diagonal + right
             slices.append(Slice(q0, q1, k0, k1, lo, hi))
-        arguments = FlashArguments(causal, window_size, cu_seqlens_q, cu_seqlens_k)
+        given = cu_q if cu_seqlens_q else None, cu_k if cu_seqlens_k else None
+        arguments = FlashArguments(causal, (window[0], window[1]), *given)
         self._set(seqlen_q, seqlen_k, slices, _words(arguments, seqlen_q), arguments)
 
     @classmethod
     def of(
         cls, seqlen_q: int, seqlen_k: int, slices: Iterable[Slice], words: str | None = None
     ) -> Mask:
-        """The mask of slices that share no pair; the caller must make sure of that."""
+        """The mask of slices, which may share queries and keys, but no pair.
+
+        Raises:
+            ValueError: a slice beyond the lengths, two slices with a common pair, or more than
+                MAX_SLICES slices.
+            TypeError: a number is not an int.
+
+        Example:
+            >>> Mask.of(4, 4, [Slice(0, 4, 0, 2), Slice(2, 4, 2, 4, None, 0)]).area
+            11
+        """
+        lengths = checked_lengths(seqlen_q, seqlen_k)
+        mask = cls.of_disjoint(*lengths, (_checked_slice(s, *lengths) for s in slices), words)
+        _check_disjoint(mask.slices)
+        return mask
+
+    @classmethod
+    def of_disjoint(
+        cls, seqlen_q: int, seqlen_k: int, slices: Iterable[Slice], words: str | None = None
+    ) -> Mask:
+        """As `of`, unchecked: the caller has made slices that share no pair."""
         mask = cls.__new__(cls)
-        slices = list(slices)
+        slices = list(islice(slices, MAX_SLICES + 1))
+        check_number_of_slices(len(slices))
         mask._set(seqlen_q, seqlen_k, slices, words or f"{len(slices)} slices", None)
         # Made eagerly: torch.compile then treats the tensor as an input, and one graph serves all
         # such masks.
@@ -233,13 +269,17 @@ class Mask:
         """The pairs that both masks have.
 
         Raises:
-            ValueError: the lengths of the masks differ.
+            ValueError: the lengths of the masks differ, or more than MAX_SLICES slices.
+            TypeError: the other value is no mask.
         """
+        check_type("the other side of &", other, Mask)
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             raise ValueError(f"masks must be over the same lengths, got {self!r} and {other!r}")
         both = (a & b for a in self.slices for b in other.overlapping(a.q_start, a.q_end))
         slices = [pairs for pairs in both if pairs is not None]
-        return Mask.of(self.seqlen_q, self.seqlen_k, slices, f"{self.words} and {other.words}")
+        return Mask.of_disjoint(
+            self.seqlen_q, self.seqlen_k, slices, f"{self.words} and {other.words}"
+        )
 
     def rows(self, start: int, stop: int) -> Mask:
         """The mask of the queries `[start, stop)` alone, renumbered from 0; all keys stay.
@@ -255,7 +295,7 @@ class Mask:
             raise ValueError(f"rows must be within {self.seqlen_q} queries, got {start}, {stop}")
         kept = Slice(start, stop, 0, self.seqlen_k)
         slices = [s & kept for s in self.overlapping(start, stop)]
-        return Mask.of(
+        return Mask.of_disjoint(
             stop - start,
             self.seqlen_k,
             (s.moved(-start, 0) for s in slices if s is not None),
@@ -276,7 +316,7 @@ class Mask:
 
     @cached_property
     def transposed(self) -> Mask:
-        return Mask.of(self.seqlen_k, self.seqlen_q, (s.transposed for s in self.slices))
+        return Mask.of_disjoint(self.seqlen_k, self.seqlen_q, (s.transposed for s in self.slices))
 
     # -- layers
 
@@ -377,7 +417,64 @@ class Mask:
         for q0, q1, k0, k1, lo, hi in rows:
             band = None if lo <= -UNBOUNDED else lo, None if hi >= UNBOUNDED else hi
             slices.append(Slice(q0, q1, k0, k1, *band))
-        return cls.of(first[0], first[1], slices)
+        return cls.of_disjoint(first[0], first[1], slices)
+
+
+# -- checks
+
+
+def check_number_of_slices(number: int) -> None:
+    """Refuses masks too large for memory, by the number of slices that they would need."""
+    if number > MAX_SLICES:
+        raise ValueError(
+            f"a mask has at most {MAX_SLICES:,} slices, got {number:,}: use longer documents, "
+            "chunks or blocks, or give each batch a mask of its own"
+        )
+
+
+def checked_lengths(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    return as_int("seqlen_q", seqlen_q, least=0), as_int("seqlen_k", seqlen_k, least=0)
+
+
+def _checked_boundaries(
+    name: str, boundaries: Sequence[int] | None, seqlen: int
+) -> tuple[int, ...] | None:
+    if boundaries is None:
+        return None
+    cuts = as_ints(name, boundaries)
+    if len(cuts) < 2 or cuts[0] != 0 or any(b < a for a, b in pairwise(cuts)):
+        raise ValueError(f"{name} must be boundaries from 0 that do not decrease, got {cuts}")
+    if cuts[-1] > seqlen:
+        raise ValueError(f"{name} must end at most at the global length {seqlen}, got {cuts[-1]}")
+    return cuts
+
+
+def _checked_slice(given: Slice, seqlen_q: int, seqlen_k: int) -> Slice:
+    check_type("each of slices", given, Slice)
+    bounds = (None if x is None else as_int("each of a band", x) for x in given[4:])
+    piece = Slice(*(as_int("each of a slice", x) for x in given[:4]), *bounds)
+    if not (0 <= piece.q_start <= piece.q_end <= seqlen_q) or not (
+        0 <= piece.k_start <= piece.k_end <= seqlen_k
+    ):
+        raise ValueError(f"slices must be within {seqlen_q} x {seqlen_k} positions, got {piece}")
+    return piece
+
+
+def _check_disjoint(slices: Iterable[Slice]) -> None:
+    """Refuses slices, in the order of their queries, of which two share a pair."""
+    open_slices: list[Slice] = []
+    for piece in slices:
+        open_slices = [other for other in open_slices if other.q_end > piece.q_start]
+        for other in open_slices:
+            both = other & piece
+            if both is not None:
+                i = both.q_start
+                j = max(both.k_start, i + both.lo) if both.lo is not None else both.k_start
+                raise ValueError(
+                    f"slices must share no pair, {other} and {piece} both have query {i} with key "
+                    f"{j}"
+                )
+        open_slices.append(piece)
 
 
 def _words(arguments: FlashArguments, seqlen_q: int) -> str:

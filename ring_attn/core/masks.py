@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.mask import Mask, Slice
+from ring_attn.core.mask import Mask, Slice, check_number_of_slices, checked_lengths
 from ring_attn.core.values import as_int, as_tuple, check_type
 
 Lengths = Sequence[int] | Tensor
+
+# Pairs of a BlockMask for which its function is evaluated at once.
+EVALUATED = 1 << 20
 
 
 def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
@@ -101,14 +104,18 @@ def chunked(seqlen: int, size: int) -> Mask:
         seqlen: number of queries, and of keys.
         size: positions of a chunk; the last may have fewer.
 
+    Raises:
+        ValueError: more chunks than a mask has slices (1,048,576).
+
     Example:
         >>> chunked(5, 2).area
         7
     """
-    size = as_int("size", size, least=1)
-    cuts = [*range(0, as_int("seqlen", seqlen, least=0), size), seqlen]
+    seqlen, size = as_int("seqlen", seqlen, least=0), as_int("size", size, least=1)
+    check_number_of_slices(-(-seqlen // size))
+    cuts = [*range(0, seqlen, size), seqlen]
     slices = [Slice(a, b, a, b, None, 0) for a, b in pairwise(cuts)]
-    return Mask.of(seqlen, seqlen, slices, f"causal, chunks of {size}")
+    return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, chunks of {size}")
 
 
 def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
@@ -142,7 +149,7 @@ def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
         middle = start + length
         slices.append(Slice(start, stop, start, middle))
         slices.append(Slice(middle, stop, middle, stop, None, 0))
-    return Mask.of(cuts[-1], cuts[-1], slices, f"{len(lens)} documents with a prefix")
+    return Mask.of_disjoint(cuts[-1], cuts[-1], slices, f"{len(lens)} documents with a prefix")
 
 
 def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mask:
@@ -169,12 +176,12 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
     seqlen, left = as_int("seqlen", seqlen, least=0), as_int("left", left, least=-1)
     lo = None if left < 0 else -left
     slices, end = [], 0
-    pairs = sorted(_integers("each of spans", span) for span in spans)
+    pairs = sorted(_integers("each of spans", span) for span in as_tuple("spans", spans))
     for span in pairs:
         if len(span) != 2 or not end <= span[0] <= span[1] <= seqlen:
             raise ValueError(
                 f"spans must be pairs (start, stop) within 0 and {seqlen} that do not overlap, got "
-                f"{span} behind {end}"
+                f"{span} after a span that ends at {end}"
             )
         start, stop = span
         slices.append(Slice(end, start, 0, start, lo, 0))
@@ -184,7 +191,7 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
             slices += [Slice(start, stop, 0, start, lo), Slice(start, stop, start, stop)]
         end = stop
     slices.append(Slice(end, seqlen, 0, seqlen, lo, 0))
-    return Mask.of(seqlen, seqlen, slices, f"causal, {len(pairs)} spans seen whole")
+    return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, {len(pairs)} spans seen whole")
 
 
 def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
@@ -205,12 +212,13 @@ def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
         >>> shared_prefix(2, [2, 2]).area
         17
     """
-    prefix, lens = as_int("prefix", prefix, least=0), _integers("lengths", lengths)
+    prefix = as_int("prefix", prefix, least=0)
+    lens = [as_int("each of lengths", n, least=0) for n in _integers("lengths", lengths)]
     cuts = [prefix, *(prefix + end for end in accumulate(lens))]
     seqlen = cuts[-1]
     slices = [Slice(0, prefix, 0, prefix, None, 0), Slice(prefix, seqlen, 0, prefix)]
     slices += [Slice(a, b, a, b, None, 0) for a, b in pairwise(cuts)]
-    return Mask.of(seqlen, seqlen, slices, f"causal, {len(lens)} answers to one prompt")
+    return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, {len(lens)} answers to one prompt")
 
 
 def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
@@ -235,7 +243,7 @@ def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
     seqlen, sinks = as_int("seqlen", seqlen, least=0), as_int("sinks", sinks, least=0)
     left, first = as_int("left", left, least=0), min(sinks, seqlen)
     slices = [Slice(0, seqlen, 0, first, None, 0), Slice(0, seqlen, first, seqlen, -left, 0)]
-    return Mask.of(seqlen, seqlen, slices, f"causal, window {left} and the first {sinks}")
+    return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, window {left} and the first {sinks}")
 
 
 def blocks(
@@ -269,6 +277,12 @@ def blocks(
     """
     if hasattr(mask, "kv_num_blocks"):
         return _of_block_mask(mask)
+    if callable(mask):
+        raise TypeError(
+            "mask must be booleans of blocks or a BlockMask, got a function: pass "
+            "create_block_mask(mask_mod, None, None, seqlen_q, seqlen_k) of "
+            "torch.nn.attention.flex_attention, or masks.from_dense(create_mask(...)[0, 0])"
+        )
     check_type("mask", mask, Tensor, "a torch.Tensor or a BlockMask")
     if mask.ndim != 2 or mask.dtype != torch.bool:
         raise ValueError(
@@ -276,6 +290,8 @@ def blocks(
             f"of {mask.dtype}"
         )
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(pair) != 2:
+        raise ValueError(f"block_size must be a number or (queries, keys), got {pair}")
     rows, cols = (as_int("block_size", size, least=1) for size in pair)
     seqlens = []
     for name, length, count, size in (
@@ -287,7 +303,9 @@ def blocks(
                 f"{name} must end in the last of {count} blocks of {size}, got {length}"
             )
     slices = list(_of_blocks(mask, (rows, cols), (seqlens[0], seqlens[1])))
-    return Mask.of(seqlens[0], seqlens[1], slices, f"{int(mask.sum())} blocks of {rows} x {cols}")
+    return Mask.of_disjoint(
+        seqlens[0], seqlens[1], slices, f"{int(mask.sum())} blocks of {rows} x {cols}"
+    )
 
 
 def from_dense(seen: Tensor) -> Mask:
@@ -308,7 +326,7 @@ def from_dense(seen: Tensor) -> Mask:
         raise ValueError(
             f"seen must be (seqlen_q, seqlen_k) booleans, got {tuple(seen.shape)} of {seen.dtype}"
         )
-    return Mask.of(seen.size(0), seen.size(1), _of_dense(seen))
+    return Mask.of_disjoint(seen.size(0), seen.size(1), _of_dense(seen))
 
 
 def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | None]]) -> Mask:
@@ -326,26 +344,13 @@ def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | No
         >>> from_slices(4, 4, [(0, 4, 0, 2), (2, 4, 2, 4, None, 0)]).dense().int().tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
-    seqlen_q, seqlen_k = _lengths(seqlen_q, seqlen_k)
-    checked = []
-    for fields in slices:
-        if not 4 <= len(fields) <= 6:
-            raise ValueError(f"a slice has 4 positions and a band, got {tuple(fields)}")
-        values = [
-            None if value is None and index >= 4 else as_int("each of a slice", value)
-            for index, value in enumerate(fields)
-        ]
-        piece = Slice(*values)  # type: ignore[arg-type]
-        if not (0 <= piece.q_start <= piece.q_end <= seqlen_q) or not (
-            0 <= piece.k_start <= piece.k_end <= seqlen_k
-        ):
-            raise ValueError(
-                f"slices must be within {seqlen_q} x {seqlen_k} positions, got {piece}"
-            )
-        checked.append(piece)
-    mask = Mask.of(seqlen_q, seqlen_k, checked)
-    _check_disjoint(mask)
-    return mask
+    pieces = []
+    for fields in as_tuple("slices", slices):
+        values = as_tuple("each of slices", fields)
+        if not 4 <= len(values) <= 6:
+            raise ValueError(f"a slice has 4 positions and a band, got {values}")
+        pieces.append(Slice(*values))
+    return Mask.of(seqlen_q, seqlen_k, pieces)
 
 
 def by_document(masks: Sequence[Mask]) -> Mask:
@@ -366,31 +371,14 @@ def by_document(masks: Sequence[Mask]) -> Mask:
         check_type("each of masks", mask, Mask)
         slices += [s.moved(q, k) for s in mask.slices]
         q, k = q + mask.seqlen_q, k + mask.seqlen_k
-    return Mask.of(q, k, slices, f"{len(masks)} documents with their own masks")
+    return Mask.of_disjoint(q, k, slices, f"{len(masks)} documents with their own masks")
 
 
 # -- checks
 
 
-def _check_disjoint(mask: Mask) -> None:
-    open_slices: list[Slice] = []
-    for piece in mask.slices:
-        open_slices = [other for other in open_slices if other.q_end > piece.q_start]
-        for other in open_slices:
-            both = other & piece
-            if both is not None:
-                i = both.q_start
-                j = max(both.k_start, i + both.lo) if both.lo is not None else both.k_start
-                raise ValueError(
-                    f"slices must share no pair, {other} and {piece} both have query {i} with key "
-                    f"{j}"
-                )
-        open_slices.append(piece)
-
-
 def _lengths(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
-    queries = as_int("seqlen_q", seqlen_q, least=0)
-    return queries, queries if seqlen_k is None else as_int("seqlen_k", seqlen_k, least=0)
+    return checked_lengths(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
 
 
 def _integers(name: str, values: Lengths) -> tuple[int, ...]:
@@ -431,13 +419,34 @@ def _of_block_mask(mask: Any) -> Mask:
     if mask.full_kv_num_blocks is not None:
         full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
     slices = list(_of_blocks(full, (rows, cols), seqlens))
-    zero = torch.zeros((), dtype=torch.int64)
-    for a, b in partial.nonzero().tolist():
-        i = torch.arange(a * rows, min((a + 1) * rows, seqlens[0]))[:, None]
-        j = torch.arange(b * cols, min((b + 1) * cols, seqlens[1]))
-        seen = torch.as_tensor(mask.mask_mod(zero, zero, i, j)).expand(len(i), len(j))
-        slices += [s.moved(a * rows, b * cols) for s in _of_dense(seen.bool())]
-    return Mask.of(seqlens[0], seqlens[1], slices, f"a BlockMask of {rows} x {cols}")
+    starts = partial.nonzero() * torch.tensor([rows, cols])
+    for some in starts.split(EVALUATED // (rows * cols) or 1) if len(starts) else ():
+        for (i, j), seen in zip(some.tolist(), _evaluated(mask, some), strict=True):
+            seen = seen[: seqlens[0] - i, : seqlens[1] - j]
+            slices += [s.moved(i, j) for s in _of_dense(seen)]
+            check_number_of_slices(len(slices))
+    return Mask.of_disjoint(seqlens[0], seqlens[1], slices, f"a BlockMask of {rows} x {cols}")
+
+
+def _evaluated(mask: Any, starts: Tensor) -> Tensor:
+    """(blocks, rows, cols) booleans of a BlockMask's function, from the first positions of blocks.
+
+    It is evaluated by torch, for scalar positions: called with tensors of positions, a function
+    that reduces would give another mask. Positions after the end are replaced by the last one.
+    """
+    from torch.nn.attention.flex_attention import create_mask
+
+    device = mask.kv_num_blocks.device
+    first, ends = starts.to(device), [n - 1 for n in mask.seq_lengths]
+
+    def of_block(block: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        i = torch.clamp(first[block, 0] + i, max=ends[0])
+        j = torch.clamp(first[block, 1] + j, max=ends[1])
+        seen = mask.mask_mod(torch.zeros_like(block), head, i, j)
+        return torch.as_tensor(seen, device=device).bool()
+
+    rows, cols = mask.BLOCK_SIZE
+    return create_mask(of_block, len(starts), 1, rows, cols, device=device)[:, 0].cpu()
 
 
 def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:

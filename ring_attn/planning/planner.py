@@ -480,7 +480,7 @@ def _mask_of(
     cu_k = check.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
     check.check_documents(cu_q, cu_k)
     cu_k = cu_q if cu_k is None else cu_k
-    return check.check_mask(Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k))
+    return Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k)
 
 
 def _tensor(name: str, numbers: Tensor | Sequence[int] | None) -> Tensor | None:

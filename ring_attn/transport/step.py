@@ -23,9 +23,9 @@ def set_step(step: int | None) -> None:
         TypeError: not an int.
 
     Example:
-        >>> for step, batch in enumerate(batches):  # doctest: +SKIP
-        ...     ring_attn.set_step(step)
-        ...     train(batch)
+        >>> for step in range(3):
+        ...     set_step(step)  # then the step's forward and backward
+        >>> set_step(None)
     """
     global _step
     _step = None if step is None else as_int("step", step, least=0)

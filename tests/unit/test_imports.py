@@ -20,9 +20,9 @@ PACKAGE = "ring_attn"
 # that is named here by itself. A unit may import its own modules and units of lower rows, nothing
 # else of ours; a backend no other backend. Imports inside functions count.
 ROWS = [
-    "core core.dtypes core.values core.heads core.mask core.state torch_private",
-    "core.masks core.spec core.strategy compiling",
-    "core.rates core.layout core.messages",
+    "core core.dtypes core.values core.heads core.state torch_private",
+    "core.mask core.spec core.strategy compiling",
+    "core.masks core.rates core.layout core.messages",
     "core.batch core.facts core.tiles core.program",
     "core.work",
     "core.turns",
