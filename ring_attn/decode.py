@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ring_attn import check
 from ring_attn.call import Request
+from ring_attn.core.dtypes import own_dtypes
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -52,7 +53,10 @@ def attend(
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
             decode_call, agreement = _planned(spec, (q.size(1), 0), layout, mask, call, *call.place)
-    with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
+    with (
+        own_dtypes(q.device.type),
+        ends.call("decode", agreement, q.device, sinks=sinks, queries=q),
+    ):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # No operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

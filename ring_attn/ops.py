@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ring_attn import check
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
-from ring_attn.core.dtypes import accum_dtype
+from ring_attn.core.dtypes import accum_dtype, own_dtypes
 from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -117,7 +117,10 @@ def _attention(
         spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
         run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
         transport = open_p2p(group, call.transport)
-        with transport.call("forward", agreement, q.device, sinks=sinks) as number:
+        with (
+            own_dtypes(q.device.type),
+            transport.call("forward", agreement, q.device, sinks=sinks) as number,
+        ):
             out, lse, saved, most = machine.forward(run, q, k, v, transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)
@@ -260,7 +263,10 @@ def _attention_backward(
         transport = open_p2p(group, call.transport)
         number, tensors = _in_order(_kept(arguments.text, *call.place), saved)
         forward = int(number.item() / _NUMBER_UNIT)
-        with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
+        with (
+            own_dtypes(dout.device.type),
+            transport.call("backward", agreement, dout.device, sinks=sinks, number=forward),
+        ):
             grads = machine.backward(run, tensors, dout.contiguous(), transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)

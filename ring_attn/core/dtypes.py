@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 BY_NAME = {
@@ -24,3 +26,10 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def own_dtypes(device_type: str) -> AbstractContextManager[object]:
+    """A context in which autocast, if it is on, leaves the dtypes of operators as they are."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

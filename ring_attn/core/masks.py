@@ -298,7 +298,7 @@ def blocks(
         ("seqlen_q", seqlen_q, mask.size(0), rows), ("seqlen_k", seqlen_k, mask.size(1), cols)
     ):  # fmt: skip
         seqlens.append(count * size if length is None else as_int(name, length, least=0))
-        if not (count - 1) * size < seqlens[-1] <= count * size and count:
+        if not (count - 1) * size < seqlens[-1] <= count * size:
             raise ValueError(
                 f"{name} must end in the last of {count} blocks of {size}, got {length}"
             )

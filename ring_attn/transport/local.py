@@ -24,16 +24,43 @@ Key = tuple[Ranks, Channel, int, int]  # ranks of the transport, channel, sender
 class _Exchange:
     """The messages under way between the ranks, and the lock that lets one rank run."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         self.turn = threading.Condition()
         self.sent: dict[Key, Tensor] = {}
         self.failed: BaseException | None = None
+        self._running = world_size
+        # Key -> whether its message is waited for, or that it is received, by each waiting rank.
+        self._waits: dict[tuple[int, Key], bool] = {}
 
-    def until(self, key: Key, *, sent: bool) -> None:
+    def until(self, rank: int, key: Key, *, sent: bool) -> None:
         """Lets other ranks run until a message is `sent` or received; raises if one has failed."""
+        self._waits[rank, key] = sent
+        self._check_some_can_run()
         self.turn.wait_for(lambda: self.failed is not None or (key in self.sent) == sent)
+        del self._waits[rank, key]
         if self.failed is not None:
-            raise RuntimeError("another rank of the local ring failed") from self.failed
+            raise RuntimeError(f"another rank of the local ring failed: {self.failed}")
+
+    def end(self) -> None:
+        """Notes that a rank runs no more."""
+        self._running -= 1
+        self._check_some_can_run()
+
+    def _check_some_can_run(self) -> None:
+        """Fails the ring if every rank that has not ended waits, and none for what has come."""
+        waits = sorted(self._waits.items(), key=lambda wait: wait[0][0])
+        if self.failed is not None or len(waits) < self._running or not waits:
+            return
+        if any((key in self.sent) == sent for (_, key), sent in waits):
+            return
+        told = [
+            f"rank {rank} waits for "
+            + (f"a message of rank {key[2]}" if sent else f"rank {key[3]} to receive its message")
+            + f" on channel {key[1]!r}"
+            for (rank, key), sent in waits
+        ]
+        self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(told)}")
+        self.turn.notify_all()
 
 
 class LocalTransport(Transport):
@@ -51,12 +78,13 @@ class LocalTransport(Transport):
         sent, turn = self._under_way.sent, self._under_way.turn
         for rank, into in batch.receives:
             incoming = self._key(channel, rank, self.rank)
-            self._under_way.until(incoming, sent=True)
+            self._under_way.until(self._members[self.rank], incoming, sent=True)
             self.stats.bytes_received += sent[incoming].nbytes
             into.copy_(sent.pop(incoming))
             turn.notify_all()
         for rank, _ in batch.sends:
-            self._under_way.until(self._key(channel, self.rank, rank), sent=False)
+            outgoing = self._key(channel, self.rank, rank)
+            self._under_way.until(self._members[self.rank], outgoing, sent=False)
         if batch.finish is not None:
             batch.finish()
 
@@ -72,7 +100,7 @@ class LocalTransport(Transport):
         self.stats.messages += 1
 
     def _key(self, channel: Channel, sender: int, receiver: int) -> Key:
-        return self._members, channel, sender, receiver
+        return self._members, channel, self._members[sender], self._members[receiver]
 
 
 def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T]:
@@ -80,7 +108,7 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
 
     All ranks must make the same exchanges. Raises the error of the first rank that failed.
     """
-    exchange = _Exchange()
+    exchange = _Exchange(world_size)
     results: dict[int, T] = {}
     settings = _thread_settings()
     ranks = tuple(range(world_size))
@@ -94,6 +122,8 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
             except BaseException as error:
                 exchange.failed = exchange.failed or error
                 exchange.turn.notify_all()
+            finally:
+                exchange.end()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:

@@ -288,6 +288,22 @@ def test_layouts_with_one_text_differ(strategy: str) -> None:
         assert got.error is RuntimeError and "dim and shape" in got.text, got
 
 
+@on_ranks(WORLD_SIZE)
+def test_a_refusal_is_told_at_once() -> None:
+    """The others need not wait for the timeout, though the refusing rank makes no other call."""
+    group = dist.new_group()
+    call(group)
+    if dist.get_rank() == ODD:
+        with refused(ValueError, "softcap"):
+            call(group, softcap=-1.0)
+        everyone(None)
+        return
+    got = ended(partial(call, group, transport=TransportOptions(timeout=30.0)))
+    everyone(None)
+    assert got.error is RuntimeError and got.seconds < TIMEOUT, got
+    assert says(got.text, "refused|ValueError: softcap"), got
+
+
 @pytest.mark.parametrize("steps", [(0, 2, 3), (0, 1, 1, 2)], ids=["left out", "repeated"])
 @on_ranks(WORLD_SIZE)
 def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ Rows of ring-flash-attn's ranks are computed here by chunks, as in that package'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from ring_attn.testing import Case, Heads, RankResult, Sent, expected, poisoned_
 from ring_attn.testing.ranks import arguments_of
 from tests.bounds import assert_close
 from tests.cold import assert_compiles, compile_cold
-from tests.distributed.pool import everyone, on_ranks
+from tests.distributed.pool import on_ranks
 from tests.refusals import refused, says
 
 pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
@@ -192,36 +192,41 @@ def llama3_tensors() -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_llama3_in_recomputed_layers() -> None:
-    """Layers that share arguments exchange documents once, recomputed activations too."""
-    tensors, arguments = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
+def test_llama3_exchanges_nothing_but_the_call() -> None:
+    """Ranks may reuse their arguments, copy them, or make equal ones; recomputed layers, too."""
+    rank = dist.get_rank()
+    tensors, arguments = llama3_tensors(), own_arguments(LLAMA3, rank)
 
-    def layer(*xs: Tensor) -> Tensor:
-        out: Tensor = LLAMA3.function(*xs, *arguments, causal=True)
+    def layer(*xs: Tensor, given: Sequence[Any] = arguments) -> Tensor:
+        out: Tensor = LLAMA3.function(*xs, *given, causal=True)
         return out
 
-    gather = dist.all_gather_object
-    with mock.patch.object(dist, "all_gather_object", side_effect=gather) as exchange:
+    with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError):
         out = checkpoint(layer, *tensors, use_reentrant=False)
         again = torch.autograd.grad(out.sum(), tensors)
         kept = torch.autograd.grad(layer(*tensors).sum(), tensors)
-    assert all(map(torch.equal, again, kept)) and exchange.call_count == 1
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        others = [arguments, own_arguments(LLAMA3, rank), copies]
+        for mine in (others, [arguments, *others]):
+            equal = layer(*tensors, given=mine[rank])
+            assert torch.equal(equal, out)
+    assert all(map(torch.equal, again, kept))
 
 
 @on_ranks(2)
 def test_llama3_arguments_that_do_not_fit() -> None:
-    """If a rank's arguments do not fit the other ranks', every rank raises the same error."""
+    """Every rank raises, whichever rank's arguments are of another sequence."""
     rank = dist.get_rank()
-    for what in ("documents", "causal", "slice"):
-        cu = torch.tensor(LLAMA3.documents())
-        if what == "documents" and rank == 1:
-            cu[3] = 29
-        *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, what != "causal", rank, 2)
-        if what == "slice" and rank == 1:
-            keys = slice(keys.start + 1, keys.stop + 1)
-        with pytest.raises(ValueError, match="llama3_flash_attn_prepare_cu_seqlens") as caught:
-            LLAMA3.function(*llama3_tensors(), *local, 1, keys, causal=True)
-        assert len({*everyone(str(caught.value))}) == 1
+    cu = torch.tensor(LLAMA3.documents())
+    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
+    moved = slice(keys.start + 1, keys.stop + 1)
+    with refused(ValueError, "llama3_flash_attn_prepare_cu_seqlens|are not its results"):
+        LLAMA3.function(*llama3_tensors(), *local, 1, moved, causal=True)
+    cu[3] = 29 if rank == 1 else cu[3]
+    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
+    group = dist.new_group()
+    with refused(RuntimeError, "cu_seqlens: rank"):
+        LLAMA3.function(*llama3_tensors(), *local, 1, keys, causal=True, group=group)
 
 
 @on_ranks(4)

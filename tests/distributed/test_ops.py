@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ring_attn import SequenceLayout, Strategy, TransportOptions, masks, ring_attention
+from ring_attn import (
+    SequenceLayout,
+    Strategy,
+    TransportOptions,
+    masks,
+    ring_attention,
+    tree_decode,
+)
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.transport.p2p import open_p2p
@@ -192,3 +199,28 @@ def test_opcheck() -> None:
                 args = tree_map_only(Tensor, Tensor.detach, args)
             checks = torch.library.opcheck(getattr(torch.ops.ring_attn, name).default, args)
             assert set(checks.values()) == {"SUCCESS"}, (name, options)
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference", "auto", "triton"])
+@on_ranks(2)
+def test_autocast_changes_nothing(backend: str) -> None:
+    """The operators compute in the dtypes of their inputs; a fused attention of torch does, too."""
+    torch.manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(1, 40, 4, 16, requires_grad=True) for _ in range(3))
+    scores = [{}] if backend == "aten" else [{}, {"softcap": 5.0}]
+
+    def run(**score: Any) -> list[Tensor]:
+        options = {"backend": backend, "causal": True, **score}
+        results = ring_attention(q, k, v, return_lse=True, **options)
+        grads = torch.autograd.grad(results[0].sum(), (q, k, v))
+        with torch.no_grad():
+            decoded = tree_decode(q[:, :2], k, v, **options)
+            if backend != "aten":
+                results += (ring_attention(q, k, v, return_max_logits=True, **options)[-1],)
+        return [*results, *grads, decoded]
+
+    for score in scores:
+        usual = run(**score)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                assert all(map(torch.equal, run(**score), usual)), (score, dtype)

@@ -7,6 +7,7 @@ import torch
 
 from ring_attn.core.program import Hop
 from ring_attn.transport.local import LocalTransport, run_local
+from tests.refusals import refused
 
 
 class Broken(Exception):
@@ -34,6 +35,24 @@ def test_whoever_waits_is_told(failing: int) -> None:
 
     with pytest.raises(Broken, match="before its second message"):
         run_local(3, fn)
-    message = "another rank of the local ring failed"
+    message = "another rank of the local ring failed: before its second message"
     assert sorted(told) == [(rank, message) for rank in range(3) if rank != failing]
     assert threading.active_count() == threads, "a rank is still waiting"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("sent_to", [0, 1])
+def test_a_wrong_pairing_is_told(sent_to: int) -> None:
+    """When all ranks wait, or have ended, the error says who waits for whom, on which channel."""
+
+    def fn(rank: int, transport: LocalTransport) -> None:
+        peers = {0: (1, 2), 1: (2, 0), 2: (sent_to, 1)}[rank]
+        send, recv = torch.zeros(2, 1, dtype=torch.uint8)
+        if rank == 1 and sent_to == 0:
+            return  # a rank that has ended sends nothing
+        transport.post("gradients", 0, Hop(*peers), send, recv)
+        transport.wait("gradients")
+
+    told = ("rank 2 waits for a message of rank 1", "rank 0 waits for a message of rank 2")
+    with refused(RuntimeError, f"{told[sent_to]} on channel 'gradients'"):
+        run_local(3, fn)

@@ -27,10 +27,11 @@ break the graph, because their plans depend on the values of `cu_seqlens`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,17 @@ _READS_DOCUMENTS = (
 Meaning = Callable[..., dict[str, Any]]
 
 
+class Local(NamedTuple):
+    """Arguments of one rank for a sequence in equal runs: its documents' boundaries, by value."""
+
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    keys: tuple[int, int]
+    causal: bool
+    rank: int
+    world_size: int
+
+
 @left_out_of_graphs(_READS_DOCUMENTS)
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
@@ -97,6 +109,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
         )
     cu_q, cu_k, keys = _local_documents(boundaries, causal, rank, world_size)
     local_q, local_k = (cu_seqlens.new_tensor(cuts) for cuts in (cu_q, cu_k))
+    ends = keys.start, keys.stop
+    made = Local(tuple(cu_q), tuple(cu_k), ends, causal, rank, world_size)
+    _remember(made, local_q, tuple(boundaries))
     return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
@@ -183,56 +198,52 @@ def _gathered(
     check_type("local_k_slice", keys, slice)
     process_group = check.check_group(group)
     world_size = dist.get_world_size(process_group)
+    made = Local(
+        tuple(on_host("cu_seqlens_q", cu_q)), tuple(on_host("cu_seqlens_k", cu_k)),
+        (keys.start, keys.stop), causal, dist.get_rank(process_group), world_size,
+    )  # fmt: skip
     return {
         "layout": SequenceLayout.contiguous(rows * world_size, world_size),
         "strategy": Strategy("all_gather", heads_per_chunk=heads_k_stride),
-        "cu_seqlens": _all_documents(cu_q, cu_k, keys, rows, causal, process_group),
+        "cu_seqlens": _all_documents(made, cu_q),
     }
 
 
-# cu_seqlens_q -> a rank's other arguments -> all documents, and cu_seqlens_k, which is kept so that
-# no other tensor gets its id.
-_documents: Any = WeakTensorKeyDictionary()
+# Arguments that `llama3_flash_attn_prepare_cu_seqlens` has made, with the documents of all ranks:
+# by the tensor of queries, and by value, the newest last, for copies of that tensor.
+_by_tensor: Any = WeakTensorKeyDictionary()
+_by_value: OrderedDict[Local, list[tuple[int, ...]]] = OrderedDict()
+PREPARED_KEPT = 4096
 
 
-def _all_documents(
-    cu_q: Tensor, cu_k: Tensor, keys: slice, rows: int, causal: bool, group: dist.ProcessGroup
-) -> Tensor:
-    """Global boundaries of all non-empty documents; collective for new arguments."""
-    versions = [0 if x.is_inference() else x._version for x in (cu_q, cu_k)]
-    arguments = (*versions, id(cu_k), keys.start, keys.stop, rows, causal, group)
-    known: dict[Any, tuple[Tensor, Tensor]] = _documents.setdefault(cu_q, {})
-    if arguments not in known:
-        reported: list[Any] = [None] * dist.get_world_size(group)
-        own = {"q": cu_q.tolist(), "k": cu_k.tolist(), "keys": (keys.start, keys.stop)}
-        dist.all_gather_object(reported, {"rows": rows, **own}, group=group)
-        known[arguments] = (torch.tensor(_joined_documents(reported, causal)), cu_k)
-    return known[arguments][0]
+def _remember(made: Local, cu_q: Tensor, boundaries: tuple[int, ...]) -> None:
+    _by_tensor[cu_q] = made, boundaries
+    known = _by_value.setdefault(made, [])
+    if boundaries not in known:
+        known.append(boundaries)
+    _by_value.move_to_end(made)
+    if len(_by_value) > PREPARED_KEPT:
+        _by_value.popitem(last=False)
 
 
-def _joined_documents(reported: Sequence[dict[str, Any]], causal: bool) -> list[int]:
-    """Joins the boundaries of all ranks to those of the whole sequence; refuses contradictions."""
-    rows, world_size = reported[0]["rows"], len(reported)
-    # Leaves out a rank's last boundary: it may lie within a document, where the rank's keys end.
-    starts = {report["keys"][0] + cut for report in reported for cut in report["k"][:-1]}
-    boundaries = sorted(starts | {rows * world_size})
+def _all_documents(made: Local, cu_q: Tensor) -> Tensor:
+    """Global boundaries of all non-empty documents, from this rank's arguments alone.
 
-    def fits(rank: int, report: dict[str, Any]) -> bool:
-        if boundaries[0] != 0 or report["rows"] != rows:
-            return False
-        cu_q, cu_k, keys = _local_documents(boundaries, causal, rank, world_size)
-        reported_cuts = sorted(set(report["q"])), sorted(set(report["k"]))  # no empty documents
-        return (*reported_cuts, report["keys"]) == (cu_q, cu_k, (keys.start, keys.stop))
-
-    odd = [rank for rank, report in enumerate(reported) if not fits(rank, report)]
-    if odd:
-        raise ValueError(
-            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of "
-            "llama3_flash_attn_prepare_cu_seqlens on every rank for one cu_seqlens of "
-            f"{world_size} x {rows} positions and causal={causal}; those of ranks {odd} are not: "
-            + "; ".join(f"rank {rank} has {reported[rank]}" for rank in odd[:2])
-        )
-    return boundaries
+    Nothing is sent: ranks that exchanged them for new arguments only would wait for ranks that
+    know theirs. The call itself compares the boundaries of all ranks.
+    """
+    same, boundaries = _by_tensor.get(cu_q, (None, ()))
+    if same != made:
+        several = _by_value.get(made, [])
+        if len(several) != 1:
+            what = "fit several sequences" if several else "are not its results"
+            raise ValueError(
+                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of ring_attn's "
+                "llama3_flash_attn_prepare_cu_seqlens for this rank, world size and causal="
+                f"{made.causal}, got values that {what}: {made}; pass the tensors that it returned"
+            )
+        boundaries = several[0]
+    return torch.tensor(sorted({*boundaries}))
 
 
 def _in_layout(qkv: Qkv, causal: bool, group: Group, *, name: str) -> dict[str, Any]:

@@ -140,6 +140,11 @@ class RankGroup:
         mark_counted(error)
         place, why = (next(self.sequence), next(self.numbers)), describe_error(error)
         self._calls.append(Identity(*place, "refused", NOTHING, note=f" by {why}"))
+        board, calls = self._board, list(self._calls)
+        if board is not None and self.failed is None:
+            # At once: other ranks may be in this call, and this rank may never make another one.
+            _in_time(lambda: board.tell_calls(calls))
+            self._reported = calls[-1].sequence
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
