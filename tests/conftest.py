@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -15,6 +16,11 @@ import torch
 # it silently: so the variable is set before any test module. Child processes inherit it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell ignores SIGINT for what it starts in the background (`make test &`), and so would all
+# processes that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every client of torch's store looks up its host's name. A name server that drops the query costs
 # 5 s, longer than the timeouts of these tests: so only /etc/hosts is used, and torch's warning

@@ -64,7 +64,7 @@ def why_not_same_bits(call: Call) -> str | None:
     if call.same_bits is False:
         return "gradients are added up: same_bits=False"
     reason, backend = why_not_in_order(call), get_backend(call.backend)
-    parts = (chunk_spec(call.spec, chunk) for chunk in chunks_of(call))
+    parts = dict.fromkeys(chunk_spec(call.spec, chunk) for chunk in chunks_of(call))
     return reason or next(filter(None, (why_not_alike(backend, call.spec, x) for x in parts)), None)
 
 
@@ -140,6 +140,8 @@ class _Gathering:
     def __init__(self, call: Call, ranks: Ranks, arrays: dict[str, Array]) -> None:
         self.call, self.ranks, self.arrays = call, ranks, arrays
         self.chunks = chunks_of(call)
+        # Once a program: asking the backend for each message took most of the time of a plan.
+        self._rows: dict[Traveller, int] = {x: _shard_rows(call, x) for x in ("kv", "q")}
         self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
 
     # -- gathering
@@ -151,7 +153,7 @@ class _Gathering:
         ]  # fmt: skip
         if message.side == "q":
             fields += 2 * [(None, spec.accum_dtype)]
-        rows = _shard_rows(self.call, message.side)
+        rows = self._rows[message.side]
         return Records(spec.batch, rows, heads.stop - heads.start, tuple(fields))
 
     def _post(self, messages: list[_Message], index: int) -> Iterator[Op]:
@@ -196,7 +198,7 @@ class _Gathering:
         sums = _Sums(self, dtype)
 
         def compute(index: int, message: _Message, held: tuple[Operand, ...]) -> Iterator[Op]:
-            chunk, rows = message.chunk, self.call.world_size * _shard_rows(self.call, "kv")
+            chunk, rows = message.chunk, self.call.world_size * self._rows["kv"]
             yield self._part("dq", chunk, self.ranks.rows("q"))
             for name in ("dk", "dv"):
                 yield self._part(name, chunk, rows)
@@ -269,7 +271,7 @@ class _Gathering:
             yield ops.Free((f"{name} part",))
 
     def _tiles(self, gathers: Traveller) -> ops.Tiles:
-        return self.ranks.gathered(gathers, _shard_rows(self.call, gathers))
+        return self.ranks.gathered(gathers, self._rows[gathers])
 
     # -- gradients
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -307,3 +308,14 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
             )  # fmt: skip
 
     run_local(3, fail_to_agree)
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 7])
+def test_a_few_rows_are_planned_at_once(seqlen: int) -> None:
+    """With fewer rows than ranks no strategy is ruled out by its compute: all are simulated."""
+    begin = time.process_time()
+    choice = explain(
+        seqlen=seqlen, world_size=8, nheads=32, nheads_kv=8, headdim=128,
+        cluster=builtin_cluster("H100"),
+    )  # fmt: skip
+    assert len(choice.candidates) > 10 and time.process_time() - begin < 10
