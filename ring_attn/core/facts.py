@@ -38,7 +38,7 @@ def facts(value: object) -> Any:
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
-        return float(value).hex()
+        return (float(value) + 0.0).hex()  # -0.0 becomes 0.0
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, SequenceLayout):
@@ -80,6 +80,8 @@ def shown(value: object) -> str:
 
 def first_difference(one: Any, other: Any) -> str | None:
     """Where the facts of a layout or a mask differ first: a position, or a slice."""
+    if one == other:
+        return None  # without a table of all positions
     if len(one) == 3 and isinstance(one[0], int):
         pairs = enumerate(zip_longest(one[2], other[2]))
         return next((f"slice {i} is {a}, not {b}" for i, (a, b) in pairs if a != b), None)

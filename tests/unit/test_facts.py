@@ -16,6 +16,7 @@ from ring_attn.core.facts import digest, facts, first_difference, shown
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Slice
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.decode import _planned
 from ring_attn.ops import _make_call
 from ring_attn.transport.ranks.identity import Identity, checksum
 from ring_attn.transport.step import set_step
@@ -90,6 +91,32 @@ def test_every_field_of_a_request_is_agreed_on_or_excused() -> None:
             assert agreed(spec=with_field(SPEC, name, other)) != agreed(), name
 
 
+def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
+    def decoded(
+        request: Request = REQUEST, spec: AttentionSpec = SPEC, rows: tuple[int, int] = (1, 4)
+    ) -> bytes:
+        layout = SequenceLayout.contiguous(8, 2)
+        return _planned(spec, rows, layout, None, request, 0, 2)[1].digest
+
+    excused = {
+        "softcap": "it is a field of the spec, too",
+        "group": "a call is on one group",
+        "mesh_shape": "decoding has no strategy",
+        "layout": "it is an argument of its own",
+        "strategy": "decoding has no strategy",
+        "same_bits": "decoding has no choice of it",
+        "differentiated": "decoding has no gradients",
+        "max_logits": "decoding returns none",
+    }
+    others = {name: other for name, other in REQUESTS.items() if name not in excused}
+    for name, other in others.items():
+        assert decoded(REQUEST._replace(**{name: other})) != decoded(), name
+    for name, other in OTHERS[0][1].items():
+        if name not in ("device_type", "max_logits"):  # no backend here runs such calls
+            assert decoded(spec=with_field(SPEC, name, other)) != decoded(), name
+    assert decoded(rows=(2, 4)) != decoded()
+
+
 def test_arguments_by_value_are_facts() -> None:
     usual = agreed()
     whole = Mask(8, 8)
@@ -139,6 +166,7 @@ def test_every_slice_of_a_mask_is_a_fact() -> None:
 
 def test_equal_numbers_are_equal_facts() -> None:
     assert digest((1, 0.5, None, True)) == digest((np.int64(1), np.float64(0.5), None, True))
+    assert digest((0.0,)) == digest((-0.0,)) and digest((0.0,)) != digest((5e-324,))
     assert digest((0.1,)) != digest((np.nextafter(0.1, 1),)) and digest((1,)) != digest((1.0,))
     with refused(TypeError, "set"):
         digest({1})
