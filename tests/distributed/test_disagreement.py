@@ -304,6 +304,18 @@ def test_a_refusal_is_told_at_once() -> None:
     assert says(got.text, "refused|ValueError: softcap"), got
 
 
+@on_ranks(WORLD_SIZE)
+def test_refusals_by_other_words_are_no_difference() -> None:
+    """All ranks refuse a call, each its own value: the next call runs, however long it waits."""
+    group, rank = dist.new_group(), dist.get_rank()
+    call(group)
+    with refused(ValueError, "softcap"):
+        call(group, softcap=-1.0 - rank)
+    if rank == ODD:
+        time.sleep(0.5)  # the others look at its notes
+    call(group)
+
+
 @pytest.mark.parametrize("steps", [(0, 2, 3), (0, 1, 1, 2)], ids=["left out", "repeated"])
 @on_ranks(WORLD_SIZE)
 def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:

@@ -61,12 +61,13 @@ class Identity:
 
     def report(self) -> Report:
         """The call by argument, for other ranks."""
-        texts = {"call": f"{self.kind} {self.number}{self.note}"}
+        call, texts = f"{self.kind} {self.number}", {}
         if self.step is not None:
             texts["step"] = str(self.step)
         if self.values:
             texts["values of sinks"] = f"checksum {self.values}"
-        return {name: (text, text) for name, text in texts.items()} | self.agreement.report
+        told = {name: (text, text) for name, text in texts.items()}
+        return {"call": (f"{call}{self.note}", call), **told, **self.agreement.report}
 
 
 def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
