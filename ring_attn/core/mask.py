@@ -276,10 +276,9 @@ class Mask:
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             raise ValueError(f"masks must be over the same lengths, got {self!r} and {other!r}")
         both = (a & b for a in self.slices for b in other.overlapping(a.q_start, a.q_end))
-        slices = [pairs for pairs in both if pairs is not None]
-        return Mask.of_disjoint(
-            self.seqlen_q, self.seqlen_k, slices, f"{self.words} and {other.words}"
-        )
+        slices = (pairs for pairs in both if pairs is not None)
+        words = f"{self.words} and {other.words}"
+        return Mask.of_disjoint(self.seqlen_q, self.seqlen_k, slices, words)
 
     def rows(self, start: int, stop: int) -> Mask:
         """The mask of the queries `[start, stop)` alone, renumbered from 0; all keys stay.
