@@ -486,10 +486,15 @@ def check_layout(
             "that are padding"
         )
     if layout.shard_len(rank) != rows:
+        remedy = "pass this rank's shard (layout.shard); where the ranks' lengths differ, or "
+        remedy += "padding follows the documents, pass a SequenceLayout, not its name"
+        if total == rows:
+            remedy = "cu_seqlens are global, the boundaries in the sequence of all ranks, and end "
+            remedy += f"here where this rank's rows end, at {total}; where all rows are one "
+            remedy += "rank's, pass a SequenceLayout"
         raise ValueError(
-            f"{name} of rank {rank} must have {layout.shard_len(rank)} rows for layout {layout}, "
-            f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ, "
-            "or padding follows the documents, pass a SequenceLayout, not its name"
+            f"{name} of rank {rank} must have {layout.shard_len(rank)} rows (dim 1 of a batch, "
+            f"heads are dim 2) for layout {layout}, got {rows}: {remedy}"
         )
 
 
@@ -506,7 +511,8 @@ def check_shard(x: Tensor, dim: int, layout: object, group: dist.ProcessGroup) -
 
 def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu: object) -> None:
     """Refuses a mask together with other arguments that define a mask."""
-    check_type("mask", mask, Mask, "a ring_attn.Mask or None")
+    words = "a ring_attn.Mask or None (masks.from_dense and masks.blocks make it from a tensor)"
+    check_type("mask", mask, Mask, words)
     conflicts = {
         "causal": causal,
         "window_size": tuple(window_size) != (-1, -1),

@@ -60,6 +60,12 @@ class Strategy:
     heads_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.core, str) and self.core in {*NAMES} - {*CORES}:
+            raise ValueError(
+                f"core must be one of {CORES}, got {self.core!r}: it is the name of a strategy, "
+                f"not a core; pass Strategy.from_name({self.core!r}, world_size, degree), or "
+                "strategy= the name"
+            )
         check_one_of("core", self.core, CORES)
         check_flag("exchange_q", self.exchange_q)
         for name in ("ulysses_degree", "inner_degree", "heads_per_chunk"):

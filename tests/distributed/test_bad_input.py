@@ -199,6 +199,8 @@ ATTENTION: list[Bad] = [
     value_error("cu_seqlens|not decrease|8 then 5", packed(0, 8, 5, SEQLEN)),
     value_error("must have 4 rows|got 6|padding|SequenceLayout", packed(0, SEQLEN - 4)),
     value_error("must have 8 rows|got 6|SequenceLayout", packed(0, SEQLEN + 4)),
+    value_error("must have 3 rows|cu_seqlens are global|rows end, at 6", packed(0, 2, ROWS)),
+    type_error("mask|from_dense|masks.blocks|Tensor", mask=torch.ones(2, 2)),
     value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
     value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),

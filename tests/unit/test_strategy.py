@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from ring_attn.core.strategy import NEED_DEGREE, Strategy, family, label, resolve_strategy
+from ring_attn.core.strategy import (
+    CORES,
+    NAMES,
+    NEED_DEGREE,
+    Strategy,
+    family,
+    label,
+    resolve_strategy,
+)
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -52,3 +61,9 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         make(*arguments)
+
+
+def test_the_name_of_a_strategy_is_no_core() -> None:
+    for name in set(NAMES) - set(CORES):
+        with refused(ValueError, f"{name}|from_name|['ring'"):
+            Strategy(name)
