@@ -415,11 +415,11 @@ def _of_block_mask(mask: Any) -> Mask:
     (rows, cols), seqlens = mask.BLOCK_SIZE, mask.seq_lengths
     shape = -(-seqlens[0] // rows), -(-seqlens[1] // cols)
     partial = _listed(mask.kv_num_blocks, mask.kv_indices, shape)
-    full = torch.zeros(shape, dtype=torch.bool)
+    full = torch.zeros(shape, dtype=torch.bool, device="cpu")
     if mask.full_kv_num_blocks is not None:
         full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
     slices = list(_of_blocks(full, (rows, cols), seqlens))
-    starts = partial.nonzero() * torch.tensor([rows, cols])
+    starts = partial.nonzero() * torch.tensor([rows, cols], device="cpu")
     for some in starts.split(EVALUATED // (rows * cols) or 1) if len(starts) else ():
         for (i, j), seen in zip(some.tolist(), _evaluated(mask, some), strict=True):
             seen = seen[: seqlens[0] - i, : seqlens[1] - j]
@@ -451,7 +451,7 @@ def _evaluated(mask: Any, starts: Tensor) -> Tensor:
 
 def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
     """The key blocks listed for each query block, as booleans."""
-    seen = torch.zeros(shape, dtype=torch.bool)
+    seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
     for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
         seen[row, listed[:count].cpu().long()] = True
     return seen

@@ -39,7 +39,8 @@ class _Exchange:
         self.turn.wait_for(lambda: self.failed is not None or (key in self.sent) == sent)
         del self._waits[rank, key]
         if self.failed is not None:
-            raise RuntimeError(f"another rank of the local ring failed: {self.failed}")
+            text = f"another rank of the local ring failed: {self.failed}"
+            raise RuntimeError(text) from self.failed
 
     def end(self) -> None:
         """Notes that a rank runs no more."""

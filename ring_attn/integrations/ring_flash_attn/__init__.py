@@ -220,7 +220,7 @@ def _remember(made: Local, cu_q: Tensor, boundaries: tuple[int, ...]) -> None:
     _by_tensor[cu_q] = made, boundaries
     known = _by_value.setdefault(made, [])
     if boundaries not in known:
-        known.append(boundaries)
+        known[1:] = [boundaries]  # two are enough to know that the values do not tell
     _by_value.move_to_end(made)
     if len(_by_value) > PREPARED_KEPT:
         _by_value.popitem(last=False)
