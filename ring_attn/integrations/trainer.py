@@ -44,12 +44,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import cross_entropy
 
 from ring_attn import check
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
+from ring_attn.transport.p2p import tell_refusal
 from ring_attn.transport.ranks.identity import checksum
 from ring_attn.transport.step import set_step
 
@@ -59,6 +61,9 @@ CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Dropped: the attention derives the lengths from `CUTS`; seq_idx is for layers that `register`
 # refuses.
 DERIVED = ("max_length_q", "max_length_k", "seq_idx")
+
+# TRL's trainers whose loss is transformers', and their base.
+TRL = {"SFTTrainer", "_BaseTrainer"}
 
 # Attributes of a Trainer that must be false or None, and why.
 REFUSED = {
@@ -90,10 +95,11 @@ def split_sequence(trainer_class: Any) -> Any:
         NotImplementedError: options that need the logits or labels of the whole sequence, or would
             give wrong results: compute_metrics, compute_loss_func, label smoothing, NEFTune, Liger
             kernels, DeepSpeed, accelerate's tensor parallelism, and losses other than transformers'
-            causal one.
+            causal one, which the first step compares with the cross-entropy of its logits.
 
     Raises:
         ImportError: transformers or accelerate is not installed.
+        NotImplementedError: `trainer_class` is another trainer of TRL.
         TypeError: `trainer_class` is not a Trainer.
 
     Example:
@@ -113,6 +119,14 @@ def split_sequence(trainer_class: Any) -> Any:
             f"trainer_class must be transformers.Trainer or a subclass, got {trainer_class!r}; "
             "call it before the trainer is made: split_sequence(Trainer)(model=model, ...)"
         )
+    for ancestor in trainer_class.__mro__:
+        if ancestor.__module__.startswith("trl.") and ancestor.__name__ not in TRL:
+            raise NotImplementedError(
+                f"{ancestor.__name__} computes a loss of several texts together: of TRL's trainers "
+                "only SFTTrainer works on split sequences"
+            )
+    if issubclass(trainer_class, _SplitSequence):
+        return trainer_class
     return type(f"SplitSequence{trainer_class.__name__}", (_SplitSequence, trainer_class), {})
 
 
@@ -131,6 +145,7 @@ class _SplitSequence(_Trainer):
         # TRL sums its figures over all ranks; gather_for_metrics would drop ranks without their own
         # sample in the last batch.
         self.accelerator.gather_for_metrics = self.accelerator.gather
+        self._loss_checked: set[bool] = set()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import FSDPModule
@@ -186,7 +201,14 @@ class _SplitSequence(_Trainer):
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         part = self._ring.cut(inputs)
-        return super().compute_loss(model, part, return_outputs, num_items_in_batch)
+        if model.training in self._loss_checked:
+            return super().compute_loss(model, part, return_outputs, num_items_in_batch)
+        self._loss_checked.add(model.training)
+        with _outputs(model) as outputs:
+            result = super().compute_loss(model, part, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        _check_loss(self, loss, outputs, part["shift_labels"], num_items_in_batch)
+        return result
 
     def prediction_step(
         self,
@@ -285,6 +307,56 @@ class _Ring:
         part: dict[str, Any] = shard_batch(rows, layout, self.rank)
         # The model computes a loss only with labels, but from shift_labels.
         return {**part, **others, "labels": part["shift_labels"], LAYOUT: layout}
+
+
+@contextmanager
+def _outputs(model: Any) -> Iterator[list[Any]]:
+    """A context that collects the outputs of the model's forwards."""
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda _model, _args, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _check_loss(
+    trainer: Any, loss: Tensor, outputs: Sequence[Any], targets: Tensor, num_items: Tensor
+) -> None:
+    """Refuses a loss that is not the cross-entropy of this rank's rows, divided by all targets.
+
+    A loss that is computed otherwise, by the model or by an overridden `compute_loss`, would shift
+    labels that are shifted already, or divide by this rank's rows.
+    """
+    got, expected = float(loss.detach()), float("nan")
+    terms = _terms(outputs[-1], targets) if outputs else None
+    if terms is not None:
+        if getattr(trainer.args, "loss_type", "nll") == "dft":
+            terms = terms * torch.exp(-terms)
+        ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+        expected = float(terms.double().sum() / num_items * ranks)
+    # Equal float32 terms, which the loss adds in float32, by blocks.
+    if not abs(got - expected) <= 64 * torch.finfo(torch.float32).eps * abs(expected):
+        error = NotImplementedError(
+            f"the loss of this rank's rows is {got:.6g}, but the cross-entropy of their logits is "
+            f"{expected:.6g}: only transformers' causal loss can be split, not a loss of the "
+            f"model's forward ({type(trainer.model).__name__}) or an overridden compute_loss "
+            f"({type(trainer).__name__}) that shifts labels, divides or adds terms itself"
+        )
+        tell_refusal(error, trainer._ring.group)
+        raise error
+
+
+def _terms(output: Any, targets: Tensor) -> Tensor | None:
+    """The cross-entropy of each of this rank's rows; None if the output does not tell it."""
+    if isinstance(getattr(output, "log_probs", None), Tensor):  # TRL's, without logits
+        return -output.log_probs.detach()
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
+        return None
+    # In parts, since float32 copies of all logits may not fit in memory.
+    parts = zip(logits.detach()[0].split(1024), targets[0].split(1024), strict=True)
+    return torch.cat([cross_entropy(x.float(), y, reduction="none") for x, y in parts])
 
 
 def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -42,7 +42,7 @@ whole prompt on every rank and a KV cache that is split over the ranks:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Unpack
@@ -68,6 +68,13 @@ from ring_attn.integrations.transformers_masks import (
     repeated,
     scaled_again,
 )
+from ring_attn.integrations.transformers_models import (
+    check_config,
+    count_call,
+    first_position,
+    registered,
+    watch_models,
+)
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.p2p import tell_refusal
 
@@ -75,6 +82,9 @@ from ring_attn.transport.p2p import tell_refusal
 LAYOUT = "sequence_layout"
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
+
+# Keywords that say where rows stand: without them the attention would be another one.
+PLACED = frozenset({LAYOUT, "cu_seq_lens_q", "cu_seq_lens_k"})
 
 # Keywords that models pass to the attention but that it does not need.
 NOT_FOR_ATTENTION = {
@@ -91,8 +101,6 @@ WHY_NOT = {
 }
 
 DECODE_OPTIONS = frozenset(DecodeOptions.__annotations__)
-
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +126,7 @@ class Registration:
         package = _transformers()
         package.AttentionInterface._global_mapping.pop(self.name, None)
         package.AttentionMaskInterface._global_mapping.pop(self.name, None)
+        registered.pop(self.name, None)
 
     def __enter__(self) -> Registration:
         return self
@@ -172,8 +181,9 @@ class Registration:
         or False. Returns (batch, rows, nheads, headdim_v), and None instead of weights.
         """
         try:
+            count_call(kwargs, PLACED)
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
-            _check_config(module)
+            check_config(module)
             causal = _causal(module, is_causal, query.size(2))
             rule = Rule(causal, _window(module, kwargs, causal), chunk_of(module))
             q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
@@ -186,7 +196,7 @@ class Registration:
                     "cross-attention is not built"
                 )
             if "position_ids" in kwargs:
-                self._check_positions(kwargs["position_ids"], placed, q.size(1), documents[0])
+                self.check_positions(kwargs, kwargs["position_ids"], first_position(module))
         except Exception as error:
             tell_refusal(error, self.group)
             raise
@@ -275,16 +285,13 @@ class Registration:
             tell_refusal(error, self.group)
             raise
 
-    def _check_positions(
-        self,
-        position_ids: Tensor | None,
-        placed: str | SequenceLayout | CacheStep,
-        rows: int,
-        cu_seqlens: Tensor | None,
+    def check_positions(
+        self, given: Mapping[str, Any], position_ids: Tensor | None, first: int
     ) -> None:
         """Refuses positions that are not those of this rank's rows, as of a batch that is not cut.
 
-        Not checked under torch.compile, which cannot read values.
+        `given` are keywords of the forward or the attention, `first` is the position_id of the
+        sequence's first token. Not checked under torch.compile, which cannot read values.
         """
         if torch.compiler.is_compiling():
             return
@@ -297,24 +304,25 @@ class Registration:
                 "position_ids must be passed to the model, which else counts every rank's rows "
                 "from 0: ring_attn.shard_batch makes them"
             )
-        cuts = check.check_cu_seqlens("cu_seq_lens_q", cu_seqlens)
-        step = self._step(placed, rows, cuts)
-        checked = (position_ids._version, (step, cuts, rank))
+        placed = _placed(given.get(LAYOUT), self.layout)
+        cuts = check.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
+        step = self._step(placed, position_ids.size(-1), cuts)
+        checked = (position_ids._version, (step, cuts, rank, first))
         if _validated.get(position_ids) == checked:
             return
-        expected = step.position_ids(rank, rows)
-        allowed = [expected, _from_document(expected, cuts)]
+        expected = step.position_ids(rank, position_ids.size(-1))
+        allowed = [expected + first, _from_document(expected, cuts) + first]
         got = position_ids.detach().cpu()
         for values in allowed:
             if got.ndim == 2 and got.size(1) == len(values) and bool((got == values).all()):
                 _validated[position_ids] = checked
                 return
         raise ValueError(
-            f"position_ids of rank {rank} must be those of its rows, {_shown(expected)}, got shape "
-            f"{tuple(got.shape)} with {_shown(got.flatten())}: cut input_ids, labels and positions "
-            f"with ring_attn.shard_batch in the attention's layout, {step.cache} ({LAYOUT}= of "
-            "the forward tells another); documents whose positions start at 0 need cu_seq_lens_q "
-            "and cu_seq_lens_k of the whole sequence"
+            f"position_ids of rank {rank} must be those of its rows, {_shown(allowed[0])}, got "
+            f"shape {tuple(got.shape)} with {_shown(got.flatten())}: cut input_ids, labels and "
+            f"positions with ring_attn.shard_batch in the attention's layout, {step.cache} "
+            f"({LAYOUT}= of the forward tells another){_counted(first)}; documents "
+            "whose positions start at 0 need cu_seq_lens_q and cu_seq_lens_k of the whole sequence"
         )
 
 
@@ -381,6 +389,8 @@ def register(
         )
     check.check_options("register", execution, ExecutionOptions)
     ring = Registration(name, group, layout, execution, frozenset(ignore))
+    watch_models(package)
+    registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)
     package.AttentionMaskInterface.register(name, ring.mask)
     return ring
@@ -409,36 +419,6 @@ def _check_arguments(
                 name, "it is not known here; register(ignore=...) if it is not for the attention"
             )
             raise NotImplementedError(f"{name} reached the attention: {reason}")
-
-
-def _check_config(module: nn.Module) -> None:
-    """Refuses models that need rows of other ranks outside of attention."""
-    config = getattr(module, "config", None)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if others:
-        raise NotImplementedError(
-            f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
-            f"their own way: only {' and '.join(sorted(LAYER_TYPES))} work on a split sequence"
-        )
-    if getattr(config, "patch_size", None):
-        raise NotImplementedError(
-            "the patches of images are not split over ranks: make the model with "
-            "attn_implementation={'text_config': 'ring_attn', 'vision_config': 'sdpa'}"
-        )
-    for rope_type in _rope_types(config):
-        if "dynamic" in rope_type or rope_type == "longrope":
-            raise NotImplementedError(
-                f"rope_type {rope_type!r} depends on the longest position that this rank has, not "
-                "on that of the sequence: use a fixed scaling such as 'yarn', 'llama3' or 'linear'"
-            )
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    """The RoPE types of the config: one, or one for each type of layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in by_layer_type or [parameters]:
-        yield str(rope.get("rope_type", "default"))
 
 
 def _causal(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
@@ -525,6 +505,10 @@ def _check_batch_mask(
 # position_ids -> (their version, the key of their checked values). All layers of a model share
 # them, and reading them on a GPU synchronises.
 _validated: Any = WeakTensorKeyDictionary()
+
+
+def _counted(first: int) -> str:
+    return f", and add {first}, as this model counts positions from {first}" if first else ""
 
 
 def _shown(positions: Tensor) -> str:

@@ -417,7 +417,7 @@ REFUSALS = {
     "cached types": (NotImplementedError, "images with a cache that is split over ranks"),
     "padded documents": (ValueError, "cu_seq_lens_q says where documents end"),
     "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be the same"),
-    "positions": (ValueError, "must be those of its rows, ["),
+    "positions": (ValueError, "position_ids must be passed to LlamaForCausalLM"),
     "other layout": (ValueError, "position_ids of rank "),
     "documents": (ValueError, "need cu_seq_lens_q"),
     "plain cache": (NotImplementedError, "a KV cache must be made by `Registration.cache"),

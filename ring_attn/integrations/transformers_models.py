@@ -1,0 +1,237 @@
+"""Refuses whole Hugging Face models that would be wrong on a split sequence without a word.
+
+    made       does the model's code call attention functions at all?
+    forward    does it take the positions of its rows, and were they given?
+    after      was our attention called once a layer?
+
+A model that never calls its attention function computes attention of its own rows only, without
+even a causal mask, which is that function's task. Only the whole model can show it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_attn import check
+from ring_attn.call import Group
+from ring_attn.transport.p2p import tell_refusal
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class Registered(Protocol):
+    """What `register` returns."""
+
+    @property
+    def group(self) -> Group: ...
+
+    def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
+        """Refuses positions that are not those of this rank's rows."""
+
+
+# The registered names of attn_implementation.
+registered: dict[str, Registered] = {}
+
+# Numbers of layers in a config; decoders may have fewer than encoders.
+LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+
+
+class _Forward(threading.local):
+    """The outermost forward of a watched model in this thread.
+
+    Attributes:
+        depth: number of watched models whose forwards run.
+        calls: number of calls of our attention.
+        model: class name of the outermost model.
+        given: names of its keywords that are not None.
+    """
+
+    depth = 0
+    calls = 0
+    model = ""
+    given: frozenset[str] = frozenset()
+
+
+_forward = _Forward()
+_takes_positions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def watch_models(package: ModuleType) -> None:
+    """Wraps the method by which transformers settles a model's attention implementation.
+
+    transformers calls it for every model that is made or gets another implementation, and has no
+    hook for it. With implementations that are not in `registered` nothing changes.
+    """
+    settle = package.PreTrainedModel.get_correct_attn_implementation
+    if hasattr(settle, "watches"):
+        return
+
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = settle(self, *args, **kwargs)
+        if name in registered:
+            _refuse_own_attention(self)
+            if _before not in self._forward_pre_hooks.values():
+                self.register_forward_pre_hook(_before, with_kwargs=True)
+                self.register_forward_hook(_after, always_call=True)
+        return name
+
+    get_correct_attn_implementation.watches = True  # type: ignore[attr-defined]
+    package.PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def count_call(kwargs: dict[str, Any], names: frozenset[str]) -> None:
+    """Counts a call of our attention; refuses it if the model kept back keywords among `names`."""
+    if torch.compiler.is_compiling() or not _forward.depth:
+        return
+    _forward.calls += 1
+    for name in sorted(names & _forward.given - kwargs.keys()):
+        raise NotImplementedError(
+            f"{_forward.model} does not hand {name} on to its attention: this model works with "
+            "equally many rows on each rank, in the layout given to register(), and without "
+            "documents"
+        )
+
+
+@lru_cache
+def _counts_from_padding(module: str) -> bool:
+    """Whether models of a Python module count positions after the id of padding, as RoBERTa."""
+    source = vars(sys.modules[module])
+    name = "create_position_ids_from_input_ids"
+    return name in source or any(hasattr(x, name) for x in source.values() if isinstance(x, type))
+
+
+def first_position(part: nn.Module) -> int:
+    """The position_id of a sequence's first token, by a model or its attention."""
+    config: Any = getattr(part, "config", None)
+    if getattr(config, "position_embedding_type", "absolute") != "absolute":
+        return 0
+    return config.pad_token_id + 1 if _counts_from_padding(type(part).__module__) else 0
+
+
+def check_config(module: nn.Module) -> None:
+    """Refuses models that need rows of other ranks outside of attention."""
+    config = getattr(module, "config", None)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if others:
+        raise NotImplementedError(
+            f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
+            f"their own way: only {' and '.join(sorted(LAYER_TYPES))} work on a split sequence"
+        )
+    if getattr(config, "patch_size", None):
+        raise NotImplementedError(
+            "the patches of images are not split over ranks: make the model with "
+            "attn_implementation={'text_config': 'ring_attn', 'vision_config': 'sdpa'}"
+        )
+    for rope_type in _rope_types(config):
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise NotImplementedError(
+                f"rope_type {rope_type!r} depends on the longest position that this rank has, not "
+                "on that of the sequence: use a fixed scaling such as 'yarn', 'llama3' or 'linear'"
+            )
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """The RoPE types of the config: one, or one for each type of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer_type or [parameters]:
+        yield str(rope.get("rope_type", "default"))
+
+
+def _refuse_own_attention(model: Any) -> None:
+    """Refuses a model whose code does not call attention functions, or lets them choose keys."""
+    name, config = type(model).__name__, model.config
+    if not model._can_set_attn_implementation():
+        raise NotImplementedError(
+            f"{name} computes attention by code of its own and never calls an attention function: "
+            "its attention cannot be split over ranks; use a model that supports transformers' "
+            "AttentionInterface"
+        )
+    if getattr(config, "index_topk", None):
+        raise NotImplementedError(
+            f"{name} chooses the keys of each query by an indexer, which needs the rows of all "
+            "ranks: sparse attention of this kind is not built"
+        )
+
+
+def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Begins a forward; refuses one whose rows would have the positions of rank 0's."""
+    name = model.config._attn_implementation
+    if torch.compiler.is_compiling() or name not in registered:
+        return
+    _forward.depth += 1
+    if _forward.depth > 1:
+        return
+    names = inspect.signature(model.forward).parameters
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    _forward.calls, _forward.model = 0, type(model).__name__
+    _forward.given = frozenset(key for key, x in given.items() if x is not None)
+    ring = registered[name]
+    try:
+        _require_positions(model, check.check_group(ring.group))
+        # A split cache cuts and adds them in a hook of its own, after this one.
+        if {"position_ids"} == _forward.given & {"position_ids", "past_key_values"}:
+            ring.check_positions(given, given["position_ids"], first_position(model))
+    except Exception as error:
+        tell_refusal(error, ring.group)
+        raise
+
+
+def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Refuses models that take no positions, and forwards without them."""
+    if dist.get_world_size(group) == 1:
+        return
+    if model not in _takes_positions:
+        _takes_positions[model] = any(
+            "position_ids" in inspect.signature(part.forward).parameters
+            for part in model.modules()
+            if _before in part._forward_pre_hooks.values()
+        )
+    if not _takes_positions[model]:
+        raise NotImplementedError(
+            f"{_forward.model} takes no position_ids and counts every rank's rows from 0: it is "
+            "only right on one rank"
+        )
+    if not _forward.given & {"position_ids", "past_key_values"}:
+        raise ValueError(
+            f"position_ids must be passed to {_forward.model}, which else counts every rank's rows "
+            "from 0: ring_attn.shard_batch makes them"
+        )
+
+
+def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Ends a forward, also one that failed; refuses its output if layers did not call us."""
+    name = model.config._attn_implementation
+    if torch.compiler.is_compiling() or name not in registered or not _forward.depth:
+        return
+    _forward.depth -= 1
+    if _forward.depth or output is None or _runs_compiled(model):
+        return
+    config = model.config.get_text_config()
+    layers = min(int(n) for key in LAYERS if (n := getattr(config, key, None)) is not None)
+    if _forward.calls < layers:
+        error = NotImplementedError(
+            f"{_forward.model} has {layers} layers and called attn_implementation {name!r} "
+            f"{_forward.calls} times: its other layers need rows of other ranks in their own way, "
+            "or were left out at random (layerdrop); its output would be wrong"
+        )
+        tell_refusal(error, registered[name].group)
+        raise error
+
+
+def _runs_compiled(model: nn.Module) -> bool:
+    """Whether parts are compiled, so that their calls of attention are not counted."""
+    return any(
+        part._compiled_call_impl is not None or "forward" in vars(part) for part in model.modules()
+    )
