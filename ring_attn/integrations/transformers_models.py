@@ -43,6 +43,12 @@ class Registered(Protocol):
 # The registered names of attn_implementation.
 registered: dict[str, Registered] = {}
 
+# Options of configs that make layers read other rows than by attention.
+OTHER_ROWS = {
+    "index_topk": "by which an indexer chooses the keys of each query",
+    "trigram_input": "by which a row's embedding is that of three rows",
+}
+
 # Numbers of layers in a config; decoders may have fewer than encoders.
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 
@@ -80,7 +86,7 @@ def watch_models(package: ModuleType) -> None:
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = settle(self, *args, **kwargs)
         if name in registered:
-            _refuse_own_attention(self)
+            _refuse_by_code(self)
             if _before not in self._forward_pre_hooks.values():
                 self.register_forward_pre_hook(_before, with_kwargs=True)
                 self.register_forward_hook(_after, always_call=True)
@@ -149,20 +155,27 @@ def _rope_types(config: Any) -> Iterator[str]:
         yield str(rope.get("rope_type", "default"))
 
 
-def _refuse_own_attention(model: Any) -> None:
-    """Refuses a model whose code does not call attention functions, or lets them choose keys."""
+def _refuse_by_code(model: Any) -> None:
+    """Refuses a model by what transformers says of its class, and by its config."""
     name, config = type(model).__name__, model.config
-    if not model._can_set_attn_implementation():
+    calls_functions = model.is_backend_compatible() or model._supports_sdpa
+    if not (calls_functions and model._can_set_attn_implementation()):
         raise NotImplementedError(
-            f"{name} computes attention by code of its own and never calls an attention function: "
-            "its attention cannot be split over ranks; use a model that supports transformers' "
+            f"{name} computes attention by code of its own, not by an attention function: it "
+            "cannot be split over ranks; use a model that supports transformers' "
             "AttentionInterface"
         )
-    if getattr(config, "index_topk", None):
+    if config.is_encoder_decoder:
         raise NotImplementedError(
-            f"{name} chooses the keys of each query by an indexer, which needs the rows of all "
-            "ranks: sparse attention of this kind is not built"
+            f"{name} is an encoder and a decoder: cross-attention is not built for models, only "
+            "encoders and decoders alone"
         )
+    for option, why in OTHER_ROWS.items():
+        if getattr(config, option, None):
+            raise NotImplementedError(
+                f"{name} has {option}, {why}: this needs rows of other ranks in its own way, which "
+                "is not built"
+            )
 
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from tests.hf_models import make_model
 from tests.hf_trainers import arguments, make_trainer
+from tests.refusals import refused
 
 
 def batch_of(**tensors: Any) -> dict[str, Tensor]:
@@ -112,6 +113,18 @@ def test_a_trainer_is_refused(
 def test_a_class_that_is_no_trainer_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match="trainer_class"):
         split_sequence(wrong)
+
+
+def test_trainers_of_several_texts_are_refused() -> None:
+    from trl import DPOTrainer
+
+    with refused(NotImplementedError, "DPOTrainer|only SFTTrainer"):
+        split_sequence(DPOTrainer)
+
+
+def test_a_class_that_splits_sequences_already_is_taken() -> None:
+    once = split_sequence(transformers.Trainer)
+    assert split_sequence(once) is once
 
 
 def test_without_accelerate_the_extra_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import textwrap
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
 
 from ring_attn.integrations import trainer as integration
@@ -225,6 +227,62 @@ def test_predictions_are_refused(out: Path) -> None:
             trainer.predict(texts(4))
         with refused(ValueError, "labels"):
             trainer.prediction_step(trainer.model, unlabelled, True)
+
+
+class Shifts(transformers.Trainer):
+    """A loss of one's own, from labels that it shifts."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(**{k: x for k, x in inputs.items() if k != "labels"}).logits
+        loss = cross_entropy(logits[0, :-1], inputs["labels"][0, 1:])
+        return (loss, {}) if return_outputs else loss
+
+
+class AddsNothing(transformers.Trainer):
+    """A loss that is only looked at."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
+def with_z_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        out = forward(*args, **options)
+        out.loss = out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()
+        return out
+
+    return call
+
+
+def with_own_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, labels: Tensor, **options: Any) -> Any:
+        out = forward(*args, **options)
+        out.loss = cross_entropy(out.logits[0, :-1], labels[0, 1:])
+        return out
+
+    return call
+
+
+@on_ranks(2)
+def test_losses_that_cannot_be_split_are_refused_in_the_first_step(out: Path) -> None:
+    """In training and in evaluation; a compute_loss that changes nothing is taken."""
+    for wrong in (Shifts, with_z_loss, with_own_loss, AddsNothing):
+        for first in ("train", "evaluate"):
+            with split_model() as model:
+                trainer_class: Any = transformers.Trainer
+                if isinstance(wrong, type):
+                    trainer_class = wrong
+                else:
+                    model.forward = functools.wraps(model.forward)(wrong(model.forward))
+                made = split_sequence(trainer_class)
+                trainer = make_trainer(model, arguments(str(out), max_steps=1), made, "padded")
+                end = ended(getattr(trainer, first))
+            if wrong is AddsNothing:
+                assert end.error is None, end
+            else:
+                assert end.error is NotImplementedError and "cross-entropy" in end.text, end
 
 
 def fully_sharded(out: Path) -> tuple[Run, set[type]]:
