@@ -53,14 +53,15 @@ def group_timeout(group: dist.ProcessGroup) -> float:
     raise RuntimeError("the process group has no backend for cpu or cuda")
 
 
-def store_client(group: dist.ProcessGroup) -> Store:
-    """A new client of the group's store.
+def group_store(group: dist.ProcessGroup) -> Store:
+    """The group's store, by torch's own connection to it.
 
-    A thread that waits for a key blocks its client for all other threads, and torch so waits while
-    it connects a group.
+    A second connection (`clone`) looks up the names of both hosts, and a request that the name
+    server loses costs 5 s. A thread of torch that waits for a key blocks this connection for other
+    threads; a rank of ours never waits within the store, but asks again (`formation.poll`).
     """
     store: Any = group.get_group_store()
-    return cast(Store, store.clone())
+    return cast(Store, store)
 
 
 def nccl_options(name: str, seconds: float, max_ctas: int) -> Any:

@@ -122,12 +122,12 @@ def device_of(recorder: Recorder) -> Iterator[None]:
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
     """Makes this process a rank of a group whose other ranks answer each roll-call at once."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    meet = lambda store, name, *_: name  # noqa: E731
     try:
         with (
-            mock.patch.object(group, "store_client", lambda _: dist.HashStore()),
-            mock.patch.object(group, "meet", meet),
-            mock.patch.object(media, "meet", meet),
+            mock.patch.object(group, "group_store", lambda _: dist.HashStore()),
+            mock.patch.object(group, "group_timeout", lambda _: 1.0),
+            mock.patch.object(group, "meet"),
+            mock.patch.object(media, "meet"),
             mock.patch.object(formation.RollCall, "wait", lambda *_: None),
             mock.patch.object(group, "NOTICE_S", 0.0),
         ):

@@ -305,6 +305,27 @@ def test_a_refusal_is_told_at_once() -> None:
 
 
 @on_ranks(WORLD_SIZE)
+def test_a_refusal_before_the_first_call_is_told_at_once() -> None:
+    """The others wait for all ranks to connect; a call that all refuse stops no later one."""
+    group, rank = dist.new_group(), dist.get_rank()
+    with refused(ValueError, "softcap"):
+        call(group, softcap=-1.0 - rank)
+    if rank == ODD:
+        with refused(ValueError, "softcap"):
+            call(group, softcap=-1.0)
+        everyone(None)
+    else:
+        got = ended(partial(call, group, transport=TransportOptions(timeout=30.0)))
+        everyone(None)
+        assert got.error is RuntimeError and got.seconds < TIMEOUT, got
+        assert says(got.text, f"rank {ODD} has|refused|ValueError: softcap"), got
+    group = dist.new_group()
+    with refused(ValueError, "softcap"):
+        call(group, softcap=-1.0 - rank)
+    call(group)
+
+
+@on_ranks(WORLD_SIZE)
 def test_refusals_by_other_words_are_no_difference() -> None:
     """All ranks refuse a call, each its own value: the next call runs, however long it waits."""
     group, rank = dist.new_group(), dist.get_rank()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from ring_attn.testing import STRATEGIES, Case, Expected, Inputs, expected, stra
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks import formation
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
 from tests.distributed.pool import on_ranks
@@ -232,6 +234,60 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
     for rank, text in enumerate(fresh_ranks(2).run(forked_child, timeout=30)):
         assert text.startswith("RuntimeError: process "), text
         assert "forked" in text and f"rank {rank}" in text and "spawn" in text
+
+
+# -- the store of a group
+
+
+def connections_to(port: int) -> int:
+    """The number of TCP connections of this machine's processes to a port."""
+    texts = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for text in texts for line in text.splitlines()]
+    return sum(x[2].endswith(f":{port:04X}") and x[3] == "01" for x in lines)
+
+
+@pytest.mark.gloo
+@on_ranks(3)
+def test_a_group_opens_no_connection_to_the_store() -> None:
+    """A connection looks up the names of hosts, which takes 5 s if a request is lost."""
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    group = dist.new_group()
+    dist.barrier()
+    before = connections_to(store.port)
+    dist.barrier()
+    run_ring(0, group)
+    dist.barrier()
+    assert connections_to(store.port) == before >= 3
+
+
+class SlowStore(formation.PollingStore):
+    """A store that takes 2 s to write down a note."""
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(2.0)
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_a_slow_store_is_waited_for() -> None:
+    """The reason of a failure reaches the other rank, though the note of it takes over a second."""
+    group = dist.new_group()
+    run_ring(0, group)
+    shared = rank_group(group)
+    assert shared._board is not None
+    if dist.get_rank() == 0:
+        shared._board._store = SlowStore(shared._store)
+        shared.fail("memory is full")
+    else:
+        with refused(RuntimeError, "rank 0 left its call: memory is full"):
+            run_ring(0, group)
+    dist.barrier()
 
 
 # -- ranks that connect before their first call

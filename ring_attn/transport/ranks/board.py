@@ -29,6 +29,18 @@ class Board:
         reports = {call.sequence: call.report() for call in calls}
         self._store.set(f"{self._prefix}/calls/{self._rank}", json.dumps(reports))
 
+    def tell_refusal(self, calls: Iterable[Identity]) -> None:
+        """Writes down this rank's calls, of which it has refused the last one."""
+        self.tell_calls(calls)
+        self._store.set(f"{self._prefix}/refused", "")
+
+    def refusal(self, calls: Iterable[Identity], peers: Iterable[int]) -> str | None:
+        """Why peers that have refused a call will not come to these calls; None if unknown."""
+        if not self._store.check([f"{self._prefix}/refused"]):
+            return None
+        reasons = (self.why(calls, peer) for peer in peers)
+        return next((reason for reason in reasons if reason is not None), None)
+
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
         """Why no messages of a peer come: a rank failed, or calls differ; None if unknown."""
         failure = self.failure()

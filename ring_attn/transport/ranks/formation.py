@@ -99,15 +99,22 @@ class RollCall:
         """Ends the roll-call on all ranks that have not seen everyone come."""
         self._store.set(f"{self._name}/gave_up", f"rank {self._rank} has given up: {why}")
 
-    def wait(self, seconds: float) -> None:
-        """Waits until all members have come; else names the missing ranks, or who gave up."""
+    def wait(self, seconds: float, in_vain: Callable[[], str | None] | None = None) -> None:
+        """Waits until all members have come; else names the missing ranks, or who gave up.
+
+        `in_vain` says why some member will not come, if that is known; it is asked again and again.
+        """
         gave_up = f"{self._name}/gave_up"
 
         def complete() -> bool:
             count = self._store.add(f"{self._name}/count", 0)
             if self._store.check([gave_up]):
                 raise MissingRanksError(self._store.get(gave_up).decode())
-            return count >= len(self._members)
+            if count >= len(self._members):
+                return True
+            if in_vain is not None and (reason := in_vain()) is not None:
+                raise MissingRanksError(reason)
+            return False
 
         if not poll(complete, seconds):
             here = [self._store.check([f"{self._name}/here/{m}"]) for m in self._members]
@@ -117,31 +124,38 @@ class RollCall:
             raise MissingRanksError(why)
 
 
+def next_meeting(store: Store, name: str, rank: int, seconds: float) -> str:
+    """A name in the store for this rank's next meeting with the same ranks, never used before."""
+    return _answer(lambda: f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}", seconds)
+
+
 def meet(
     store: Store,
-    name: str,
+    meeting: str,
     rank: int,
     members: Sequence[int],
     seconds: float,
     told: str = "",
     rule: str = "",
-) -> str:
-    """Waits until all members have come; returns a name in the store, unique to this meeting.
+    in_vain: Callable[[], str | None] | None = None,
+) -> None:
+    """Waits until all members have come, as `RollCall.wait`.
 
     All members must tell the same text, by a rule for the message.
     """
 
-    def come_and_wait() -> str:
-        # Numbered: a process that meets the same ranks again must not read old notes.
-        meeting = f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}"
+    def come_and_wait() -> None:
         roll_call = RollCall(store, meeting, rank, members)
         roll_call.come(told)
-        roll_call.wait(seconds)
+        roll_call.wait(seconds, in_vain)
         roll_call.check_alike(told, rule)
-        return meeting
 
+    _answer(come_and_wait, seconds)
+
+
+def _answer(work: Callable[[], T], seconds: float) -> T:
     try:
-        return bounded(come_and_wait, seconds + STORE_S)
+        return bounded(work, seconds + STORE_S)
     except TimeoutError as error:
         raise MissingRanksError(f"the group's store does not answer: {error}") from error
 

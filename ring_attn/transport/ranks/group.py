@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -25,12 +26,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ring_attn.torch_private import store_client
+from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.formation import RollCall, bounded, meet, poll
+from ring_attn.transport.ranks.formation import RollCall, bounded, meet, next_meeting, poll
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
@@ -48,8 +49,8 @@ NOTHING = Agreement({})
 # A rank reports this many of its last calls.
 CALLS_REPORTED = 8
 
-# Time limit for the store, in seconds, after a call has failed: the store's host may be gone.
-STORE_S = 1.0
+# Seconds that the watch may take to end with the process: the store's host may be gone.
+ENDING_S = 1.0
 
 # Seconds between looks of the thread that watches long waits. A long wait is looked at after
 # PERIOD_S; the pause before each further look doubles, up to LONGEST_S.
@@ -101,11 +102,13 @@ class RankGroup:
         self.sequence, self.numbers = count(1), count(1)
         # Kinds of calls that all ranks have prepared.
         self.prepared: set[Hashable] = set()
-        self._store = store_client(group)
+        self._store = group_store(group)
+        # Seconds that the store may take to answer; 0 when it has not answered in time.
+        self._store_s = group_timeout(group)
         self._calls: deque[Identity] = deque(maxlen=CALLS_REPORTED)
         self._reported = -1
         self._lock, self._occupied = threading.Lock(), threading.Lock()
-        self._meeting = ""
+        self._meeting, self._met = "", False
         self._board: Board | None = None
         self._media: dict[str, Medium] = {}
         self._roll_calls = 0
@@ -134,16 +137,19 @@ class RankGroup:
         self._occupied.release()
 
     def refuse(self, error: BaseException) -> None:
-        """Counts a call that this rank refuses because of an error, once for each error."""
+        """Counts a call that this rank refuses because of an error, once for each error.
+
+        Tells the other ranks at once, as they may be in this call, or wait for this rank to connect
+        for it, and this rank may never make another one.
+        """
         if was_counted(error):
             return
         mark_counted(error)
         place, why = (next(self.sequence), next(self.numbers)), describe_error(error)
         self._calls.append(Identity(*place, "refused", NOTHING, note=f" by {why}"))
-        board, calls = self._board, list(self._calls)
-        if board is not None and self.failed is None:
-            # At once: other ranks may be in this call, and this rank may never make another one.
-            _in_time(lambda: board.tell_calls(calls))
+        calls = list(self._calls)
+        if self.failed is None and self.world_size > 1 and not _forked:
+            self._in_time(lambda: self._own_board().tell_refusal(calls))
             self._reported = calls[-1].sequence
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
@@ -153,6 +159,7 @@ class RankGroup:
         """
         self.refuse_failed()
         if device.type not in self._media:
+            self._store_s = seconds
             try:
                 self._media[device.type] = self._new_medium(device, seconds)
             except BaseException as error:
@@ -189,7 +196,7 @@ class RankGroup:
         board = self._board
         media, self._media = list(self._media.values()), {}
         try:
-            if board is not None and _in_time(lambda: board.tell_failure(text)):
+            if board is not None and self._in_time(lambda: board.tell_failure(text)):
                 time.sleep(NOTICE_S)
         finally:
             self.headers.spoil()
@@ -203,7 +210,7 @@ class RankGroup:
         board = self._board
         if board is None:
             return None
-        return poll(lambda: _in_time(lambda: board.why(self._calls, peer)), REASON_S)
+        return poll(lambda: self._in_time(lambda: board.why(self._calls, peer)), REASON_S)
 
     def look(self) -> None:
         """Ends the ring if a long wait is in vain: a rank has failed, or calls differ."""
@@ -263,12 +270,33 @@ class RankGroup:
                 "'forkserver', or fork before init_process_group"
             )
 
-    def _new_medium(self, device: torch.device, seconds: float) -> Medium:
-        if not self._meeting:
-            everyone = tuple(range(self.world_size))
-            place = self._store, "ring_attn", self.rank, everyone
-            self._meeting = meet(*place, seconds, _hash_of_configs(), ONE_FILE)
+    def _own_board(self) -> Board:
+        """The board of the ranks' meeting, to which this rank may not have come yet."""
+        if self._board is None:
+            self._meeting = next_meeting(self._store, "ring_attn", self.rank, self._store_s)
             self._board = Board(self._store, self._meeting, self.rank)
+        return self._board
+
+    def _in_time(self, work: Callable[[], T]) -> T | None:
+        """The result of `work` with the store, or None if the store does not answer in time."""
+        if not self._store_s:
+            return None
+        try:
+            return bounded(work, self._store_s)
+        except TimeoutError:
+            self._store_s = 0.0
+        except RuntimeError:
+            pass
+        return None
+
+    def _new_medium(self, device: torch.device, seconds: float) -> Medium:
+        if not self._met:
+            board, everyone = self._own_board(), tuple(range(self.world_size))
+            peers = [rank for rank in everyone if rank != self.rank]
+            in_vain = partial(board.refusal, list(self._calls), peers)
+            place = self._store, self._meeting, self.rank, everyone
+            meet(*place, seconds, _hash_of_configs(), ONE_FILE, in_vain)
+            self._met = True
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank)
         return Gloo(self._store, self._meeting, self.rank, self.world_size, seconds)
@@ -316,7 +344,7 @@ def _end_watch() -> None:
     """Ends the watch: a thread in the store while the interpreter ends would abort the process."""
     _exiting.set()
     if _thread is not None:
-        _thread.join(STORE_S)
+        _thread.join(ENDING_S)
 
 
 def _look_on() -> None:
@@ -355,14 +383,6 @@ def mark_counted(error: BaseException) -> None:
 
 def was_counted(error: BaseException) -> bool:
     return getattr(error, "_ring_attn_counted", False)
-
-
-def _in_time(work: Callable[[], T]) -> T | None:
-    """The result of `work` with the store, or None if the store does not answer in time."""
-    try:
-        return bounded(work, STORE_S)
-    except (RuntimeError, TimeoutError):
-        return None
 
 
 def describe_error(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.ranks.formation import connect_gloo, meet
+from ring_attn.transport.ranks.formation import connect_gloo, meet, next_meeting
 from ring_attn.transport.streams import Event
 
 # Seconds between our report of a late exchange and torch's watchdog, which ends the process.
@@ -194,7 +194,8 @@ class Nccl(Medium):
         key = members, channel, options.nccl_max_ctas
         if key not in self._lanes:
             name = f"{self._meeting}/{members}/{channel}/{options.nccl_max_ctas}"
-            meeting = meet(self._store, name, self._rank, members, seconds)
+            meeting = next_meeting(self._store, name, self._rank, seconds)
+            meet(self._store, meeting, self._rank, members, seconds)
             ctas = options.nccl_max_ctas or MAX_CTAS
             nccl = nccl_options(meeting, seconds + GRACE_S, ctas)
             store, rank = PrefixStore(meeting, self._store), members.index(self._rank)
