@@ -24,7 +24,7 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
-from ring_attn.transport.base import Agreement, Transport, gather_texts
+from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
 
 # Agreed strategies by transport (so that they are freed with its group), then by arguments. Batches
 # with ever new documents would fill it: the oldest entry is dropped, the same on all ranks.
@@ -107,15 +107,22 @@ def _from_rank_0(
             message["error"] = [type(error).__name__, str(error)]
     messages = _gathered(message, transport, device)
     first = messages[0]
-    odd = [rank for rank, other in enumerate(messages) if other["arguments"] != first["arguments"]]
+    ranks = transport.global_ranks
+    odd = [
+        rank
+        for rank, other in zip(ranks, messages, strict=True)
+        if other["arguments"] != first["arguments"]
+    ]
     if odd:
         raise ValueError(
-            f"strategy='auto' needs the same arguments on every rank: ranks {odd} have others than "
-            "rank 0; RING_ATTN_DEBUG=1 says which"
+            f"strategy='auto' needs the same arguments on every rank: {rank_name(odd)} have others "
+            f"than {rank_name(ranks[0])}; RING_ATTN_DEBUG=1 says which"
         )
     if "error" in first:
         name, text = first["error"]
-        raise _ERRORS.get(name, ValueError)(f"strategy='auto', chosen by rank 0: {text}")
+        raise _ERRORS.get(name, ValueError)(
+            f"strategy='auto', chosen by {rank_name(ranks[0])}: {text}"
+        )
     return Strategy(**first["strategy"])
 
 

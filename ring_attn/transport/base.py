@@ -60,6 +60,11 @@ class TransportStats:
         self.bytes_sent, self.messages, self.wait_s, self.bytes_received = 0, 0, 0.0, 0
 
 
+def rank_name(rank: int | Sequence[int]) -> str:
+    """What every message about a process group calls a rank, or several: by global ranks."""
+    return f"global rank {rank}" if isinstance(rank, int) else f"global ranks {list(rank)}"
+
+
 class Agreement:
     """Values that must be equal on all ranks of a call, by argument name."""
 
@@ -102,6 +107,11 @@ class Transport:
         self._members = members
         self._subs: dict[Ranks, Transport] = {}
         self._pending: dict[Channel, Any] = {}
+
+    @property
+    def global_ranks(self) -> Ranks:
+        """The global ranks of this transport's ranks."""
+        return self._members
 
     @contextmanager
     def call(

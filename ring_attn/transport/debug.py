@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ring_attn.core.facts import Report, first_difference
+from ring_attn.transport.base import rank_name
 
 
 def debug_enabled() -> bool:
@@ -22,10 +23,14 @@ def debug_enabled() -> bool:
 def difference(reports: Mapping[int, Report]) -> dict[str, str] | None:
     """A sentence for each differing argument, with the ranks' values; None if all are equal.
 
-    `reports` are calls by rank. A rank that refuses the call reports its "error" only. Different
-    calls have other arguments, which are not compared.
+    `reports` are calls by global rank. A rank that refuses the call reports its "error" only.
+    Different calls have other arguments, which are not compared.
     """
-    errors = [f"rank {rank} raised {x['error'][0]}" for rank, x in reports.items() if "error" in x]
+    errors = [
+        f"{rank_name(rank)} raised {report['error'][0]}"
+        for rank, report in reports.items()
+        if "error" in report
+    ]
     if errors:
         return {"error": "; ".join(errors)}
     differences = {}
@@ -35,7 +40,7 @@ def difference(reports: Mapping[int, Report]) -> dict[str, str] | None:
         odd = {rank: text for rank, (text, other) in values.items() if other != fact}
         if not odd:
             continue
-        told = [f"rank {rank} has {text}" for rank, text in odd.items()]
+        told = [f"{rank_name(rank)} has {text}" for rank, text in odd.items()]
         rest = len(values) - len(odd)
         differences[name] = f"{name}: {', '.join(told)}, the other {rest} have {usual}"
         if name == "call":
@@ -43,12 +48,13 @@ def difference(reports: Mapping[int, Report]) -> dict[str, str] | None:
     return differences or None
 
 
-def place_of_difference(name: str, details: Sequence[str]) -> str:
-    """Where layouts or masks differ first, from `Agreement.details` of all ranks; or nothing."""
-    each = [json.loads(text)[name] for text in details]
-    for rank, others in enumerate(each):
-        for one, other in zip(each[0], others, strict=False):
+def place_of_difference(name: str, details: Mapping[int, str]) -> str:
+    """Where layouts or masks differ first, from `Agreement.details` by global rank; or nothing."""
+    each = {rank: json.loads(text)[name] for rank, text in details.items()}
+    first = next(iter(each))
+    for rank, others in each.items():
+        for one, other in zip(each[first], others, strict=False):
             where = first_difference(other, one)
             if where is not None:
-                return f" ({where}: rank {rank} against rank 0)"
+                return f" ({where}: {rank_name(rank)} against {rank_name(first)})"
     return ""

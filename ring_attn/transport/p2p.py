@@ -43,6 +43,7 @@ from ring_attn.transport.base import (
     Transport,
     TransportStats,
     gather_texts,
+    rank_name,
 )
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
@@ -83,7 +84,12 @@ class P2PTransport(Transport):
         """Makes no connections: the ranks, all or `members`, make them at the first call."""
         super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
         self._shared, self._options, self._timeout_s = shared, options, timeout_s
+        self._global_ranks = tuple(shared.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
+
+    @property
+    def global_ranks(self) -> Ranks:
+        return self._global_ranks
 
     @contextmanager
     def call(
@@ -153,13 +159,15 @@ class P2PTransport(Transport):
         report = {name: (text, text) for name, text in texts.items()} | agreement.report
         with transport.call("compare arguments", COMPARING, device):
             reports = gather_texts(transport, json.dumps(report), device)
-        differs = difference({rank: json.loads(text) for rank, text in enumerate(reports)})
+        ranks = self.global_ranks
+        differs = difference(dict(zip(ranks, map(json.loads, reports), strict=True)))
         if differs is not None:
             if "layout" in differs or "mask" in differs:
                 with transport.call("compare layouts and masks", COMPARING, device):
                     details = gather_texts(transport, agreement.details(), device)
                 for name in differs.keys() & {"layout", "mask"}:
-                    differs[name] += place_of_difference(name, details)
+                    by_rank = dict(zip(ranks, details, strict=True))
+                    differs[name] += place_of_difference(name, by_rank)
             error = ValueError(f"ranks disagree on the call; {'; '.join(differs.values())}")
             self._shared.refuse(error)
             raise error
@@ -293,8 +301,8 @@ class P2PTransport(Transport):
         channel, step = batch.channel, batch.step
         if channel in self._pending:
             raise RuntimeError(
-                f"rank {self.rank} posts step {step} on channel {channel!r}, where step "
-                f"{self._pending[channel][0]} has not been waited for"
+                f"{rank_name(self._shared.global_rank)} posts step {step} on channel "
+                f"{channel!r}, where step {self._pending[channel][0]} has not been waited for"
             )
         try:
             started = start()
@@ -309,24 +317,22 @@ class P2PTransport(Transport):
     def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:
         now = time.monotonic()
         left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
-        self._shared.waiting = Waiting(now, self._members[peer])
-        try:
-            if not work.wait(left):
-                raise RuntimeError("timed out")
-        finally:
-            self._shared.waiting = None
+        self._shared.waiting = Waiting(now, self._global_ranks[peer])
+        if not work.wait(left):
+            raise RuntimeError("timed out")
+        self._shared.waiting = None
 
     def _error(
         self, step: int, what: str, peer: int, elapsed: float, error: Exception
     ) -> RuntimeError:
-        shared, member = self._shared, self._members[peer]
-        reason = str(shared.failed) if shared.failed else shared.reason(member)
-        if reason is None:
+        shared, member = self._shared, self._global_ranks[peer]
+        timed_out = elapsed >= self._timeout_s
+        reason = str(shared.failed or shared.reason(member, timed_out=timed_out) or "")
+        if not reason:
             reason = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
         text = (
-            f"ring step {step}: rank {self.rank} could not {what} rank {peer} (global rank "
-            f"{shared.global_ranks[member]}) after {elapsed:.1f} s, timeout {self._timeout_s:g} s: "
-            f"{reason}"
+            f"ring step {step}: {rank_name(shared.global_rank)} could not {what} "
+            f"{rank_name(member)} after {elapsed:.1f} s, timeout {self._timeout_s:g} s: {reason}"
         )
         shared.fail(text)
         return RuntimeError(f"{text}. Nothing is kept between calls: restart from a checkpoint")

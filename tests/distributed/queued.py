@@ -42,7 +42,9 @@ class Communicator(StandIn):
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options)
-        self._gloo = Gloo(store, "communicator", rank, size, options._timeout.total_seconds())
+        self._gloo = Gloo(
+            store, "communicator", rank, tuple(range(size)), options._timeout.total_seconds()
+        )
         self._sent, self._received = [0] * size, [0] * size
         self._group: list[Callable[[], object]] | None = None
 

@@ -71,7 +71,7 @@ def test_all_ranks_do_what_rank_0_says(tmp_path: Path) -> None:
     assert first != second, "the files must matter"
     if rank == 1:
         write(path, clusters()[1])
-    with refused(ValueError, "chosen by rank 0|0.json"):
+    with refused(ValueError, "chosen by global rank 0|0.json"):
         choose_on(path, headdim=24)
     if rank == 0:
         write(path, clusters()[0])

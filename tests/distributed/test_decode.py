@@ -135,7 +135,7 @@ def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(kind: str) -> None:
 def test_ranks_with_different_queries_are_named() -> None:
     torch.manual_seed(dist.get_rank())
     q, kv = torch.randn(1, 1, 4, 32), torch.zeros(1, 5, 4, 32)
-    named = "ranks disagree on the call; values of q: rank 1 has"
+    named = "ranks disagree on the call; values of q: global rank 1 has"
     with mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"), refused(ValueError, named):
         tree_decode(q, kv, kv)
 

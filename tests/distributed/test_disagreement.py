@@ -66,7 +66,11 @@ def documents(*boundaries: int) -> Tensor:
 # if the odd rank is rank 1.
 DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     **{
-        name: ({name: usual}, {name: odd}, f"{name}: rank 1 has {odd!r}, the other 3 have {usual}")
+        name: (
+            {name: usual},
+            {name: odd},
+            f"{name}: global rank 1 has {odd!r}, the other 3 have {usual}",
+        )
         for name, usual, odd in (
             ("dtype", torch.float16, torch.bfloat16),  # of one size
             ("batch", 1, 2),
@@ -81,36 +85,48 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
             ("requires_grad", True, False),
         )
     },
-    "rows": ({}, {"rows": ROWS + 2}, "seqlen_q: rank 1 has 32, the other 3 have 24|seqlen_k:"),
+    "rows": (
+        {},
+        {"rows": ROWS + 2},
+        "seqlen_q: global rank 1 has 32, the other 3 have 24|seqlen_k:",
+    ),
     # A message longer than its buffer.
-    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q:|seqlen_k: rank 1 has 120"),
+    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q:|seqlen_k: global rank 1 has 120"),
     "heads of one size": (
         {},
         {"nheads": 8, "nheads_kv": 8, "headdim": 4},
-        "nheads:|nheads_kv:|headdim: rank 1 has 4, the other 3 have 8",
+        "nheads:|nheads_kv:|headdim: global rank 1 has 4, the other 3 have 8",
     ),
-    "sinks": ({}, {"sinks": SINKS}, "sinks: rank 1 has True, the other 3 have False"),
-    "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}, "values of sinks: rank 1 has"),
+    "sinks": ({}, {"sinks": SINKS}, "sinks: global rank 1 has True, the other 3 have False"),
+    "values of sinks": (
+        {"sinks": SINKS},
+        {"sinks": SINKS.flip(0)},
+        "values of sinks: global rank 1 has",
+    ),
     "gradient of the sinks": (
         {"requires_grad": False},
         {"requires_grad": False, "sinks": WITH_GRADIENT},
-        "requires_grad: rank 1 has True, the other 3 have False",
+        "requires_grad: global rank 1 has True, the other 3 have False",
     ),
     "documents": (
         {"cu_seqlens": documents(9)},
         {"cu_seqlens": documents(10)},
-        "cu_seqlens: rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)",
+        "cu_seqlens: global rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)",
     ),
     "documents of keys": (
         {},
         {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
-        "cu_seqlens:|cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
+        "cu_seqlens:|cu_seqlens_k: global rank 1 has (0, 24), the other 3 have None",
     ),
     "mask": ({"causal": False, "mask": SPANS}, {"causal": False, "mask": OTHER_SPANS}, "mask:"),
-    "layout": ({}, {"layout": SHORTER}, "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'"),
-    "strategy": ({}, {"strategy": "exchange"}, "strategy: rank 1 has"),
-    "backend": ({}, {"backend": "reference"}, "backend: rank 1 has 'reference', the other"),
-    "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: rank 1 has"),
+    "layout": (
+        {},
+        {"layout": SHORTER},
+        "layout: global rank 1 has ('boundaries([0, 5, 11, 17, 23])'",
+    ),
+    "strategy": ({}, {"strategy": "exchange"}, "strategy: global rank 1 has"),
+    "backend": ({}, {"backend": "reference"}, "backend: global rank 1 has 'reference', the other"),
+    "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: global rank 1 has"),
 }
 # Differences that change more arguments than those named here.
 MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softcap", "sinks",
@@ -353,7 +369,9 @@ def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:
     finally:
         set_step(None)
     assert got.error is RuntimeError and got.seconds < TIMEOUT, got
-    assert says(got.text, "step: rank|has 2|have 1") or says(got.text, "step: rank|has 1|have 2")
+    assert says(got.text, "step: global rank|has 2|have 1") or says(
+        got.text, "step: global rank|has 1|have 2"
+    )
 
 
 # -- debug mode
@@ -372,12 +390,15 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
         named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
         expected = {part.partition(":")[0] for part in arguments[2].split("|")}
         assert named >= expected and (named == expected or name in MORE), (name, named)
-        assert not any(f"rank {innocent} has" in got.text for innocent in (0, 2, 3)), (name, got)
-    with debug(), refused(ValueError, "causal: rank 1 has False"):  # before the ranks choose
+        assert not any(f"global rank {innocent} has" in got.text for innocent in (0, 2, 3)), (
+            name,
+            got,
+        )
+    with debug(), refused(ValueError, "causal: global rank 1 has False"):  # before the ranks choose
         call(None, strategy="auto", causal=dist.get_rank() != ODD)
     with debug(), refused(ValueError, "1.0|2.0|3.0|4.0"):
         call(None, softmax_scale=1.0 + dist.get_rank())
-    with debug(), refused(ValueError, "call: rank 1 has backward"):
+    with debug(), refused(ValueError, "call: global rank 1 has backward"):
         do(None, HAPPENED["backwards swapped"][dist.get_rank() == ODD])
 
 

@@ -34,9 +34,9 @@ Group = dist.ProcessGroup | None
 IN_TIME = 2 * TIMEOUT
 
 MESSAGE = re.compile(
-    r"ring step (?P<step>\d+): rank (?P<rank>\d+) could not "
-    r"(receive from|send to|exchange with) rank (?P<peer>\d+) "
-    rf"\(global rank (?P<world>\d+)\) after \d+\.\d s, timeout {TIMEOUT} s: "
+    r"ring step (?P<step>\d+): global rank (?P<rank>\d+) could not "
+    r"(receive from|send to|exchange with) global rank (?P<peer>\d+) "
+    rf"after \d+\.\d s, timeout {TIMEOUT} s: "
 )
 
 
@@ -98,8 +98,9 @@ def test_a_peer_that_is_gone(
         assert first.error is RuntimeError and first.seconds < IN_TIME, (rank, first)
         found = MESSAGE.match(first.text)
         assert found and "restart" in first.text, (rank, first)
-        if isinstance(strategy, str):  # otherwise ranks are numbered among two
-            assert int(found["rank"]) == rank and found["peer"] == found["world"], (rank, first)
+        # Global ranks, also where a strategy numbers ranks among two; all name the lost one.
+        assert int(found["rank"]) == rank, (rank, first)
+        assert f"global rank {victim} " in first.text, (rank, first)
         if strategy == "ring":
             # The rank that waited to receive names the missing peer.
             near = {victim} if rank == 1 else {rank - 1, (rank + 1) % world_size}
@@ -147,6 +148,22 @@ def test_a_rank_that_comes_late_to_the_first_call() -> None:
     assert ("has given up" if late else "ranks [1] did not come") in first.text, first
     # A ring that could not be formed is not formed later.
     assert "has failed before" in second.text and second.seconds < 0.5, second
+
+
+@on_ranks(4)
+def test_errors_name_global_ranks() -> None:
+    """In a group of ranks 1 and 3: ranks that differ, refuse or do not come."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([1, 3]) for _ in range(2)]
+    if rank in (1, 3):
+        differ = ended(lambda: layer(4 * rank, groups[0]))
+        assert "global rank 1" in differ.text and "global rank 3" in differ.text, differ
+        assert "rank 0" not in differ.text, differ
+    if rank == 3:
+        alone = ended(lambda: layer(group=groups[1]))
+        assert "global rank 3 could not form the ring of global ranks [1, 3]" in alone.text, alone
+        assert "global ranks [1] did not come" in alone.text, alone
+    dist.barrier()
 
 
 @on_ranks(3)

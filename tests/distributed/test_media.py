@@ -46,7 +46,7 @@ def test_communicators_from_their_options_to_their_end() -> None:
         ),
         mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
     ):
-        nccl = media.Nccl(dist.HashStore(), "meeting", 0)
+        nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1, 2, 3))
         for channel in channels:
             nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
         nccl.lane((0,), "shards", TransportOptions(nccl_max_ctas=4), 1.0, GPU)

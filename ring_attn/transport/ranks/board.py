@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ring_attn.torch_private import Store
+from ring_attn.transport.base import rank_name
 from ring_attn.transport.debug import difference
 from ring_attn.transport.ranks.identity import Identity
 
@@ -20,14 +21,27 @@ MOST_CHARACTERS = 600
 
 
 class Board:
-    """One rank's access to the notes of a group in its store."""
+    """One rank's access to the notes of a group in its store; ranks are global ranks."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
 
-    def tell_calls(self, calls: Iterable[Identity]) -> None:
+    def tell_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
+        """Writes down this rank's last calls, and the rank for which it waits."""
         reports = {call.sequence: call.report() for call in calls}
-        self._store.set(f"{self._prefix}/calls/{self._rank}", json.dumps(reports))
+        note = json.dumps({"calls": reports, "waits_for": waits_for})
+        self._store.set(f"{self._prefix}/calls/{self._rank}", note)
+
+    def lost(self, peer: int) -> int | None:
+        """The rank that holds up a peer: waited for, but waiting for none; None in a cycle."""
+        seen = {self._rank}
+        while peer not in seen:
+            seen.add(peer)
+            note = self._read(f"calls/{peer}")
+            if note is None or note["waits_for"] is None:
+                return peer
+            peer = note["waits_for"]
+        return None
 
     def tell_refusal(self, calls: Iterable[Identity]) -> None:
         """Writes down this rank's calls, of which it has refused the last one."""
@@ -44,14 +58,16 @@ class Board:
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
         """Why no messages of a peer come: a rank failed, or calls differ; None if unknown."""
         failure = self.failure()
-        reports = self._read(f"calls/{peer}") or {}
+        note = self._read(f"calls/{peer}")
+        reports = note["calls"] if note else {}
         for call in calls if failure is None else ():
             report = call.report()
             theirs = reports.get(str(call.sequence), report)
             differs = difference({self._rank: report, peer: theirs})
             if differs is not None:
                 told = "; ".join(differs.values())
-                return f"rank {peer}'s call differs from rank {self._rank}'s; {told}"
+                ours = rank_name(self._rank)
+                return f"{rank_name(peer)}'s call differs from {ours}'s; {told}"
         return failure
 
     def tell_failure(self, text: str) -> bool:
@@ -67,7 +83,7 @@ class Board:
         note = self._read("failed")
         if note is None or note["rank"] == self._rank:
             return None
-        return f"rank {note['rank']} left its call: {note['text']}"
+        return f"{rank_name(note['rank'])} left its call: {note['text']}"
 
     def _read(self, name: str) -> Any:
         key = f"{self._prefix}/{name}"

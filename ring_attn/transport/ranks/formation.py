@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ring_attn.torch_private import PrefixStore, Store
+from ring_attn.transport.base import rank_name
 
 T = TypeVar("T")
 
@@ -76,7 +77,10 @@ class RollCall:
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], verb: str = "come"
     ) -> None:
-        """Prepares a roll-call by a key `name` never used before; `verb` is for messages."""
+        """Prepares a roll-call of global ranks, by a key `name` never used before.
+
+        `verb` is for messages.
+        """
         self._store, self._name, self._rank = store, name, rank
         self._members, self._verb = members, verb
 
@@ -92,12 +96,12 @@ class RollCall:
             for member in self._members:
                 text = self._store.get(f"{self._name}/here/{member}").decode()
                 ranks.setdefault(text, []).append(member)
-            shown = "; ".join(f"ranks {some}: {text}" for text, some in ranks.items())
+            shown = "; ".join(f"{rank_name(some)}: {text}" for text, some in ranks.items())
             raise RuntimeError(f"all ranks must {rule}, got {shown}")
 
     def give_up(self, why: str) -> None:
         """Ends the roll-call on all ranks that have not seen everyone come."""
-        self._store.set(f"{self._name}/gave_up", f"rank {self._rank} has given up: {why}")
+        self._store.set(f"{self._name}/gave_up", f"{rank_name(self._rank)} has given up: {why}")
 
     def wait(self, seconds: float, in_vain: Callable[[], str | None] | None = None) -> None:
         """Waits until all members have come; else names the missing ranks, or who gave up.
@@ -119,7 +123,7 @@ class RollCall:
         if not poll(complete, seconds):
             here = [self._store.check([f"{self._name}/here/{m}"]) for m in self._members]
             missing = [m for m, came in zip(self._members, here, strict=True) if not came]
-            why = f"ranks {missing} did not {self._verb} within {seconds:g} s"
+            why = f"{rank_name(missing)} did not {self._verb} within {seconds:g} s"
             self.give_up(why)
             raise MissingRanksError(why)
 
@@ -185,19 +189,18 @@ class PollingStore(Store):
 
 
 def connect_gloo(
-    store: Store, meeting: str, rank: int, world_size: int, seconds: float
+    store: Store, meeting: str, rank: int, everyone: Sequence[int], seconds: float
 ) -> dist.ProcessGroupGloo:
-    """gloo's connections between all ranks; returns when every rank is connected."""
-    everyone = range(world_size)
+    """gloo's connections between all ranks, by global ranks; returns when all are connected."""
     connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect")
     connections: list[dist.ProcessGroupGloo] = []
-    polling = PollingStore(store)
+    polling, place, size = PollingStore(store), everyone.index(rank), len(everyone)
 
     def connect() -> None:
         try:
             prefix = PrefixStore(f"{meeting}/gloo", polling)
             timeout = datetime.timedelta(seconds=seconds)
-            connections.append(dist.ProcessGroupGloo(prefix, rank, world_size, timeout))
+            connections.append(dist.ProcessGroupGloo(prefix, place, size, timeout))
             connected.come()
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # the store has gone

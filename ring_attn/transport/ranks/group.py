@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import streams
-from ring_attn.transport.base import Agreement
+from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import RollCall, bounded, meet, next_meeting, poll
@@ -78,7 +78,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(slots=True)
 class Waiting:
-    """A wait under way: when it began, for which rank of the group, and when to look next."""
+    """A wait under way: when it began, for which global rank, and when to look next."""
 
     since: float
     peer: int
@@ -91,6 +91,7 @@ class RankGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
+        self.global_rank = self.global_ranks[self.rank]
         # The first error, after which no call is possible.
         self.failed: RuntimeError | None = None
         # The call under way, the seed of its messages' tags, or their headers without tags.
@@ -106,7 +107,8 @@ class RankGroup:
         # Seconds that the store may take to answer; 0 when it has not answered in time.
         self._store_s = group_timeout(group)
         self._calls: deque[Identity] = deque(maxlen=CALLS_REPORTED)
-        self._reported = -1
+        # The last call and the wait that this rank has written down.
+        self._reported: tuple[int, int | None] = (-1, None)
         self._lock, self._occupied = threading.Lock(), threading.Lock()
         self._meeting, self._met = "", False
         self._board: Board | None = None
@@ -133,7 +135,7 @@ class RankGroup:
         self.call, self.seed = call, call.seed()
 
     def end(self) -> None:
-        self.call = None
+        self.call = self.waiting = None
         self._occupied.release()
 
     def refuse(self, error: BaseException) -> None:
@@ -150,7 +152,7 @@ class RankGroup:
         calls = list(self._calls)
         if self.failed is None and self.world_size > 1 and not _forked:
             self._in_time(lambda: self._own_board().tell_refusal(calls))
-            self._reported = calls[-1].sequence
+            self._reported = calls[-1].sequence, None
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
@@ -164,8 +166,9 @@ class RankGroup:
                 self._media[device.type] = self._new_medium(device, seconds)
             except BaseException as error:
                 text = (
-                    f"rank {self.rank} could not form the ring of global ranks "
-                    f"{list(self.global_ranks)}, timeout {seconds:g} s: {describe_error(error)}. "
+                    f"{rank_name(self.global_rank)} could not form the ring of "
+                    f"{rank_name(self.global_ranks)}, timeout {seconds:g} s: "
+                    f"{describe_error(error)}. "
                     "All ranks of the group must make their first call of ring_attention together"
                 )
                 self.fail(text)
@@ -178,8 +181,8 @@ class RankGroup:
     def roll_call(self, verb: str) -> RollCall:
         """The next roll-call of all ranks, which are connected already."""
         self._roll_calls += 1
-        name, everyone = f"{self._meeting}/roll_call/{self._roll_calls}", range(self.world_size)
-        return RollCall(self._store, name, self.rank, everyone, verb)
+        name = f"{self._meeting}/roll_call/{self._roll_calls}"
+        return RollCall(self._store, name, self.global_rank, self.global_ranks, verb)
 
     def pool(self, device: torch.device) -> Pool:
         stream = streams.current(device)
@@ -205,12 +208,21 @@ class RankGroup:
             self._pools.clear()
         return self.failed
 
-    def reason(self, peer: int) -> str | None:
-        """Why no messages of a peer come; None if no rank has written it down."""
+    def reason(self, peer: int, *, timed_out: bool) -> str | None:
+        """Why no messages of a peer come; None if no rank has written it down.
+
+        After the whole timeout, names the rank for which the peer waits, itself or through others.
+        """
         board = self._board
         if board is None:
             return None
-        return poll(lambda: self._in_time(lambda: board.why(self._calls, peer)), REASON_S)
+        known = poll(lambda: self._in_time(lambda: board.why(self._calls, peer)), REASON_S)
+        lost = None
+        if timed_out and known is None:
+            lost = self._in_time(lambda: board.lost(peer))
+        if lost is None:
+            return known
+        return f"{rank_name(lost)} died, stalled, or did not make this call: it waits for no rank"
 
     def look(self) -> None:
         """Ends the ring if a long wait is in vain: a rank has failed, or calls differ."""
@@ -221,32 +233,35 @@ class RankGroup:
             late = medium.late()
             if late is not None:
                 self._tell_late(late, board)
-        if waiting is None:
-            return
-        if time.monotonic() - waiting.since < waiting.next_look_s:
+        calls, (_, waited_for) = list(self._calls), self._reported
+        if waiting is None or time.monotonic() - waiting.since < waiting.next_look_s:
+            if waited_for is not None and (waiting is None or waiting.peer != waited_for):
+                self._tell_calls(board, calls, None)
             return
         waiting.next_look_s += min(waiting.next_look_s, LONGEST_S)
-        calls = list(self._calls)
-        if self._reported < calls[-1].sequence:
-            board.tell_calls(calls)
-            self._reported = calls[-1].sequence
+        if self._reported != (calls[-1].sequence, waiting.peer):
+            self._tell_calls(board, calls, waiting.peer)
         reason = board.why(calls, waiting.peer)
         if reason is not None:
             self.fail(reason)
+
+    def _tell_calls(self, board: Board, calls: list[Identity], waits_for: int | None) -> None:
+        board.tell_calls(calls, waits_for)
+        self._reported = calls[-1].sequence, waits_for
 
     def _tell_late(self, late: Late, board: Board) -> None:
         """Reports an exchange that has not ended, before torch's watchdog ends the process.
 
         Keeps the connections: without them the device would go on with data that has not arrived.
         """
-        where = f"rank {late.peer} (global rank {self.global_ranks[late.peer]})"
+        peer = self.global_ranks[late.peer]
         own = "has come to it" if late.begun else "has not come to it, and computes or waits"
         text = (
-            f"ring step {late.step}: rank {self.rank} posted an exchange with {where} on channel "
-            f"{late.channel!r} {late.seconds:.0f} s ago, and it has not ended; this rank's device "
-            f"{own}"
+            f"ring step {late.step}: {rank_name(self.global_rank)} posted an exchange with "
+            f"{rank_name(peer)} on channel {late.channel!r} {late.seconds:.0f} s ago, and it has "
+            f"not ended; this rank's device {own}"
         )
-        reason = board.why(self._calls, late.peer)
+        reason = board.why(self._calls, peer)
         text = text if reason is None else f"{text}; {reason}"
         logger.error("%s", text)
         self.failed = RuntimeError(text)
@@ -265,7 +280,7 @@ class RankGroup:
         """Refuses a process forked from a rank: connections and threads stayed with the parent."""
         if _forked:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self.rank} after "
+                f"process {os.getpid()} was forked from {rank_name(self.global_rank)} after "
                 "init_process_group: only the rank itself can call; start processes by 'spawn' or "
                 "'forkserver', or fork before init_process_group"
             )
@@ -273,8 +288,8 @@ class RankGroup:
     def _own_board(self) -> Board:
         """The board of the ranks' meeting, to which this rank may not have come yet."""
         if self._board is None:
-            self._meeting = next_meeting(self._store, "ring_attn", self.rank, self._store_s)
-            self._board = Board(self._store, self._meeting, self.rank)
+            self._meeting = next_meeting(self._store, "ring_attn", self.global_rank, self._store_s)
+            self._board = Board(self._store, self._meeting, self.global_rank)
         return self._board
 
     def _in_time(self, work: Callable[[], T]) -> T | None:
@@ -291,15 +306,15 @@ class RankGroup:
 
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._met:
-            board, everyone = self._own_board(), tuple(range(self.world_size))
-            peers = [rank for rank in everyone if rank != self.rank]
+            board, everyone = self._own_board(), self.global_ranks
+            peers = [rank for rank in everyone if rank != self.global_rank]
             in_vain = partial(board.refusal, list(self._calls), peers)
-            place = self._store, self._meeting, self.rank, everyone
+            place = self._store, self._meeting, self.global_rank, everyone
             meet(*place, seconds, _hash_of_configs(), ONE_FILE, in_vain)
             self._met = True
         if streams.are_used(device):
-            return Nccl(self._store, self._meeting, self.rank)
-        return Gloo(self._store, self._meeting, self.rank, self.world_size, seconds)
+            return Nccl(self._store, self._meeting, self.rank, self.global_ranks)
+        return Gloo(self._store, self._meeting, self.rank, self.global_ranks, seconds)
 
 
 def _hash_of_configs() -> str:

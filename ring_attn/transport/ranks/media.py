@@ -49,11 +49,12 @@ class Gloo(Medium):
     """Tagged messages between all ranks of a group."""
 
     def __init__(
-        self, store: Store, meeting: str, rank: int, world_size: int, seconds: float
+        self, store: Store, meeting: str, rank: int, global_ranks: Ranks, seconds: float
     ) -> None:
         """Connects the ranks, after their roll-call."""
-        self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._gloo: Any = connect_gloo(store, meeting, rank, world_size, seconds)
+        self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
+        me = global_ranks[rank]
+        self._gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds)
 
     def receive(self, part: Tensor, peer: int, tag: int) -> dist.Work:
         work: dist.Work = self._gloo.recv([part], peer, tag)
@@ -172,9 +173,10 @@ class Lane:
 class Nccl(Medium):
     """NCCL's communicators, each made by its members together at its first use."""
 
-    def __init__(self, store: Store, meeting: str, rank: int) -> None:
+    def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
         """Makes no communicators yet."""
         self._store, self._meeting, self._rank = store, meeting, rank
+        self._global_ranks = global_ranks
         self._lanes: dict[tuple[Ranks, Channel, int | None], Lane] = {}
         weakref.finalize(self, _shut_down, self._lanes)
 
@@ -194,8 +196,10 @@ class Nccl(Medium):
         key = members, channel, options.nccl_max_ctas
         if key not in self._lanes:
             name = f"{self._meeting}/{members}/{channel}/{options.nccl_max_ctas}"
-            meeting = next_meeting(self._store, name, self._rank, seconds)
-            meet(self._store, meeting, self._rank, members, seconds)
+            everyone = [self._global_ranks[member] for member in members]
+            me = self._global_ranks[self._rank]
+            meeting = next_meeting(self._store, name, me, seconds)
+            meet(self._store, meeting, me, everyone, seconds)
             ctas = options.nccl_max_ctas or MAX_CTAS
             nccl = nccl_options(meeting, seconds + GRACE_S, ctas)
             store, rank = PrefixStore(meeting, self._store), members.index(self._rank)
