@@ -27,6 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ring_attn.bench.timing import quantiles
+from ring_attn.core.values import regular_file
 from ring_attn.tools.arguments import add_common, new_table, parse_report, show
 
 if TYPE_CHECKING:
@@ -90,14 +91,18 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def read_report(path: Path) -> Mapping[str, Any]:
     """The JSON of an earlier run; ValueError if the file is not one."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        report = json.loads(regular_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--compare cannot read {path}: {error}") from error
-    if not isinstance(report, dict) or not isinstance(report.get("rows"), list):
+    parts = ("setting", "machine") if isinstance(report, dict) else ()
+    if not parts or not isinstance(report.get("rows"), list):
         raise ValueError(f"--compare: {path} is not the JSON of a benchmark, it has no rows")
+    for name in parts:
+        if not isinstance(report.get(name, {}), dict):
+            raise ValueError(f"--compare: the {name} of {path} is not a benchmark's")
     try:
         figures(report["rows"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (LookupError, AttributeError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"--compare: the rows of {path} are not a benchmark's: {error!r}"
         ) from None
@@ -135,7 +140,10 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
         low, high = row.get("p20_ms"), row.get("p80_ms")
         if low is None or high is None:
             low, _, high = quantiles(row["samples_ms"])
-        with_times.append(Figure(key, row["median_ms"], low, high))
+        figure = Figure(key, *map(float, (row["median_ms"], low, high)))
+        if not 0 < figure.low <= figure.median <= figure.high < math.inf:
+            raise ValueError(f"times must be positive, finite and in order, got {figure[1:]}")
+        with_times.append(figure)
     return with_times
 
 

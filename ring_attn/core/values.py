@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import operator
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,19 @@ def on_host() -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+def regular_file(path: str | Path) -> Path:
+    """The path of a file; refuses pipes and devices, which could be read without end.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no regular file.
+    """
+    path = Path(path)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} must be a regular file, and is a folder, a pipe or a device")
+    return path
 
 
 def as_int(name: str, value: Any, *, least: int | None = None) -> int:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attn.core.values import regular_file
+
 # Linux truncates a larger request to its default readahead.
 _AT_ONCE = 128 * 1024
 
@@ -108,7 +110,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _open(path: Path, device: torch.device | str, stack: ExitStack) -> dict[str, FileTensor]:
     from safetensors import safe_open
 
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(regular_file(path), os.O_RDONLY)
     stack.callback(os.close, fd)
     with _naming(path):
         # RANDOM reads the header without readahead; safetensors then finds it in memory.
@@ -146,7 +148,7 @@ def _index_or_file(source: Path) -> Path:
 def _weight_map(index: Path) -> dict[str, Path]:
     """The file of each tensor, by the tensor's name."""
     with _naming(index):
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(regular_file(index).read_text(encoding="utf-8"))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: it is not the index of a checkpoint")

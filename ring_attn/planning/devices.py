@@ -26,7 +26,7 @@ import torch
 
 from ring_attn.core.rates import FA3, RATES, Rate, rates_of
 from ring_attn.core.spec import MAX_CTAS, AttentionSpec
-from ring_attn.core.values import check_cost, check_size, check_speed, check_types
+from ring_attn.core.values import check_cost, check_size, check_speed, check_types, regular_file
 
 GB = 1e9
 
@@ -328,7 +328,7 @@ def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
     """
     try:
         content = json.loads(
-            Path(path).read_text(encoding="utf-8"),
+            regular_file(path).read_text(encoding="utf-8"),
             parse_float=_finite,
             parse_int=_int64,
             parse_constant=_finite,
@@ -346,6 +346,17 @@ def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
             f"{path} is not a calibration; write one with `ring-attn calibrate --json {path}` "
             f"({type(error).__name__}: {error})"
         ) from None
+
+
+def _local_world_size() -> int:
+    """The number of ranks of this node by the environment; 0 if it does not say."""
+    text = os.environ.get(LOCAL_WORLD_SIZE, "0")
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment variable {LOCAL_WORLD_SIZE} must be a number of ranks, got {text!r}: "
+            "torchrun sets it; unset it elsewhere"
+        )
+    return int(text)
 
 
 def _finite(text: str) -> float:
@@ -409,10 +420,15 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
     """
     path = os.environ.get(CLUSTER_VARIABLE)
     if path:
-        return load_cluster(path, world_size)
+        try:
+            return load_cluster(path, world_size)
+        except OSError as error:
+            raise type(error)(
+                error.errno, f"{error.strerror}, named by {CLUSTER_VARIABLE}", path
+            ) from None
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    local = int(os.environ.get(LOCAL_WORLD_SIZE, 0))
+    local = _local_world_size()
     if device_type == "cpu":
         return cpu_cluster(local or world_size or 1)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -188,6 +189,9 @@ def checked_device(device: str | None, nproc: int) -> str:
     return device
 
 
+# The address of the ranks' store.
+LOOPBACK = "127.0.0.1"
+
 # A function, its arguments, the threads of a rank and the device.
 Work = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 
@@ -195,8 +199,14 @@ Work = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> list[Any]:
     threads, pickled = work[2], pickle.dumps(work)
     # This process holds the store, so that it outlives rank 0.
+    # It listens on the loopback only: anyone who reaches it could write to it.
+    server = socket.create_server((LOOPBACK, 0))
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "localhost", 0, is_master=True, wait_for_workers=False
+        LOOPBACK,
+        server.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
     )
     context = get_context("spawn")  # CUDA does not survive a fork
     ranks: dict[Connection, tuple[int, Any]] = {}  # rank and process, by the rank's pipe
@@ -207,7 +217,7 @@ def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> 
                 variables = {
                     **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
                     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
-                    "MASTER_ADDR": "localhost",  # the machine's host name may not resolve
+                    "MASTER_ADDR": LOOPBACK,
                     "MASTER_PORT": str(store.port),
                     # The store exists already: rank 0 must not open another.
                     "TORCHELASTIC_USE_AGENT_STORE": "True",

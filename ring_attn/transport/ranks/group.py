@@ -20,12 +20,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ring_attn.core.values import regular_file
 from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement, rank_name
@@ -322,10 +322,12 @@ def _hash_of_configs() -> str:
     if not path:
         return "none"
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(regular_file(path).read_bytes()).hexdigest()[:16]
     except OSError as error:
         # Not raised here: the other ranks would wait for this rank.
         return f"unreadable ({error.strerror})"
+    except ValueError:
+        return "no regular file"
 
 
 # -- the watch

@@ -1,0 +1,83 @@
+"""Files and variables of users that are not what they should be: refused at once, by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ring_attn.bench.outputs import read_report
+from ring_attn.models.checkpoint import open_checkpoint
+from ring_attn.planning.devices import find_cluster, load_cluster
+from ring_attn.tools import launch
+from tests.refusals import refused
+
+
+def enter_checkpoint(path: Path) -> None:
+    with open_checkpoint(path):
+        pass
+
+
+@pytest.mark.parametrize("read", [read_report, load_cluster, enter_checkpoint])
+def test_pipes_are_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
+    """A pipe that nobody writes to would be read forever."""
+    for name in ("pipe.json", "pipe.safetensors"):
+        os.mkfifo(tmp_path / name)
+        with refused(ValueError, name):
+            read(tmp_path / name)
+
+
+def test_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "abc")
+    with refused(ValueError, "LOCAL_WORLD_SIZE|'abc'"):
+        find_cluster("cpu", 2)
+    monkeypatch.setenv("RING_ATTN_CLUSTER", "/missing.json")
+    with refused(FileNotFoundError, "RING_ATTN_CLUSTER|/missing.json"):
+        find_cluster("cpu", 2)
+
+
+REPORT: dict[str, Any] = {
+    "machine": {"cpu": "a"},
+    "setting": {"heads": 2},
+    "rows": [{"rows": 64, "median_ms": 2.0, "p20_ms": 1.0, "p80_ms": 3.0, "samples_ms": [1, 2, 3]}],
+}
+
+
+def damaged() -> Iterator[dict[str, Any]]:
+    """The report with each entry replaced that a comparison reads."""
+    for value in (-1.0, float("inf"), float("nan"), "x", [], {}, 0):
+        for name in ("median_ms", "p20_ms", "p80_ms"):
+            report = copy.deepcopy(REPORT)
+            report["rows"][0][name] = value
+            yield report
+    for value in (None, 3, "x", [3]):
+        for name in ("rows", "machine", "setting"):
+            yield REPORT | {name: value}
+
+
+def test_damaged_reports_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(REPORT))
+    read_report(path)
+    for report in damaged():
+        path.write_text(json.dumps(report))
+        with refused(ValueError, "--compare|old.json"):
+            read_report(path)
+
+
+def listening() -> str:
+    port = os.environ["MASTER_PORT"]
+    lines = Path("/proc/net/tcp").read_text().splitlines() + (
+        Path("/proc/net/tcp6").read_text().splitlines()
+    )
+    local = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+    return " ".join(at for at in local if int(at.split(":")[1], 16) == int(port))
+
+
+def test_the_store_of_ranks_listens_on_the_loopback() -> None:
+    assert launch.run_ranks(listening, nproc=1)[0].startswith("0100007F:")
