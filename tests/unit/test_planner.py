@@ -301,7 +301,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
     def fail_to_agree(rank: int, transport: LocalTransport) -> None:
         mine = replace(spec, nheads=8) if rank == 1 else spec
-        with pytest.raises(ValueError, match=r"ranks \[1\] have others than rank 0"):
+        with pytest.raises(ValueError, match=r"ranks \[1\] have others than global rank 0"):
             agreed_strategy(
                 mine, (layout, layout), Mask(256, 256, True), transport, backend="aten",
                 same_bits=None, backward=True,
