@@ -248,6 +248,8 @@ def _with_strategy(
     purpose = Purpose.of(resolved.mask, backward=call.differentiated, same_bits=call.same_bits)
     backend = choose_backend(spec, call.backend, purpose).name
     ends = open_p2p(group, call.transport)
+    if arguments.needs_even_rows:
+        ends.check_even(rows, q.device)
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
         choice = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}

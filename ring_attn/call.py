@@ -195,6 +195,11 @@ class Arguments(NamedTuple):
     def numbers(self) -> LayoutNumbers:
         return tuple(self.layout_q), tuple(self.layout_k)
 
+    @property
+    def needs_even_rows(self) -> bool:
+        """Whether the number of all rows follows from one rank's rows."""
+        return not self.layout_q and self.cu_seqlens is None and self.mask is None
+
     def documents(self) -> Documents:
         """Boundaries of the queries' documents and of the keys', checked, on the host."""
         cu_q = check.check_cu_seqlens("cu_seqlens", self.cu_seqlens)

@@ -472,6 +472,14 @@ def resolve_layouts(
     return layouts[0], layouts[1]
 
 
+def uneven_rows(told: str) -> ValueError:
+    """The error of ranks with different numbers of rows, which no name of a layout can describe."""
+    return ValueError(
+        f"without a SequenceLayout all ranks must have equally many rows, got {told}: pass "
+        "layout=SequenceLayout.boundaries(...), or another SequenceLayout, to every rank"
+    )
+
+
 def check_layout(
     name: str, layout: SequenceLayout, rows: int, total: int | None, rank: int, world_size: int
 ) -> None:

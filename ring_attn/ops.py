@@ -117,6 +117,8 @@ def _attention(
         spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
         run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
         transport = open_p2p(group, call.transport)
+        if arguments.needs_even_rows:
+            transport.check_even((q.size(1), k.size(1)), q.device)
         with (
             own_dtypes(q.device.type),
             transport.call("forward", agreement, q.device, sinks=sinks) as number,

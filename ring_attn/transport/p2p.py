@@ -47,6 +47,7 @@ from ring_attn.transport.base import (
 )
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
+from ring_attn.transport.ranks.formation import DifferentError
 from ring_attn.transport.ranks.group import (
     NOTHING,
     RankGroup,
@@ -171,6 +172,24 @@ class P2PTransport(Transport):
             error = ValueError(f"ranks disagree on the call; {'; '.join(differs.values())}")
             self._shared.refuse(error)
             raise error
+
+    def check_even(self, rows: tuple[int, int], device: torch.device) -> None:
+        """Refuses ranks with different numbers of rows of q and k; asks once for each numbers.
+
+        Ranks ask through the store, and send no message.
+        """
+        shared = self._shared
+        if rows in shared.even_rows or self.world_size == 1 or debug_enabled():
+            return
+        told, uneven = f"{rows[0]} rows of q and {rows[1]} of k", None
+        with self.call("compare rows", NOTHING, device):
+            try:
+                shared.agree(told, "pass equally many rows", self._timeout_s)
+            except DifferentError as error:
+                uneven = error.told
+        if uneven is not None:
+            raise check.uneven_rows(uneven)
+        shared.even_rows.add(rows)
 
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""

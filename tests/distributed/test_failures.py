@@ -156,7 +156,7 @@ def test_errors_name_global_ranks() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([1, 3]) for _ in range(2)]
     if rank in (1, 3):
-        differ = ended(lambda: layer(4 * rank, groups[0]))
+        differ = ended(lambda: layer(16, groups[0], "ring" if rank == 1 else "all_gather"))
         assert "global rank 1" in differ.text and "global rank 3" in differ.text, differ
         assert "rank 0" not in differ.text, differ
     if rank == 3:
@@ -181,8 +181,8 @@ def test_nobody_leaves_before_all_are_connected() -> None:
         return gloo
 
     with mock.patch.object(dist, "ProcessGroupGloo", connect_slowly if rank == 2 else connect):
-        got = ended(lambda: layer(8 if rank == 0 else 16, group))
-    assert got.error is RuntimeError and "seqlen_q: " in got.text, got
+        got = ended(lambda: layer(16, group, "all_gather" if rank == 0 else "ring"))
+    assert got.error is RuntimeError and "strategy: " in got.text, got
     assert seconds < got.seconds < IN_TIME, got
 
 

@@ -37,6 +37,15 @@ class MissingRanksError(RuntimeError):
     """Some ranks did not come in time; the message names the missing ranks."""
 
 
+class DifferentError(RuntimeError):
+    """Ranks told different texts; `told` has the texts with the ranks."""
+
+    def __init__(self, rule: str, told: str) -> None:
+        """Makes the error of ranks that must all keep a rule."""
+        super().__init__(f"all ranks must {rule}, got {told}")
+        self.told = told
+
+
 def bounded(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, which runs in a new thread; a TimeoutError if it takes longer.
 
@@ -97,7 +106,7 @@ class RollCall:
                 text = self._store.get(f"{self._name}/here/{member}").decode()
                 ranks.setdefault(text, []).append(member)
             shown = "; ".join(f"{rank_name(some)}: {text}" for text, some in ranks.items())
-            raise RuntimeError(f"all ranks must {rule}, got {shown}")
+            raise DifferentError(rule, shown)
 
     def give_up(self, why: str) -> None:
         """Ends the roll-call on all ranks that have not seen everyone come."""

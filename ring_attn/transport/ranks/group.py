@@ -31,7 +31,14 @@ from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.formation import RollCall, bounded, meet, next_meeting, poll
+from ring_attn.transport.ranks.formation import (
+    MissingRanksError,
+    RollCall,
+    bounded,
+    meet,
+    next_meeting,
+    poll,
+)
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
@@ -103,6 +110,8 @@ class RankGroup:
         self.sequence, self.numbers = count(1), count(1)
         # Kinds of calls that all ranks have prepared.
         self.prepared: set[Hashable] = set()
+        # Numbers of rows of q and k that all ranks have had in one call.
+        self.even_rows: set[tuple[int, int]] = set()
         self._store = group_store(group)
         # Seconds that the store may take to answer; 0 when it has not answered in time.
         self._store_s = group_timeout(group)
@@ -183,6 +192,20 @@ class RankGroup:
         self._roll_calls += 1
         name = f"{self._meeting}/roll_call/{self._roll_calls}"
         return RollCall(self._store, name, self.global_rank, self.global_ranks, verb)
+
+    def agree(self, told: str, rule: str, seconds: float) -> None:
+        """Refuses ranks of the call under way that tell different texts; keeps the ring alive."""
+        board, calls = self._own_board(), list(self._calls)
+        peers = [rank for rank in self.global_ranks if rank != self.global_rank]
+        self._tell_calls(board, calls, None)
+        self._roll_calls += 1
+        place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
+        in_vain = lambda: board.failure() or board.refusal(calls, peers)  # noqa: E731
+        try:
+            meet(self._store, *place, seconds, told, rule, in_vain)
+        except MissingRanksError as error:
+            text = f"{rank_name(self.global_rank)} could not compare its call with all ranks, "
+            raise RuntimeError(f"{text}timeout {seconds:g} s: {error}") from error
 
     def pool(self, device: torch.device) -> Pool:
         stream = streams.current(device)
