@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check, decode, ops
+from ring_attn import check, decode, groups, ops
 from ring_attn.backends import BackendChoice, Purpose, choose_backend
 from ring_attn.call import (
     Arguments,
@@ -195,7 +195,7 @@ def ring_attention(
             strategy=strategy if isinstance(strategy, str) else checked_strategy(strategy),
             backend=check.check_name("backend", backend),
             same_bits=check.check_same_bits(same_bits),
-            transport=check.check_transport(transport),
+            transport=groups.check_transport(transport),
             differentiated=check.check_differentiated(q=q, k=k, v=v, sinks=sinks),
             max_logits=return_max_logits,
         )
@@ -225,9 +225,9 @@ def ring_attention(
 @is_traced_as_constant
 def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
     """Torch's name of the group, and the shape of the mesh; constants in a compiled graph."""
-    process_group = check.check_group(group)
-    check.check_group_device(process_group, torch.device(device_type))
-    return process_group.group_name, check.mesh_shape(group)
+    process_group = groups.check_group(group)
+    groups.check_group_device(process_group, torch.device(device_type))
+    return process_group.group_name, groups.mesh_shape(group)
 
 
 @left_out_of_graphs(
@@ -372,10 +372,10 @@ def tree_decode(
         k, v = check.fill_absent_kv(q, k, v, layout)
         check.check_tensors(q, k, v, packed=False)
         check.check_decode(q, k, v, sinks, layout)
-        process_group = check.check_group(group)
+        process_group = groups.check_group(group)
         check_flag("return_lse", return_lse)
         check.check_sinks(sinks, q)
-        check.check_group_device(process_group, q.device)
+        groups.check_group_device(process_group, q.device)
         call = Request(
             causal=causal,
             window_size=check.check_window(window_size, causal),
@@ -383,7 +383,7 @@ def tree_decode(
             softcap=check.check_softcap(softcap),
             group=process_group.group_name,
             backend=check.check_name("backend", backend),
-            transport=check.check_transport(transport),
+            transport=groups.check_transport(transport),
         )
         if mask is not None:
             check.check_mask_alone(mask, not causal, window_size)
@@ -474,7 +474,7 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         TypeError: a type that is not accepted, such as a layout given by name.
         RuntimeError: no process group.
     """
-    process_group = check.check_group(group)
+    process_group = groups.check_group(group)
     try:
         check.check_shard(x, dim, layout, process_group)
         check.check_capture("unshard", x)

@@ -9,7 +9,6 @@ argument that is bad on every rank raises on every rank.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -17,22 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import TransportOptions
-from ring_attn.core.values import as_int, check_dim, check_flag, check_int, check_number, check_type
-from ring_attn.torch_private import flattened, is_transformed
+from ring_attn.core.values import as_int, check_dim, check_flag, check_number, check_type
+from ring_attn.groups import check_group_device
+from ring_attn.torch_private import is_transformed
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
 # are normal float32 numbers, and so are scaled scores of products up to 2**64.
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
-
-# gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
-SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
 
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
@@ -305,97 +300,6 @@ def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) 
         )
 
 
-def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group of all ranks: `group` itself, the group of a mesh, or the default group."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group, or run under "
-            "torchrun --nproc-per-node N (one process is a ring of 1)"
-        )
-    if group is None:
-        world = dist.group.WORLD
-        assert world is not None, "an initialised process has a default group"
-        return world
-    if isinstance(group, DeviceMesh):
-        return _alive(_group_of_mesh(group))
-    # On ranks outside of a new group, torch returns this integer instead of the group.
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise RuntimeError("this rank is not a member of group; only members may call")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "group must be a torch.distributed ProcessGroup, a DeviceMesh or None, got "
-            f"{type(group).__name__}"
-        )
-    return _alive(group)
-
-
-def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    try:
-        dist.get_backend(group)
-    except ValueError:
-        raise RuntimeError(
-            "group was destroyed (torch.distributed.destroy_process_group): pass one that exists, "
-            "or None for the default group"
-        ) from None
-    return group
-
-
-def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
-    return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.get_coordinate() is None:
-        raise RuntimeError(
-            f"this rank, {dist.get_rank()}, is not a member of group, a mesh of ranks "
-            f"{mesh.mesh.flatten().tolist()}; only members may call"
-        )
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.ndim > 2:
-        axes: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise ValueError(
-            f"group must be a mesh with one axis, or two for a strategy with a degree, got axes "
-            f"{axes} of sizes {tuple(mesh.shape)}; pass one axis of it, such as mesh[{axes[0]!r}]"
-        )
-    if mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"a mesh with two axes needs their names: init_device_mesh(..., {tuple(mesh.shape)}, "
-            'mesh_dim_names=("ring", "ulysses"))'
-        )
-    if mesh not in _flat_groups:
-        ranks = mesh.mesh.flatten().tolist()
-        if ranks != sorted(ranks):
-            raise ValueError(
-                f"the ranks of a mesh with two axes must ascend, row by row, got {ranks}"
-            )
-        world = check_group(None)
-        everyone = dist.get_process_group_ranks(world)
-        _flat_groups[mesh] = world if ranks == everyone else flattened(mesh)
-    return _flat_groups[mesh]
-
-
-# Cached here: at every look-up of a flattened mesh torch builds a name.
-_flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-
-
-def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuses a group whose backend cannot send tensors on `device`."""
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
-    if dist.get_world_size(group) == 1:
-        return
-    backend = dist.get_backend_config(group)
-    names = dict(part.split(":") for part in backend.split(",") if ":" in part)
-    name = names.get(device.type, backend)
-    if (device.type == "cuda") != ("nccl" in name):
-        need = "nccl" if device.type == "cuda" else "gloo"
-        raise RuntimeError(
-            f"the group's backend {name!r} cannot send {device.type} tensors; initialise it with "
-            f"{need}, or 'cpu:gloo,cuda:nccl' for both"
-        )
-
-
 def check_name(option: str, name: object) -> str:
     """Checks that an option, such as the backend, is a name."""
     check_type(option, name, str, "a name")
@@ -409,30 +313,6 @@ def check_options(function: str, given: Mapping[str, object], known: type) -> No
         raise TypeError(
             f"{function} takes the options {list(known.__annotations__)}, got {unknown}; leave it "
             "out"
-        )
-
-
-def check_transport(options: object) -> TransportOptions:
-    check_type("transport", options, TransportOptions, "TransportOptions")
-    options = cast(TransportOptions, options)
-    timeout, max_ctas = options.timeout, options.nccl_max_ctas
-    if timeout is not None:
-        check_number("timeout", timeout)
-        if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
-            raise ValueError(
-                f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
-                f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None takes the group's timeout"
-            )
-    if max_ctas is not None:
-        check_int("nccl_max_ctas", max_ctas, least=1)
-    return options
-
-
-def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
-    """Refuses `nccl_max_ctas` on a group without NCCL."""
-    if options.nccl_max_ctas is not None and "nccl" not in dist.get_backend_config(group):
-        raise ValueError(
-            f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
         )
 
 

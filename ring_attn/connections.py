@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ring_attn import check
+from ring_attn import groups
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -46,16 +46,16 @@ def prepare(
         >>> prepare(strategy="ring")
         >>> dist.destroy_process_group()
     """
-    process_group = check.check_group(group)
-    options = check.check_transport(transport or TransportOptions())
-    check.check_max_ctas(options, process_group)
+    process_group = groups.check_group(group)
+    options = groups.check_transport(transport or TransportOptions())
+    groups.check_max_ctas(options, process_group)
     if strategy == "auto":
         raise ValueError(
             "prepare needs a strategy, got 'auto': pass the one that explain(...) names, or leave "
             "the connections to the first call"
         )
     world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    known = resolve_strategy(strategy, world_size, check.mesh_shape(group))
+    known = resolve_strategy(strategy, world_size, groups.mesh_shape(group))
     device = group_device(process_group)
     seqlen = 2 * world_size
     layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)

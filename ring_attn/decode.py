@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.call import Request
 from ring_attn.core.dtypes import own_dtypes
 from ring_attn.core.layout import Segment, SequenceLayout
@@ -39,7 +39,7 @@ def attend(
     If not `sizes_known`, k and v are placeholders: their heads and headdim come from other ranks.
     """
     group = call.process_group
-    check.check_max_ctas(call.transport, group)
+    groups.check_max_ctas(call.transport, group)
     # Checks the call before anything is sent.
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
     decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call, *call.place)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.call import Group
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.program import Collective
@@ -80,7 +80,7 @@ def halo(
         >>> ring_attn.halo(x, layout, left=2, right=1)[0].tolist()  # on rank 1
         [[2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
     """
-    process_group = check.check_group(group)
+    process_group = groups.check_group(group)
     try:
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
         rank = check.check_shard(x, dim, layout, process_group)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype, own_dtypes
 from ring_attn.core.heads import share_heads
@@ -62,7 +62,7 @@ def _prepare(
 ) -> tuple[Call, Agreement]:
     """The strategy's call for this rank, and the values that must be equal on all ranks."""
     call = arguments.call
-    check.check_max_ctas(call.transport, call.process_group)
+    groups.check_max_ctas(call.transport, call.process_group)
     masked = arguments.documents(), arguments.given_mask()
     return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
 

@@ -17,10 +17,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A shell ignores SIGINT for what it starts in the background (`make test &`), and so would all
-# processes that the tests start and interrupt.
+# A shell ignores SIGINT for what it starts in the background (`make test &`), and `nohup`
+# ignores SIGHUP. So would all processes that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Every client of torch's store looks up its host's name. A name server that drops the query costs
 # 5 s, longer than the timeouts of these tests: so only /etc/hosts is used, and torch's warning

@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from ring_attn import check
+from ring_attn import groups
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers import LAYOUT, Registration
@@ -257,7 +257,7 @@ class _Ring:
     @staticmethod
     def of(trainer: Any) -> _Ring:
         registered = _registration(trainer.model)
-        group = check.check_group(registered.group)
+        group = groups.check_group(registered.group)
         ranks, world_size = dist.get_process_group_ranks(group), dist.get_world_size()
         size, first = len(ranks), dist.get_rank() // len(ranks) * len(ranks)
         if world_size % size or ranks != list(range(first, first + size)):

@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Group
 from ring_attn.compiling import left_out_of_graphs
@@ -234,7 +234,7 @@ class Registration:
     ) -> Tensor:
         """Attention by a mask of slices; see `attend`."""
         try:
-            rank, rows, batch = dist.get_rank(check.check_group(self.group)), q.size(1), q.size(0)
+            rank, rows, batch = dist.get_rank(groups.check_group(self.group)), q.size(1), q.size(0)
             layout_or_step, documents = place
             cuts = check.check_cu_seqlens("cu_seq_lens_q", documents[0])
             step = self._step(layout_or_step, rows, cuts)
@@ -272,7 +272,7 @@ class Registration:
         if isinstance(placed, CacheStep):
             return placed
         if isinstance(placed, str):
-            world_size = dist.get_world_size(check.check_group(self.group))
+            world_size = dist.get_world_size(groups.check_group(self.group))
             total = cuts[-1] if cuts and world_size > 1 else rows * world_size
             placed = SequenceLayout.from_name(placed, total, world_size)
         return CacheStep(placed, placed)
@@ -295,7 +295,7 @@ class Registration:
         """
         if torch.compiler.is_compiling():
             return
-        group = check.check_group(self.group)
+        group = groups.check_group(self.group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if position_ids is None:
             if world_size == 1:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn import check
+from ring_attn import groups
 from ring_attn.api import unshard
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
@@ -88,7 +88,7 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
             f"{type(model).__name__}.forward passes no keywords on to its attention, which needs "
             f"{keyword}"
         )
-    cache = _cache_class()(check.check_group(group), kind, block, keyword)
+    cache = _cache_class()(groups.check_group(group), kind, block, keyword)
     if _before not in model._forward_pre_hooks.values():  # copies of models have hooks already
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)

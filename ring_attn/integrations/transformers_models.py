@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn import check
+from ring_attn import groups
 from ring_attn.call import Group
 from ring_attn.transport.p2p import tell_refusal
 
@@ -192,7 +192,7 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forward.given = frozenset(key for key, x in given.items() if x is not None)
     ring = registered[name]
     try:
-        _require_positions(model, check.check_group(ring.group))
+        _require_positions(model, groups.check_group(ring.group))
         # A split cache cuts and adds them in a hook of its own, after this one.
         if {"position_ids"} == _forward.given & {"position_ids", "past_key_values"}:
             ring.check_positions(given, given["position_ids"], first_position(model))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import check
+from ring_attn import groups
 from ring_attn.core.values import check_int, check_one_of
 from ring_attn.profiling import gradient_sync
 
@@ -83,7 +83,7 @@ def sync_gradients(
         raise TypeError(
             f"module must be a module or parameters in a list, got {type(module).__name__}"
         )
-    process_group = check.check_group(group)
+    process_group = groups.check_group(group)
     parameters = list(_checked(module, process_group))
     world_size = dist.get_world_size(process_group)
     if world_size == 1 or not parameters:
@@ -158,7 +158,7 @@ def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> 
                 "spread it (fully_shard, parallelize_module) reduces its gradient over them; "
                 "leave it out, or give the axes of the mesh that it is not on"
             )
-        check.check_group_device(group, parameter.device)
+        groups.check_group_device(group, parameter.device)
         yield parameter
 
 

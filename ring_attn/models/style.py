@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.api import ring_attention
 from ring_attn.call import DistributedOptions, Layout, MathOptions
 from ring_attn.core.layout import Layouts, SequenceLayout
@@ -128,7 +128,7 @@ class ContextParallel(ParallelStyle):
             check.check_layouts(self.layout)
         check.check_name("backend", self.backend)
         check.check_same_bits(self.same_bits)
-        check.check_transport(self.transport)
+        groups.check_transport(self.transport)
         for name in ("seq_dim", "head_dim", "output_index"):
             as_int(name, getattr(self, name))
         if {self.seq_dim, self.head_dim} - {0, 1, 2} or self.seq_dim == self.head_dim:
@@ -265,7 +265,7 @@ class _ParallelAttention:
         if mesh.get_coordinate() is None:
             raise RuntimeError("this rank is not in the mesh of ContextParallel")
         self.style, self.mesh = style, mesh
-        self.group = check.check_group(mesh)
+        self.group = groups.check_group(mesh)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.strategy = _strategy_on(mesh, style)
         self.dims = Dims(style.seq_dim, style.head_dim)

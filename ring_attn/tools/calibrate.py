@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
-from ring_attn.check import check_group
 from ring_attn.core.program import Collective, Hop
 from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.core.tiles import Tile
+from ring_attn.groups import check_group
 from ring_attn.planning import devices
 from ring_attn.planning.devices import Cluster, Device, Link
 from ring_attn.tools.arguments import (

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.core.program import Channel, Collective
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
@@ -391,7 +391,7 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
     """
     process_group = None
     with suppress(Exception):
-        process_group = check.check_group(cast(Any, group))
+        process_group = groups.check_group(cast(Any, group))
     if process_group is None or was_counted(error):
         return
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

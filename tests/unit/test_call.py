@@ -5,7 +5,7 @@ import json
 import numpy
 import pytest
 
-from ring_attn import Strategy, TransportOptions, check
+from ring_attn import Strategy, TransportOptions, check, groups
 from ring_attn.call import Request
 
 PLAIN = Request(
@@ -41,7 +41,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         softmax_scale=check.check_scale(scale),
         softcap=check.check_softcap(numpy.int64(2)),
         window_size=check.check_window(window, True),
-        transport=check.check_transport(TransportOptions(numpy.float32(2.5))),
+        transport=groups.check_transport(TransportOptions(numpy.float32(2.5))),
     )
     check.check_unsupported(numpy.float64(0), None)
     transport = TransportOptions(2.5)

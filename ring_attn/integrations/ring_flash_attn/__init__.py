@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.call import Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
@@ -135,7 +135,7 @@ def _split(
                 f"{name} must have cu_seqlens[-1] rows, {boundaries[-1]}, got {len(x)}: cu_seqlens "
                 "has the global boundaries divided by the ranks, which is this rank's rows"
             )
-    world_size = dist.get_world_size(check.check_group(group))
+    world_size = dist.get_world_size(groups.check_group(group))
     layout, documents = _split_documents(boundaries, world_size, chunks)
     return {"layout": layout, "cu_seqlens": documents}
 
@@ -196,7 +196,7 @@ def _gathered(
     check_documents("_q", cu_q, max_seqlen_q)
     check_documents("_k", cu_k, max_seqlen_k)
     check_type("local_k_slice", keys, slice)
-    process_group = check.check_group(group)
+    process_group = groups.check_group(group)
     world_size = dist.get_world_size(process_group)
     made = Local(
         tuple(on_host("cu_seqlens_q", cu_q)), tuple(on_host("cu_seqlens_k", cu_k)),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import check, groups
 from ring_attn.call import Group
 from ring_attn.core.values import as_int
 
@@ -90,7 +90,7 @@ class RingComm:
     """
 
     def __init__(self, process_group: Group) -> None:
-        self._group = check.check_group(process_group)
+        self._group = groups.check_group(process_group)
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         around = ((self.rank + step) % self.world_size for step in (1, -1))
         self.send_rank, self.recv_rank = (dist.get_global_rank(self._group, r) for r in around)
@@ -138,7 +138,7 @@ class AllGatherComm:
     """Gathers tensors of all ranks, several at a time."""
 
     def __init__(self, group: Group = None) -> None:
-        self._group = check.check_group(group)
+        self._group = groups.check_group(group)
         self._works: list[dist.Work | None] = []
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
