@@ -10,6 +10,7 @@ from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, flash
 from ring_attn.core.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs
+from ring_attn.kernels.gluon_guard import gluon_missing
 from ring_attn.planning.devices import builtin_cluster, with_backend
 
 
@@ -29,6 +30,7 @@ Pretend = Callable[..., None]
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
     """Simulates a GPU of a compute capability, packages of given versions, and cuDNN."""
+    gluon_missing()  # Gluon can be imported only with TRITON_INTERPRET as it was for triton.
 
     def pretend(
         capability: tuple[int, int], installed: Mapping[str, str | None], cudnn: bool = True

@@ -28,6 +28,7 @@ ROWS = [
     "core.turns",
     "core.ranks",
     "core.sizes",
+    "groups",
     "check kernels",
     "backends.base backends.kept_launches backends.triton_support transport.streams",
     "backends.aten backends.flash_attn backends.reference backends.triton transport.buffers",
