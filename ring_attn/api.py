@@ -91,6 +91,7 @@ def ring_attention(
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence that is split across the ranks of a group.
 
@@ -160,7 +161,8 @@ def ring_attention(
     Raises:
         ValueError: shapes, layout, window, documents, sinks or degrees do not fit, or a call that
             is differentiated has inputs made in inference mode.
-        TypeError: a dtype or type that is not accepted, such as a sparse or nested tensor.
+        TypeError: a dtype or type that is not accepted, such as a sparse or nested tensor, or an
+            option of another name, such as `is_causal`.
         NotImplementedError: dropout, ALiBi, forward-mode differentiation, transforms of
             `torch.func`, a call that the named backend does not support, `same_bits=True` where it
             is impossible, or capture of a CUDA graph.
@@ -176,6 +178,8 @@ def ring_attention(
         torch.Size([1, 500, 8, 64])
     """
     try:
+        if unknown:
+            check.check_options("ring_attention", unknown, AttentionOptions)
         check_flag("return_lse", return_lse)
         check_flag("return_max_logits", return_max_logits)
         check.check_unsupported(dropout_p, alibi_slopes)
@@ -244,7 +248,7 @@ def _with_strategy(
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
     rows = (q.size(1), k.size(1))
     masked = arguments.documents(), arguments.given_mask()
-    resolved = resolve(call, rows, *masked, arguments.numbers, *call.place)
+    resolved = resolve(call, spec, rows, *masked, arguments.numbers, *call.place)
     purpose = Purpose.of(resolved.mask, backward=call.differentiated, same_bits=call.same_bits)
     backend = choose_backend(spec, call.backend, purpose).name
     ends = open_p2p(group, call.transport)
@@ -309,6 +313,7 @@ def tree_decode(
     backend: str = "auto",
     return_lse: bool = False,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
 
@@ -369,6 +374,8 @@ def tree_decode(
     """
     sizes_known = not (k is None and v is None)
     try:
+        if unknown:
+            check.check_options("tree_decode", unknown, DecodeOptions)
         k, v = check.fill_absent_kv(q, k, v, layout)
         check.check_tensors(q, k, v, packed=False)
         check.check_decode(q, k, v, sinks, layout)

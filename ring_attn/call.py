@@ -234,6 +234,7 @@ class Resolved(NamedTuple):
 
 def resolve(
     call: Request,
+    spec: AttentionSpec,
     rows: tuple[int, int],
     documents: Documents,
     given_mask: Mask | None,
@@ -249,13 +250,16 @@ def resolve(
     layout: object = call.layout
     if call.layout is None:
         layout = tuple(map(SequenceLayout.from_numbers, numbers))
-    layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
-    seqlens = (layouts[0].seqlen, layouts[1].seqlen)
-    if given_mask is not None:
-        check.check_given_mask(given_mask, *seqlens)
-        return Resolved(layouts, given_mask)
-    mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
-    return Resolved(layouts, mask)
+
+    def resolve_rows(rows: tuple[int, int]) -> Resolved:
+        layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
+        seqlens = (layouts[0].seqlen, layouts[1].seqlen)
+        if given_mask is not None:
+            check.check_given_mask(given_mask, *seqlens)
+            return Resolved(layouts, given_mask)
+        return Resolved(layouts, Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k))
+
+    return check.rows_before_heads(resolve_rows, rows, (spec.nheads, spec.nheads_kv))
 
 
 def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:

@@ -9,8 +9,8 @@ argument that is bad on every rank raises on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.values import as_int, check_dim, check_flag, check_number, check_type
 from ring_attn.groups import check_group_device
 from ring_attn.torch_private import is_transformed
+
+T = TypeVar("T")
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
 # are normal float32 numbers, and so are scaled scores of products up to 2**64.
@@ -146,7 +148,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
         raise ValueError(f"batch, heads and headdim must not be 0, got {shapes()}")
     if nheads % nheads_kv:
         raise ValueError(
-            f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv} ({shapes()})"
+            f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv} ({shapes()}); "
+            "rows stand before heads: (batch, rows, nheads, headdim)"
         )
 
 
@@ -306,14 +309,63 @@ def check_name(option: str, name: object) -> str:
     return cast(str, name)
 
 
-def check_options(function: str, given: Mapping[str, object], known: type) -> None:
+# What other packages call an argument, and what it is here.
+OTHER_NAMES = {
+    "is_causal": "causal",
+    "attn_mask": "mask=ring_attn.masks.from_dense(...), the mask of the whole sequence",
+    "attention_mask": "cu_seqlens, or mask=ring_attn.masks.from_dense(...)",
+    "block_mask": "mask=ring_attn.masks.blocks(...)",
+    "scale": "softmax_scale",
+    "scaling": "softmax_scale",
+    "sliding_window": "window_size=(left, right)",
+    "s_aux": "sinks",
+    "cu_seqlens_q": "cu_seqlens",
+    "process_group": "group",
+    "mesh": "group",
+    "return_attn_probs": "return_lse",
+    "enable_gqa": "nothing, heads of k and v are shared where they are fewer",
+    "deterministic": "nothing, results are always deterministic",
+    "max_seqlen_q": "nothing, cu_seqlens tell",
+    "max_seqlen_k": "nothing, cu_seqlens tell",
+}
+
+
+def check_options(function: str, given: Iterable[str], known: type) -> None:
     """Refuses options that are not keys of the TypedDict `known`."""
     unknown = [name for name in given if name not in known.__annotations__]
     if unknown:
+        ours = [
+            f"in place of {name} pass {OTHER_NAMES[name]}"
+            for name in unknown
+            if name in OTHER_NAMES
+        ]
         raise TypeError(
-            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; leave it "
-            "out"
+            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; "
+            f"{'; '.join(ours) or 'leave it out'}"
         )
+
+
+def rows_before_heads(
+    resolve: Callable[[tuple[int, int]], T], rows: tuple[int, int], heads: tuple[int, int]
+) -> T:
+    """`resolve(rows)`; its error says so where the numbers of heads would be the right rows."""
+    try:
+        return resolve(rows)
+    except ValueError as error:
+        reason = error
+    try:
+        resolve(heads)
+    except ValueError:
+        heads_fit = False
+    else:
+        heads_fit = True
+    if not heads_fit:
+        raise reason
+    raise ValueError(
+        "rows are dim 1, heads dim 2 of (batch, rows, nheads, headdim), got "
+        f"{rows} rows and {heads} heads of q and k, which fit the other way round: transpose "
+        f"these dims; {reason}"
+    )
 
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
@@ -381,8 +433,8 @@ def check_layout(
             remedy += f"here where this rank's rows end, at {total}; where all rows are one "
             remedy += "rank's, pass a SequenceLayout"
         raise ValueError(
-            f"{name} of rank {rank} must have {layout.shard_len(rank)} rows (dim 1 of a batch, "
-            f"heads are dim 2) for layout {layout}, got {rows}: {remedy}"
+            f"{name} of rank {rank} must have {layout.shard_len(rank)} rows for layout {layout}, "
+            f"got {rows}: {remedy}"
         )
 
 

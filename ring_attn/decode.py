@@ -75,11 +75,15 @@ def _planned(
     world_size: int,
 ) -> tuple[DecodeCall, Agreement]:
     """The checked call, and everything that must be equal on all ranks except tensor values."""
-    if layout is not None:
-        check.check_layout("k", layout, rows[1], None, rank, world_size)
+
+    def check_rows(rows: tuple[int, int]) -> None:
+        if layout is not None:
+            check.check_layout("k", layout, rows[1], None, rank, world_size)
+        if mask is not None:
+            check.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
+
+    check.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
     decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
-    if mask is not None:
-        check.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
     agreement = Agreement(
         {
             **vars(spec),

@@ -80,7 +80,7 @@ def _make_call(
     world_size: int,
 ) -> tuple[Call, Agreement]:
     request = Request.from_text(text)
-    resolved = resolve(request, rows, documents, given_mask, numbers, rank, world_size)
+    resolved = resolve(request, spec, rows, documents, given_mask, numbers, rank, world_size)
     strategy = request.resolved_strategy(world_size)
     call = make_call(
         strategy, spec, *resolved, rank, softmax_scale=request.softmax_scale,

@@ -28,8 +28,9 @@ def shard_batch(
     Args:
         batch: tensors with `layout.seqlen` rows in `dim`, such as `input_ids` (batch, seqlen). With
             `labels` (unshifted, as in Hugging Face batches) the result has `shift_labels` instead,
-            whose last position is `ignore_index`. `attention_mask` stays whole: attention needs
-            the padding of all ranks' rows.
+            whose last position is `ignore_index`. Labels on the CPU that are the next of the
+            `input_ids` everywhere are refused: they would be shifted twice. `attention_mask` stays
+            whole: attention needs the padding of all ranks' rows.
         layout: how the sequence is split.
         rank: the rank that holds the part.
         dim: the sequence dim of every tensor.
@@ -42,8 +43,9 @@ def shard_batch(
         shape (1, shard_len) unless the batch has its own.
 
     Raises:
-        ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`,
-            a batch with both `labels` and `shift_labels`, or boundaries beyond the sequence.
+        ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`
+            or are shifted already, a batch with both `labels` and `shift_labels`, or boundaries
+            beyond the sequence.
         TypeError: a batch that is not a dict of tensors, or a layout given by name.
 
     Example:
@@ -68,6 +70,7 @@ def shard_batch(
             raise ValueError("batch has both labels and shift_labels; give one of them")
         labels = whole.pop("labels")
         _check_ignore_index(labels, ignore_index)
+        _check_unshifted(labels, whole.get("input_ids"), dim, ignore_index)
         shifted = labels.roll(-1, dim)
         last = torch.tensor([cut - 1 for cut in cuts if cut], dtype=torch.int64)
         shifted.index_fill_(dim, last.to(shifted.device), ignore_index)
@@ -108,3 +111,22 @@ def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
     bounds = torch.iinfo(labels.dtype)
     if not bounds.min <= index <= bounds.max:
         raise ValueError(f"ignore_index must fit labels of {labels.dtype}, got {index}")
+
+
+def _check_unshifted(labels: Tensor, ids: Tensor | None, dim: int, ignore_index: int) -> None:
+    """Refuses labels of which each is the next of the `input_ids`, where that costs no wait."""
+    if ids is None or ids.shape != labels.shape or {ids.device.type, labels.device.type} != {"cpu"}:
+        return
+    rows = labels.size(dim)
+    if rows < 2:
+        return
+    targets = labels.narrow(dim, 0, rows - 1)
+    counted = targets != ignore_index
+    shifted, unshifted = (
+        bool((targets == ids.narrow(dim, start, rows - 1))[counted].all()) for start in (1, 0)
+    )
+    if shifted and not unshifted and int(counted.sum()) > 1:
+        raise ValueError(
+            "labels are shifted already: each that counts is the next of the input_ids; pass them "
+            "as shift_labels, or unshifted as labels"
+        )

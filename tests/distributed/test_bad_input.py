@@ -82,6 +82,11 @@ def packed(*cu_seqlens: int, **arguments: Any) -> Arguments:
     return {**tensors, "cu_seqlens": ints(*cu_seqlens), **arguments}
 
 
+def heads_first(**arguments: Any) -> Arguments:
+    """Good arguments of shape (batch, nheads, rows, headdim)."""
+    return {name: tensor.transpose(1, 2) for name, tensor in good().items()} | arguments
+
+
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -148,6 +153,9 @@ BACKENDS: list[Bad] = [
 BOTH: list[Bad] = [
     type_error("q must be a plain tensor|.to_local()", lambda: {"q": dtensor(1, ROWS, 4, 8)}),
     value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),
+    type_error("is_causal|pass causal", is_causal=True),
+    type_error("attn_mask|from_dense", attn_mask=torch.ones(2, 2)),
+    type_error("no_such_option|leave it out", no_such_option=1),
     value_error("softmax_scale|positive|0", softmax_scale=0.0),
     value_error("positive|-0.2", softmax_scale=-0.2),
     value_error("softmax_scale|1e-46", softmax_scale=1e-46),
@@ -201,6 +209,8 @@ ATTENTION: list[Bad] = [
     value_error("must have 8 rows|got 6|SequenceLayout", packed(0, SEQLEN + 4)),
     value_error("must have 3 rows|cu_seqlens are global|rows end, at 6", packed(0, 2, ROWS)),
     type_error("mask|from_dense|masks.blocks|Tensor", mask=torch.ones(2, 2)),
+    value_error("rows are dim 1|transpose", heads_first(layout=zigzag(SEQLEN))),
+    value_error("rows are dim 1", heads_first(mask=masks.window(SEQLEN, 4))),
     value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
     value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),
@@ -237,6 +247,7 @@ DECODE: list[Bad] = [
     value_error("q must have at least one token, got shape (1, 0, 4", q=x(1, 0, 4, 8)),
     type_error("layout of a cache must be a SequenceLayout", layout="contiguous"),
     value_error("k of rank", layout=SequenceLayout.contiguous(20, 2)),
+    value_error("rows are dim 1", heads_first(layout=SequenceLayout.contiguous(SEQLEN, 2))),
     type_error("k must be a torch.Tensor, got None", k=None),
     value_error("None only with a layout", k=None, v=None),
     value_error("must have 5 rows", k=None, v=None, layout=SequenceLayout.contiguous(10, 2)),

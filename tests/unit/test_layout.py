@@ -106,6 +106,28 @@ def test_shard_batch_keeps_what_is_already_there() -> None:
     assert part["shift_labels"].tolist() == [[2, 4, -100]]
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shard_batch_refuses_labels_that_are_shifted_already(dim: int) -> None:
+    ids = torch.tensor([[5, 6, 7, 5, 8, 9]])
+    shifted = torch.tensor([[6, 7, -100, 8, 9, 3]])
+    unshifted = torch.tensor([[-100, -100, 7, 5, 8, 9]])
+    of_equal_tokens = torch.full_like(ids, 5)
+    layout = SequenceLayout.zigzag(6, 2)
+
+    def cut(ids: torch.Tensor, labels: torch.Tensor) -> object:
+        batch = {"input_ids": ids, "labels": labels}
+        if dim == 0:
+            batch = {name: x.T for name, x in batch.items()}
+        return shard_batch(batch, layout, 0, dim=dim)
+
+    with pytest.raises(ValueError, match="shifted already"):
+        cut(ids, shifted)
+    cut(ids, unshifted)
+    cut(ids, ids)
+    cut(of_equal_tokens, of_equal_tokens)
+    cut(ids, torch.tensor([[6, -100, -100, -100, -100, -100]]))  # one may be equal by chance
+
+
 ZIGZAG = SequenceLayout.zigzag(8, 2)
 X = torch.zeros(1, 8)
 HALVES = (Segment(0, 2), Segment(2, 2))
