@@ -26,11 +26,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import check
+from ring_attn import check, groups
+from ring_attn.backends import get_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import FlashArguments, Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
-from ring_attn.core.strategy import Strategy, resolve_strategy
+from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.values import check_one_of
 from ring_attn.torch_private import group_by_name, is_traced_as_constant, specialized
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -100,6 +102,20 @@ class DecodeOptions(_Basics, _Scores, _Ranks, _Execution, total=False):
     """All options of `tree_decode` except `return_lse`."""
 
     layout: SequenceLayout | None
+
+
+def check_execution(options: ExecutionOptions) -> None:
+    """Checks options that are given before a call, as far as they do not depend on it."""
+    strategy = options.get("strategy", "auto")
+    if isinstance(strategy, str):
+        check_one_of("strategy", strategy, (*NAMES, "auto"))
+    else:
+        checked_strategy(strategy)
+    backend = check.check_name("backend", options.get("backend", "auto"))
+    if backend != "auto":
+        get_backend(backend)
+    check.check_same_bits(options.get("same_bits"))
+    groups.check_transport(options.get("transport", TransportOptions()))
 
 
 # -- the call

@@ -30,15 +30,19 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         return world
     if isinstance(group, DeviceMesh):
         return _alive(_group_of_mesh(group))
+    check_group_type(group)
+    return _alive(group)
+
+
+def check_group_type(group: object) -> None:
     # On ranks outside of a new group, torch returns this integer instead of the group.
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise RuntimeError("this rank is not a member of group; only members may call")
-    if not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup | DeviceMesh | None):
         raise TypeError(
             "group must be a torch.distributed ProcessGroup, a DeviceMesh or None, got "
             f"{type(group).__name__}"
         )
-    return _alive(group)
 
 
 def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -425,7 +425,10 @@ def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: tor
         allowed = {tokens, (1, tokens[1])} if name == "position_ids" else {tokens}
         got = tuple(getattr(x, "shape", ()))
         if (got[:2] if name == "inputs_embeds" else got) not in allowed:
-            raise ValueError(f"{name} must be {tokens}, as the tokens, got {got}")
+            raise ValueError(
+                f"{name} must be {tokens}, as the tokens, got {got} (some collators make unlike "
+                "shapes of samples without tokens: leave such samples out)"
+            )
     for name, x in others.items():
         if isinstance(x, Tensor) and name not in {"attention_mask", *CUTS}:
             raise NotImplementedError(

@@ -54,9 +54,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check, groups
 from ring_attn.api import ring_attention, tree_decode
-from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Group
+from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Group, check_execution
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.values import as_tuple
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.integrations.transformers_masks import (
     BatchMask,
@@ -362,8 +363,9 @@ def register(
 
     Raises:
         ImportError: transformers is not installed, or older than version 5.
-        ValueError: the name is taken or has a meaning in transformers, or the layout is unknown.
-        TypeError: the layout is not a name, or an option is unknown.
+        ValueError: the name is taken or has a meaning in transformers, or the layout, strategy or
+            backend is unknown.
+        TypeError: the layout is not a name, an option is unknown, or a type is wrong.
 
     Example:
         >>> with register(layout="zigzag", name="ring_zigzag") as ring:
@@ -371,6 +373,13 @@ def register(
         'ring_zigzag'
     """
     package = _transformers()
+    check.check_options("register", execution, ExecutionOptions)
+    check_execution(execution)
+    groups.check_group_type(group)
+    check.check_name("name", name)
+    ignored = frozenset(
+        check.check_name("each of ignore", one) for one in as_tuple("ignore", ignore)
+    )
     if not isinstance(layout, str):
         raise TypeError(
             f"layout must be one of {list(LAYOUTS)}, got {layout!r}: lengths differ from batch to "
@@ -387,8 +396,7 @@ def register(
             f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
             "or give another name"
         )
-    check.check_options("register", execution, ExecutionOptions)
-    ring = Registration(name, group, layout, execution, frozenset(ignore))
+    ring = Registration(name, group, layout, execution, frozenset(ignored))
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)

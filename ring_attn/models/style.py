@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,10 +36,16 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import check, groups
 from ring_attn.api import ring_attention
-from ring_attn.call import DistributedOptions, Layout, MathOptions
+from ring_attn.call import (
+    DistributedOptions,
+    ExecutionOptions,
+    Layout,
+    MathOptions,
+    check_execution,
+)
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.strategy import Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
 from ring_attn.models.head_exchange import HeadExchange
@@ -120,15 +126,12 @@ class ContextParallel(ParallelStyle):
         check_one_of("inside", self.inside, get_args(Inside))
         if self.degree is not None:
             as_int("degree", self.degree, least=1)
-        if not isinstance(self.strategy, str):
-            checked_strategy(self.strategy)
         if isinstance(self.layout, str):
             SequenceLayout.from_name(self.layout, 0, 1)
         else:
             check.check_layouts(self.layout)
-        check.check_name("backend", self.backend)
-        check.check_same_bits(self.same_bits)
-        groups.check_transport(self.transport)
+        execution = ("strategy", "backend", "same_bits", "transport")
+        check_execution(cast(ExecutionOptions, {name: getattr(self, name) for name in execution}))
         for name in ("seq_dim", "head_dim", "output_index"):
             as_int(name, getattr(self, name))
         if {self.seq_dim, self.head_dim} - {0, 1, 2} or self.seq_dim == self.head_dim:

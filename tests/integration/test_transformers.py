@@ -48,6 +48,15 @@ def test_a_name_comes_and_goes() -> None:
         ({"name": "sdpa"}, ValueError, "'sdpa' is registered already"),
         ({"layout": "spiral"}, ValueError, "layout must be one of"),
         ({"layout": SequenceLayout.zigzag(8, 2)}, TypeError, "goes to the model's forward as"),
+        ({"name": 3}, TypeError, "name must be"),
+        ({"group": 3}, TypeError, "group must be"),
+        ({"strategy": 3}, TypeError, "strategy must be"),
+        ({"strategy": "rings"}, ValueError, "strategy must be"),
+        ({"backend": "tritons"}, ValueError, "backend must be"),
+        ({"same_bits": 3}, TypeError, "same_bits must be"),
+        ({"transport": 3}, TypeError, "transport must be"),
+        ({"ignore": [3]}, TypeError, "each of ignore"),
+        ({"causal": True}, TypeError, "register takes"),
     ],
 )
 def test_a_bad_registration(options: dict[str, Any], error: type[Exception], text: str) -> None:
