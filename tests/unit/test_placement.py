@@ -146,3 +146,8 @@ def test_ten_thousand_documents_are_placed_and_planned_in_time() -> None:
     )  # fmt: skip
     assert time.process_time() - placed < 20.0  # 1 s where nothing else runs
     assert choice.layout == packing.layout and choice.best.seconds > 0
+
+
+def test_too_many_ranks_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="at most 16,384, got 100,000"):
+        pack([3, 4], 100_000)
