@@ -95,6 +95,8 @@ class Memory:
         # Rooms of the buffers with memory; cleared buffers have none yet.
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
+        # Bytes that a sum over ranks receives, by channel, until the end of the exchange.
+        self._parts: dict[ops.Channel, int] = {}
         self._free = {} if self.pool is None else self.pool
         # Answers of the backend: bytes by arguments.
         self._asked: dict[Any, int] = {}
@@ -152,6 +154,9 @@ class Memory:
             case ops.Post():
                 self._written(op.send)
                 self._take(op.recv, op.message)
+                self._receive_parts(op)
+            case ops.Wait():
+                self.held -= self._parts.pop(op.channel, 0)
             case ops.Clear():
                 self._messages[op.buffer.name] = op.message
             case ops.Add():
@@ -192,6 +197,13 @@ class Memory:
                 self._round(op)
             case ops.Inner():
                 self._inner(op)
+
+    def _receive_parts(self, post: ops.Post) -> None:
+        """Takes memory for the other ranks' parts of a sum, which a host adds up itself."""
+        collective = isinstance(post.route, ops.Collective) and post.route.op
+        if collective == "reduce_scatter" and self.spec.device_type == "cpu":
+            self._parts[post.channel] = post.nbytes
+            self._hold(post.nbytes)
 
     def _written(self, buffer: Buffer) -> None:
         """Takes memory for a cleared buffer."""

@@ -207,8 +207,9 @@ class Transport:
         incoming: Sequence[Tensor] = recv.chunk(self.world_size)
         if route.op == "reduce_scatter":
             outgoing = send.chunk(self.world_size)
-            received = [torch.empty_like(x) for x in outgoing]
-            received[self.rank] = outgoing[self.rank]
+            received = [
+                x if r == self.rank else torch.empty_like(x) for r, x in enumerate(outgoing)
+            ]
             incoming, batch.finish = received, partial(_sum, received, recv)
         else:
             if route.op == "all_to_all":

@@ -26,8 +26,7 @@ from ring_attn.strategies.base import Call
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.strategies.tree_decode import program as decode_program
-from ring_attn.transport.base import TransportStats
-from ring_attn.transport.buffers import Pool
+from ring_attn.transport.base import Batch, Channel, Transport
 from tests.unit.test_programs import calls_of
 
 # The issue demands peaks within 5 % of the prediction.
@@ -35,33 +34,24 @@ SHARE = 0.05
 ROWS = 128
 
 
-class Echo:
+class Echo(Transport):
     """A transport, for any number of ranks, that delivers zeros."""
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
-        self.world_size, self.rank = world_size, rank
-        self.stats = TransportStats()
+        super().__init__(tuple(range(world_size)), rank)
 
-    def sub(self, ranks: tuple[int, ...]) -> Echo:
-        return Echo(len(ranks))
+    def _among(self, members: tuple[int, ...]) -> Echo:
+        return Echo(len(members), members.index(self._members[self.rank]))
 
-    def pool(self, device: torch.device) -> Pool:
-        return Pool(device)
+    def _exchange(self, batch: Batch) -> None:
+        for _, into in batch.receives:
+            into.zero_()
+        self._pending[batch.channel] = batch
 
-    def post(self, channel: str, step: int, *messages: Any, after: object = None) -> None:
-        messages[-1].zero_()
-
-    all_gather = reduce_scatter = post
-
-    def all_to_all(self, *given: Any, after: object = None) -> None:
-        _, _, _, _, recv, _ = given
-        recv.zero_()
-
-    def wait(self, channel: str) -> None:
-        pass
-
-    def join(self, channel: str, device: torch.device) -> None:
-        pass
+    def wait(self, channel: Channel) -> None:
+        batch = self._pending.pop(channel)
+        if batch.finish is not None:
+            batch.finish()
 
 
 def calls(
