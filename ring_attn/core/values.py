@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,17 @@ def check_number(name: str, value: object) -> None:
     # `Real` is for numbers of numpy.
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a float, got {_shown(value)}")
+
+
+def env_int(name: str, default: int) -> int:
+    """The number in an environment variable; `default` where it is not set or empty."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment variable {name} must be a number from 0, got {text!r}: unset it, or "
+            "leave it to torchrun where torchrun sets it"
+        )
+    return int(text)
 
 
 def check_one_of(name: str, value: object, names: Sequence[str]) -> None:

@@ -26,7 +26,14 @@ import torch
 
 from ring_attn.core.rates import FA3, RATES, Rate, rates_of
 from ring_attn.core.spec import MAX_CTAS, AttentionSpec
-from ring_attn.core.values import check_cost, check_size, check_speed, check_types, regular_file
+from ring_attn.core.values import (
+    check_cost,
+    check_size,
+    check_speed,
+    check_types,
+    env_int,
+    regular_file,
+)
 
 GB = 1e9
 
@@ -348,17 +355,6 @@ def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
         ) from None
 
 
-def _local_world_size() -> int:
-    """The number of ranks of this node by the environment; 0 if it does not say."""
-    text = os.environ.get(LOCAL_WORLD_SIZE, "0")
-    if not text.isdecimal():
-        raise ValueError(
-            f"the environment variable {LOCAL_WORLD_SIZE} must be a number of ranks, got {text!r}: "
-            "torchrun sets it; unset it elsewhere"
-        )
-    return int(text)
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -428,7 +424,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
             ) from None
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    local = _local_world_size()
+    local = env_int(LOCAL_WORLD_SIZE, 0)
     if device_type == "cpu":
         return cpu_cluster(local or world_size or 1)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

@@ -31,6 +31,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ring_attn.core.values import env_int
 from ring_attn.tools import interrupt
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def run_ranks(
         raise ValueError(f"threads must be at least 1 and at most {MOST_THREADS}, got {threads}")
     device = checked_device(device, nproc)
     if under_torchrun():
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = env_int("WORLD_SIZE", 1)
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
         return _run_in_place(fn, args, threads, device, on_part)
@@ -88,7 +89,7 @@ def run_ranks(
             f"{available / 2**30:.4g} GiB available; use fewer ranks"
         )
     if threads is None:
-        threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
+        threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
     return _launch((fn, args, threads, device), nproc, on_part)
 
 
@@ -176,7 +177,7 @@ def num_cores() -> int:
 def checked_device(device: str | None, nproc: int) -> str:
     """The device of `nproc` ranks on this machine; None is "cuda" if each can have a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", nproc)) if under_torchrun() else nproc
+    local = env_int("LOCAL_WORLD_SIZE", nproc) if under_torchrun() else nproc
     if device is None:
         return "cuda" if num_gpus >= local else "cpu"
     if device not in DEVICES:
@@ -327,6 +328,6 @@ def _join(device: str) -> None:
     """Makes the default process group."""
     cuda = None
     if device == "cuda":
-        cuda = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        cuda = torch.device("cuda", env_int("LOCAL_RANK", 0))
         torch.cuda.set_device(cuda)
     dist.init_process_group(BACKENDS[device], device_id=cuda)

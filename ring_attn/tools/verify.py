@@ -16,7 +16,6 @@ the reason; they neither fail nor pass.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import traceback
 from collections import Counter
@@ -29,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn import select_backend
+from ring_attn.core.values import env_int
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS_WITH_SINKS,
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the cases and shows the results; returns 1 if a case failed or none passed."""
     world_size = args.world_size
     if world_size is None:
-        world_size = int(os.environ.get("WORLD_SIZE", DEFAULT_WORLD_SIZE))
+        world_size = env_int("WORLD_SIZE", DEFAULT_WORLD_SIZE)
     device = checked_device(args.device, world_size)
     backends = _checked_backends(args.backend) or usable_backends(device)
     wanted = cases(

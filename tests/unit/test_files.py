@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ring_attn.bench.outputs import read_report
+from ring_attn.core.values import env_int
 from ring_attn.models.checkpoint import open_checkpoint
 from ring_attn.planning.devices import find_cluster, load_cluster
 from ring_attn.tools import launch
@@ -36,6 +37,13 @@ def test_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "abc")
     with refused(ValueError, "LOCAL_WORLD_SIZE|'abc'"):
         find_cluster("cpu", 2)
+    for name in ("OMP_NUM_THREADS", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "-3")
+        with refused(ValueError, f"{name}|'-3'"):
+            env_int(name, 1)
+        monkeypatch.setenv(name, "")
+        assert env_int(name, 1) == 1
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setenv("RING_ATTN_CLUSTER", "/missing.json")
     with refused(FileNotFoundError, "RING_ATTN_CLUSTER|/missing.json"):
         find_cluster("cpu", 2)
