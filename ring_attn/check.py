@@ -433,8 +433,8 @@ def check_layout(
             remedy += f"here where this rank's rows end, at {total}; where all rows are one "
             remedy += "rank's, pass a SequenceLayout"
         raise ValueError(
-            f"{name} of rank {rank} must have {layout.shard_len(rank)} rows for layout {layout}, "
-            f"got {rows}: {remedy}"
+            f"{name} of the group's rank {rank} must have {layout.shard_len(rank)} rows for layout "
+            f"{layout}, got {rows}: {remedy}"
         )
 
 
