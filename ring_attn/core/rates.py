@@ -65,21 +65,28 @@ _MAGI = "published: MagiAttention's kernel benchmark"
 FA3 = Rates(Rate(685e12, 8e-6, 0.0, 80.0), Rate(615e12, 8e-6, 700.0), _MAGI)
 _FA2 = Rates(Rate(380e12, 8e-6, 80.0, 265.0), Rate(343e12, 8e-6, 510.0, 110.0), _MAGI)
 _CUDNN = Rates(Rate(630e12, 8e-6, 0.0, 285.0), Rate(541e12, 8e-6, 510.0, 235.0), _MAGI)
+_UNTRIED = "no GPU has run these kernels"
 _PORTABLE = Rates(
     Rate(400e12, 8e-6, 220.0, 200.0), Rate(285e12, 8e-6, 980.0, 360.0),
-    "estimate: as FlexAttention in MagiAttention's kernel benchmark",
+    f"estimate: as FlexAttention in MagiAttention's kernel benchmark, {_UNTRIED}",
 )  # fmt: skip
 # Our Gluon kernels, estimated at 16k rows: forward 590 TFLOP/s, causal 540; backward 450 to 500,
 # of which we take the middle. The extra columns of the backward are those of the portable kernel.
 _GLUON = Rates(
     Rate(598e12, 8e-6, 220.0, 660.0), Rate(503e12, 8e-6, 980.0, 360.0),
-    "estimate: by their instructions",
+    f"estimate: by their instructions, {_UNTRIED}",
 )  # fmt: skip
 # FlashAttention 2 on an A100, one size only: ring-flash-attention's benchmark on one GPU (8k rows,
 # 32 heads, causal) is 205 TFLOP/s forward and 182 with the backward. Columns as for FlexAttention.
 _FA2_A100 = Rates(
     Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0),
     "published: ring-flash-attention's benchmark, one size",
+)  # fmt: skip
+# Our kernels there, by the clocks of their machine code at 16k rows: forward 185 to 200 TFLOP/s,
+# causal 140 to 165 (barriers in masked blocks); backward 85 to 105, bound by shared memory.
+_AMPERE = Rates(
+    Rate(193e12, 8e-6, 220.0, 1960.0), Rate(95e12, 8e-6, 220.0, 200.0),
+    f"estimate: by their instructions, {_UNTRIED}",
 )  # fmt: skip
 # Deterministic backwards keep (flash-attention pull request 1893, H100, 8k rows, causal) 474 of 575
 # TFLOP/s in FlashAttention 3, and 166 in FlashAttention 2, of 302 at that size in MagiAttention's
@@ -95,7 +102,7 @@ PORTABLE = "triton, portable"
 # Architecture -> backend -> rates. A missing backend has no known rate.
 RATES: dict[str, dict[str, Rates]] = {
     "sm_80": {
-        "triton": _FA2_A100._replace(source="estimate: that of FlashAttention 2"),
+        "triton": _AMPERE,
         "flash_attn": _FA2_A100.scaled(
             1.0, _FA2_SURE, f"{_FA2_A100.source}; deterministic as on an H100 (estimate)"
         ),
@@ -112,7 +119,7 @@ RATES: dict[str, dict[str, Rates]] = {
     },
     "sm_100": {
         "triton": _PORTABLE.scaled(
-            1613 / 2.4 / 395, 1613 / 2.4 / 395, "estimate: FlashAttention 4's / 2.4"
+            1613 / 2.4 / 395, 1613 / 2.4 / 395, f"estimate: FlashAttention 4's / 2.4, {_UNTRIED}"
         ),
         "flash_attn_4": _FA4,
         "cudnn": Rates(

@@ -210,6 +210,11 @@ class Choice:
         """Why the best candidate is the best, in one sentence."""
         return _reason(self)
 
+    @property
+    def rates(self) -> str:
+        """Where the speeds of the kernels come from."""
+        return f"kernels' speed: {self.problem.cluster.device.source}"
+
     def __str__(self) -> str:
         simulated = [c for c in self.candidates if c.prediction is not None]
         rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
@@ -219,7 +224,7 @@ class Choice:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self.left_out(), self.reason])
+        return "\n".join([*lines, *self.left_out(), self.rates, self.reason])
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""
@@ -255,6 +260,7 @@ class Choice:
             },
             "cluster": asdict(problem.cluster),
             "backend": problem.backend,
+            "rates": problem.cluster.device.source,
             "backward": problem.backward,
             "best": self.best.to_dict(),
             "reason": self.reason,

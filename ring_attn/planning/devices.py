@@ -56,6 +56,7 @@ class Device:
         window_forward, window_backward: rates with a window, if measured: a backend may split its
             tiles into strips.
         architecture: key of `core.rates`, for each backend's rates; "" uses only those above.
+        source: where the rates come from: "measured", "published: ..", "estimate: .." or "given".
     """
 
     name: str
@@ -67,9 +68,10 @@ class Device:
     window_forward: Rate | None = None
     window_backward: Rate | None = None
     architecture: str = ""
+    source: str = "given"
 
     def __post_init__(self) -> None:
-        check_types(self, str, "name", "architecture")
+        check_types(self, str, "name", "architecture", "source")
         check_types(self, Rate, "forward", "backward")
         check_types(self, (Rate, NoneType), "window_forward", "window_backward")
         check_speed(self, "memory_bandwidth")
@@ -191,10 +193,11 @@ def _device(
     name: str, peak_flops: float, architecture: str, bandwidth: float, memory_bytes: float
 ) -> Device:
     """A GPU with the rates of our kernels; `with_backend` replaces them."""
-    forward, backward, _ = RATES[architecture]["triton"]
+    forward, backward, source = RATES[architecture]["triton"]
     return Device(
-        name, peak_flops, forward, backward, bandwidth, memory_bytes, architecture=architecture
-    )
+        name, peak_flops, forward, backward, bandwidth, memory_bytes, architecture=architecture,
+        source=source,
+    )  # fmt: skip
 
 
 # Peaks and memories: NVIDIA's datasheets (dense rates: half of what they state with sparsity).
@@ -204,11 +207,11 @@ DEVICES: dict[str, Device] = {
         _device("A100", 312e12, "sm_80", 1.6e12, 80 * GB),
         _device("H100", 989.5e12, "sm_90", 2.7e12, 80 * GB),
         # FA3 for every backend; its backward adds in any order.
-        Device("H100 FA3", 989.5e12, *FA3[:2], 2.7e12, 80 * GB),
+        Device("H100 FA3", 989.5e12, *FA3[:2], 2.7e12, 80 * GB, source=FA3.source),
         # The same processor with faster memory; FA3 there is 4 % slower forward and 4 % faster
         # backward (flash-attention issue 1438).
         _device("H200", 989.5e12, "sm_90", 3.9e12, 141 * GB),
-        Device("H200 FA3", 989.5e12, *FA3[:2], 3.9e12, 141 * GB),
+        Device("H200 FA3", 989.5e12, *FA3[:2], 3.9e12, 141 * GB, source=FA3.source),
         _device("B200", 2250e12, "sm_100", 6.4e12, 180 * GB),
     )
 }
@@ -295,7 +298,7 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
         cluster,
         device=replace(
             device, forward=rates.forward, backward=rates.backward,
-            window_forward=window.forward, window_backward=window.backward,
+            window_forward=window.forward, window_backward=window.backward, source=rates.source,
         ),
     )  # fmt: skip
 

@@ -180,6 +180,7 @@ def calibrate(
         memory_bytes=float(gpu.total_memory) if gpu else 0.0,
         window_forward=rates[False, True],
         window_backward=rates[True, True],
+        source="measured",
     )
     host = devices.HOST if gpu else devices.Host()
     copies = devices.Copies() if gpu else None

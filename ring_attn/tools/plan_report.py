@@ -170,7 +170,8 @@ def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
     left, right = drawn.subplots(1, 2, width_ratios=(1, 1.4))
     _draw_mask(left, mask_picture(choice))
     _draw_timeline(right, simulations)
-    drawn.suptitle(f"{choice.best.label}, {choice.best.layout_name}: {describe(choice.problem)}")
+    best, problem = f"{choice.best.label}, {choice.best.layout_name}", describe(choice.problem)
+    drawn.suptitle(f"{best}: {problem}\n{choice.rates}")
     return drawn
 
 

@@ -319,3 +319,24 @@ def test_a_few_rows_are_planned_at_once(seqlen: int) -> None:
         cluster=builtin_cluster("H100"),
     )  # fmt: skip
     assert len(choice.candidates) > 10 and time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "source"),
+    [
+        ("A100", "triton", "estimate: .*no GPU has run these kernels"),
+        ("H100", "triton", "estimate: .*no GPU has run these kernels"),
+        ("H100", "cudnn", "published: "),
+        ("H100 FA3", "triton", "published: "),
+        ("B200", "cudnn", "estimate: "),
+    ],
+)
+def test_a_plan_says_where_the_speed_of_the_kernels_comes_from(
+    device: str, backend: str, source: str
+) -> None:
+    choice = explain(
+        seqlen=1024, world_size=2, nheads=8, headdim=128, causal=True, backend=backend,
+        cluster=builtin_cluster(device), same_bits=False,
+    )  # fmt: skip
+    assert re.match(source, choice.to_dict()["rates"])
+    assert f"kernels' speed: {choice.to_dict()['rates']}\n" in str(choice)
