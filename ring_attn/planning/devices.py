@@ -462,5 +462,6 @@ def cpu_cluster(node_size: int = 1) -> Cluster:
     """
     # torch's operator on one core with AVX512 (bench/results/NOTES.md): 83 and 77 GFLOP/s.
     forward, backward = Rate(83e9, 1e-4, 30.0, 300.0), Rate(77e9, 1e-4, 60.0, 300.0)
-    core = Device("CPU core", 0.0, forward, backward, 4e9)
+    source = "measured: a core with AVX512"
+    core = Device("CPU core", 0.0, forward, backward, 4e9, source=source)
     return Cluster(core, node_size, Link("gloo", 4e-4, 1.5e9), Link("gloo between", 5e-4, 1.1e9))
