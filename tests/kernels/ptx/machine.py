@@ -16,13 +16,12 @@ planted, use the functions of equal blocks again.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +110,7 @@ class Grid(NamedTuple):
     Attributes:
         texts: the instructions of each basic block.
         places: for each label, its block.
+        ctas: number of CTAs along each axis.
         args: bits of each parameter.
         tensor_maps: tensor maps of bulk copies, by parameter.
         random: draws the order of warpgroups; None for the order of the text.
@@ -120,7 +120,7 @@ class Grid(NamedTuple):
     kernel: Kernel
     texts: list[Text]
     places: Mapping[str, int]
-    num_ctas: int
+    ctas: tuple[int, ...]
     args: Mapping[str, int]
     memory: GlobalMemory
     shared_bytes: int
@@ -253,8 +253,8 @@ class Machine:
 
     # -- running
 
-    def start(self, number: int, grid: Grid) -> None:
-        """Begins a CTA of a grid."""
+    def start(self, number: tuple[int, ...], grid: Grid) -> None:
+        """Begins a CTA of a grid, by its number on each axis."""
         self.grid, self.kernel = grid, grid.kernel
         self.by_place.clear()
         self.maps_by_address = {self.param_addresses[x]: y for x, y in grid.tensor_maps.items()}
@@ -263,6 +263,7 @@ class Machine:
         self.shared = SharedMemory(grid.shared_bytes, self.clocks, grid.missing_fences)
         self.barriers: dict[int, list[Array]] = {}
         self.mbarriers: dict[int, Any] = {}
+        self.mbarrier_numbers = count()
         # For each polling load: its last address, and the value there.
         self.acquired: dict[Instruction, tuple[int, int]] = {}
         # For each warp: registers per thread, and all its requests to change their number.
@@ -272,8 +273,10 @@ class Machine:
         self.pending_reads.clear()
         for register in self.registers.values():
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
-        for name, value in (("tid", self.threads), ("ctaid", number), ("nctaid", grid.num_ctas)):
-            self.register(f"%{name}.x")[:] = value
+        self.register("%tid.x")[:] = self.threads
+        for axis, at, size in zip("xyz", number, grid.ctas, strict=True):
+            self.register(f"%ctaid.{axis}")[:] = at
+            self.register(f"%nctaid.{axis}")[:] = size
 
     def can_run(self) -> bool:
         return any(group.wait is None or group.wait.ready() for group in self.groups)
@@ -415,12 +418,10 @@ def run_grid(
     Returns:
         The missing proxy fences, one for each instruction.
     """
-    numbers = list(range(math.prod(grid)))
-    assert len(numbers) == grid[0], "only axis x"
+    ctas = (*grid, 1, 1)[:3]
+    numbers = [at[::-1] for at in product(*map(range, ctas[::-1]))]  # along axis x first
     drawn = None if seed is None else random.Random(seed)
-    shared = Grid(
-        kernel, *_cut(kernel), len(numbers), args, memory, shared_bytes, tensor_maps, drawn, {}
-    )
+    shared = Grid(kernel, *_cut(kernel), ctas, args, memory, shared_bytes, tensor_maps, drawn, {})
     machines = _machines(kernel.num_threads, tuple(kernel.params), tuple(kernel.registers.items()))
     idle = machines[: 1 if drawn is None else TOGETHER]
     running: list[Machine] = []

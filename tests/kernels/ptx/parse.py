@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from ring_attn.tools import ptx
 
+# Registers that hold the place of a thread, and the size of its grid.
+SPECIAL = ("%tid.x", *(f"%{name}.{axis}" for name in ("ctaid", "nctaid") for axis in "xyz"))
+
 
 class Address(NamedTuple):
     """An address [base + offset]; in a tensor copy, also its coordinates."""
@@ -66,7 +69,7 @@ def parse(text: str) -> Kernel:
         re.findall(r"(\w+)(?:\[\d+\])?\s*(?:,|$)", code.params),
         int(threads[1]) if threads else 32,
         int(registers[1]) if registers else 0,
-        dict.fromkeys(("%tid.x", "%ctaid.x", "%nctaid.x"), 32),
+        dict.fromkeys(SPECIAL, 32),
     )
     places = list[int]()  # of statements among the instructions
     for ins in code.statements:

@@ -3,7 +3,7 @@
 Integers wrap. Floats follow IEEE; fma rounds its sum to float64 and then to float32. Nothing else
 is fused, though ptxas may do so. `ex2.approx` and `div.full` give the value nearest to the true
 one, where the ISA allows an error of 2 units in the last place. Keys are whole opcodes, those of
-our kernels: any other is refused.
+the kernels that tests run: any other is refused.
 """
 
 from __future__ import annotations
@@ -136,14 +136,15 @@ ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("ex2.approx", 1, "f32", _exp2),
     ("ex2.approx.ftz", 1, "f32", _ftz(_exp2)),
 ]
-# Comparisons of numbers that are never NaN but for eq and lt, which are False with a NaN.
+# Comparisons: with a NaN, those of floats are False.
+ORDERED = "s32 u32 s64 u64 f32"
 COMPARED = [
     ("eq", "b32 b64 f32", np.equal),
     ("ne", "b32 b64", np.not_equal),
-    ("lt", "s32 u32 s64 u64 f32", np.less),
-    ("le", "s32", np.less_equal),
-    ("gt", "s32 u32 s64", np.greater),
-    ("ge", "s32 s64", np.greater_equal),
+    ("lt", ORDERED, np.less),
+    ("le", ORDERED, np.less_equal),
+    ("gt", ORDERED, np.greater),
+    ("ge", ORDERED, np.greater_equal),
 ]
 # Conversions that keep the value, or its lower bits.
 CONVERTED = ("s64.s32", "u16.u32", "u32.u16", "u32.u64", "u64.u32", "rn.f32.s32", "f32.f16")
