@@ -51,7 +51,7 @@ class Repeat:
         by_name = {**launch.args, **launch.constants}
         values = [by_name[name] for name in launch.kernel.arg_names]
         kept = values[num_tensors:]
-        self._kept = [x for x in kept if isinstance(x, Tensor)]
+        self.kept = [x for x in kept if isinstance(x, Tensor)]
         self._rest = [x.data_ptr() if isinstance(x, Tensor) else x for x in kept]
         self._descriptors = [
             (index, _moved(x, _Address(0)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from ring_attn.core.values import as_int
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
+from ring_attn.transport.cached import Cached
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
 # (layout, rows before, rows after, rank)
@@ -117,7 +119,7 @@ def _halo(
         "dtype": x.dtype, "dim and shape": tuple(shape), "layout": place[0], "left": left,
         "right": right, "back": back,
     }  # fmt: skip
-    plan = _plan(place, x.device)
+    plan = _plan(place, x.device).get()
     try:
         transport = open_p2p(process_group, TransportOptions())
         with (
@@ -202,7 +204,7 @@ def _exchanged(
 
 
 @lru_cache(maxsize=256)
-def _plan(place: Place, device: torch.device) -> _Plan:
+def _plan(place: Place, device: torch.device) -> Cached[_Plan]:
     layout, left, right, rank = place
     ranks, num_own = range(layout.world_size), layout.shard_len(rank)
     owners, rows = torch.full((2, layout.seqlen), -1)
@@ -236,13 +238,14 @@ def _plan(place: Place, device: torch.device) -> _Plan:
     order = order[around[order] < num_places]
     rounds = torch.arange(len(order)) - torch.searchsorted(around[order], around[order])
     sums = [order[rounds == n] for n in rounds.unique().tolist()]
-    return _Plan(
+    plan = _Plan(
         num_own,
         around.to(device),
         tuple((around[index].to(device), index.to(device)) for index in sums),
         tuple(rows[sent(rank, r)].to(device) for r in ranks),
         tuple(map(len, received)),
     )
+    return Cached(plan, (plan.around, *chain(*plan.sums), *plan.sent), device)
 
 
 def _lengths(place: Place) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.tiles import Tile
+from ring_attn.transport.cached import Cached
 
 if TYPE_CHECKING:
     from ring_attn.kernels.launch import Launch, Repeat
@@ -37,18 +38,25 @@ class KeptLaunches:
     def __init__(self) -> None:
         # Keys hold the id of the tiles. An entry keeps its tiles alive, so that no other tuple can
         # reuse their id.
-        self.tables: OrderedDict[tuple[Any, ...], tuple[Any, Any]] = OrderedDict()
-        self.repeats: dict[tuple[Any, ...], tuple[Any, Repeat]] = {}
+        self.tables: OrderedDict[tuple[Any, ...], tuple[Any, Cached[Any]]] = OrderedDict()
+        self.repeats: dict[tuple[Any, ...], tuple[Any, Cached[Repeat]]] = {}
 
-    def table(self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+    def table(
+        self,
+        tiles: Sequence[Tile],
+        what: tuple[Hashable, ...],
+        device: torch.device,
+        make: Callable[[], T],
+    ) -> T:
         """The table of the tiles, cached; drops the least recently used table if there are many."""
-        key = (id(tiles), *what)
+        key = (id(tiles), device, *what)
         if key in self.tables:
             self.tables.move_to_end(key)
-            cached: T = self.tables[key][1]
+            cached: T = self.tables[key][1].get()
             return cached
         table = make()
-        self.tables[key] = tiles, table
+        tensors = [x for x in vars(table).values() if isinstance(x, Tensor)]
+        self.tables[key] = tiles, Cached(table, tensors, device)
         if len(self.tables) > MOST_KEPT:
             self.tables.popitem(last=False)
         return table
@@ -76,13 +84,15 @@ class KeptLaunches:
         aligned = not reduce(or_, addresses) % ALIGNMENT
         known = self.repeats.get(key) if aligned else None
         if known is not None:
-            enqueue(known[1].run, addresses, device)
+            enqueue(known[1].get().run, addresses, device)
             return
         launch, compiled = enqueue(_first_run, make, device)
         if aligned and compiled is not None:
             from ring_attn.kernels.launch import Repeat
 
-            self.repeats[key] = tiles, Repeat(launch, compiled, len(addresses))
+            repeat = Repeat(launch, compiled, len(addresses))
+            # The launch has waited for its tables, so whoever waits for the launch has, too.
+            self.repeats[key] = tiles, Cached(repeat, repeat.kept, inputs[0].device)
             if len(self.repeats) > MOST_KEPT:
                 # Another device's backward, in another thread, may drop the same entry.
                 self.repeats.pop(next(iter(self.repeats)), None)

@@ -296,7 +296,8 @@ class TritonBackend(Backend):
         def launch() -> Launch:
             table = self._launches.table(
                 tiles,
-                (blocks, q.device, "turns"),
+                (blocks, "turns"),
+                q.device,
                 lambda: make_turn_table(transposed(tiles), *blocks, q.device),
             )
             scale = scores.softmax_scale
@@ -406,7 +407,7 @@ class TritonBackend(Backend):
                 descending=not kv_rows, num_rows=num_rows,
             )  # fmt: skip
 
-        return self._launches.table(tiles, (blocks, device, kv_rows, num_rows), make)
+        return self._launches.table(tiles, (blocks, kv_rows, num_rows), device, make)
 
     def _part_table(
         self,
@@ -434,7 +435,7 @@ class TritonBackend(Backend):
                 descending=True, num_rows=parts.num_parts * rows * group,
             )  # fmt: skip
 
-        return self._launches.table(tiles, (blocks, device, rows, group, parts), make)
+        return self._launches.table(tiles, (blocks, rows, group, parts), device, make)
 
 
 def _kind(kernel: str, tiles: Tiles) -> str:

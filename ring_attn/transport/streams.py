@@ -75,6 +75,11 @@ def side_by_side(device: torch.device, first: Work, *others: Work) -> None:
         wait(done)
 
 
+def lend(x: Tensor) -> None:
+    """Keeps memory that another stream has allocated until the current stream has used it."""
+    x.record_stream(current(x.device))
+
+
 def overwrite(x: Tensor) -> None:
     """Zeroes a tensor at once, on a new stream; the host waits for that stream only."""
     stream = new(x.device)

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ring_attn import ops
+from ring_attn import neighbours, ops
 
 # A write that may race with reads by design: a reader sees the old bytes or the new ones.
 OVERWRITE = "overwrite"
@@ -123,6 +124,7 @@ class Memory:
     initial: np.ndarray | None
     stream: Stream | None
     on_device: bool = False  # the device's, or an operator used it with such memory
+    lent_to: list[Stream] = field(default_factory=list)  # other streams that use it
 
 
 class Recorder(TorchDispatchMode):
@@ -210,6 +212,10 @@ class Recorder(TorchDispatchMode):
         self.queue(node, Stream())
         self.end((node,))
 
+    def lend(self, x: Tensor) -> None:
+        """Keeps memory, once it is freed, until the current stream's work of that time is over."""
+        self.memories[self._memory(x)].lent_to.append(self.stream)
+
     def end(self, nodes: Iterable[Node]) -> None:
         """Notes that the host knows these nodes to be over."""
         self.ended = (*self.ended, *nodes)
@@ -248,7 +254,8 @@ class Recorder(TorchDispatchMode):
         # The node stands for the next user of the memory; no other node waits for it.
         node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
         node.run = _poison(number)
-        node.after = tuple(dict.fromkeys((*memory.stream.tail, *self.ended)))
+        tails = [stream.tail for stream in (memory.stream, *memory.lent_to)]
+        node.after = tuple(dict.fromkeys((*chain(*tails), *self.ended)))
         self.nodes.append(node)
 
     def scratch(self, like: Ref) -> Ref:
@@ -313,7 +320,11 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_OWN = {ops.attention: ops._attention, ops.attention_backward: ops._attention_backward}
+_OWN = {
+    ops.attention: ops._attention,
+    ops.attention_backward: ops._attention_backward,
+    torch.ops.ring_attn.halo.default: neighbours._halo._init_fn,
+}
 
 
 def _bytes_of(x: Tensor | torch.UntypedStorage) -> np.ndarray:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ring_attn import ring_attention
 from ring_attn.testing import Case, RankResult, Sent, put_together
 from ring_attn.testing.ranks import arguments_of
-from ring_attn.transport import streams
+from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import formation, group, media
 from tests.deferred.device import Event, HostReads, Part, Recorder, Stream, Transfer
 from tests.deferred.program import Program
@@ -107,6 +107,7 @@ def device_of(recorder: Recorder) -> Iterator[None]:
         "wait": lambda event: recorder.stream.wait_event(event),
         "pinned": recorder.pinned,
         "overwrite": recorder.overwrite,
+        "lend": recorder.lend,
     }
     with ExitStack() as stack:
         for name, place in places.items():
@@ -126,6 +127,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         with (
             mock.patch.object(group, "group_store", lambda _: dist.HashStore()),
             mock.patch.object(group, "group_timeout", lambda _: 1.0),
+            mock.patch.object(p2p, "group_timeout", lambda _: 1.0),
             mock.patch.object(group, "meet"),
             mock.patch.object(media, "meet"),
             mock.patch.object(formation.RollCall, "wait", lambda *_: None),

@@ -93,6 +93,7 @@ def install() -> None:
     streams.new = streams.record = lambda device: Moment()
     streams.use = lambda stream: nullcontext()
     streams.wait = Moment.wait
+    streams.lend = lambda x: None
     streams.pinned = torch.clone
     dist.ProcessGroupNCCL = Communicator
     streams.moment = lambda stream: time.perf_counter_ns()

@@ -229,7 +229,7 @@ def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.Monk
     ):
         monkeypatch.setattr("ring_attn.kernels.tasks.num_sms", lambda _, sms=sms: sms)
         found.append(run(backend, inputs, [whole(mask)]))
-        assert {key[1] for key in backend._launches.tables if key[3]} == sizes
+        assert {key[2] for key in backend._launches.tables if key[3]} == sizes
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 

@@ -1,0 +1,34 @@
+"""Tensors of a device that are made once and used on any of its streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ring_attn.transport import streams
+
+T = TypeVar("T")
+
+
+class Cached(Generic[T]):
+    """A value that other streams use once the stream that made it has finished it."""
+
+    def __init__(self, value: T, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Takes a value whose work is queued on the current stream, and the value's tensors."""
+        self._value, self._tensors, self._device = value, tuple(tensors), device
+        self._queued = streams.are_used(device)
+        if self._queued:
+            self._made = streams.record(device)
+            self._ready = {streams.current(device)}
+
+    def get(self) -> T:
+        """The value, for work on the current stream."""
+        if self._queued and (stream := streams.current(self._device)) not in self._ready:
+            streams.wait(self._made)
+            for x in self._tensors:
+                streams.lend(x)
+            self._ready.add(stream)
+        return self._value
