@@ -140,8 +140,8 @@ def ring_attention(
             Ulysses allows any layout and mask, but no KV head may be on two ranks. KV then travels
             in a ring's backward, and all_gather also gathers the Q side, even if another way costs
             fewer bytes. None: the same bits if possible. True: the same bits, or an error with the
-            reason. False: a ring with triton adds dK and dV up behind whole steps, with more memory
-            traffic, for links that are too slow for the other order.
+            reason. False: any order; a ring adds dK and dV up, a transfer that a whole step hides.
+            On NCCL two runs of all_gather with gradients added up are as equal as NCCL's sums.
         return_lse: also return lse.
         return_max_logits: also return the greatest score of each head over all queries and ranks,
             for QK-clip (Kimi K2, arXiv 2507.20534); takes one more small message. For the backends

@@ -116,6 +116,7 @@ class Candidate:
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
         at_least: lower bound of the seconds: compute of the busiest rank.
         peak_bytes: most bytes that a rank holds beyond its inputs.
+        communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
         prediction: None if refused (it cannot run as asked) or not simulated.
         reason: why the candidate is refused or was not simulated; else None.
         ruled_out: whether it was not simulated because `at_least` is above the best time.
@@ -130,6 +131,7 @@ class Candidate:
     travels: Traveller | None = None
     at_least: float = 0.0
     peak_bytes: int = 0
+    communicator_bytes: int = 0
     prediction: Prediction | None = None
     reason: str | None = None
     refused: bool = False
@@ -168,6 +170,7 @@ class Candidate:
             "travels": self.travels,
             "at_least_s": self.at_least,
             "peak_bytes": self.peak_bytes,
+            "communicator_bytes": self.communicator_bytes,
             "seconds": None if self.prediction is None else self.seconds,
             "prediction": None if self.prediction is None else asdict(self.prediction),
             "reason": self.reason,
@@ -211,6 +214,15 @@ class Choice:
         return _reason(self)
 
     @property
+    def communicators(self) -> list[str]:
+        """The memory of the best candidate's communicators in a line; empty without NCCL."""
+        nbytes = self.best.communicator_bytes
+        if not nbytes:
+            return []
+        text = "NCCL's communicators: about {} on a rank, for all layers, by NCCL 2.30's defaults"
+        return [text.format(format_bytes(nbytes))]
+
+    @property
     def rates(self) -> str:
         """Where the speeds of the kernels come from."""
         return f"kernels' speed: {self.problem.cluster.device.source}"
@@ -224,7 +236,7 @@ class Choice:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self.left_out(), self.rates, self.reason])
+        return "\n".join([*lines, *self.left_out(), *self.communicators, self.rates, self.reason])
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""

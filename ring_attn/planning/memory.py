@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ring_attn.core.heads import share_heads
 from ring_attn.core.program import Hop
@@ -16,7 +17,7 @@ from ring_attn.core.ranks import OneRank, Turn
 from ring_attn.core.tiles import Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_rows, pair_work, travelling_rows
-from ring_attn.machines.count import peak_of_programs
+from ring_attn.machines.count import communicator_bytes, peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
 
@@ -27,8 +28,14 @@ MOST_TILES, MOST_RANKS = 256, 16
 _ANY_TILE = (Tile(0, 1, 0, 1),)
 
 
-def peak_of(call: Call, *, backward: bool = True) -> int:
-    """Most bytes that a call holds at any time beyond its inputs, on the rank that holds most."""
+class Peak(NamedTuple):
+    """Bytes on the rank that holds most: of a call beyond its inputs, and of NCCL for all calls."""
+
+    call: int
+    communicators: int
+
+
+def peak_of(call: Call, *, backward: bool = True) -> Peak:
     directions = (False, True) if backward else (False,)
     few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
     peaks = []
@@ -36,8 +43,10 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
         of_rank = replace(call, rank=rank)
         ranks = (OneRank if few else _RoughRank)(call.layouts, call.mask, rank)
         both = [programs(of_rank, ranks, backward=b) for b in directions]
-        peaks.append(peak_of_programs(both, of_rank))
-    return max(peaks)
+        on_nccl = both if call.spec.device_type == "cuda" else []
+        nccl = communicator_bytes(on_nccl, rank, call.world_size)
+        peaks.append(Peak(peak_of_programs(both, of_rank), nccl))
+    return Peak(*map(max, zip(*peaks, strict=True)))
 
 
 def _fullest_ranks(call: Call) -> set[int]:
@@ -78,9 +87,13 @@ class _RoughRank(OneRank):
         """As many turns as there are, each with the most rows that any turn sends or receives."""
         rows = int(needed_rows(*self.layouts, self.mask, travels).max())
         tiles = self.tiles(Grid(1, self.world_size), travels, (0, 1))
-        other = (self.rank + 1) % self.world_size
-        one = Turn(Hop(other, other), None, rows, rows, (slice(0, rows),), tiles)
-        return (one,) * len(turns_of(*self.layouts, self.mask, travels))
+        others = [
+            (self.rank + 1 + turn) % self.world_size
+            for turn in range(len(turns_of(*self.layouts, self.mask, travels)))
+        ]
+        return tuple(
+            Turn(Hop(other, other), None, rows, rows, (slice(0, rows),), tiles) for other in others
+        )
 
     @cached_property
     def _tiles(self) -> dict[tuple[Traveller, bool], tuple[Tile, ...]]:

@@ -290,13 +290,14 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds the peak memory; refuses the candidate if a rank has less."""
     peak = peak_of(call_of(problem, candidate), backward=problem.backward)
-    candidate = replace(candidate, peak_bytes=peak)
+    candidate = replace(candidate, peak_bytes=peak.call, communicator_bytes=peak.communicators)
     inputs = _input_bytes(problem, candidate.layouts)
-    if peak + inputs <= problem.memory_bytes:
+    if sum(peak) + inputs <= problem.memory_bytes:
         return candidate
+    nccl = f" and {format_bytes(peak.communicators)} of NCCL's" if peak.communicators else ""
     reason = (
-        f"needs {format_bytes(peak)} besides {format_bytes(inputs)} of inputs, a rank has "
-        f"{format_bytes(int(problem.memory_bytes))}"
+        f"needs {format_bytes(peak.call)} besides {format_bytes(inputs)} of inputs{nccl}, a rank "
+        f"has {format_bytes(int(problem.memory_bytes))}"
     )
     return replace(candidate, reason=reason, refused=True)
 

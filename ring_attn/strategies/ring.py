@@ -85,19 +85,15 @@ def why_not_same_bits(call: Call) -> str | None:
 def choose_gradients(call: Call) -> tuple[Traveller, bool]:
     """Chooses the side that travels in the backward, and whether gradients are summed in order.
 
-    When KV travels, an in-order backend accumulates into the travelling dK and dV in place, which
-    saves three reads and writes a step. With a window, a step's dQ is too short to hide their
-    transfer. `same_bits=False` adds them up instead, hidden behind whole steps, for slow links.
+    In order only for the same bits at every world size. By the model, on 8 and more H100 and A100,
+    it takes 3 % less to 9 % more time within a node and 3 % less to 29 % more between nodes: dQ
+    alone hides the transfer of dK and dV, where the other order has a whole step for it.
     """
     if call.gradients is not None:
         return call.gradients
     if call.same_bits or (call.same_bits is None and why_not_in_order(call) is None):
         return "kv", True
-    travels = sizes.choose_traveller(call.spec, *call.layouts, call.mask)
-    grid = ring_grid(call.world_size, call.strategy.inner_degree)
-    plain = grid.outer == 1 and not call.mask.has_windows
-    in_order = get_backend(call.backend).in_order and plain and travels == "kv"
-    return travels, call.same_bits is None and in_order
+    return sizes.choose_traveller(call.spec, *call.layouts, call.mask), False
 
 
 def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
