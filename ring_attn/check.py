@@ -95,9 +95,17 @@ def check_plain(name: str, x: Tensor) -> None:
         )
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream of the device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def check_capture(name: str, x: Tensor) -> None:
     """Refuses a call while a CUDA graph is captured, since a replay does not run the host."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(x.device):
         raise NotImplementedError(
             f"{name} cannot be captured in a CUDA graph, as the host posts its messages step by "
             "step: capture the code around it, or compile without mode='reduce-overhead'"

@@ -31,6 +31,7 @@ from ring_attn.strategies.tree_decode import DecodeCall, program
 from ring_attn.transport import streams
 from ring_attn.transport.base import Transport
 from ring_attn.transport.buffers import Block, Pool, exchanged, last_uses
+from ring_attn.transport.streams import Stream
 
 # Step number of the exchange of greatest scores; larger than the program's step numbers.
 MAXIMA = 1 << 20
@@ -246,6 +247,10 @@ class Run:
     def _pool(self) -> Pool:
         return self.transport.pool(self._device)
 
+    @cached_property
+    def _side(self) -> Stream | None:
+        return self.transport.side(self._device)
+
     def _take(self, buffer: Buffer, message: Message) -> Block:
         block = self._pool.take(buffer.room)
         self._blocks[buffer.name] = block
@@ -454,7 +459,7 @@ class Run:
                 add = partial(backend.backward, inputs, op.tiles, scores=self.scores)
                 q_half, kv_half = partial(add, (dq, None, None)), partial(add, (None, dk, dv))
                 halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}
-                streams.side_by_side(self._device, *halves[op.part])
+                streams.side_by_side(self._device, self._side, *halves[op.part])
             elif dq is not None and dk is not None and dv is not None:
                 out = None if op.out is None else self.get(op.out)
                 backend.backward(inputs, op.tiles, (dq, dk, dv), scores=self.scores, out=out)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ring_attn.core.facts import Report, digest, facts, shown
 from ring_attn.core.program import Channel, Collective, Hop
+from ring_attn.transport import streams
 from ring_attn.transport.buffers import Pool
-from ring_attn.transport.streams import Event
+from ring_attn.transport.streams import Event, Stream
 
 After = Sequence[Event] | None
 Ranks = tuple[int, ...]
@@ -32,6 +33,7 @@ class Batch:
 
     channel: Channel
     step: int
+    device: torch.device
     after: After = None
     sends: Parts = field(default_factory=list)
     receives: Parts = field(default_factory=list)
@@ -153,7 +155,7 @@ class Transport:
         sums in rank order, NCCL chooses its own order. all_to_all sends each rank its part of
         `send`, and receives each rank's part for this; the counts split them in rank order.
         """
-        batch = Batch(channel, step, after)
+        batch = Batch(channel, step, send.device, after)
         if isinstance(route, Hop):
             batch.sends, batch.receives = [(route.send_to, send)], [(route.recv_from, recv)]
             return self._exchange(batch)
@@ -179,6 +181,10 @@ class Transport:
     def pool(self, device: torch.device) -> Pool:
         """Message buffers for operators on the current stream."""
         return Pool(device)
+
+    def side(self, device: torch.device) -> Stream | None:
+        """A stream for work beside the current stream's; None on a device without streams."""
+        return streams.new(device) if streams.are_used(device) else None
 
     def join(self, channel: Channel, device: torch.device) -> None:
         """Connects for an exchange in which this rank neither sends nor receives."""

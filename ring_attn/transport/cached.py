@@ -27,7 +27,7 @@ class Cached(Generic[T]):
     def get(self) -> T:
         """The value, for work on the current stream."""
         if self._queued and (stream := streams.current(self._device)) not in self._ready:
-            streams.wait(self._made)
+            streams.wait(self._made, self._device)
             for x in self._tensors:
                 streams.lend(x)
             self._ready.add(stream)

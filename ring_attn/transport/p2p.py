@@ -60,7 +60,7 @@ from ring_attn.transport.ranks.group import (
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
 from ring_attn.transport.step import current_step
-from ring_attn.transport.streams import Event
+from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
 PREPARE_S = 600.0
@@ -117,6 +117,7 @@ class P2PTransport(Transport):
                     texts[f"values of {name}"] = f"checksum {int(checksum(x))}"
             self.compare(texts, device, agreement)
         shared.refuse_fork()
+        shared.refuse_other_device(device)
         shared.occupy()
         try:
             mismatch = shared.headers.found()
@@ -195,10 +196,10 @@ class P2PTransport(Transport):
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
-        step, started, finish = self._pending.pop(channel)
+        step, started, finish, device = self._pending.pop(channel)
         start = time.monotonic()
         if not isinstance(started, list):
-            streams.wait(started)
+            streams.wait(started, device)
             return
         for work, what, peer in started:
             try:
@@ -212,6 +213,9 @@ class P2PTransport(Transport):
 
     def pool(self, device: torch.device) -> Pool:
         return self._shared.pool(device) if streams.are_used(device) else Pool(device)
+
+    def side(self, device: torch.device) -> Stream | None:
+        return self._shared.side(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
         """Helps to make the channel's communicator, which needs all ranks."""
@@ -241,7 +245,7 @@ class P2PTransport(Transport):
 
     def _exchange(self, batch: Batch) -> Event | None:
         sends, receives = batch.sends, batch.receives
-        device, peer = sends[0][1].device, receives[0][0]
+        device, peer = batch.device, receives[0][0]
         medium = self._shared.medium(device, self._timeout_s)
         nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
         if isinstance(medium, Gloo):
@@ -327,7 +331,7 @@ class P2PTransport(Transport):
             started = start()
         except RuntimeError as error:
             raise self._error(step, RECEIVE, peer, 0.0, error) from error
-        self._pending[channel] = step, started, batch.finish
+        self._pending[channel] = step, started, batch.finish, batch.device
         self.stats.bytes_sent += nbytes[0]
         self.stats.bytes_received += nbytes[1]
         self.stats.messages += 1
@@ -371,9 +375,13 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of a group's messages: this rank's GPU with NCCL, else the CPU."""
+    """The device of a group's messages: this rank's GPU with NCCL, else the CPU.
+
+    The GPU of the first call, else that of init_process_group, else torch's current one.
+    """
     if "nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
+        known = rank_group(group).devices.get("cuda") or group.bound_device_id
+        return known or torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -394,11 +402,11 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
         process_group = groups.check_group(cast(Any, group))
     if process_group is None or was_counted(error):
         return
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if debug_enabled() and isinstance(error, Exception) and not capturing:
+    device = group_device(process_group)
+    if debug_enabled() and isinstance(error, Exception) and not check.is_captured(device):
         known = options if isinstance(options, TransportOptions) else TransportOptions()
         with suppress(ValueError):
             report = {"error": f"{type(error).__name__}: {error}"}
-            new_p2p(process_group, known).compare(report, group_device(process_group))
+            new_p2p(process_group, known).compare(report, device)
         mark_counted(error)
     rank_group(process_group).refuse(error)

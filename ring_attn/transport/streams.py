@@ -1,11 +1,13 @@
 """Streams and events of a device that queues its operators: CUDA's.
 
-All of the package's calls use streams through this module, so that tests can replace CUDA's
-streams.
+All of the package's calls use streams through this module, so that tests can replace CUDA. Every
+function names its device: torch's current device may be another one than that of the tensors.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -16,6 +18,13 @@ Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 Work = Callable[[], object]
 
+# torch has so many streams a device, and gives them out in turn, again and again.
+POOL = 32
+
+# Streams of `new` that are still held.
+_held: weakref.WeakSet[Stream] = weakref.WeakSet()
+_lock = threading.Lock()
+
 
 def are_used(device: torch.device) -> bool:
     """Whether the device queues operators on streams; otherwise operators run synchronously."""
@@ -23,22 +32,34 @@ def are_used(device: torch.device) -> bool:
 
 
 def new(device: torch.device) -> Stream:
-    """A new stream on the device."""
-    return torch.cuda.Stream(device)
+    """A stream on the device, which is neither current nor held by another caller of `new`.
+
+    Exchanges that share a stream wait for each other, and ranks could wait in a circle.
+    """
+    with _lock:
+        for _ in range(POOL):
+            stream = torch.cuda.Stream(device)
+            if stream not in _held and stream != current(device):
+                _held.add(stream)
+                return stream
+    raise RuntimeError(
+        f"all {POOL} streams that torch has on {device} are in use: each process group, subgroup "
+        "and channel of ring_attn needs one; destroy process groups that are not used any more"
+    )
 
 
 def current(device: torch.device) -> Stream:
-    """The stream on which operators are queued now."""
+    """The stream on which the device's operators are queued now."""
     return torch.cuda.current_stream(device)
 
 
 def use(stream: Stream) -> AbstractContextManager[object]:
-    """Queues the block's operators on another stream."""
+    """Queues the block's operators on another stream; makes its device torch's current one."""
     return torch.cuda.stream(stream)
 
 
 def record(device: torch.device) -> Event:
-    """An event after all work queued so far on the current stream."""
+    """An event after all work queued so far on the device's current stream."""
     event = torch.cuda.Event()
     event.record(current(device))
     return event
@@ -51,28 +72,30 @@ def moment(stream: Stream) -> Event:
     return event
 
 
-def wait(event: Event) -> None:
-    """Makes the current stream wait for an event."""
-    event.wait()
+def wait(event: Event, device: torch.device) -> None:
+    """Makes the device's current stream wait for an event."""
+    event.wait(current(device))
 
 
-def side_by_side(device: torch.device, first: Work, *others: Work) -> None:
-    """Queues independent works side by side: the first on the current stream, others on new ones.
+def side_by_side(device: torch.device, side: Stream | None, first: Work, *others: Work) -> None:
+    """Queues independent works side by side: the first on the current stream, others on `side`.
 
     Kernels of later works fill the multiprocessors that earlier works leave idle: dq runs beside
-    dk and dv, whose programs are long and few. The current stream waits for all works.
+    dk and dv, whose programs are long and few. The current stream waits for all works. Without
+    `side` all works run one after another on the current stream.
     """
-    ready = record(device) if others and are_used(device) else None
+    if side is None or not others:
+        for work in (first, *others):
+            work()
+        return
+    ready = record(device)
     first()
-    for work in others:
-        if ready is None:
+    with use(side):
+        wait(ready, device)
+        for work in others:
             work()
-            continue
-        with use(new(device)):
-            wait(ready)
-            work()
-            done = record(device)
-        wait(done)
+        done = record(device)
+    wait(done, device)
 
 
 def lend(x: Tensor) -> None:
@@ -88,6 +111,7 @@ def overwrite(x: Tensor) -> None:
     stream.synchronize()
 
 
-def pinned(x: Tensor) -> Tensor:
+def pinned(x: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor in pinned memory, which the device accesses without the host."""
-    return x.pin_memory()
+    with torch.cuda.device(device):
+        return x.pin_memory()

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ring_attn import neighbours, ops
+from tests.deferred.cuda import HOME, Cuda, HostSyncError, Queue, Stream
 
 # A write that may race with reads by design: a reader sees the old bytes or the new ones.
 OVERWRITE = "overwrite"
@@ -37,10 +37,6 @@ OVERWRITE = "overwrite"
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 SYNCHRONISE = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 READ_BY_HOST = {"tolist", "numpy", "cpu", "__array__"}
-
-
-class HostSyncError(AssertionError):
-    """The host would wait for the device."""
 
 
 class PlantedError(Exception):
@@ -74,7 +70,7 @@ class Node:
     reads: list[Ref]
     writes: list[Ref]
     run: Callable[[Sequence[Tensor]], object] | None = None  # None for a transfer
-    stream: Stream | None = None  # None for the next user of a memory
+    stream: Queue | None = None  # None for the next user of a memory
 
     @property
     def touches(self) -> list[Ref]:
@@ -97,34 +93,15 @@ class Transfer(Node):
     cut_after: tuple[Node, ...] = ()  # nodes that the host knew to be over before the abort
 
 
-class Event:
-    def __init__(self, after: tuple[Node, ...]) -> None:
-        self.after = after
-
-    def query(self) -> bool:
-        return False  # the host never knows how far the device has got
-
-    def synchronize(self) -> None:
-        raise HostSyncError("an event is waited for by the host")
-
-
-class Stream:
-    def __init__(self) -> None:
-        self.tail: tuple[Node, ...] = ()
-
-    def wait_event(self, event: Event) -> None:
-        self.tail = (*self.tail, *(node for node in event.after if node not in self.tail))
-
-
 @dataclass
 class Memory:
     """Memory of a rank: with initial bytes, or allocated on a stream."""
 
     nbytes: int
     initial: np.ndarray | None
-    stream: Stream | None
+    stream: Queue | None
     on_device: bool = False  # the device's, or an operator used it with such memory
-    lent_to: list[Stream] = field(default_factory=list)  # other streams that use it
+    lent_to: list[Queue] = field(default_factory=list)  # other streams that use it
 
 
 class Recorder(TorchDispatchMode):
@@ -136,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.memories: list[Memory] = []
         self.results: dict[str, tuple[Ref, Node]] = {}
-        self.stream = Stream()  # the current stream
+        self.cuda = Cuda(self)
         self.num_ops = 0  # operators on tensors of the device
         self._fail_at = fail_at
         self._ids: dict[int, int] = {}
@@ -144,24 +121,11 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Tensor] = []
         self._active = True
 
-    # -- what a program does with streams
-
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
-    def record(self, *_: object) -> Event:
-        return Event(self.stream.tail)
-
-    def current(self, *_: object) -> Stream:
-        return self.stream
+    # -- which tensors are the device's
 
     def pinned(self, x: Tensor) -> Tensor:
         """Copies a tensor at once, on the host, for use by the device."""
+        assert self.cuda.current == HOME, "pinned for another device"
         copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
         self.given(copy)
         return copy
@@ -194,27 +158,26 @@ class Recorder(TorchDispatchMode):
 
     # -- entries
 
-    def queue(self, node: Node, stream: Stream | None = None) -> None:
+    def queue(self, node: Node, stream: Queue | None = None) -> None:
         """Appends a node to a stream, by default the current stream; extends `node.after`."""
         if self._on_device(node.touches):
             self.num_ops += 1
             if self.num_ops == self._fail_at:
                 raise PlantedError(f"at operator {self.num_ops}, {node.what}")
-        stream = node.stream = stream or self.stream
+        stream = node.stream = stream or self.cuda.home
         node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self.ended)))
         self.nodes.append(node)
         stream.tail = (node,)
 
-    def overwrite(self, x: Tensor) -> None:
-        """Zeroes a tensor, while others may read it, before the host goes on."""
-        ref = self.ref(x)
-        node = Node(OVERWRITE, (), [], [ref], lambda memories: ref.of(memories).zero_())
-        self.queue(node, Stream())
-        self.end((node,))
+    def wait_for(self, nodes: Iterable[Node]) -> None:
+        """Notes that the host has waited for nodes, which may race with other streams by design."""
+        for node in nodes:
+            node.what = OVERWRITE
+        self.end(nodes)
 
-    def lend(self, x: Tensor) -> None:
-        """Keeps memory, once it is freed, until the current stream's work of that time is over."""
-        self.memories[self._memory(x)].lent_to.append(self.stream)
+    def lend(self, x: Tensor, stream: Stream) -> None:
+        """Keeps memory, once it is freed, until a stream's work of that time is over."""
+        self.memories[self._memory(x)].lent_to.append(stream.queue)
 
     def end(self, nodes: Iterable[Node]) -> None:
         """Notes that the host knows these nodes to be over."""
@@ -238,7 +201,7 @@ class Recorder(TorchDispatchMode):
             self._adopt(x, None)
         return self._ids[storage.data_ptr()]
 
-    def _adopt(self, x: Tensor, stream: Stream | None) -> None:
+    def _adopt(self, x: Tensor, stream: Queue | None) -> None:
         storage = x.untyped_storage()
         initial = _bytes_of(storage) if stream is None else None
         address, number = storage.data_ptr(), len(self.memories)
@@ -289,7 +252,7 @@ class Recorder(TorchDispatchMode):
         ]
         for x in fresh:
             if x.untyped_storage().data_ptr() not in self._ids:
-                self._adopt(x, self.stream)
+                self._adopt(x, self.cuda.home)
         writes = [self.ref(x) for x in _written(func, args, kwargs) if _has_bytes(x)]
         if (not fresh and not writes) or name == "detach_":
             return out  # a view
@@ -305,7 +268,7 @@ class Recorder(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Raises where Python reads a tensor of the device without an operator."""
+    """Raises where Python reads a tensor of the device without an operator; pins memory."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -313,6 +276,8 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "pin_memory":
+            return self._recorder.pinned(args[0])
         if name in READ_BY_HOST and _has_bytes(args[0]):
             memory = self._recorder.memories[self._recorder.ref(args[0]).memory]
             if memory.on_device:

@@ -23,7 +23,8 @@ from ring_attn.testing import Case, RankResult, Sent, put_together
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import formation, group, media
-from tests.deferred.device import Event, HostReads, Part, Recorder, Stream, Transfer
+from tests.deferred.cuda import HOME, Queue
+from tests.deferred.device import HostReads, Part, Recorder, Transfer
 from tests.deferred.program import Program
 from tests.stand_in import Parts, StandIn
 
@@ -33,7 +34,8 @@ class Work:
         self._recorder, self._transfer = recorder, transfer
 
     def wait(self) -> bool:
-        self._recorder.stream.wait_event(Event((self._transfer,)))
+        queue = self._recorder.cuda.home
+        queue.tail = (*queue.tail, self._transfer)
         return True
 
 
@@ -47,7 +49,7 @@ class Communicator(StandIn):
 
     def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options)
-        self._stream = Stream()
+        self._queue = Queue(HOME)
         self._group: Transfer | None = None
         self._transfers: list[Transfer] = []
 
@@ -89,8 +91,8 @@ class Communicator(StandIn):
 
     def _start(self, transfer: Transfer) -> Work:
         transfer.what = f"transfer {len(self._transfers)} of {self.options.group_name}"
-        transfer.after = self.recorder.stream.tail
-        self.recorder.queue(transfer, self._stream)
+        transfer.after = self.recorder.cuda.home.tail
+        self.recorder.queue(transfer, self._queue)
         self._transfers.append(transfer)
         return Work(self.recorder, transfer)
 
@@ -98,20 +100,12 @@ class Communicator(StandIn):
 @contextmanager
 def device_of(recorder: Recorder) -> Iterator[None]:
     """Records all operators, streams and transfers of this thread on a device."""
-    places = {
-        "are_used": lambda device: True,
-        "new": lambda device: Stream(),
-        "current": recorder.current,
-        "use": recorder.use,
-        "record": recorder.record,
-        "wait": lambda event: recorder.stream.wait_event(event),
-        "pinned": recorder.pinned,
-        "overwrite": recorder.overwrite,
-        "lend": recorder.lend,
-    }
     with ExitStack() as stack:
-        for name, place in places.items():
-            stack.enter_context(mock.patch.object(streams, name, place))
+        stack.enter_context(mock.patch.object(streams, "are_used", lambda device: True))
+        stack.enter_context(recorder.cuda.patched())
+        # torch looks at the stream's type before it asks a mode.
+        lend = lambda x, stream: recorder.lend(x, stream)  # noqa: E731
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lend))
         made = type("Communicator", (Communicator,), {"recorder": recorder})
         stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", made, create=True))
         stack.enter_context(recorder)

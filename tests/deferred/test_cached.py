@@ -15,8 +15,9 @@ from ring_attn import SequenceLayout, halo, neighbours
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable, make_step_table
+from ring_attn.transport import streams
 from ring_attn.transport.cached import Cached
-from tests.deferred.device import Node, Recorder, Stream
+from tests.deferred.device import Node, Recorder
 from tests.deferred.ranks import record
 
 TILES = ((0, 8, 0, 8, None, 0),)
@@ -60,7 +61,7 @@ def launches(repeated: bool) -> Callable[[int, Recorder], None]:
             return Launch(kernel, (1,), {"x_ptr": x, "table_ptr": table()}, {}, {})
 
         for _ in range(3):
-            with recorder.use(Stream()):
+            with streams.use(streams.new(DEVICE)):
                 x = torch.zeros(1, 1, 1, 1)
                 recorder.given(x)
                 if repeated:
@@ -77,7 +78,7 @@ def halos(_: int, recorder: Recorder) -> None:
     layout = SequenceLayout.contiguous(12, 3)
     neighbours._plan.cache_clear()
     for _ in range(2):
-        with recorder.use(Stream()):
+        with streams.use(streams.new(DEVICE)):
             x = torch.ones(1, 4, 2)
             recorder.given(x)
             halo(x, layout, 1)
@@ -91,7 +92,7 @@ CALLS = {"tables": launches(False), "kept launches": launches(True), "halo": hal
 @pytest.mark.parametrize("name", CALLS)
 def test_other_streams_wait_for_what_is_cached(name: str) -> None:
     assert record(3, CALLS[name]).races() == []
-    faults = (Cached, "get", lambda self: self._value), (Recorder, "lend", lambda self, x: None)
+    faults = (Cached, "get", lambda self: self._value), (Recorder, "lend", lambda *_: None)
     for fault in faults:
         with mock.patch.object(*fault):
             assert record(3, CALLS[name]).races()

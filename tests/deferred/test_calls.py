@@ -21,7 +21,8 @@ from ring_attn.testing.ranks import TRANSPORT
 from ring_attn.transport import streams
 from ring_attn.transport.p2p import P2PTransport
 from ring_attn.transport.ranks.media import Lane
-from tests.deferred.device import Event, HostSyncError, Recorder, Transfer
+from tests.deferred.cuda import Event, HostSyncError
+from tests.deferred.device import Recorder, Transfer
 from tests.deferred.program import Program, at_random, in_host_order, same
 from tests.deferred.ranks import Layers, record
 
@@ -225,12 +226,12 @@ def in_halves() -> Iterator[None]:
         yield
 
 
-def without_the_end(device: Any, first: Any, *others: Any) -> None:
+def without_the_end(device: Any, side: Any, first: Any, *others: Any) -> None:
     ready = streams.record(device)
     first()
-    for work in others:
-        with streams.use(streams.new(device)):
-            streams.wait(ready)
+    with streams.use(side):
+        streams.wait(ready, device)
+        for work in others:
             work()
 
 

@@ -67,7 +67,7 @@ def test_communicators_from_their_options_to_their_end() -> None:
 
 def test_a_late_exchange_is_named() -> None:
     """The device is in the second exchange, while the host has posted a third."""
-    streams = mock.MagicMock(pinned=lambda x: x)
+    streams = mock.MagicMock(pinned=lambda x, device: x)
     with mock.patch.object(media, "streams", streams):
         lane = Lane((1, 4, 6), "gradients", 0.0, None, CPU)
         assert lane.late() is None

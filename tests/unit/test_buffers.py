@@ -34,7 +34,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates streams on a CPU."""
     monkeypatch.setattr(streams, "are_used", lambda device: True)
     monkeypatch.setattr(streams, "record", lambda device: mock.Mock())
-    monkeypatch.setattr(streams, "pinned", torch.clone)
+    monkeypatch.setattr(streams, "pinned", lambda x, device: x.clone())
 
 
 def test_sizes_that_two_calls_have_not_taken_are_let_go(queued: None) -> None:

@@ -123,8 +123,11 @@ class RankGroup:
         self._board: Board | None = None
         self._media: dict[str, Medium] = {}
         self._roll_calls = 0
+        # By type: the device of all this rank's calls, to which its communicators belong.
+        self.devices: dict[str, torch.device] = {}
         # One pool for each compute stream, whose operators run in order.
         self._pools: dict[Stream, Pool] = {}
+        self._side: Stream | None = None
 
     @property
     def world_size(self) -> int:
@@ -213,6 +216,12 @@ class RankGroup:
             self._pools[stream] = Pool(device)
         return self._pools[stream]
 
+    def side(self, device: torch.device) -> Stream | None:
+        """The group's one stream for work beside the current stream's; None without streams."""
+        if self._side is None and streams.are_used(device):
+            self._side = streams.new(device)
+        return self._side
+
     def fail(self, text: str) -> RuntimeError:
         """Ends the ring for good, on this rank and the others; returns its first error."""
         with self._lock:
@@ -298,6 +307,16 @@ class RankGroup:
                 "any more: make a new process group on all of them, or restart from a checkpoint. "
                 f"First error: {self.failed}"
             ) from self.failed
+
+    def refuse_other_device(self, device: torch.device) -> None:
+        """Refuses tensors on another device than those of the rank's first call."""
+        known = self.devices.setdefault(device.type, device)
+        if device != known:
+            raise ValueError(
+                f"{rank_name(self.global_rank)} has tensors on {device}, got {known} in the "
+                "group's first call, to which its connections belong: pass tensors on "
+                f"{known}, or another process group"
+            )
 
     def refuse_fork(self) -> None:
         """Refuses a process forked from a rank: connections and threads stayed with the parent."""

@@ -45,7 +45,7 @@ class Headers:
         ranks' headers are received into buffers of the pool.
         """
         words = torch.tensor([*call.words(), *(WORDS - 6) * (0,)])
-        own = streams.pinned(words).to(device, non_blocking=True)
+        own = streams.pinned(words, device).to(device, non_blocking=True)
         if values is not None:
             own[6] = values
         self._own, self._pool = own.view(torch.uint8), pool
@@ -78,9 +78,10 @@ class Headers:
             for block, taken in zip(self._blocks, self._rows, strict=True)
         ]
         differs = torch.cat([block.ne(self.outgoing).any().view(1) for block in rows]).any()
-        result = streams.pinned(torch.empty((), dtype=torch.bool))
+        device = differs.device
+        result = streams.pinned(torch.empty((), dtype=torch.bool), device)
         result.copy_(differs, non_blocking=True)
-        event = streams.record(self.outgoing.device)
+        event = streams.record(device)
         assert self._pool is not None, "a call has begun"
         for block in self._blocks:
             block.written = event

@@ -127,7 +127,7 @@ class Lane:
         # Allocated on this stream, the only one that uses the numbers.
         with streams.use(self._stream):
             self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
-        self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32))
+        self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32), device)
         self._posted: deque[Posted] = deque()
         self._last = 0
 
@@ -143,7 +143,7 @@ class Lane:
         number = self._numbers[self._last]
         with streams.use(self._stream):
             for moment in moments:
-                streams.wait(moment)
+                streams.wait(moment, self._device)
             self._posted.append(Posted(self._last, step, peer, time.monotonic()))
             self._flags[0].copy_(number, non_blocking=True)
             # A wait with a timeout would block the host.

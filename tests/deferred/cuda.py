@@ -1,0 +1,135 @@
+"""torch.cuda of a rank whose tensors are not on torch's current device: the part that is used.
+
+As in torch, a device has `POOL` streams, which `torch.cuda.Stream` gives out in turn, and an event
+or a wait without a stream takes the current stream of the current device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.deferred.device import Node, Recorder
+
+# The device that CPU tensors stand for, and torch's current device at first.
+HOME, OTHER = 1, 0
+POOL = 32
+
+
+class HostSyncError(AssertionError):
+    """The host would wait for the device."""
+
+
+class Queue:
+    """What a stream is on its device."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.tail: tuple[Node, ...] = ()
+
+
+class Stream:
+    """A handle of a queue; several handles may have one queue."""
+
+    def __init__(self, cuda: Cuda, queue: Queue) -> None:
+        self._cuda, self.queue = cuda, queue
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.queue is self.queue
+
+    def __hash__(self) -> int:
+        return hash(self.queue)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def synchronize(self) -> None:
+        """Lets the host wait for work that waits for no other stream's."""
+        nodes = list(self.queue.tail)
+        for node in nodes:
+            if node.stream is not self.queue:
+                raise HostSyncError(f"the host would wait for {node.what}")
+            nodes += [one for one in node.after if one not in self._cuda.recorder.ended]
+        self._cuda.recorder.wait_for(nodes)
+
+
+class Event:
+    def __init__(self, cuda: Cuda, *, enable_timing: bool = False) -> None:
+        self._cuda, self.enable_timing = cuda, enable_timing
+        self.after: tuple[Node, ...] = ()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.after = (stream or self._cuda.current_stream()).queue.tail
+
+    def wait(self, stream: Stream | None = None) -> None:
+        queue = (stream or self._cuda.current_stream()).queue
+        queue.tail = (*queue.tail, *(node for node in self.after if node not in queue.tail))
+
+    def query(self) -> bool:
+        return False  # the host never knows how far the device has got
+
+    def synchronize(self) -> None:
+        raise HostSyncError("an event is waited for by the host")
+
+
+class Cuda:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.current = recorder, OTHER
+        self.captured: int | None = None  # a device whose current stream a graph captures
+        self._pools = {device: [Queue(device) for _ in range(POOL)] for device in (HOME, OTHER)}
+        self._taken = dict.fromkeys(self._pools, 0)
+        self._streams = {device: Stream(self, Queue(device)) for device in self._pools}
+
+    def patched(self) -> mock._patch[Any]:
+        """Puts these functions in the place of torch.cuda's."""
+        return mock.patch.multiple(
+            torch.cuda,
+            Stream=self.new_stream,
+            Event=partial(Event, self),
+            current_stream=self.current_stream,
+            stream=self.stream,
+            device=self.device,
+            current_device=lambda: self.current,
+            is_current_stream_capturing=lambda: self.current == self.captured,
+        )
+
+    @property
+    def home(self) -> Queue:
+        """Where operators on the rank's tensors are queued now, whichever device is current."""
+        return self._streams[HOME].queue
+
+    def _index(self, device: torch.device | int | None) -> int:
+        if device is None or isinstance(device, int):
+            return self.current if device is None else device
+        return HOME if device.type == "cpu" else device.index
+
+    def new_stream(self, device: torch.device | None = None) -> Stream:
+        index = self._index(device)
+        self._taken[index] += 1
+        return Stream(self, self._pools[index][self._taken[index] % POOL])
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._streams[self._index(device)]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        index = stream.queue.device
+        device, before = self.current, self._streams[index]
+        self.current, self._streams[index] = index, stream
+        try:
+            yield
+        finally:
+            self.current, self._streams[index] = device, before
+
+    @contextmanager
+    def device(self, device: torch.device | int) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "current", self.current)
+            self.current = self._index(device)
+            yield
