@@ -29,13 +29,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.values import check_int, check_one_of, check_tensor, check_type
-from ring_attn.models.checkpoint import FileTensor, open_checkpoint
+from ring_attn.models.checkpoint import open_checkpoint
 
 #: The role of a parameter, which decides its cut.
 #:
@@ -177,7 +177,7 @@ class TensorParallelConfig:
 
 
 def shard_parameter(
-    x: Tensor | FileTensor,
+    x: Tensor,
     kind: Kind,
     config: TensorParallelConfig,
     *,
@@ -187,8 +187,7 @@ def shard_parameter(
     """The rank's part of a weight or of its bias.
 
     Args:
-        x: the whole weight, `(out, in)` or `(in, out)`, or its bias, `(out,)`; any dtype. Of a
-            tensor of `open_checkpoint` only the part is read.
+        x: the whole weight, `(out, in)` or `(in, out)`, or its bias, `(out,)`; any dtype.
         kind: role of the parameter; see `Kind`.
         config: sizes of the model, and the rank.
         order: storage of a weight: "out_in" like torch's Linear, or "in_out".
@@ -208,9 +207,19 @@ def shard_parameter(
         >>> shard_parameter(w, "o", config).tolist()
         [[0, 1], [4, 5], [8, 9], [12, 13]]
     """
-    if not isinstance(x, FileTensor):
-        check_tensor(name, x)
-    shape = tuple(x.shape)
+    check_tensor(name, x)
+    return _part(name, x, tuple(x.shape), kind, config, order)
+
+
+def _part(
+    name: str,
+    x: Any,
+    shape: tuple[int, ...],
+    kind: Kind,
+    config: TensorParallelConfig,
+    order: Order,
+) -> Tensor | None:
+    """`x` is a tensor, or safetensors' slice object, of which only the part is read."""
     dim, end, parts = _cut_dim(len(shape), kind, order), 0, []
     for length, ranks in _checked_cut(name, shape, kind, config, order):
         start, end = end, end + length
@@ -224,7 +233,7 @@ def shard_parameter(
 
 
 def shard_state_dict(
-    state_dict: Mapping[str, Tensor] | Mapping[str, FileTensor],
+    state_dict: Mapping[str, Tensor],
     config: TensorParallelConfig,
     plan: Plan = LLAMA_TP_PLAN,
     *,
@@ -234,7 +243,7 @@ def shard_state_dict(
     """`shard_parameter` of every parameter of a model, by the same names.
 
     Args:
-        state_dict: tensors of the whole model, or of `open_checkpoint`.
+        state_dict: tensors of the whole model.
         config, order: as for `shard_parameter`.
         plan: kinds by the ends of names, without `.weight` or `.bias`; `*` stands for any part.
             `LLAMA_TP_PLAN | {"query_key_value": "grouped_qkv"}` extends the default.
@@ -266,8 +275,14 @@ def load_tp_state_dict(
 
     Arguments and errors are those of `open_checkpoint` and of `shard_state_dict`.
     """
-    with open_checkpoint(source, device) as tensors:
-        return shard_state_dict(tensors, config, plan, otherwise=otherwise, order=order)
+    with open_checkpoint(source) as tensors:
+        shards = {}
+        for name, kind in _kinds(tensors, plan, otherwise).items():
+            x = tensors[name]
+            part = _part(name, x, tuple(x.get_shape()), kind, config, order)
+            if part is not None:
+                shards[name] = part.to(device)
+        return shards
 
 
 @torch.no_grad()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ring_attn.models import tensor_parallel
 from ring_attn.models.checkpoint import open_checkpoint
 from ring_attn.models.tensor_parallel import (
     Kind,
@@ -27,6 +25,7 @@ from ring_attn.models.tensor_parallel import (
     shard_state_dict,
 )
 from tests.bounds import same_bits
+from tests.refusals import refused
 from tests.unit.test_tensor_parallel import config_of, layer_of
 
 CONFIG = config_of(3, 6, rank=1)
@@ -36,11 +35,6 @@ def model_of() -> dict[str, Tensor]:
     """A block in bfloat16, and a tensor without dims."""
     torch.manual_seed(0)
     return {name: x.bfloat16() for name, x in (layer_of(6) | {"scale": torch.randn(())}).items()}
-
-
-def load(source: Path, name: str, kind: Kind, config: TensorParallelConfig) -> Tensor | None:
-    with open_checkpoint(source) as tensors:
-        return shard_parameter(tensors[name], kind, config, name=name)
 
 
 def save_in_two(model: dict[str, Tensor], folder: Path) -> Path:
@@ -91,7 +85,7 @@ def test_a_shard_outlives_its_file(tmp_path: Path) -> None:
     path, model = tmp_path / "x.safetensors", {"w": torch.randn(48, 40)}
     save_file(model, path)
     for kind in ("q", "replicated"):
-        shard = load(path, "w", kind, CONFIG)
+        shard = load_tp_state_dict(path, CONFIG, {"w": kind})["w"]
         before = shard.clone()
         size = path.stat().st_size
         with open(path, "r+b") as file:
@@ -104,77 +98,56 @@ def test_a_shard_outlives_its_file(tmp_path: Path) -> None:
 # -- only the shard is read
 
 
-MIB = 1 << 20
+# At a fault, Linux maps the page's folio, of at most 2 MiB; a run of bytes has two ends.
+AROUND = 2 * 2 << 20
 
 
-def pages_in_memory(path: Path) -> set[int]:
-    """Numbers of the file's pages that the system has in its page cache."""
-    size = path.stat().st_size
-    flags, rights = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, flags, rights) as mapped:
-        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-        start = ctypes.c_char.from_buffer(mapped)
-        address = ctypes.c_void_p(ctypes.addressof(start))
-        libc = ctypes.CDLL(None, use_errno=True)
-        failed = libc.mincore(address, ctypes.c_size_t(size), pages)
-        del start
-        assert not failed, os.strerror(ctypes.get_errno())
-    return {number for number, page in enumerate(pages) if page & 1}
-
-
-def drop_from_memory(path: Path) -> None:
-    """Flushes a file and evicts it from the page cache, so that pages found later were read.
-
-    Skips the test where eviction is impossible, as on a file system in memory.
-    """
-    with open(path, "r+b") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if pages_in_memory(path):
-        pytest.skip("files cannot be taken from the page cache of this file system")
+def mapped_bytes(path: Path) -> int:
+    """Bytes of a file in the memory of this process."""
+    nbytes, of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            of_file = rest[-1:] == [str(path)]
+        elif of_file and first == "Rss:":
+            nbytes += int(rest[0]) * 1024
+    return nbytes
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"),
+    ("kind", "shape", "runs"),
     [
-        ("q", (4096, 512)),
-        ("column", (4100, 512)),
-        ("qkv", (4096 + 2 * 1024, 512)),
-        ("grouped_qkv", (4096 + 2 * 1024, 512)),
-        ("gate_up", (2 * 4096, 512)),
-        ("row", (4, MIB)),  # a piece of each long row
-        ("o", (512, 4096)),  # rows of two pages; a rank needs one or both
+        ("column", (8196, 4096), 1),
+        ("qkv", (4096 + 2 * 1024, 4096), 3),
+        ("row", (4, 8 << 20), 4),
     ],
 )
-def test_only_the_pages_of_the_shard_are_read(
-    kind: Kind, shape: tuple[int, int], tmp_path: Path
+def test_only_the_shard_is_read(
+    kind: Kind, shape: tuple[int, int], runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the pages of the file that the process has touched when a shard is made."""
     path = tmp_path / "model.safetensors"
-    config = TensorParallelConfig(3, 8, 512, 4096, num_heads=32, num_kv_heads=8, headdim=128)
-    w = torch.arange(shape[0] * shape[1]).view(shape)
-    indices = shard_parameter(w, kind, config).flatten()
-    w = w.to(torch.int16).view(torch.bfloat16)
-    others = {"before": torch.zeros(MIB), "z": torch.zeros(MIB)}
-    # A header as long as a large model's.
-    save_file({"w": w, **others}, path, metadata={"note": "x" * 300_000})
+    config = TensorParallelConfig(3, 8, 4096, 4096, num_heads=32, num_kv_heads=8, headdim=128)
+    w = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+    save_file({"w": w}, path)
+    expected = shard_parameter(w, kind, config)
+    touched: list[int] = []
 
-    drop_from_memory(path)
-    shard = load(path, "w", kind, config)
-    read = pages_in_memory(path)
+    @contextmanager
+    def watched(source: Path) -> Iterator[dict[str, Any]]:
+        with open_checkpoint(source) as tensors:
+            touched.append(mapped_bytes(path))
+            yield tensors
+            touched.append(mapped_bytes(path))
+            tensors["w"][:].clone()
+            touched.append(mapped_bytes(path))
 
-    content = path.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
-    start = header + json.loads(content[8:header])["w"]["data_offsets"][0]
-    of_shard = {*((start + indices * 2) // mmap.PAGESIZE).unique().tolist()}
-    needed = of_shard | {start // mmap.PAGESIZE, *range(-(-header // mmap.PAGESIZE))}
-    assert needed <= read
-    # Extra pages are less than one usual read-ahead request, 128 KiB.
-    assert len(read - needed) * mmap.PAGESIZE < 128 * 1024
-    if kind != "o":
-        assert len(of_shard) * mmap.PAGESIZE <= shard.nbytes + 8 * mmap.PAGESIZE < w.nbytes // 4
-    # The measure works: the whole file, now read, is in the cache.
-    assert len(pages_in_memory(path)) * mmap.PAGESIZE >= w.nbytes
-    assert same_bits(shard, shard_parameter(w, kind, config))
+    monkeypatch.setattr(tensor_parallel, "open_checkpoint", watched)
+    got = load_tp_state_dict(path, config, {"w": kind})
+    assert same_bits(got["w"], expected)
+    before, shard, whole = touched
+    assert expected.nbytes <= shard - before <= expected.nbytes + runs * AROUND < w.nbytes / 2
+    assert whole >= w.nbytes
 
 
 # -- errors name the fault
@@ -206,41 +179,13 @@ def index(text: str) -> Callable[[Path], Path]:
     return make
 
 
-def damaged(content: bytes, random: Random) -> bytes:
-    """Damages a file once: cuts it off, or changes a bit, a byte or the length of its header."""
-    header = 8 + int.from_bytes(content[:8], "little")
-    at = random.randrange(header)
-    before, after, byte = content[:at], content[at + 1 :], random.randbytes(1)
-    flipped = bytes([content[at] ^ 1 << random.randrange(8)])
-    length = random.choice([0, header, 2**63, 2**64 - 1]).to_bytes(8, "little")
-    cut_off = content[: random.randrange(len(content))]
-    kinds = [before + after, before + byte + content[at:], before + byte + after]
-    return random.choice([cut_off, *kinds, before + flipped + after, length + content[8:]])
-
-
-def test_a_damaged_file_is_named_or_read_as_safetensors_reads_it(tmp_path: Path) -> None:
-    path, random = tmp_path / "model.safetensors", Random(0)
-    model = {"a": torch.randn(6, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(3)}
-    save_file(model, path, metadata={"format": "pt"})
-    whole = path.read_bytes()
-    refused, num_open = 0, len(os.listdir("/proc/self/fd"))
-    for _ in range(400):
-        path.write_bytes(damaged(whole, random))
-        try:
-            got = load_tp_state_dict(path, CONFIG, {}, otherwise="replicated")
-        except ValueError as error:
-            assert f"{path} is not a file of" in str(error) and "damaged" in str(error)
-            assert len(os.listdir("/proc/self/fd")) == num_open
-            refused += 1
-            continue
-        # No reader can detect a changed letter in a name, or another dtype of equal size.
-        with safetensors.safe_open(path, "pt") as file:
-            assert {*got} == {*file.keys()}
-            for name, x in got.items():
-                expected = file.get_tensor(name)
-                assert x.dtype == expected.dtype and x.shape == expected.shape
-                assert same_bits(x, expected)
-    assert 300 < refused < 400
+@pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(8), None])
+def test_a_damaged_file_is_named(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(6, 5)}, path)
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    with refused(ValueError, f"{path}|damaged"):
+        load_tp_state_dict(path, CONFIG, {}, otherwise="replicated")
 
 
 def index_of(file: object) -> Callable[[Path], Path]:
@@ -261,13 +206,12 @@ def index_of(file: object) -> Callable[[Path], Path]:
         (index("{"), ValueError, "i.json"),
         (index('{"\xff": 0}'), ValueError, "i.json"),
         (index("[" * 20_000), ValueError, "i.json"),
-        (index_of(1), ValueError, "i.json .*1"),
+        (index_of(1), ValueError, "i.json"),
         (index_of("w.bin"), ValueError, "'w.bin'"),
         (index_of("../w.safetensors"), ValueError, "'../w.safetensors'.* beside"),
         (index_of("/w.safetensors"), ValueError, "'/w.safetensors'.* beside"),
         (index_of("sub/w.safetensors"), ValueError, "'sub/w.safetensors'.* beside"),
-        (index_of(["w"]), ValueError, r"\['w'\]"),
-        (index_of("\0.safetensors"), ValueError, "i.json"),
+        (index_of(["w"]), ValueError, "i.json"),
         (wrong_file, ValueError, "self_attn.q_proj.weight .*00002-of-00002.safetensors"),
         (lambda folder: 3, TypeError, "int"),
     ],
@@ -282,4 +226,4 @@ def test_a_source_that_cannot_be_read(
 def test_safetensors_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'ring-attn\[hf\]'"):
-        load(tmp_path, "w", "q", CONFIG)
+        load_tp_state_dict(tmp_path, CONFIG)
