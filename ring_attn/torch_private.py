@@ -57,8 +57,8 @@ def group_store(group: dist.ProcessGroup) -> Store:
     """The group's store, by torch's own connection to it.
 
     A second connection (`clone`) looks up the names of both hosts, and a request that the name
-    server loses costs 5 s. A thread of torch that waits for a key blocks this connection for other
-    threads; a rank of ours never waits within the store, but asks again (`formation.poll`).
+    server loses costs 5 s. A thread that waits for a key blocks this connection for other threads;
+    a rank of ours never waits within the store, but asks again (`formation.poll`).
     """
     store: Any = group.get_group_store()
     return cast(Store, store)

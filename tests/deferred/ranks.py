@@ -122,6 +122,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
             mock.patch.object(group, "group_store", lambda _: dist.HashStore()),
             mock.patch.object(group, "group_timeout", lambda _: 1.0),
             mock.patch.object(p2p, "group_timeout", lambda _: 1.0),
+            mock.patch.object(formation.Meetings, "attend", lambda *given: given[-1]("meeting")),
             mock.patch.object(group, "meet"),
             mock.patch.object(media, "meet"),
             mock.patch.object(formation.RollCall, "wait", lambda *_: None),

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from ring_attn.torch_private import Store
 from ring_attn.transport.base import rank_name
 from ring_attn.transport.debug import difference
+from ring_attn.transport.ranks.formation import Bell, append
 from ring_attn.transport.ranks.identity import Identity
 
 # A note holds at most this many characters of an error's text.
 MOST_CHARACTERS = 600
+
+# A rank that waits reads the calls of at most so many ranks that have refused one.
+MOST_REFUSALS = 8
 
 
 class Board:
@@ -25,6 +30,7 @@ class Board:
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
+        self.bell = Bell(store, meeting)
 
     def tell_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
         """Writes down this rank's last calls, and the rank for which it waits."""
@@ -46,13 +52,17 @@ class Board:
     def tell_refusal(self, calls: Iterable[Identity]) -> None:
         """Writes down this rank's calls, of which it has refused the last one."""
         self.tell_calls(calls)
-        self._store.set(f"{self._prefix}/refused", "")
+        append(self._store, f"{self._prefix}/refused", f"{self._rank}\n")
+        self.bell.ring()
 
-    def refusal(self, calls: Iterable[Identity], peers: Iterable[int]) -> str | None:
-        """Why peers that have refused a call will not come to these calls; None if unknown."""
-        if not self._store.check([f"{self._prefix}/refused"]):
-            return None
-        reasons = (self.why(calls, peer) for peer in peers)
+    def in_vain(self, calls: Iterable[Identity]) -> str | None:
+        """Why some rank will not come to these calls; None if unknown."""
+        failure = self.failure()
+        if failure is not None or not self._store.check([f"{self._prefix}/refused"]):
+            return failure
+        ranks = dict.fromkeys(map(int, self._store.get(f"{self._prefix}/refused").split()))
+        ranks.pop(self._rank, None)
+        reasons = (self.why(calls, rank) for rank in islice(ranks, MOST_REFUSALS))
         return next((reason for reason in reasons if reason is not None), None)
 
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
@@ -76,6 +86,7 @@ class Board:
             return False
         note = json.dumps({"rank": self._rank, "text": text[:MOST_CHARACTERS]})
         self._store.set(f"{self._prefix}/failed", note)
+        self.bell.ring()
         return True
 
     def failure(self) -> str | None:

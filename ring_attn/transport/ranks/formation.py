@@ -4,6 +4,9 @@ The first roll-call names missing ranks. The second keeps every rank from its fi
 all ranks are connected: a rank that went on, raised and closed its connections would break the
 connections that a slower rank is still making.
 
+Each rank makes a constant number of requests to the store, with keys of constant length, however
+many ranks there are; one rank finds out for all who is missing.
+
 Makes no groups of torch: splits no communicator, takes no name from torch's counters, and registers
 nothing with torch. A connection closes when the last reference to it goes.
 """
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,11 +35,27 @@ ASKED_AGAIN_S = 1.0
 # Seconds that the store may take to answer, beyond the ranks' own time limit.
 STORE_S = 1.0
 
+# Seconds that ranks wait, after their time limit, for the rank that finds out who is missing; more
+# than that rank's longest pause.
+ANSWER_S = 3.0
+
+# A rank that waits asks the store again after pauses, each a share of the time waited so far: 8,192
+# ranks make 4,096 requests a second. A wait within the store would block this process's connection
+# for other threads, and prints two warnings when its time is up.
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE = 0.001, 2.0, 0.25
+
 NO_LIMIT = datetime.timedelta.max
+
+InVain = Callable[[], str | None]
+Answer = tuple[str, str]  # what came of a roll-call, and a text
 
 
 class MissingRanksError(RuntimeError):
     """Some ranks did not come in time; the message names the missing ranks."""
+
+
+class MovedError(RuntimeError):
+    """A meeting that was waited for has no lead any more: its ranks have opened another one."""
 
 
 class DifferentError(RuntimeError):
@@ -71,106 +92,265 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
     return results[0]
 
 
+def answered(work: Callable[[], T], seconds: float) -> T:
+    """The result of `work`, which waits in the store for other ranks for at most `seconds`."""
+    try:
+        return bounded(work, seconds + 3 * ANSWER_S + STORE_S)
+    except TimeoutError as error:
+        raise MissingRanksError(f"the group's store does not answer: {error}") from error
+
+
 def poll(ask: Callable[[], T], seconds: float) -> T:
     """The first true answer, or the last one in time; asks again after growing pauses."""
-    deadline, pause = time.monotonic() + seconds, 0.001
-    while not (answer := ask()) and time.monotonic() <= deadline:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
+    start = time.monotonic()
+    while not (answer := ask()) and (waited := time.monotonic() - start) < seconds:
+        pause = min(max(PAUSE * waited, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        time.sleep(min(pause, seconds - waited))
     return answer
 
 
+def append(store: Store, key: str, text: str) -> None:
+    """Adds text to the end of a key's value, in one request."""
+    store.append(key, text)  # type: ignore[attr-defined]
+
+
+def hashed(members: Sequence[int]) -> str:
+    """A text of constant length for some ranks in their order."""
+    return hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]
+
+
+class Bell:
+    """Wakes the ranks that wait in the store, when there is news for them."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, f"{name}/bell"
+
+    def ring(self) -> None:
+        self._store.add(self._name, 1)
+
+    def wait(self, look: Callable[[], T | None], seconds: float) -> T | None:
+        """The first answer of `look`, which is asked at once and after each ring."""
+        heard = -1
+
+        def listen() -> T | None:
+            nonlocal heard
+            before, heard = heard, self._store.add(self._name, 0)
+            return look() if heard != before else None
+
+        return poll(listen, seconds)
+
+
 class RollCall:
-    """Ranks that wait for each other: each rank comes, or gives up for all and says why."""
+    """Ranks that wait for each other: each rank comes, or gives up for all and says why.
+
+    One rank answers for all, and the first answer holds. The last rank to come compares what all
+    have told; the first rank whose time is up names the missing ranks.
+    """
 
     def __init__(
-        self, store: Store, name: str, rank: int, members: Sequence[int], verb: str = "come"
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        members: Sequence[int],
+        verb: str = "come",
+        bell: Bell | None = None,
     ) -> None:
         """Prepares a roll-call of global ranks, by a key `name` never used before.
 
-        `verb` is for messages.
+        `verb` is for messages; `bell` is one that also rings for other news.
         """
         self._store, self._name, self._rank = store, name, rank
         self._members, self._verb = members, verb
+        self._bell = bell or Bell(store, name)
 
     def come(self, told: str = "") -> None:
-        self._store.set(f"{self._name}/here/{self._rank}", told)
-        self._store.add(f"{self._name}/told/{told}", 1)
-        self._store.add(f"{self._name}/count", 1)
-
-    def check_alike(self, told: str, rule: str) -> None:
-        """Refuses members, all of which must have come, that reported different texts."""
-        if self._store.add(f"{self._name}/told/{told}", 0) < len(self._members):
-            ranks: dict[str, list[int]] = {}
-            for member in self._members:
-                text = self._store.get(f"{self._name}/here/{member}").decode()
-                ranks.setdefault(text, []).append(member)
-            shown = "; ".join(f"{rank_name(some)}: {text}" for text, some in ranks.items())
-            raise DifferentError(rule, shown)
+        append(self._store, f"{self._name}/here", json.dumps([self._rank, told]) + "\n")
+        # More than all, if a rank has left and come again.
+        if self._store.add(f"{self._name}/count", 1) >= len(self._members):
+            self._compare()
 
     def give_up(self, why: str) -> None:
         """Ends the roll-call on all ranks that have not seen everyone come."""
-        self._store.set(f"{self._name}/gave_up", f"{rank_name(self._rank)} has given up: {why}")
+        self.answer("missing", f"{rank_name(self._rank)} has given up: {why}")
 
-    def wait(self, seconds: float, in_vain: Callable[[], str | None] | None = None) -> None:
+    def wait(self, seconds: float, rule: str = "", in_vain: InVain | None = None) -> None:
         """Waits until all members have come; else names the missing ranks, or who gave up.
 
-        `in_vain` says why some member will not come, if that is known; it is asked again and again.
+        `in_vain` says why some member will not come, if that is known; it is asked at each ring.
+
+        Raises:
+            DifferentError: members have told different texts, against the rule.
         """
-        gave_up = f"{self._name}/gave_up"
 
-        def complete() -> bool:
-            count = self._store.add(f"{self._name}/count", 0)
-            if self._store.check([gave_up]):
-                raise MissingRanksError(self._store.get(gave_up).decode())
-            if count >= len(self._members):
-                return True
-            if in_vain is not None and (reason := in_vain()) is not None:
-                raise MissingRanksError(reason)
-            return False
+        def news() -> Answer | None:
+            answer = self.look()
+            if answer is None and in_vain is not None and (reason := in_vain()) is not None:
+                return "missing", reason
+            return answer
 
-        if not poll(complete, seconds):
-            here = [self._store.check([f"{self._name}/here/{m}"]) for m in self._members]
-            missing = [m for m, came in zip(self._members, here, strict=True) if not came]
-            why = f"{rank_name(missing)} did not {self._verb} within {seconds:g} s"
-            self.give_up(why)
-            raise MissingRanksError(why)
+        answer = self._bell.wait(news, seconds)
+        if answer is None:
+            asks = json.dumps([self._rank, f"within {seconds:.3g} s"])
+            if self._store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
+                self._name_missing(f"within {seconds:.3g} s")
+            answer = self._bell.wait(news, 2 * ANSWER_S)
+        kind, text = answer or ("missing", f"no rank has named the missing ones in {seconds:.3g} s")
+        if kind == "differ":
+            raise DifferentError(rule, text)
+        if kind == "moved":
+            raise MovedError("another group of the same ranks meets at the same place of the store")
+        if kind == "missing":
+            raise MissingRanksError(text)
+
+    def answer(self, kind: str, text: str = "") -> None:
+        """Ends the roll-call on all ranks, unless a rank has answered before."""
+        answer = json.dumps([kind, text])
+        if self._store.compare_set(f"{self._name}/answer", "", answer).decode() == answer:
+            self._bell.ring()
+
+    def is_answered(self) -> bool:
+        return self._store.check([f"{self._name}/answer"])
+
+    def look(self) -> Answer | None:
+        """The answer for all; None so far."""
+        if not self.is_answered():
+            return None
+        kind, text = json.loads(self._store.get(f"{self._name}/answer"))
+        return kind, text
+
+    def _compare(self) -> None:
+        """Answers, if all have come."""
+        told = self._told()
+        if len(told) < len(self._members):
+            return
+        ranks: dict[str, list[int]] = {}
+        for member in self._members:
+            ranks.setdefault(told[member], []).append(member)
+        shown = "; ".join(f"{rank_name(some)}: {text}" for text, some in ranks.items())
+        self.answer(*(("alike",) if len(ranks) == 1 else ("differ", shown)))
+
+    def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:
+        """Gives up: the ranks `lost` and those that have not come are missing."""
+        told = self._told()
+        missing = [rank for rank in self._members if rank not in told or rank in lost]
+        if missing:
+            self.give_up(f"{rank_name(missing)} did not {self._verb} {when}")
+        else:
+            self._compare()
+
+    def _told(self) -> dict[int, str]:
+        """What each rank has told that has come so far."""
+        if not self._store.check([f"{self._name}/here"]):
+            return {}
+        lines = self._store.get(f"{self._name}/here").decode().splitlines()
+        return dict(json.loads(line) for line in lines)
 
 
-def next_meeting(store: Store, name: str, rank: int, seconds: float) -> str:
-    """A name in the store for this rank's next meeting with the same ranks, never used before."""
-    return _answer(lambda: f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}", seconds)
+class Meeting(RollCall):
+    """The first roll-call of a group; its first member, the lead, answers for all."""
+
+    def _compare(self) -> None:
+        if self._rank == self._members[0]:
+            super()._compare()
+        else:
+            self._bell.ring()
+
+    def look(self) -> Answer | None:
+        answer = super().look()
+        if answer is None and self._rank == self._members[0]:
+            if self._store.add(f"{self._name}/count", 0) >= len(self._members):
+                self._compare()
+            if self._store.check([f"{self._name}/asks"]):
+                _, when = json.loads(self._store.get(f"{self._name}/asks"))
+                self._name_missing(when)
+            answer = super().look()
+        return answer
+
+    def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:
+        lead = self._members[0]
+        if self._rank != lead:
+            self._bell.ring()
+            if self._bell.wait(self.look, ANSWER_S) is not None:
+                return
+            lost = [lead]
+        super()._name_missing(when, lost)
+
+
+class Meetings:
+    """The meetings of a group, numbered in the group's store.
+
+    A store may outlive processes: torchrun keeps one store over all restarts, which each node
+    numbers in its own way, and a process may make a group anew in the same store. So no rank can
+    tell whether those who came to a meeting still live. The lead opens a meeting and alone answers,
+    which nobody does for a dead lead; a new lead calls those who wait for a dead one.
+    """
+
+    def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
+        self._store, self._rank, self._members = store, rank, members
+        # Groups of other members may have a store with the same prefix.
+        self._place = f"ring_attn/{hashed(members)}"
+        self._opened = ""
+
+    def find(self, seconds: float = 0.0) -> str | None:
+        """The name of the open meeting; None if the lead opens none within so many seconds."""
+        if self._rank == self._members[0]:
+            self._opened = self._opened or self._open()
+            return self._opened
+        number = self._store.add(self._place, 0)
+        if number and not self._at(number).is_answered():
+            return self._name(number)
+        opened = poll(lambda: self._store.add(self._place, 0) - number, seconds)
+        return self._name(number + opened) if opened else None
+
+    def attend(self, seconds: float, told: str, rule: str, arrive: Callable[[str], InVain]) -> None:
+        """Waits until all members have come to one meeting, as `RollCall.wait`.
+
+        Calls `arrive` with the name of each meeting to which this rank comes: the lead of the first
+        one may have died.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and (name := self.find(left)) is not None:
+            meeting = Meeting(self._store, name, self._rank, self._members)
+            in_vain = arrive(name)
+            meeting.come(told)
+            try:
+                return meeting.wait(deadline - time.monotonic(), rule, in_vain)
+            except MovedError:
+                if self._opened:
+                    raise
+        kind, text = self._at(self._store.add(self._place, 0)).look() or ("", "")
+        last = f"; they met before: {text}" if kind == "missing" else ""
+        lead = rank_name(self._members[:1])
+        raise MissingRanksError(f"{lead} did not come within {seconds:.3g} s{last}")
+
+    def _open(self) -> str:
+        number = self._store.add(self._place, 1)
+        if number > 1:
+            self._at(number - 1).answer("moved")
+        return self._name(number)
+
+    def _name(self, number: int) -> str:
+        return f"{self._place}/{number}"
+
+    def _at(self, number: int) -> RollCall:
+        return RollCall(self._store, self._name(number), self._rank, self._members)
 
 
 def meet(
-    store: Store,
-    meeting: str,
-    rank: int,
-    members: Sequence[int],
+    roll_call: RollCall,
     seconds: float,
     told: str = "",
     rule: str = "",
-    in_vain: Callable[[], str | None] | None = None,
+    in_vain: InVain | None = None,
 ) -> None:
-    """Waits until all members have come, as `RollCall.wait`.
-
-    All members must tell the same text, by a rule for the message.
-    """
+    """Comes to a roll-call and waits there, as `RollCall.wait`."""
 
     def come_and_wait() -> None:
-        roll_call = RollCall(store, meeting, rank, members)
         roll_call.come(told)
-        roll_call.wait(seconds, in_vain)
-        roll_call.check_alike(told, rule)
+        roll_call.wait(seconds, rule, in_vain)
 
-    _answer(come_and_wait, seconds)
-
-
-def _answer(work: Callable[[], T], seconds: float) -> T:
-    try:
-        return bounded(work, seconds + STORE_S)
-    except TimeoutError as error:
-        raise MissingRanksError(f"the group's store does not answer: {error}") from error
+    answered(come_and_wait, seconds)
 
 
 class PollingStore(Store):
@@ -194,7 +374,7 @@ class PollingStore(Store):
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
         seconds = timeout.total_seconds()
         if not poll(lambda: self._store.check(keys), seconds):
-            raise RuntimeError(f"no rank has set {keys} within {seconds:g} s")
+            raise RuntimeError(f"no rank has set {keys} within {seconds:.3g} s")
 
 
 def connect_gloo(
@@ -219,11 +399,11 @@ def connect_gloo(
     # a thread that takes too long is left behind.
     threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
-        bounded(lambda: connected.wait(seconds), seconds + STORE_S)
-    except (RuntimeError, TimeoutError) as error:
+        answered(lambda: connected.wait(seconds), seconds)
+    except RuntimeError as error:
         text = "all ranks came, but they could not connect to each other"
         try:
-            meet(store, f"{meeting}/left", rank, everyone, ASKED_AGAIN_S)
+            meet(RollCall(store, f"{meeting}/left", rank, everyone), ASKED_AGAIN_S)
         except MissingRanksError as missing:
             # These ranks have gone.
             raise MissingRanksError(f"{text}; when asked again, {missing}") from error

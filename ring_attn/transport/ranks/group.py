@@ -32,11 +32,12 @@ from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import (
+    Meetings,
     MissingRanksError,
     RollCall,
+    answered,
     bounded,
     meet,
-    next_meeting,
     poll,
 )
 from ring_attn.transport.ranks.headers import Headers
@@ -91,6 +92,13 @@ class Waiting:
     peer: int
     next_look_s: float = PERIOD_S
 
+    def is_due(self) -> bool:
+        """Whether to look now; if so, sets the time of the next look."""
+        if time.monotonic() - self.since < self.next_look_s:
+            return False
+        self.next_look_s += min(self.next_look_s, LONGEST_S)
+        return True
+
 
 class RankGroup:
     """One rank's state in a group. The ranks connect together at the first call."""
@@ -119,8 +127,12 @@ class RankGroup:
         # The last call and the wait that this rank has written down.
         self._reported: tuple[int, int | None] = (-1, None)
         self._lock, self._occupied = threading.Lock(), threading.Lock()
+        self._meetings = Meetings(self._store, self.global_rank, self.global_ranks)
         self._meeting, self._met = "", False
         self._board: Board | None = None
+        # After a refused call: the wait for a meeting where to tell it; where which call was told.
+        self._refused: Waiting | None = None
+        self._told: tuple[str, int] | None = None
         self._media: dict[str, Medium] = {}
         self._roll_calls = 0
         # By type: the device of all this rank's calls, to which its communicators belong.
@@ -163,8 +175,11 @@ class RankGroup:
         self._calls.append(Identity(*place, "refused", NOTHING, note=f" by {why}"))
         calls = list(self._calls)
         if self.failed is None and self.world_size > 1 and not _forked:
-            self._in_time(lambda: self._own_board().tell_refusal(calls))
+            self._in_time(self._tell_refusal)
             self._reported = calls[-1].sequence, None
+            if not self._met:
+                self._refused = Waiting(time.monotonic(), self.global_ranks[0])
+                _watch(self)
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
@@ -193,19 +208,18 @@ class RankGroup:
     def roll_call(self, verb: str) -> RollCall:
         """The next roll-call of all ranks, which are connected already."""
         self._roll_calls += 1
-        name = f"{self._meeting}/roll_call/{self._roll_calls}"
-        return RollCall(self._store, name, self.global_rank, self.global_ranks, verb)
+        place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
+        assert self._board is not None, "the ranks have met"
+        return RollCall(self._store, *place, verb, self._board.bell)
 
     def agree(self, told: str, rule: str, seconds: float) -> None:
         """Refuses ranks of the call under way that tell different texts; keeps the ring alive."""
-        board, calls = self._own_board(), list(self._calls)
-        peers = [rank for rank in self.global_ranks if rank != self.global_rank]
+        board, calls = self._board, list(self._calls)
+        assert board is not None, "the ranks have met"
         self._tell_calls(board, calls, None)
-        self._roll_calls += 1
-        place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
-        in_vain = lambda: board.failure() or board.refusal(calls, peers)  # noqa: E731
         try:
-            meet(self._store, *place, seconds, told, rule, in_vain)
+            in_vain = partial(board.in_vain, calls)
+            meet(self.roll_call("come"), seconds, told, rule, in_vain)
         except MissingRanksError as error:
             text = f"{rank_name(self.global_rank)} could not compare its call with all ranks, "
             raise RuntimeError(f"{text}timeout {seconds:g} s: {error}") from error
@@ -258,19 +272,24 @@ class RankGroup:
 
     def look(self) -> None:
         """Ends the ring if a long wait is in vain: a rank has failed, or calls differ."""
-        waiting, board = self.waiting, self._board
-        if board is None or self.failed is not None:
+        waiting, board, refused = self.waiting, self._board, self._refused
+        if self.failed is not None:
+            return
+        if not self._met and refused is not None and refused.is_due():
+            self._tell_refusal()
+            if refused.next_look_s > self._store_s:
+                self._refused = None  # whoever waited has given up
+        if board is None:
             return
         for medium in list(self._media.values()):
             late = medium.late()
             if late is not None:
                 self._tell_late(late, board)
         calls, (_, waited_for) = list(self._calls), self._reported
-        if waiting is None or time.monotonic() - waiting.since < waiting.next_look_s:
+        if waiting is None or not waiting.is_due():
             if waited_for is not None and (waiting is None or waiting.peer != waited_for):
                 self._tell_calls(board, calls, None)
             return
-        waiting.next_look_s += min(waiting.next_look_s, LONGEST_S)
         if self._reported != (calls[-1].sequence, waiting.peer):
             self._tell_calls(board, calls, waiting.peer)
         reason = board.why(calls, waiting.peer)
@@ -327,13 +346,6 @@ class RankGroup:
                 "'forkserver', or fork before init_process_group"
             )
 
-    def _own_board(self) -> Board:
-        """The board of the ranks' meeting, to which this rank may not have come yet."""
-        if self._board is None:
-            self._meeting = next_meeting(self._store, "ring_attn", self.global_rank, self._store_s)
-            self._board = Board(self._store, self._meeting, self.global_rank)
-        return self._board
-
     def _in_time(self, work: Callable[[], T]) -> T | None:
         """The result of `work` with the store, or None if the store does not answer in time."""
         if not self._store_s:
@@ -348,15 +360,28 @@ class RankGroup:
 
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._met:
-            board, everyone = self._own_board(), self.global_ranks
-            peers = [rank for rank in everyone if rank != self.global_rank]
-            in_vain = partial(board.refusal, list(self._calls), peers)
-            place = self._store, self._meeting, self.global_rank, everyone
-            meet(*place, seconds, _hash_of_configs(), ONE_FILE, in_vain)
+            place = seconds, _hash_of_configs(), ONE_FILE, self._arrive
+            answered(partial(self._meetings.attend, *place), seconds)
             self._met = True
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank, self.global_ranks)
         return Gloo(self._store, self._meeting, self.rank, self.global_ranks, seconds)
+
+    def _arrive(self, meeting: str) -> Callable[[], str | None]:
+        """Takes a meeting for the ranks' own; returns what says why some rank will not come."""
+        self._meeting = meeting
+        self._board = Board(self._store, meeting, self.global_rank)
+        if self._refused is not None:
+            self._tell_refusal()
+        return partial(self._board.in_vain, list(self._calls))
+
+    def _tell_refusal(self) -> None:
+        """Tells this rank's calls, of which it has refused one, where the ranks meet by now."""
+        calls = list(self._calls)
+        meeting = self._meeting if self._met else self._meetings.find()
+        if meeting is not None and self._told != (meeting, calls[-1].sequence):
+            Board(self._store, meeting, self.global_rank).tell_refusal(calls)
+            self._told = meeting, calls[-1].sequence
 
 
 def _hash_of_configs() -> str:

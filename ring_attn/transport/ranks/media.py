@@ -26,7 +26,7 @@ from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.ranks.formation import connect_gloo, meet, next_meeting
+from ring_attn.transport.ranks.formation import RollCall, connect_gloo, hashed, meet
 from ring_attn.transport.streams import Event
 
 # Seconds between our report of a late exchange and torch's watchdog, which ends the process.
@@ -195,14 +195,12 @@ class Nccl(Medium):
         """
         key = members, channel, options.nccl_max_ctas
         if key not in self._lanes:
-            name = f"{self._meeting}/{members}/{channel}/{options.nccl_max_ctas}"
+            name = f"{self._meeting}/{hashed(members)}/{channel}/{options.nccl_max_ctas}"
             everyone = [self._global_ranks[member] for member in members]
-            me = self._global_ranks[self._rank]
-            meeting = next_meeting(self._store, name, me, seconds)
-            meet(self._store, meeting, me, everyone, seconds)
+            meet(RollCall(self._store, name, self._global_ranks[self._rank], everyone), seconds)
             ctas = options.nccl_max_ctas or MAX_CTAS
-            nccl = nccl_options(meeting, seconds + GRACE_S, ctas)
-            store, rank = PrefixStore(meeting, self._store), members.index(self._rank)
+            nccl = nccl_options(name, seconds + GRACE_S, ctas)
+            store, rank = PrefixStore(name, self._store), members.index(self._rank)
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             # Splitting another communicator would need all of its ranks.
             communicator.eager_connect_single_device(device)

@@ -1,0 +1,53 @@
+"""A program for torchrun, in which some ranks die in the first start; see `test_restarts`.
+
+Its words: before, during or after the first call; the ranks that die; a folder for marks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_attn import SequenceLayout, ring_attention
+
+
+def main(when: str, victims: str, folder: str) -> None:
+    # torch's own connections may use addresses of the first start, which the store still has.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    del os.environ["TORCH_GLOO_LAZY_INIT"]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    started = Path(folder, f"started.{rank}")
+    dies = str(rank) in victims.split(",") and not started.exists()
+    started.touch()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 31, 4, 8, generator=generator)
+    layout = SequenceLayout.zigzag(31, world_size)
+    shards = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+    if dies and when == "before":
+        time.sleep(1.0)  # the others wait for this rank by now
+        os._exit(7)
+    out = ring_attention(*shards, causal=True, layout=layout)
+    if dies and when == "during":
+        os._exit(7)
+    out.sum().backward()
+    if dies and when == "after":
+        os._exit(7)
+    again = ring_attention(*shards, causal=True, layout=layout)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    whole = scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    assert torch.equal(out, again)
+    torch.testing.assert_close(out.detach(), layout.shard(whole, rank))
+    count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    Path(folder, f"formed.{rank}").write_text(count)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Ranks meet in a store that holds what dead ranks left there; each rank is a thread."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+
+import pytest
+import torch.distributed as dist
+
+from ring_attn.transport.ranks import formation
+from ring_attn.transport.ranks.formation import DifferentError, Meeting, Meetings, MissingRanksError
+
+MEMBERS = (4, 0, 7)
+LEAD = MEMBERS[0]
+SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formation, "ANSWER_S", 0.3)
+    monkeypatch.setattr(formation, "LONGEST_PAUSE_S", 0.1)
+
+
+class Met:
+    """Where a rank met the others, or why it did not."""
+
+    def __init__(self) -> None:
+        self.at, self.why = "", ""
+
+
+def meet(
+    store: dist.Store,
+    order: Sequence[int],
+    members: Sequence[int] = MEMBERS,
+    seconds: float = SECONDS,
+    told: Callable[[int], str] = lambda rank: "",
+    gap: float = 0.01,
+) -> dict[int, Met]:
+    """Lets ranks come in this order, each a little after the one before."""
+    met = {rank: Met() for rank in order}
+
+    def run(rank: int) -> None:
+        def arrive(name: str) -> Callable[[], None]:
+            met[rank].at = name
+            return lambda: None
+
+        time.sleep(gap * order.index(rank))
+        try:
+            Meetings(store, rank, members).attend(seconds, told(rank), "be alike", arrive)
+        except (MissingRanksError, DifferentError) as error:
+            met[rank].why = str(error)
+
+    with ThreadPoolExecutor(len(order)) as threads:
+        list(threads.map(run, order))
+    return met
+
+
+def leave_behind(store: dist.Store, came: Collection[int]) -> None:
+    """Ranks come to a meeting, and die there before anyone answers."""
+    for rank in sorted(came, key=lambda rank: rank != LEAD):
+        name = Meetings(store, rank, MEMBERS).find()
+        if name is not None:
+            Meeting(store, name, rank, MEMBERS).come()
+
+
+def assert_met(met: dict[int, Met]) -> None:
+    assert {one.why for one in met.values()} == {""}, {r: one.why for r, one in met.items()}
+    assert len({one.at for one in met.values()}) == 1
+
+
+@pytest.mark.parametrize("came", [(LEAD,), (LEAD, 0), (LEAD, 7), (0, 7)], ids=str)
+def test_ranks_that_died_before_their_first_call(came: tuple[int, ...]) -> None:
+    """In the first start, in the second one after they had met, in each order of arrival."""
+    for order in permutations(MEMBERS):
+        for again in (False, True):
+            store = dist.HashStore()
+            if again:
+                assert_met(meet(store, MEMBERS, gap=0.0))
+            leave_behind(store, came)
+            assert_met(meet(store, order))
+
+
+def test_any_row_of_restarts() -> None:
+    draw = random.Random(0)
+    store = dist.HashStore()
+    for _ in range(25):
+        for _ in range(draw.randrange(3)):
+            leave_behind(store, draw.sample(MEMBERS, draw.randrange(1, 3)))
+        assert_met(meet(store, draw.sample(MEMBERS, 3), gap=draw.choice([0.0, 0.005])))
+
+
+def test_a_rank_that_leaves_and_comes_again_counts_once() -> None:
+    store = dist.HashStore()
+    leave_behind(store, (LEAD,))
+    (name,) = {Meetings(store, rank, MEMBERS).find() for rank in MEMBERS[1:]}
+    assert name is not None
+    meeting = [Meeting(store, name, rank, MEMBERS) for rank in MEMBERS]
+    for _ in MEMBERS:
+        meeting[1].come()
+    assert meeting[0].look() is None
+    meeting[2].come()
+    assert meeting[0].look() == meeting[1].look() == ("alike", "")
+
+
+@pytest.mark.parametrize("missing", [(LEAD,), (0,), (LEAD, 7), (0, 7)], ids=str)
+@pytest.mark.parametrize("before", [(), (LEAD,), (LEAD, *MEMBERS)], ids=str)
+def test_missing_ranks_are_named(missing: tuple[int, ...], before: tuple[int, ...]) -> None:
+    """By all ranks that are here, the lead too, whatever stands in the store."""
+    store = dist.HashStore()
+    leave_behind(store, before)
+    here = [rank for rank in MEMBERS if rank not in missing]
+    for one in meet(store, here, seconds=0.3).values():
+        # Without the lead, the store does not tell who else is missing.
+        named = re.escape(str(list(missing))) if LEAD not in missing else rf"\[{LEAD}(, 7)?\]"
+        assert re.search(f"global ranks {named} did not come within 0.3 s", one.why), one.why
+    assert_met(meet(store, MEMBERS))
+
+
+def test_ranks_that_tell_different_texts() -> None:
+    met = meet(dist.HashStore(), MEMBERS, told=lambda rank: "a" if rank == 7 else "b")
+    text = "all ranks must be alike, got global ranks [4, 0]: b; global ranks [7]: a"
+    assert {one.why for one in met.values()} == {text}
+
+
+def test_groups_with_one_store_stay_apart() -> None:
+    """Groups of other ranks, or of the same ranks in another order, whose stores are one."""
+    store = dist.HashStore()
+    groups = [(0, 1), (2, 3), (1, 0), (3, 2)]
+    with ThreadPoolExecutor(len(groups)) as threads:
+        found = list(threads.map(lambda group: meet(store, group, group), groups))
+    for met in found:
+        assert_met(met)
+    assert len({one.at for met in found for one in met.values()}) == len(groups)
