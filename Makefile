@@ -53,8 +53,8 @@ format: $(READY)  ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-run: $(READY)  ## see it work: ring-attn demo
-	$(BIN)/ring-attn demo $(ARGS)
+run: $(READY)  ## see it work: examples/train.py on 2 ranks
+	$(BIN)/python examples/train.py $(ARGS)
 
 verify: $(READY)  ## check every strategy against dense attention
 	$(BIN)/ring-attn verify $(ARGS)
@@ -84,4 +84,4 @@ wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
 
 clean:  ## remove what builds and tools leave; the environment stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find ring_attn kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
+	find ring_attn kernels bench examples tests -name __pycache__ -prune -exec rm -rf {} +

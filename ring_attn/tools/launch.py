@@ -202,7 +202,7 @@ def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> 
     # This process holds the store, so that it outlives rank 0.
     # It listens on the loopback only: anyone who reaches it could write to it.
     server = socket.create_server((LOOPBACK, 0))
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         LOOPBACK,
         server.getsockname()[1],
         is_master=True,

@@ -1,0 +1,136 @@
+"""What the examples share: the start of ranks, a text, and a small transformer."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# `(q, k, v) -> out`, causal: (batch, rows, heads, headdim) each, k and v with fewer heads.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def start(main: Callable[[torch.device], bool], num_ranks: int) -> None:
+    """Calls main on each rank, and exits with status 1 if it returns False on any.
+
+    The ranks are torchrun's if torchrun runs this program, else `num_ranks` new processes.
+    """
+    if "RANK" in os.environ:
+        _run_rank(int(os.environ["LOCAL_RANK"]), main)
+        return
+    # This process holds the store of the process group, at a port that is free.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 makes no store
+    try:
+        mp.spawn(_run_rank, (main,), nprocs=num_ranks, daemon=True)
+    except mp.ProcessExitedException as ended:
+        sys.exit(ended.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run_rank(local_rank: int, main: Callable[[torch.device], bool]) -> None:
+    os.environ.setdefault("RANK", str(local_rank))
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    ok = main(device)
+    dist.barrier()
+    dist.destroy_process_group()
+    if not ok:
+        sys.exit(1)
+
+
+def batches(seqlen: int, device: torch.device, batch: int = 1) -> Iterator[dict[str, Tensor]]:
+    """Endless random pieces of Python's standard library, a byte a token; the same on all ranks."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray().join(map(Path.read_bytes, paths)), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        starts = torch.randint(len(text) - seqlen + 1, (batch,), generator=generator).tolist()
+        ids = torch.stack([text[i : i + seqlen].long() for i in starts]).to(device)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's causal attention over a whole sequence in one process."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+class Transformer(nn.Module):
+    """A small Llama over bytes; the same weights wherever it is made."""
+
+    def __init__(self, num_layers: int = 4, dim: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, dim)
+        self.layers = nn.ModuleDict({str(i): Layer(dim, 3 * dim) for i in range(num_layers)})
+        self.norm = nn.RMSNorm(dim, 1e-5)
+        self.head = nn.Linear(dim, 256, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                # Products on the residual stream are smaller, as there are 2 * num_layers of them.
+                ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = (dim * (2 * num_layers if ends else 1)) ** -0.5
+                nn.init.normal_(weight, std=std, generator=generator)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits (batch, rows, 256). Only attention mixes rows, so the rows may be a shard's."""
+        x = self.embed(input_ids)
+        for layer in self.layers.values():
+            x = layer(x, position_ids)
+        return self.head(self.norm(x))
+
+
+class Layer(nn.Module):
+    """Attention with RoPE, then SwiGLU. The number of heads follows from the weights."""
+
+    def __init__(self, dim: int, hidden_dim: int, nheads: int = 8, nheads_kv: int = 2) -> None:
+        super().__init__()
+        self.headdim = dim // nheads
+        self.attention: Attention = dense_attention
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
+        self.q_proj = nn.Linear(dim, nheads * self.headdim, bias=False)
+        self.k_proj = nn.Linear(dim, nheads_kv * self.headdim, bias=False)
+        self.v_proj = nn.Linear(dim, nheads_kv * self.headdim, bias=False)
+        self.o_proj = nn.Linear(nheads * self.headdim, dim, bias=False)
+        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x), position_ids)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def attend(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x).unflatten(-1, (-1, self.headdim)) for project in projections)
+        out = self.attention(rope(q, position_ids), rope(k, position_ids), v)
+        return self.o_proj(out.flatten(2))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rope(x: Tensor, position_ids: Tensor) -> Tensor:
+    """Turns pairs of x (batch, rows, heads, headdim) by position_ids (1 or batch, rows)."""
+    # In float32 the angles at position 1e6 would be off by up to 0.03 radian.
+    pair = torch.arange(0, x.size(-1), 2, dtype=torch.float64, device=x.device)
+    angle = position_ids[:, :, None, None] * 10000.0 ** (-pair / x.size(-1))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
