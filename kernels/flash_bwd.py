@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -344,43 +343,80 @@ def delta_launch(
     )
 
 
-def backward_launch(
+def dq_launch(
     inputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+    dq: Tensor,
     table: StepTable,
     config: Config,
     *,
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch that adds one step's dq, or dk and dv; dq and dk lack softmax_scale.
+    """The launch that adds one step's dq, without softmax_scale.
 
     Args:
         inputs: q, k, v, dout, minus_lse, delta: q (batch, rows, nheads, headdim), k (batch,
             rows_kv, nheads_kv, headdim), v (batch, rows_kv, nheads_kv, headdim_v) and dout (batch,
             rows, nheads, headdim_v) with any strides, but 1 in the last dim; minus_lse, in base 2,
             and delta, over all keys of all steps, (batch, nheads, rows) float32, contiguous.
-        gradients: dq, or dk and dv, float32, contiguous; added to.
-        table: for dq q rows x kv rows, descending; else kv rows x q rows (`transposed`), ascending.
+        dq: float32, contiguous; added to.
+        table: q rows x kv rows, descending.
         config: for whose blocks the table is.
         softmax_scale: positive.
         softcap: 0 means none.
     """
-    q, k, v, dout, minus_lse, delta = inputs
-    strided = {"q": q, "k": k, "v": v, "dout": dout}
-    statistics = {"minus_lse": minus_lse, "delta": delta}
-    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap}
-    if len(gradients) == 1:
-        sizes = {"num_rows": q.size(1), "nheads": q.size(2)}
-        others = {**statistics, "dq": gradients[0]}
-        return step_launch(flash_dq_kernel, strided, others, sizes, table, config, {}, **scores)
-    sizes = {"num_rows": q.size(1), "num_rows_kv": k.size(1), "nheads_kv": k.size(2)}
-    others = {**statistics, "dk": gradients[0], "dv": gradients[1]}
+    strided, statistics = _parts(inputs)
+    q = strided["q"]
+    return step_launch(
+        flash_dq_kernel,
+        strided,
+        {**statistics, "dq": dq},
+        {"num_rows": q.size(1), "nheads": q.size(2)},
+        table,
+        config,
+        {},
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+    )
+
+
+def dkdv_launch(
+    inputs: Sequence[Tensor],
+    dk: Tensor,
+    dv: Tensor,
+    table: StepTable,
+    config: Config,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+) -> Launch:
+    """The launch that adds one step's dk (without softmax_scale) and dv, as `dq_launch`.
+
+    The table is of kv rows x q rows (`transposed`), ascending.
+    """
+    strided, statistics = _parts(inputs)
+    q, k = strided["q"], strided["k"]
     launch = step_launch(
-        flash_dkdv_kernel, strided, others, sizes, table, config, {}, kv_rows=True, **scores
+        flash_dkdv_kernel,
+        strided,
+        {**statistics, "dk": dk, "dv": dv},
+        {"num_rows": q.size(1), "num_rows_kv": k.size(1), "nheads_kv": k.size(2)},
+        table,
+        config,
+        {},
+        kv_rows=True,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
     )
     # Row strides as constants save 12 of 398 instructions of the loop, and on sm_100 20 spilled
     # bytes. In the other kernels they make ptxas aim at fewer registers, and spill.
     args = dict(launch.args)
     rows = {name: args.pop(name) for name in ("stride_qm", "stride_kn", "stride_vn", "stride_dm")}
     return replace(launch, args=args, constants={**launch.constants, **rows})
+
+
+def _parts(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs with strides, and contiguous inputs, by name."""
+    q, k, v, dout, minus_lse, delta = inputs
+    strided = {"q": q, "k": k, "v": v, "dout": dout}
+    return strided, {"minus_lse": minus_lse, "delta": delta}

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-KERNELS = ("hopper_blocks", "hopper_fwd", "hopper_bwd")
+KERNELS = ("hopper_blocks", "hopper_tasks", "hopper_add", "hopper_fwd", "hopper_bwd")
 
 
 @cache

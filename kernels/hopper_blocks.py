@@ -5,6 +5,8 @@ The kernels, with their warps and barriers, are in `hopper_fwd` and `hopper_bwd`
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,19 +29,50 @@ reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
+# Named tuples, which triton passes like other tuples, and not its aggregates: a field of an
+# aggregate has one type, but triton turns an argument that is 1 or None into a constant.
+class Ring(NamedTuple):
+    """Buffers in shared memory that one side fills and the other frees, in turn."""
+
+    buffers: Any  # (stages, *block)
+    full: Any  # a barrier for each buffer, which completes when the buffer has been filled
+    empty: Any  # the same, when the buffer is free again
+
+
+class Place(NamedTuple):
+    """ROWS rows from `row` on, as far as `row_stop`, of a head of (batch, rows, heads, dim)."""
+
+    batch: Any
+    head: Any
+    row: Any
+    row_stop: Any
+    num_rows: Any
+    num_heads: Any
+
+
+class Flags(NamedTuple):
+    """What any block of a launch may need."""
+
+    HAS_LO: Any
+    HAS_HI: Any
+    RAGGED: Any  # runs begin or end within a block of columns
+    SOFTCAP: Any = False
+    PARTIAL: Any = False  # the same of blocks of rows
+
+
 @gluon.jit
-def await_full(buffers, barriers, use):
+def await_full(ring, use):
     """Waits until a ring's buffer has been filled for its `use`; returns the buffer's index."""
-    STAGES: gl.constexpr = buffers.shape[0]
-    mbarrier.wait(barriers.index(use % STAGES), (use // STAGES) & 1)
+    STAGES: gl.constexpr = ring.buffers.shape[0]
+    mbarrier.wait(ring.full.index(use % STAGES), (use // STAGES) & 1)
     return use % STAGES
 
 
 @gluon.jit
-def await_empty(buffers, barriers, use):
+def await_empty(ring, use):
     """Waits until a ring's buffer is free for its `use`; returns the buffer's index."""
-    STAGES: gl.constexpr = buffers.shape[0]
-    mbarrier.wait(barriers.index(use % STAGES), ((use // STAGES) & 1) ^ 1)
+    STAGES: gl.constexpr = ring.buffers.shape[0]
+    mbarrier.wait(ring.empty.index(use % STAGES), ((use // STAGES) & 1) ^ 1)
     return use % STAGES
 
 
@@ -121,9 +154,7 @@ def mask_scores(s, rows, first, run, FLAGS: gl.constexpr):
     a constant in each thread, and the rest: whole column numbers would occupy registers over all
     loops.
     """
-    HAS_LO: gl.constexpr = FLAGS[0]
-    HAS_HI: gl.constexpr = FLAGS[1]
-    RAGGED: gl.constexpr = FLAGS[2]
+    RAGGED: gl.constexpr = FLAGS.RAGGED
     rows, start, stop, lo, hi = rows - first, run[0] - first, run[1] - first, run[2], run[3]
     BLOCK_N: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
@@ -133,12 +164,12 @@ def mask_scores(s, rows, first, run, FLAGS: gl.constexpr):
     eights = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     eights = eights[None, :][:, :, None]
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))[None, :][:, None, :]
-    if HAS_HI:
+    if FLAGS.HAS_HI:
         above = gl.minimum(rows + hi + 1, stop) - within
         s = gl.where(eights < above, s, float("-inf"))
     elif RAGGED:
         s = gl.where(eights < stop - within, s, float("-inf"))
-    if HAS_LO:
+    if FLAGS.HAS_LO:
         below = gl.maximum(rows + lo, start) - within
         s = gl.where(eights >= below, s, float("-inf"))
     elif RAGGED:
@@ -151,17 +182,16 @@ def softmax(s, m_i, l_i, rows, start, run, scales, FLAGS: gl.constexpr, MASK: gl
     """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
 
     s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
-    a mask. FLAGS (HAS_LO, HAS_HI, RAGGED, SOFTCAP): properties of any block of the launch. scales:
-    from `flash_fwd.scales`.
+    a mask. scales: from `flash_fwd.scales`.
     """
-    SOFTCAP: gl.constexpr = FLAGS[3]
+    SOFTCAP: gl.constexpr = FLAGS.SOFTCAP
     inner_scale, outer_scale = scales
     if SOFTCAP:
         s = outer_scale * tanh(s * inner_scale)
     qk_scale = 1.0 if SOFTCAP else inner_scale
     if MASK:
         s = mask_scores(s, rows, start, run, FLAGS)
-    MASKED: gl.constexpr = FLAGS[0] or FLAGS[1] or FLAGS[2]
+    MASKED: gl.constexpr = FLAGS.HAS_LO or FLAGS.HAS_HI or FLAGS.RAGGED
     m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
     pivot = softmax_pivot(m_new) if MASKED else m_new
     alpha = gl.exp2(m_i - pivot)
@@ -183,31 +213,29 @@ def as_operand(p, buffers, acc):
 
 
 @gluon.jit
-def _row_ptrs(ptr, place, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
-    """Pointers (ROWS, HEAD_DIM_V) from a row on, in (batch, rows, nheads, HEAD_DIM_V).
+def _row_ptrs(ptr, place, HEAD_DIM: gl.constexpr, L: gl.constexpr):
+    """Pointers (ROWS, HEAD_DIM) to the rows of a place, in (batch, rows, heads, HEAD_DIM).
 
-    A place is (batch, head, row, row_stop, num_rows, nheads). Rows are added before dims, so that a
-    thread keeps pointers per row, not per element.
+    Rows are added before dims, so that a thread keeps pointers per row, not per element.
     """
-    batch, head, row, row_stop, num_rows, nheads = place
-    first = gl.cast((batch * num_rows + row) * nheads + head, gl.int64)
+    row = place.batch * place.num_rows + place.row
+    first = gl.cast(row * place.num_heads + place.head, gl.int64)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    dims = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, L))
-    return (ptr + first * HEAD_DIM_V + rows * (nheads * HEAD_DIM_V))[:, None] + dims[None, :]
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, L))
+    return (ptr + first * HEAD_DIM + rows * (place.num_heads * HEAD_DIM))[:, None] + dims[None, :]
 
 
 @gluon.jit
 def _stat_ptrs(ptr, place, L: gl.constexpr):
-    """Pointers (ROWS,) from a row on, in (batch, nheads, rows)."""
-    batch, head, row, row_stop, num_rows, nheads = place
-    first = (batch * nheads + head) * num_rows + row
+    """Pointers (ROWS,) to the rows of a place, in (batch, heads, rows)."""
+    first = (place.batch * place.num_heads + place.head) * place.num_rows + place.row
     return (ptr + first) + gl.arange(0, ROWS, gl.SliceLayout(1, L))
 
 
 @gluon.jit
-def load_rows(ptr, place, HEAD_DIM: gl.constexpr, L):
-    """Rows (ROWS, HEAD_DIM) of a place; rows from `row_stop` on are zeros."""
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < place[3] - place[2]
+def load_place(ptr, place, HEAD_DIM: gl.constexpr, L):
+    """x (ROWS, HEAD_DIM) of a place; rows from `row_stop` on are zeros."""
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < place.row_stop - place.row
     ptrs = _row_ptrs(ptr, place, HEAD_DIM, L)
     return gl.load(ptrs, inside[:, None], 0.0)
 
@@ -215,11 +243,10 @@ def load_rows(ptr, place, HEAD_DIM: gl.constexpr, L):
 @gluon.jit
 def load_state(state, place, HEAD_DIM_V, S_LAYOUT, O_LAYOUT):
     """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); rows beyond the block have an empty state."""
-    acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
-    acc = load_rows(acc_ptr, place, HEAD_DIM_V, O_LAYOUT)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < place[3] - place[2]
-    m_i = gl.load(_stat_ptrs(m_ptr, place, S_LAYOUT), inside, float("-inf"))
-    return acc, m_i, gl.load(_stat_ptrs(l_ptr, place, S_LAYOUT), inside, 0.0)
+    acc = load_place(state.acc_ptr, place, HEAD_DIM_V, O_LAYOUT)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < place.row_stop - place.row
+    m_i = gl.load(_stat_ptrs(state.m_ptr, place, S_LAYOUT), inside, float("-inf"))
+    return acc, m_i, gl.load(_stat_ptrs(state.l_ptr, place, S_LAYOUT), inside, 0.0)
 
 
 @gluon.constexpr_function
@@ -239,24 +266,24 @@ def _stored_layout(product: gl.constexpr, num_dims: int, num_bits: int) -> gl.Di
 
 
 @gluon.jit
-def store_rows(ptr, x, place, row_start=None):
+def store_place(ptr, x, place, row_start=None):
     """Stores x (ROWS, HEAD_DIM_V) to the rows of a place, from `row_start` on."""
     x = x.to(ptr.dtype.element_ty)
     L: gl.constexpr = _stored_layout(x.type.layout, x.shape[1], x.dtype.primitive_bitwidth)
     ptrs = _row_ptrs(ptr, place, x.shape[1], L)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    inside = rows < place[3] - place[2]
+    inside = rows < place.row_stop - place.row
     if row_start is not None:
-        inside &= rows >= row_start - place[2]
+        inside &= rows >= row_start - place.row
     gl.store(ptrs, gl.convert_layout(x, L), inside[:, None])
 
 
 @gluon.jit
-def store_stats(ptr, x, place):
+def store_place_stats(ptr, x, place):
     """Stores x (ROWS,) to the rows of a place."""
     L: gl.constexpr = x.type.layout.parent
     ptrs = _stat_ptrs(ptr, place, L)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < place[3] - place[2]
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < place.row_stop - place.row
     gl.store(ptrs, x, inside)
 
 

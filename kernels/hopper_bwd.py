@@ -41,6 +41,7 @@ Shah et al., arXiv 2407.08608; for the turns, the deterministic mode of flash-at
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -54,37 +55,59 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .configs import Config
 from .flash_fwd import pointers, scales
+from .hopper_add import ADDED, ADDED_ROWS, CONSUMERS, PART, PART_DIMS, Context, add_in_turns
 from .hopper_blocks import (
     ROWS,
+    Flags,
+    Place,
+    Ring,
     await_empty,
     await_full,
     block_descriptor,
     clear_outside,
     fill_rows,
-    load_rows,
+    load_place,
     make_barriers,
     make_buffers,
     mask_scores,
     opaque_zero,
     reinterpret,
     start_copy,
-    store_rows,
+    store_place,
 )
+from .hopper_tasks import Work, load_task
 from .launch import Launch
-from .step_table import column_range, load_block_row
-from .tasks import block_and_head, step_schedule
-from .turn_table import TurnTable, load_piece, load_visited
+from .step_table import column_range
+from .tasks import step_schedule
+from .turn_table import TurnTable, load_visited
 
-# Warpgroups that compute, with ROWS kv rows each.
-CONSUMERS = gl.constexpr(2)
 
-# Rows of dq that the adding warp holds in registers at a time, and dims of a consumer's part.
-ADDED_ROWS = gl.constexpr(8)
-PART_DIMS = gl.constexpr(64)
+class Shared(NamedTuple):
+    """Shared memory of a program."""
 
-# Layouts of dq in shared memory: pairs of 8 rows that a warp stores at once use different banks.
-ADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [8, 64], order=[1, 0]))
-PART = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [64, 64], order=[1, 0]))
+    k: Any  # buffers of a half for each consumer
+    v: Any
+    kv_full: Any  # barriers of both
+    kv_empty: Any
+    q: Any  # rings; full is q when the statistics are there, too
+    dout: Any
+    statistics: Any  # for each buffer of q, minus_lse and delta
+    ds: Any  # buffers: two of each consumer
+    ds_full: Any
+    dq: Any  # one buffer
+    dq_full: Any
+    dq_empty: Any
+    landed: Any  # barriers of copies of K and V, of q, and of dout that the producer waits for
+
+
+class Visited(NamedTuple):
+    """What a consumer needs for all visits of a run."""
+
+    shared: Any
+    runs_ptr: Any
+    run: Any  # its number
+    rows: Any
+    scale: Any
 
 
 @gluon.jit
@@ -96,87 +119,73 @@ def _load_statistics(ptr, start, run, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _copy_kv(descs, buffers, barrier, batch, row, kv_head):
+def _copy_kv(k_desc, v_desc, shared, barrier, batch, row, kv_head):
     """Copies a block of K and V; the end of the copies completes the barrier."""
-    q_desc, k_desc, v_desc, dout_desc = descs
     mbarrier.expect(barrier, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for part in gl.static_range(CONSUMERS):
         coord = [batch, row + part * ROWS, kv_head, 0]
-        start_copy(k_desc, coord, barrier, buffers[0].index(part))
-        start_copy(v_desc, coord, barrier, buffers[1].index(part))
+        start_copy(k_desc, coord, barrier, shared.k.index(part))
+        start_copy(v_desc, coord, barrier, shared.v.index(part))
 
 
 @gluon.jit
 def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr):
     """Loads the consumers' blocks, in the order in which they are used."""
-    buffers, barriers, work, task = context
-    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
-    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
-    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty = barriers[:6]
-    landed = barriers[9]
+    shared, work, _, task = context
+    q, dout = shared.q, shared.dout
     q_desc, k_desc, v_desc, dout_desc = descs
     minus_lse_ptr, delta_ptr, num_rows = statistics
-    RAGGED: gl.constexpr = FLAGS[2]
-    PARTIAL: gl.constexpr = FLAGS[3]
-    BLOCK_M: gl.constexpr = q_buffers.shape[2]
+    RAGGED: gl.constexpr = FLAGS.RAGGED
+    BLOCK_M: gl.constexpr = q.buffers.shape[2]
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS
-    batch, kv_head, row, first_run, last_run = _task(task, work)
-    nheads = work[5] * GROUP
+    batch, kv_head, row, _, first_run, last_run = load_task(work, task)
+    nheads = work.num_heads * GROUP
     use = 0
     q_uses = 0
     dout_uses = 0
     kv_uses = 0
     for i in range(first_run, last_run):
-        run = load_visited(work[1], i)
+        run = load_visited(work.runs_ptr, i)
         rows = (run[4], run[5])
-        mbarrier.wait(kv_empty.index(0), ((i - first_run) & 1) ^ 1)
+        mbarrier.wait(shared.kv_empty.index(0), ((i - first_run) & 1) ^ 1)
         partial = (rows[0] > row) | (rows[1] < row + BLOCK_N)
-        if partial and PARTIAL:
-            _copy_kv(descs, buffers, landed.index(0), batch, row, kv_head)
+        if partial and FLAGS.PARTIAL:
+            _copy_kv(k_desc, v_desc, shared, shared.landed.index(0), batch, row, kv_head)
         else:
-            _copy_kv(descs, buffers, kv_full.index(0), batch, row, kv_head)
-        if PARTIAL:
+            _copy_kv(k_desc, v_desc, shared, shared.kv_full.index(0), batch, row, kv_head)
+        if FLAGS.PARTIAL:
             if partial:
-                mbarrier.wait(landed.index(0), kv_uses & 1)
+                mbarrier.wait(shared.landed.index(0), kv_uses & 1)
                 kv_uses += 1
                 for part in gl.static_range(CONSUMERS):
-                    clear_outside(k_buffers.index(part), row + part * ROWS, rows)
-                    clear_outside(v_buffers.index(part), row + part * ROWS, rows)
+                    clear_outside(shared.k.index(part), row + part * ROWS, rows)
+                    clear_outside(shared.v.index(part), row + part * ROWS, rows)
                 fence_async_shared()
-                mbarrier.arrive(kv_full.index(0), count=1)
+                mbarrier.arrive(shared.kv_full.index(0), count=1)
         first, full_first, full_last, last = column_range(rows[0], rows[1], run[:4], BLOCK_M)
         for t in range(first * GROUP, last * GROUP):
             start = t // GROUP * BLOCK_M
             head = kv_head * GROUP + t % GROUP
             coord = [batch, start, head, 0]
-            stage = await_empty(q_buffers, q_empty, use)
+            stage = await_empty(q, use)
             q_uses = fill_rows(
-                q_desc, coord, q_buffers.index(stage), q_full.index(stage), landed.index(1), start,
-                run, q_uses, RAGGED,
+                q_desc, coord, q.buffers.index(stage), q.full.index(stage),
+                shared.landed.index(1), start, run, q_uses, RAGGED,
             )  # fmt: skip
             statistic = (batch * nheads + head) * num_rows
             minus_lse = _load_statistics(minus_lse_ptr + statistic, start, run, BLOCK_M)
             # +inf (a row that sees no key) would turn the mask's -inf into NaN.
             minus_lse = gl.where(minus_lse == float("inf"), 0.0, minus_lse)
-            statistic_buffers.index(2 * stage).store(minus_lse)
+            shared.statistics.index(2 * stage).store(minus_lse)
             delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
-            statistic_buffers.index(2 * stage + 1).store(delta)
-            mbarrier.arrive(q_full.index(stage), count=1)
-            await_empty(dout_buffers, dout_empty, use)
+            shared.statistics.index(2 * stage + 1).store(delta)
+            mbarrier.arrive(q.full.index(stage), count=1)
+            await_empty(dout, use)
             dout_uses = fill_rows(
-                dout_desc, coord, dout_buffers.index(stage), dout_full.index(stage),
-                landed.index(2), start, run, dout_uses, RAGGED,
+                dout_desc, coord, dout.buffers.index(stage), dout.full.index(stage),
+                shared.landed.index(2), start, run, dout_uses, RAGGED,
             )  # fmt: skip
             use += 1
-
-
-@gluon.jit
-def _task(task, work):
-    """(batch, kv head, first row on the grid, first run, last run) of a task."""
-    blocks_ptr, runs_ptr, pieces_ptr, num_blocks, heads_together, nheads_kv = work
-    block, index = block_and_head(task, num_blocks, heads_together)
-    row, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
-    return index // nheads_kv, index % nheads_kv, row, first_run, last_run
 
 
 @gluon.jit
@@ -197,64 +206,60 @@ def _visit(
     dk dv (ROWS, HEAD_DIM) are a consumer's sums, rows (ROWS,) its kv rows.
     """
     dk, dv, use = sums
-    buffers, barriers, runs_ptr, run_index, rows, scale = visited
-    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
-    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
-    q_full, q_empty, dout_full, dout_empty, ds_full, dq_full, dq_empty = barriers[2:9]
-    PARTIAL: gl.constexpr = FLAGS[3]
-    BLOCK_M: gl.constexpr = q_buffers.shape[2]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    shared, runs_ptr, run_number, rows, scale = visited
+    BLOCK_M: gl.constexpr = shared.q.buffers.shape[2]
+    HEAD_DIM: gl.constexpr = shared.k.shape[4]
     S_LAYOUT: gl.constexpr = rows.type.layout.parent
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_DIMS, 16])
     for t in range(begin * GROUP, end * GROUP):
         index = INDEX + opaque_zero(t)
-        k = k_buffers.index(index).reshape([ROWS, HEAD_DIM])
-        v = v_buffers.index(index).reshape([ROWS, HEAD_DIM])
-        stage = await_full(q_buffers, q_full, use)
-        q = q_buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        k = shared.k.index(index).reshape([ROWS, HEAD_DIM])
+        v = shared.v.index(index).reshape([ROWS, HEAD_DIM])
+        stage = await_full(shared.q, use)
+        q = shared.q.buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
         s = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
         s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
-        await_full(dout_buffers, dout_full, use)
-        dout = dout_buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        await_full(shared.dout, use)
+        dout = shared.dout.buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
         dp = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
         dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
 
-        minus_lse = statistic_buffers.index(2 * stage).load(COLS)[None, :]
+        minus_lse = shared.statistics.index(2 * stage).load(COLS)[None, :]
         if MASK:
             # Loaded at every visit: kept during the loop, a run would take the products' registers.
-            run = load_visited(runs_ptr, run_index + opaque_zero(t))
+            run = load_visited(runs_ptr, run_number + opaque_zero(t))
             s = mask_scores(s, rows, t // GROUP * BLOCK_M, run, FLAGS)
         p = gl.exp2(gl.fma(s, scale, minus_lse))
-        if MASK and PARTIAL:
+        if MASK and FLAGS.PARTIAL:
             inside = (rows >= run[4]) & (rows < run[5])
             p = gl.where(inside[:, None], p, 0.0)
         # With 128 rows of q there are no registers to run this product beside p and dp.
         EARLY: gl.constexpr = DKV and BLOCK_M == ROWS
         ROUNDED: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
         if EARLY:
-            weights = gl.convert_layout(p.to(q_buffers.dtype), ROUNDED)
+            weights = gl.convert_layout(p.to(q.dtype), ROUNDED)
             dv = warpgroup_mma(weights, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1 if EARLY else 0, deps=[dp])
-        delta = statistic_buffers.index(2 * stage + 1).load(COLS)[None, :]
-        ds = (p * (dp - delta)).to(q_buffers.dtype)
+        delta = shared.statistics.index(2 * stage + 1).load(COLS)[None, :]
+        ds = (p * (dp - delta)).to(q.dtype)
         if DKV and not EARLY:
-            weights = gl.convert_layout(p.to(q_buffers.dtype), ROUNDED)
+            weights = gl.convert_layout(p.to(q.dtype), ROUNDED)
             dv = warpgroup_mma(weights, dout, dv, is_async=True)
 
         if DQ:
             # Two buffers alternate. A consumer that writes one has waited for the other consumer's
             # previous visit, and so for the product that read this buffer.
             half = CONSUMERS * (use & 1)
-            ds_buffers.index(half + INDEX).store(ds)
+            shared.ds.index(half + INDEX).store(ds)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(0), count=1)
-            mbarrier.wait(ds_full.index(0), use & 1)
+            mbarrier.arrive(shared.ds_full.index(0), count=1)
+            mbarrier.wait(shared.ds_full.index(0), use & 1)
             dq = gl.zeros([ROWS, PART_DIMS], gl.float32, DQ_LAYOUT)
             for part in gl.static_range(CONSUMERS):
-                left = ds_buffers.index(half + part)
-                right = k_buffers.index(index - INDEX + part).reshape([ROWS, HEAD_DIM])
+                left = shared.ds.index(half + part)
+                right = shared.k.index(index - INDEX + part).reshape([ROWS, HEAD_DIM])
                 if BLOCK_M == ROWS:
                     right = right.slice(INDEX * PART_DIMS, PART_DIMS, 1)
                 else:
@@ -264,16 +269,16 @@ def _visit(
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
             dk = warpgroup_mma(ds, q, dk, is_async=True)
             dv = warpgroup_mma_wait(1 + CONSUMERS if DQ else 1, deps=[dv])
-        mbarrier.arrive(dout_empty.index(stage), count=1)
+        mbarrier.arrive(shared.dout.empty.index(stage), count=1)
         if DQ:
             dq = warpgroup_mma_wait(1 if DKV else 0, deps=[dq])
-            mbarrier.wait(dq_empty.index(0), (use & 1) ^ 1)
-            parts = reinterpret(dq_buffers, gl.float32, [CONSUMERS, ROWS, PART_DIMS], PART)
+            mbarrier.wait(shared.dq_empty.index(0), (use & 1) ^ 1)
+            parts = reinterpret(shared.dq, gl.float32, [CONSUMERS, ROWS, PART_DIMS], PART)
             parts.index(INDEX).store(dq)
-            mbarrier.arrive(dq_full.index(0), count=1)
+            mbarrier.arrive(shared.dq_full.index(0), count=1)
         if DKV:
             dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        mbarrier.arrive(shared.q.empty.index(stage), count=1)
         use += 1
     return dk, dv, use
 
@@ -290,40 +295,37 @@ def _consume(
     DKV: gl.constexpr,
 ):
     """Computes dk and dv of the INDEX-th 64 kv rows of this program's block, and its part of dQ."""
-    buffers, barriers, work, task = context
-    k_buffers, v_buffers, q_buffers = buffers[:3]
-    kv_full, kv_empty = barriers[:2]
+    shared, work, _, task = context
+    runs_ptr = work.runs_ptr
     dk_ptr, dv_ptr, num_rows_kv = grads
-    BLOCK_M: gl.constexpr = q_buffers.shape[2]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
-    HAS_LO: gl.constexpr = FLAGS[0]
-    HAS_HI: gl.constexpr = FLAGS[1]
-    RAGGED: gl.constexpr = FLAGS[2]
-    PARTIAL: gl.constexpr = FLAGS[3]
-    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED or PARTIAL
+    BLOCK_M: gl.constexpr = shared.q.buffers.shape[2]
+    HEAD_DIM: gl.constexpr = shared.k.shape[4]
+    HAS_HI: gl.constexpr = FLAGS.HAS_HI
+    RAGGED: gl.constexpr = FLAGS.RAGGED
+    PARTIAL: gl.constexpr = FLAGS.PARTIAL
+    MASKED: gl.constexpr = FLAGS.HAS_LO or HAS_HI or RAGGED or PARTIAL
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    nheads_kv = work[5]
-    batch, kv_head, first_row, first_run, last_run = _task(task, work)
+    batch, kv_head, first_row, _, first_run, last_run = load_task(work, task)
     row = first_row + INDEX * ROWS
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     use = 0
     for i in range(first_run, last_run):
-        run = load_visited(work[1], i)
+        run = load_visited(runs_ptr, i)
         first, full_first, full_last, last = column_range(run[4], run[5], run[:4], BLOCK_M)
         if PARTIAL:
             partial = (run[4] > first_row) | (run[5] < first_row + CONSUMERS * ROWS)
             full_first = gl.where(partial, last, full_first)
             full_last = gl.where(partial, last, full_last)
         if DKV:
-            place = (batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv)
-            dk = load_rows(dk_ptr, place, HEAD_DIM, G_LAYOUT)
-            dv = load_rows(dv_ptr, place, HEAD_DIM, G_LAYOUT)
+            place = Place(batch, kv_head, row, num_rows_kv, num_rows_kv, work.num_heads)
+            dk = load_place(dk_ptr, place, HEAD_DIM, G_LAYOUT)
+            dv = load_place(dv_ptr, place, HEAD_DIM, G_LAYOUT)
         else:
             dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, G_LAYOUT)
             dv = dk
-        mbarrier.wait(kv_full.index(0), (i - first_run) & 1)
-        visited = (buffers, barriers, work[1], i, rows, scale)
+        mbarrier.wait(shared.kv_full.index(0), (i - first_run) & 1)
+        visited = Visited(shared, runs_ptr, i, rows, scale)
         sums = (dk, dv, use)
         if MASKED:
             sums = _visit(sums, first, full_first, visited, INDEX, GROUP, FLAGS, True, DQ, DKV)
@@ -331,80 +333,17 @@ def _consume(
         if HAS_HI or RAGGED:
             sums = _visit(sums, full_last, last, visited, INDEX, GROUP, FLAGS, True, DQ, DKV)
         dk, dv, use = sums
-        mbarrier.arrive(kv_empty.index(0), count=1)
+        mbarrier.arrive(shared.kv_empty.index(0), count=1)
         if DKV:
             # Computed again: pointers kept during the loops would take the products' registers.
             zero = opaque_zero(i)
-            batch, kv_head, first_row, _, _ = _task(task + zero, work)
+            batch, kv_head, first_row, _, _, _ = load_task(work, task + zero)
             row = first_row + INDEX * ROWS
-            run = load_visited(work[1], i + zero)
+            run = load_visited(runs_ptr, i + zero)
             # Not stored: rows outside the run, whose sums are zeros, or NaN if the run has NaN.
-            target = (batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero)
-            store_rows(dk_ptr, dk, target, run[4])
-            store_rows(dv_ptr, dv, target, run[4])
-
-
-@gluon.jit
-def _add(
-    context,
-    dq_ptr,
-    turns_ptr,
-    num_rows,
-    GROUP: gl.constexpr,
-    RAGGED: gl.constexpr,
-    DQ: gl.constexpr,
-):
-    """Adds the consumers' dQ to dq in memory, each visit in its turn."""
-    buffers, barriers, work, task = context
-    k_buffers, v_buffers, q_buffers = buffers[:3]
-    dq_buffers = buffers[6]
-    dq_full, dq_empty = barriers[7:9]
-    BLOCK_M: gl.constexpr = q_buffers.shape[2]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
-    if DQ:
-        batch, kv_head, first_row, first_run, last_run = _task(task, work)
-        nheads = work[5] * GROUP
-        num_cols = gl.cdiv(num_rows, BLOCK_M)
-        use = 0
-        for i in range(first_run, last_run):
-            run = load_visited(work[1], i)
-            first, full_first, full_last, last = column_range(run[4], run[5], run[:4], BLOCK_M)
-            piece = run[6]
-            stop, before = load_piece(work[2], piece)
-            for t in range(first * GROUP, last * GROUP):
-                block = t // GROUP
-                head = kv_head * GROUP + t % GROUP
-                if block == stop:
-                    piece += 1
-                    stop, before = load_piece(work[2], piece)
-                turn = turns_ptr + (batch * nheads + head) * num_cols + block
-                while gl.atomic_add(turn, 0, sem="acquire") != before:
-                    pass
-                mbarrier.wait(dq_full.index(0), use & 1)
-                start = block * BLOCK_M
-                grad = gl.cast((batch * num_rows + start) * nheads + head, gl.int64) * HEAD_DIM
-                rows = gl.arange(0, ADDED_ROWS, gl.SliceLayout(1, L))
-                dims = gl.arange(0, PART_DIMS, gl.SliceLayout(0, L))
-                ptrs = (dq_ptr + grad + rows * (nheads * HEAD_DIM))[:, None] + dims[None, :]
-                row = start
-                step = ADDED_ROWS * nheads * HEAD_DIM
-                for part in gl.static_range(CONSUMERS):
-                    if BLOCK_M == ROWS and part > 0:
-                        row -= ROWS
-                        ptrs += part * PART_DIMS - ROWS // ADDED_ROWS * step
-                    for j in range(ROWS // ADDED_ROWS):
-                        x = dq_buffers.index(part * (ROWS // ADDED_ROWS) + j).load(L)
-                        if RAGGED:
-                            inside = (rows >= run[0] - row) & (rows < run[1] - row)
-                            gl.atomic_add(ptrs, x, inside[:, None], sem="relaxed")
-                        else:
-                            gl.atomic_add(ptrs, x, sem="relaxed")
-                        ptrs += step
-                        row += ADDED_ROWS
-                mbarrier.arrive(dq_empty.index(0), count=1)
-                gl.atomic_xchg(turn, i + 1, sem="release")
-                use += 1
+            target = Place(batch, kv_head, row, run[5], num_rows_kv, work.num_heads + zero)
+            store_place(dk_ptr, dk, target, run[4])
+            store_place(dv_ptr, dv, target, run[4])
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "heads_together"])
@@ -441,45 +380,44 @@ def hopper_bwd_kernel(
     """Adds to dk and dv of a block of kv rows of one kv head, and to dq of all rows that see it."""
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     STATISTICS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    buffers = (
-        make_buffers(k_desc, CONSUMERS),
-        make_buffers(v_desc, CONSUMERS),
-        make_buffers(q_desc, STAGES),
-        make_buffers(dout_desc, STAGES),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], STATISTICS),
-        gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, ROWS, BLOCK_M], DS),
-        gl.allocate_shared_memory(
+    k_buffers = make_buffers(k_desc, CONSUMERS)
+    v_buffers = make_buffers(v_desc, CONSUMERS)
+    q_buffers = make_buffers(q_desc, STAGES)
+    dout_buffers = make_buffers(dout_desc, STAGES)
+    shared = Shared(
+        k=k_buffers,
+        v=v_buffers,
+        statistics=gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], STATISTICS),
+        ds=gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, ROWS, BLOCK_M], DS),
+        dq=gl.allocate_shared_memory(
             gl.float32, [CONSUMERS * ROWS // ADDED_ROWS, ADDED_ROWS, PART_DIMS], ADDED
         ),
-    )
-    barriers = (
-        make_barriers(1, 1),  # kv_full
-        make_barriers(1, CONSUMERS),  # kv_empty
-        make_barriers(STAGES, 2),  # q_full: of copies and statistics
-        make_barriers(STAGES, CONSUMERS),  # q_empty
-        make_barriers(STAGES, 1),  # dout_full
-        make_barriers(STAGES, CONSUMERS),  # dout_empty
-        make_barriers(1, CONSUMERS),  # ds_full
-        make_barriers(1, CONSUMERS),  # dq_full
-        make_barriers(1, 1),  # dq_empty
-        make_barriers(3, 1),  # landed: copies of K and V, q, dout that the producer waits for
+        kv_full=make_barriers(1, 1),
+        kv_empty=make_barriers(1, CONSUMERS),
+        # A buffer of q is full when its copy and its statistics are there.
+        q=Ring(q_buffers, make_barriers(STAGES, 2), make_barriers(STAGES, CONSUMERS)),
+        dout=Ring(dout_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        ds_full=make_barriers(1, CONSUMERS),
+        dq_full=make_barriers(1, CONSUMERS),
+        dq_empty=make_barriers(1, 1),
+        landed=make_barriers(3, 1),
     )
     # Copies run outside the warps: this fence makes the barriers above visible to them.
     fence_async_shared()
     # The first of the turns counts the tasks taken so far.
     task = gl.atomic_add(turns_ptr, 1, sem="relaxed")
-    work = (blocks_ptr, runs_ptr, pieces_ptr, num_blocks, heads_together, nheads_kv)
-    context = (buffers, barriers, work, task)
+    work = Work(blocks_ptr, runs_ptr, num_blocks, heads_together, nheads_kv)
+    context = Context(shared, work, pieces_ptr, task)
     descs = (q_desc, k_desc, v_desc, dout_desc)
     statistics = (minus_lse_ptr, delta_ptr, num_rows)
     grads = (dk_ptr, dv_ptr, num_rows_kv)
-    FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, PARTIAL)
+    FLAGS: gl.constexpr = Flags(HAS_LO, HAS_HI, RAGGED, PARTIAL=PARTIAL)
     gl.warp_specialize(
         [
             (_consume, (context, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
             (_consume, (context, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
             (_produce, (context, descs, statistics, FLAGS, GROUP)),
-            (_add, (context, dq_ptr, turns_ptr + 1, num_rows, GROUP, RAGGED, DQ)),
+            (add_in_turns, (context, dq_ptr, turns_ptr + 1, num_rows, GROUP, RAGGED, DQ)),
         ],
         [4, 1, 1],
         [232, 40, 40],
@@ -498,7 +436,7 @@ def bwd_launch(
     """The launch that adds one step's dq and dk (without softmax_scale) and dv.
 
     Args:
-        inputs: as in `flash_bwd.backward_launch`; q, k, v, dout as from `hopper_fwd.copyable`.
+        inputs: as in `flash_bwd.dq_launch`; q, k, v, dout as from `hopper_fwd.copyable`.
         gradients: dq, dk, dv, float32, contiguous; added to. None leaves dq, or dk and dv, out.
         turns: `num_turns` int32 zeros.
         table: table for this config's blocks.

@@ -42,6 +42,8 @@ Each block's arithmetic is that of `online_softmax_update`. Shah et al., arXiv 2
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -56,11 +58,14 @@ from .configs import Config
 from .flash_fwd import Carried, pointers, scales
 from .hopper_blocks import (
     ROWS,
+    Flags,
+    Place,
+    Ring,
     as_operand,
     await_empty,
     await_full,
     block_descriptor,
-    clear_outside,
+    fill_rows,
     issue_output,
     issue_scores,
     load_state,
@@ -70,65 +75,45 @@ from .hopper_blocks import (
     rescale,
     softmax,
     start_copy,
-    store_rows,
-    store_stats,
+    store_place,
+    store_place_stats,
 )
+from .hopper_tasks import Tasks, Work, draw_task, first_task, hand_over, load_task, next_task
 from .launch import Launch
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
-from .step_table import StepTable, column_range, load_block_row, load_run
-from .tasks import block_and_head, step_schedule
+from .step_table import StepTable, column_range, load_run
+from .tasks import step_schedule
 
 
-@gluon.jit
-def _first_task(num_tasks):
-    """The program's number, read at the place of the call.
+class Shared(NamedTuple):
+    """Shared memory of a program."""
 
-    `gl.program_id` is read once, before the warps are specialised, and kept in a register, of which
-    no partition has one to spare.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %ctaid.x;", "=r,r", [num_tasks], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _draw_task(counter_ptr, num_tasks, num_programs):
-    """The next free task; a number of num_tasks or more means that there is none.
-
-    A launch draws num_tasks times: a program's first task is not drawn, and its last draw is vain.
-    """
-    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    if drawn == num_tasks - 1:
-        gl.store(counter_ptr, 0)
-    return num_programs + drawn
+    q: Any  # a ring with a buffer for each consumer
+    k: Any
+    v: Any
+    landed: Any  # copies of V that the producer waits for
+    turns: Any  # a barrier for each consumer
+    drawn: Any  # a ring of one: the next task's number
 
 
-@gluon.jit
-def _hand_over(task, drawn, barriers, parity):
-    """Passes the producer's next task to the consumers, after they have read the previous task."""
-    drawn_full, drawn_empty = barriers[7:9]
-    mbarrier.wait(drawn_empty.index(0), parity)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    drawn.store(gl.full([1], task, gl.int32, L))
-    mbarrier.arrive(drawn_full.index(0), count=1)
+class State(NamedTuple):
+    """Pointers to a `Carried`."""
+
+    acc_ptr: Any
+    m_ptr: Any
+    l_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    sinks_ptr: Any
 
 
-@gluon.jit
-def _next_task(drawn, barriers, parity):
-    """A consumer's next task, received from the producer."""
-    drawn_full, drawn_empty = barriers[7:9]
-    mbarrier.wait(drawn_full.index(0), parity)
-    task = gl.max(drawn.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(drawn_empty.index(0), count=1)
-    return task
+class Folding(NamedTuple):
+    """What a consumer needs for all blocks of a task."""
 
-
-@gluon.jit
-def _task(task, work):
-    """(batch, head, block of rows) of a task."""
-    blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
-    block, index = block_and_head(task, num_blocks, heads_together)
-    return index // nheads, index % nheads, block
+    q: Any
+    shared: Any
+    rows: Any
+    scales: Any
 
 
 @gluon.jit
@@ -139,58 +124,43 @@ def _copy(desc, coord, buffer, full):
 
 
 @gluon.jit
-def _produce(context, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
+def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     """Loads the consumers' blocks, in the order in which they are used."""
-    buffers, barriers, work, num_tasks, num_programs, counter_ptr = context
     q_desc, k_desc, v_desc = descs
-    q_buffers, k_buffers, v_buffers, drawn = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
-    blocks_ptr = work[0]
-    runs_ptr = work[1]
-    CONSUMERS: gl.constexpr = q_buffers.shape[0]
-    BLOCK_N: gl.constexpr = v_buffers.shape[2]
-    LANDED: gl.constexpr = v_buffers.shape[0]
+    CONSUMERS: gl.constexpr = shared.q.buffers.shape[0]
+    BLOCK_N: gl.constexpr = shared.v.buffers.shape[2]
     use = 0
-    landed_parity = 0
+    uses_landed = 0
     parity = 0
     drawn_parity = 0
-    task = _first_task(num_tasks)
-    while task < num_tasks:
-        batch, head, block = _task(task, work)
-        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+    task = first_task(tasks.num_tasks)
+    while task < tasks.num_tasks:
+        batch, head, row_start, row_stop, first_run, last_run = load_task(tasks.work, task)
         for i in range(first_run, last_run):
-            run = load_run(runs_ptr, i)
+            run = load_run(tasks.work.runs_ptr, i)
             first, _, _, last = column_range(row_start, row_stop, run, BLOCK_N)
             for j in range(last - first):
                 start = (last - 1 - j) * BLOCK_N
                 coord = [batch, start, head // GROUP, 0]
-                stage = await_empty(k_buffers, k_empty, use)
-                _copy(k_desc, coord, k_buffers.index(stage), k_full.index(stage))
+                stage = await_empty(shared.k, use)
+                _copy(k_desc, coord, shared.k.buffers.index(stage), shared.k.full.index(stage))
                 if (i == first_run) & (j == 0):
                     # After K, whose buffer is free earlier.
                     for index in gl.static_range(CONSUMERS):
-                        mbarrier.wait(q_empty.index(index), parity ^ 1)
+                        mbarrier.wait(shared.q.empty.index(index), parity ^ 1)
                         q_coord = [batch, row_start + index * ROWS, head, 0]
-                        _copy(q_desc, q_coord, q_buffers.index(index), q_full.index(index))
+                        q = shared.q.buffers.index(index)
+                        _copy(q_desc, q_coord, q, shared.q.full.index(index))
                     parity ^= 1
-                stage = await_empty(v_buffers, v_empty, use)
-                v = v_buffers.index(stage)
-                if RAGGED:
-                    stop = start + BLOCK_N
-                    whole = (start >= run[0]) & ((stop <= run[1]) | (run[1] >= v_desc.shape[1]))
-                    _copy(v_desc, coord, v, v_full.index(gl.where(whole, stage, LANDED)))
-                    if not whole:
-                        mbarrier.wait(v_full.index(LANDED), landed_parity)
-                        landed_parity ^= 1
-                        clear_outside(v, start, run)
-                        fence_async_shared()
-                        mbarrier.arrive(v_full.index(stage), count=1)
-                else:
-                    _copy(v_desc, coord, v, v_full.index(stage))
+                stage = await_empty(shared.v, use)
+                uses_landed = fill_rows(
+                    v_desc, coord, shared.v.buffers.index(stage), shared.v.full.index(stage),
+                    shared.landed.index(0), start, run, uses_landed, RAGGED,
+                )  # fmt: skip
                 use += 1
         drawn_parity ^= 1
-        task = _draw_task(counter_ptr, num_tasks, num_programs)
-        _hand_over(task, drawn, barriers, drawn_parity)
+        task = draw_task(tasks)
+        hand_over(task, shared.drawn, drawn_parity)
 
 
 @gluon.jit
@@ -211,28 +181,27 @@ def _fold_blocks(
     previous block, with its V, which is in buffer `v_stage`; at the end, that of the last block.
     """
     acc, p, m_i, l_i, v_stage, use, turn = state
-    q, buffers, barriers, rows, scores = folding
-    q_buffers, k_buffers, v_buffers = buffers[:3]
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers[:7]
+    q, shared, rows, scales = folding
+    k, v, turns = shared.k, shared.v, shared.turns
     CONSUMERS: gl.constexpr = turns.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    BLOCK_N: gl.constexpr = k.buffers.shape[2]
     for i in range(begin, end):
-        k_stage = await_full(k_buffers, k_full, use)
+        k_stage = await_full(k, use)
         mbarrier.wait(turns.index(INDEX), (turn & 1) ^ (INDEX == 0))
-        s = issue_scores(q, k_buffers, k_stage, rows)
-        acc = issue_output(p, v_buffers, v_stage, acc)
+        s = issue_scores(q, k.buffers, k_stage, rows)
+        acc = issue_output(p, v.buffers, v_stage, acc)
         mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        mbarrier.arrive(k.empty.index(k_stage), count=1)
         start = (last - 1 - i) * BLOCK_N
-        p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scores, FLAGS, MASK)
+        p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASK)
         # The loop inside this wait also keeps ptxas from moving the softmax below the next wait;
         # nothing else does.
-        next_stage = await_full(v_buffers, v_full, use)
+        next_stage = await_full(v, use)
         acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.arrive(v.empty.index(v_stage), count=1)
         acc = rescale(acc, alpha)
-        p = as_operand(p_next, v_buffers, acc)
+        p = as_operand(p_next, v.buffers, acc)
         v_stage = next_stage
         use += 1
         turn += 1
@@ -258,25 +227,21 @@ def _fold_run(
     Masked blocks have separate loops: a branch between a product's start and its end would make
     ptxas wait there. After the scores of a task's last run (`last_run`) Q is released.
     """
-    q, buffers, barriers, rows, scores = folding
-    q_buffers, k_buffers, v_buffers = buffers[:3]
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
-    HAS_LO: gl.constexpr = FLAGS[0]
-    HAS_HI: gl.constexpr = FLAGS[1]
-    RAGGED: gl.constexpr = FLAGS[2]
-    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
-    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    q, shared, rows, scales = folding
+    k, v = shared.k, shared.v
+    MASKED: gl.constexpr = FLAGS.HAS_LO or FLAGS.HAS_HI or FLAGS.RAGGED
+    BLOCK_N: gl.constexpr = k.buffers.shape[2]
     first, full_first, full_last, last = span
 
-    k_stage = await_full(k_buffers, k_full, use)
-    s = issue_scores(q, k_buffers, k_stage, rows)
+    k_stage = await_full(k, use)
+    s = issue_scores(q, k.buffers, k_stage, rows)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    mbarrier.arrive(k.empty.index(k_stage), count=1)
     start = (last - 1) * BLOCK_N
-    p, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scores, FLAGS, MASKED)
-    v_stage = await_full(v_buffers, v_full, use)
+    p, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASKED)
+    v_stage = await_full(v, use)
     acc = rescale(acc, alpha)
-    p = as_operand(p, v_buffers, acc)
+    p = as_operand(p, v.buffers, acc)
     use += 1
 
     # Blocks from the last one down: [1, above) and [below, last - first) are masked.
@@ -286,14 +251,14 @@ def _fold_run(
     if MASKED:
         state = _fold_blocks(state, 1, above, folding, last, run, INDEX, FLAGS, True)
     state = _fold_blocks(state, above, below, folding, last, run, INDEX, FLAGS, False)
-    if HAS_LO or RAGGED:
+    if FLAGS.HAS_LO or FLAGS.RAGGED:
         state = _fold_blocks(state, below, last - first, folding, last, run, INDEX, FLAGS, True)
     acc, p, m_i, l_i, v_stage, use, turn = state
 
-    mbarrier.arrive(q_empty.index(INDEX), count=1, pred=last_run)
-    acc = issue_output(p, v_buffers, v_stage, acc)
+    mbarrier.arrive(shared.q.empty.index(INDEX), count=1, pred=last_run)
+    acc = issue_output(p, v.buffers, v_stage, acc)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    mbarrier.arrive(v.empty.index(v_stage), count=1)
     return acc, m_i, l_i, use, turn
 
 
@@ -307,44 +272,39 @@ def _consume(
     HAS_SINKS: gl.constexpr,
 ):
     """Computes the INDEX-th 64 rows of every task of this program."""
-    context, state, num_rows, scores = to_fold
-    buffers, barriers, work, num_tasks = context[:4]
-    q_buffers, k_buffers, v_buffers, drawn = buffers
-    q_full = barriers[0]
-    blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
-    acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
-    BLOCK_N: gl.constexpr = k_buffers.shape[2]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
-    HEAD_DIM_V: gl.constexpr = v_buffers.shape[4]
+    shared, tasks, state, num_rows, scales = to_fold
+    work = tasks.work
+    BLOCK_N: gl.constexpr = shared.k.buffers.shape[2]
+    HEAD_DIM: gl.constexpr = shared.k.buffers.shape[4]
+    HEAD_DIM_V: gl.constexpr = shared.v.buffers.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    q = q_buffers.index(INDEX).reshape([ROWS, HEAD_DIM])
+    q = shared.q.buffers.index(INDEX).reshape([ROWS, HEAD_DIM])
     use = 0
     turn = 0
     parity = 0
     drawn_parity = 0
-    task = _first_task(num_tasks)
-    while task < num_tasks:
-        batch, head, block = _task(task, work)
-        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+    task = first_task(tasks.num_tasks)
+    while task < tasks.num_tasks:
+        batch, head, row_start, row_stop, first_run, last_run = load_task(work, task)
         row = row_start + INDEX * ROWS
         if FIRST:
             acc = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O_LAYOUT)
             m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
             l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
         else:
-            place = (batch, head, row, row_stop, num_rows, nheads)
+            place = Place(batch, head, row, row_stop, num_rows, work.num_heads)
             acc, m_i, l_i = load_state(state, place, HEAD_DIM_V, S_LAYOUT, O_LAYOUT)
 
         if first_run < last_run:
-            mbarrier.wait(q_full.index(INDEX), parity)
+            mbarrier.wait(shared.q.full.index(INDEX), parity)
             parity ^= 1
         rows = row + gl.arange(0, ROWS, S_ROWS)
-        folding = (q, buffers, barriers, rows, scores)
+        folding = Folding(q, shared, rows, scales)
         for i in range(first_run, last_run):
-            run = load_run(runs_ptr, i)
+            run = load_run(work.runs_ptr, i)
             span = column_range(row_start, row_stop, run, BLOCK_N)
             if span[3] > span[0]:
                 acc, m_i, l_i, use, turn = _fold_run(
@@ -352,24 +312,23 @@ def _consume(
                 )
 
         # Computed again: pointers kept during the loops would take registers from the products.
-        batch, head, block = _task(task + opaque_zero(task), work)
-        row_start, row_stop, _, _ = load_block_row(blocks_ptr, block)
+        batch, head, row_start, row_stop, _, _ = load_task(work, task + opaque_zero(task))
         row = row_start + INDEX * ROWS
-        target = (batch, head, row, row_stop, num_rows, nheads)
+        target = Place(batch, head, row, row_stop, num_rows, work.num_heads)
         if LAST:
             m_o = gl.convert_layout(m_i, O_ROWS)
             l_o = gl.convert_layout(l_i, O_ROWS)
             if HAS_SINKS:
-                sink = gl.load(sinks_ptr + head) * LOG2E
+                sink = gl.load(state.sinks_ptr + head) * LOG2E
                 acc, m_o, l_o = online_softmax_add_sink(acc, m_o, l_o, sink)
             acc, lse = online_softmax_finalize(acc, m_o, l_o)
-            store_rows(out_ptr, acc, target)
-            store_stats(lse_ptr, lse, target)
+            store_place(state.out_ptr, acc, target)
+            store_place_stats(state.lse_ptr, lse, target)
         else:
-            store_rows(acc_ptr, acc, target)
-            store_stats(m_ptr, m_i, target)
-            store_stats(l_ptr, l_i, target)
-        task = _next_task(drawn, barriers, drawn_parity)
+            store_place(state.acc_ptr, acc, target)
+            store_place_stats(state.m_ptr, m_i, target)
+            store_place_stats(state.l_ptr, l_i, target)
+        task = next_task(shared.drawn, drawn_parity)
         drawn_parity ^= 1
 
 
@@ -410,38 +369,32 @@ def hopper_fwd_kernel(
     """Does tasks, one after another: folds the keys of a block of q rows of one head."""
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     q_buffers = make_buffers(q_desc, CONSUMERS)
-    buffers = (
-        q_buffers,
-        make_buffers(k_desc, STAGES),
-        make_buffers(v_desc, STAGES),
-        gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-    )
-    barriers = (
-        make_barriers(CONSUMERS, 1),  # q_full
-        make_barriers(CONSUMERS, 1),  # q_empty
-        make_barriers(STAGES, 1),  # k_full
-        make_barriers(STAGES, CONSUMERS),  # k_empty
-        make_barriers(STAGES + 1, 1),  # v_full, and one for copies that the producer waits for
-        make_barriers(STAGES, CONSUMERS),  # v_empty
-        make_barriers(CONSUMERS, 1),  # turns
-        make_barriers(1, 1),  # drawn_full: the next task's number
-        make_barriers(1, CONSUMERS),  # drawn_empty
+    k_buffers = make_buffers(k_desc, STAGES)
+    v_buffers = make_buffers(v_desc, STAGES)
+    drawn = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    shared = Shared(
+        q=Ring(q_buffers, make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1)),
+        k=Ring(k_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        v=Ring(v_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        landed=make_barriers(1, 1),
+        turns=make_barriers(CONSUMERS, 1),
+        drawn=Ring(drawn, make_barriers(1, 1), make_barriers(1, CONSUMERS)),
     )
     # Copies run outside the warps: this fence makes the barriers above visible to them.
     fence_async_shared()
-    work = (blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
-    state = (acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
+    work = Work(blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
+    tasks = Tasks(work, num_tasks, num_programs, counter_ptr)
+    state = State(acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
-    context = (buffers, barriers, work, num_tasks, num_programs, counter_ptr)
-    to_fold = (context, state, num_rows, (inner_scale, outer_scale))
-    FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, SOFTCAP)
+    to_fold = (shared, tasks, state, num_rows, (inner_scale, outer_scale))
+    FLAGS: gl.constexpr = Flags(HAS_LO, HAS_HI, RAGGED, SOFTCAP)
     # The last list gives registers per thread: the producer leaves most to the consumers.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS)),
-                (_produce, (context, descs, GROUP, RAGGED)),
+                (_produce, (shared, tasks, descs, GROUP, RAGGED)),
             ],
             [4, 1],
             [232, 40] if RAGGED else [240, 24],
@@ -452,7 +405,7 @@ def hopper_fwd_kernel(
                 (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_consume, (to_fold, 2, FIRST, LAST, FLAGS, HAS_SINKS)),
-                (_produce, (context, descs, GROUP, RAGGED)),
+                (_produce, (shared, tasks, descs, GROUP, RAGGED)),
             ],
             [4, 4, 1],
             [160, 160, 32],

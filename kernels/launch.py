@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton import knobs
 
-from .interpreter import keep_order
+from .interpreter import matmul_in_order
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,8 @@ class Launch:
         """
         if not all(self.grid):
             return None
-        if knobs.runtime.interpret:
-            keep_order()
-        return self.kernel[self.grid](**self.args, **self.constants, **self.options)
+        with matmul_in_order() if knobs.runtime.interpret else nullcontext():
+            return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 
 class Repeat:

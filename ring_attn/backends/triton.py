@@ -353,7 +353,7 @@ class TritonBackend(Backend):
     ) -> Launch:
         """The launch of "dq" or "dkdv"."""
         from ring_attn.kernels import configs
-        from ring_attn.kernels.flash_bwd import backward_launch
+        from ring_attn.kernels.flash_bwd import dkdv_launch, dq_launch
         from ring_attn.kernels.tasks import num_sms
 
         q, k, v, *_ = inputs
@@ -366,7 +366,8 @@ class TritonBackend(Backend):
             few = configs.few_programs(q, v.size(3))
             config = configs.filling(config, programs, num_sms(q.device), few)
             table = self._table(tiles, config, q.device, kv_rows=True)
-        return backward_launch(inputs, gradients, table, config, **vars(scores))
+        make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
+        return make(inputs, *gradients, table, config, **vars(scores))
 
     def _parts(
         self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ring_attn.kernels.launch import Launch
+from ring_attn.tools.loops import Loop, loops_of
 from ring_attn.tools.proxy_fences import missing_fences
 
 # A wavefront of CDNA has 64 lanes.
@@ -36,16 +37,6 @@ OPCODES = {
     "LDGSTS": re.compile(r"\bLDGSTS\b"),
     "USETMAXREG": re.compile(r"\bUSETMAXREG\b"),
 }
-
-# Code while a Hopper product runs: between a wait that leaves some products in flight and the next
-# wait. Exponentials of the softmax in it overlap with the product.
-HIDDEN = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR\.LE", re.DOTALL)
-EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
-
-# Labels, branches, and loads and stores of spilled registers in SASS.
-LABEL = re.compile(r"^(\.L_x_\d+):")
-BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
-SPILL = re.compile(r"\b(LDL|STL)\b")
 
 # In TTGIR: layouts by name, the tensors that are reduced, and the results of products.
 LAYOUT = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
@@ -69,8 +60,7 @@ class Compiled:
         opcodes: counts of OPCODES in the machine code.
         advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
-        hidden: exponentials after each wait that leaves a Hopper product in flight.
-        looping_spills: loads and stores of spilled registers in the innermost loops of SASS.
+        loops: the loops of SASS that have products or spill, outer ones too.
         missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
         order: see `order_of_sums`.
     """
@@ -82,8 +72,7 @@ class Compiled:
     opcodes: Mapping[str, int]
     advisories: tuple[str, ...]
     seconds: float
-    hidden: tuple[int, ...] = ()
-    looping_spills: int = 0
+    loops: tuple[Loop, ...] = ()
     missing_fences: tuple[str, ...] = ()
     order: str = ""
 
@@ -227,8 +216,7 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
         opcodes={name: len(pattern.findall(code)) for name, pattern in OPCODES.items()},
         advisories=tuple(match[0] for match in SERIALIZED.finditer(log)),
         seconds=seconds,
-        hidden=tuple(len(EXPONENTIAL.findall(match[1])) for match in HIDDEN.finditer(code)),
-        looping_spills=looping_spills(code),
+        loops=tuple(loop for loop in loops_of(code) if loop.products or loop.spills),
         missing_fences=missing_fences(kernel.asm["ptx"]) if "ptx" in kernel.asm else (),
         order=order_of_sums(kernel.asm["ttgir"]),
     )
@@ -263,18 +251,6 @@ def _sass(cubin: bytes) -> str:
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, check=True, text=True, capture_output=True).stdout
-
-
-def looping_spills(code: str) -> int:
-    """Number of loads and stores of spilled registers in the innermost loops of SASS."""
-    lines = code.splitlines()
-    labels = {label[1]: number for number, line in enumerate(lines) if (label := LABEL.match(line))}
-    branches = [(BRANCH.search(line), number) for number, line in enumerate(lines)]
-    loops = [(labels[to[1]], end) for to, end in branches if to and labels.get(to[1], end) < end]
-    innermost = [
-        (start, end) for start, end in loops if not any(start < a and b < end for a, b in loops)
-    ]
-    return sum(len(SPILL.findall("\n".join(lines[a:b]))) for a, b in innermost)
 
 
 def _ptxas_figures(log: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton_support as module
@@ -19,6 +21,7 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
+from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Inputs
 from tests.bounds import MASKS, assert_holds, expect, run, whole
 from tests.kernels.calls import (
@@ -121,6 +124,25 @@ def test_it_says_once_that_it_is_the_interpreter() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run(get_backend("triton"), inputs, [whole(Mask(5, 5))])
+
+
+@in_interpreter
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_of_the_user_keep_the_interpreter_as_it_was(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in order, an attribute of the interpreter's builder, are for our launches alone."""
+    theirs, within = object(), list[object]()
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", theirs)
+
+    def kernel() -> None:
+        within.append(InterpreterBuilder.create_dot)
+        if fails:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        Launch({(1,): kernel}, (1,), {}, {}, {}).run()
+    assert InterpreterBuilder.create_dot is theirs and within and within != [theirs]
 
 
 @in_interpreter

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from ring_attn.kernels.launch import Launch
-from ring_attn.tools.aot import PRODUCTS, Cell, Expected, Row, judged
+from ring_attn.tools.aot import Cell, Row, judged
+from ring_attn.tools.code_rules import PRODUCTS, Expected
 from ring_attn.tools.compiled import Compiled
 
 SIZE = 1024
@@ -62,7 +63,9 @@ TOO_BIG = "needs 294912 bytes of shared memory, sm_90 has 232448"
 # By name: architecture, launch, and the beginning of each failure.
 TOYS: dict[str, tuple[str, Launch, tuple[str, ...]]] = {
     **{f"good {x}": (x, product_launch(), ()) for x in ("sm_80", "sm_90", "sm_100", "gfx942")},
-    "spills": ("sm_90", product_launch((256, 128, 32), 4, 2), ("spills ", SERIALIZED)),
+    "spills": (
+        "sm_90", product_launch((256, 128, 32), 4, 2), ("spills ", "spills ", SERIALIZED)
+    ),
     "spills gfx942": ("gfx942", product_launch((256, 256, 32), 2, 1), ("spills ",)),
     "too big": ("sm_90", product_launch((128, 256, 64), 8, 6), (TOO_BIG,)),
     "no tensor cores": (

@@ -1,0 +1,112 @@
+"""Rules for compiled kernels: what machine code must have, and what it must not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ring_attn.tools.compiled import Compiled
+
+# Most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
+# specifications per compute capability, maximum per thread block (the system reserves 1 KiB).
+# gfx942: AMD Instinct MI300 ISA, 64 KiB of LDS for a work-group.
+SHARED_BYTES = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
+
+# Columns of tensor memory of an SM of sm_100: PTX ISA, tcgen05.alloc.
+TENSOR_MEMORY = 512
+
+# The newest product instruction of an architecture. All NVIDIA GPUs have HMMA; it is slower on
+# sm_90 and sm_100, but their newer instructions need 64 rows, and decoding has 16.
+PRODUCTS = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "mfma"}
+HMMA = "HMMA"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Requirements on a compiled kernel.
+
+    Attributes:
+        warp_specialize: whether it must be warp-specialised.
+        products: required tensor-core instructions: "own" of the architecture, "any", or None.
+        exposed: most exponentials in a pass of an innermost loop that need not overlap with a
+            product; None means that none need to.
+        spilled: bytes that it may spill anywhere.
+        within: loads and stores of spilled registers that are allowed in a pass of a loop with
+            products, without the loops within it.
+        around: the same of a loop around loops with products: a pass is a run of columns.
+        beside: the same of other loops, which other warps run.
+    """
+
+    warp_specialize: bool = False
+    products: Literal["own", "any"] | None = "own"
+    exposed: int | None = None
+    spilled: int = 0
+    within: int = 0
+    around: int = 0
+    beside: int = 0
+
+
+def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]:
+    """Messages for all requirements that a compiled kernel fails."""
+    own = PRODUCTS.get(arch, HMMA)
+    products = {"own": (own,), "any": (own, HMMA), None: ()}[expected.products]
+    checks = (
+        (
+            report.spill_bytes > expected.spilled,
+            f"spills {report.spill_bytes} bytes per thread, {expected.spilled} are allowed",
+        ),
+        *_in_loops(report, expected),
+        (
+            report.shared_bytes > SHARED_BYTES[arch],
+            f"needs {report.shared_bytes} bytes of shared memory, {arch} has {SHARED_BYTES[arch]}",
+        ),
+        (
+            report.tensor_memory > TENSOR_MEMORY,
+            f"needs {report.tensor_memory} columns of tensor memory, {arch} has {TENSOR_MEMORY}",
+        ),
+        (
+            bool(products) and not any(report.opcodes[name] for name in products),
+            f"no tensor-core instruction (looked for {', '.join(products)})",
+        ),
+        (bool(report.advisories), "; ".join(report.advisories)),
+        (
+            bool(report.missing_fences),
+            f"{len(report.missing_fences)} products lack a fence: "
+            + "".join(report.missing_fences[:1]),
+        ),
+        (
+            expected.warp_specialize and not report.warp_specialized,
+            "warp specialisation was asked for and dropped (no USETMAXREG)",
+        ),
+    )
+    return tuple(text for failed, text in checks if failed)
+
+
+def _in_loops(report: Compiled, expected: Expected) -> Iterator[tuple[bool, str]]:
+    """For each rule of loops, whether one breaks it, and the message."""
+    innermost = [loop for loop in report.loops if loop.products and not loop.around]
+    if expected.exposed is not None:
+        exposed = max((loop.exposed for loop in innermost), default=0)
+        yield (
+            exposed > expected.exposed or not any(loop.exponentials for loop in innermost),
+            f"{exposed} exponentials of a loop beside no product, {expected.exposed} are allowed",
+        )
+    within = [loop.spills for loop in report.loops if loop.products]
+    around = [loop.spills for loop in report.loops if loop.around and not loop.products]
+    beside = [loop.spills for loop in report.loops if not (loop.products or loop.around)]
+    for spills, allowed, kind in (
+        (within, expected.within, "with products"),
+        (around, expected.around, "around loops with products"),
+        (beside, expected.beside, "without products"),
+    ):
+        most = max(spills, default=0)
+        yield most > allowed, f"spills {most} times a pass of a loop {kind}, {allowed} are allowed"

@@ -1,0 +1,132 @@
+"""The loops of machine code (SASS), and what stands in each of them but not in a loop within it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+LABEL = re.compile(r"^(\.L_x_\d+):")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +(?P<guard>@!?U?P\w+ +)?(?P<opcode>\w+)")
+TARGET = re.compile(r"\.L_x_\d+")
+
+# After these no instruction follows, unless they have a guard.
+JUMPS = {"BRA", "BRX", "JMP", "EXIT", "RET"}
+
+SPILL = re.compile(r"\b(?:LDL|STL)\b")
+PRODUCT = re.compile(r"\b(?:HGMMA|HMMA|UTC\w*MMA)\b")
+EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
+
+# Code while a Hopper product runs: between a wait that leaves some products in flight and the next
+# wait. Exponentials of the softmax in it overlap with the product.
+OVERLAPPING = re.compile(
+    r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f].*?WARPGROUP\.DEPBAR\.LE", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of machine code.
+
+    Attributes:
+        spills: loads and stores of spilled registers in a pass, without those of inner loops.
+        products: whether the loop, without inner loops, has products of the tensor cores.
+        around: whether an inner loop has them.
+        exponentials: without those of inner loops.
+        exposed: how many of the exponentials do not overlap with a Hopper product.
+    """
+
+    spills: int
+    products: bool
+    around: bool
+    exponentials: int = 0
+    exposed: int = 0
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Blocks of lines, each with one entry, and the blocks that may follow each of them."""
+
+    blocks: tuple[str, ...]
+    following: Mapping[int, frozenset[int]]
+
+
+def loops_of(code: str) -> tuple[Loop, ...]:
+    """Every loop of the code, outer loops before those within them."""
+    parsed = _parsed(code)
+    return tuple(_loops(parsed, frozenset(parsed.following)))
+
+
+def _parsed(code: str) -> _Code:
+    blocks: list[list[str]] = [[]]
+    labels: dict[str, int] = {}
+    for line in code.splitlines():
+        label = LABEL.match(line)
+        if label:
+            if blocks[-1]:
+                blocks.append([])
+            labels[label[1]] = len(blocks) - 1
+        else:
+            blocks[-1].append(line)
+            instruction = INSTRUCTION.search(line)
+            if instruction and instruction["opcode"] in JUMPS:
+                blocks.append([])
+    return _Code(
+        tuple(map("\n".join, blocks)),
+        {
+            index: _following(index, lines, labels, len(blocks))
+            for index, lines in enumerate(blocks)
+        },
+    )
+
+
+def _following(
+    index: int, lines: list[str], labels: Mapping[str, int], num_blocks: int
+) -> frozenset[int]:
+    """The blocks to which control may go from the end of a block."""
+    last = INSTRUCTION.search(lines[-1]) if lines else None
+    if last is None or last["opcode"] not in JUMPS:
+        return frozenset({index + 1} - {num_blocks})
+    targets = {labels[name] for name in TARGET.findall(lines[-1])}
+    return frozenset(targets | ({index + 1} - {num_blocks} if last["guard"] else set()))
+
+
+def _loops(code: _Code, within: frozenset[int]) -> Iterator[Loop]:
+    """The loops among some blocks, each before those within it."""
+    for body in _cycles(code, within):
+        # Without its entries a loop falls apart into the loops within it.
+        entries = {index for before in within - body for index in code.following[before] & body}
+        rest = body - (entries or {min(body)})
+        inner = tuple(_loops(code, rest))
+        own = body.difference(*_cycles(code, rest))
+        text = "\n".join(code.blocks[index] for index in sorted(own))
+        yield Loop(
+            spills=len(SPILL.findall(text)),
+            products=bool(PRODUCT.search(text)),
+            around=any(loop.products or loop.around for loop in inner),
+            exponentials=len(EXPONENTIAL.findall(text)),
+            exposed=len(EXPONENTIAL.findall(OVERLAPPING.sub("", text))),
+        )
+        yield from inner
+
+
+def _cycles(code: _Code, within: frozenset[int]) -> list[frozenset[int]]:
+    """The largest sets of blocks each of which can be reached from all others of its set."""
+    reached = {index: _reached(code, index, within) for index in within}
+    sets = {
+        frozenset(other for other in reached[index] if index in reached[other])
+        for index in within
+        if index in reached[index]
+    }
+    return sorted(sets, key=min)
+
+
+def _reached(code: _Code, index: int, within: frozenset[int]) -> set[int]:
+    """The blocks that control may reach from the end of a block, staying within some."""
+    found = set[int]()
+    ahead = [index]
+    while ahead:
+        new = (code.following[ahead.pop()] & within) - found
+        found |= new
+        ahead += new
+    return found
