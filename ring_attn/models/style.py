@@ -6,12 +6,15 @@ Each rank calls the module with its rows and gets the output of its rows.
     inside      the module's forward sees                  the attention is computed by
     "global"    DTensors of the whole sequence's shape     F.scaled_dot_product_attention in the
     "local"     plain tensors, this rank's rows              forward, run as `ring_attention`
-    "whole"     plain tensors, all rows of some heads      the module, in any way (Ulysses)
     replace=    (the forward does not run)                 `ring_attention` with these options
 
 Only during a forward, `models.sdpa.route_sdpa` runs `F.scaled_dot_product_attention` as
 `ring_attention`. A forward that never calls it raises, since it would attend within a shard only.
 Checkpoint the module, not parts of it: parts are recomputed after the forward, and raise.
+
+A module that computes attention in another way runs whole on some heads, by torch's own exchange:
+`PrepareModuleInputOutput` of torch.distributed.tensor.parallel, from `Shard(seq_dim)` to
+`Shard(head_dim)` and back. Rows and heads must divide by the ranks, and the layout be "contiguous".
 
 (The modes by degree, the Q exchange and the choice of dims follow hyper-parallel's context
 parallelism of attention modules; the ring is new here. Ulysses: arXiv 2309.14509.)
@@ -48,11 +51,10 @@ from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
-from ring_attn.models.head_exchange import HeadExchange
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 from ring_attn.torch_private import tree_map_only
 
-Inside = Literal["global", "local", "whole"]
+Inside = Literal["global", "local"]
 Options = Mapping[str, Any]
 Key = int | str
 
@@ -84,8 +86,7 @@ class ContextParallel(ParallelStyle):
         inside: tensors that the module sees, as in this file's table. With "global" it sees the
             true length, but may combine its DTensors only with DTensors. "local" is for modules
             with their own parameters or buffers, and for shards of other lengths than those of
-            `torch.chunk`. "whole" is for Ulysses: heads must divide by the ranks, and the module
-            may compute anything.
+            `torch.chunk`.
         replace: options of `ring_attention` (`causal`, `window_size`, `softmax_scale`, `softcap`,
             `sinks`, `cu_seqlens`, `cu_seqlens_k`), or a function of the module that returns them,
             called each time. Then the forward does not run, and calls may pass no other arguments
@@ -98,9 +99,9 @@ class ContextParallel(ParallelStyle):
         qkv_indices: positions of q, k, v in forward's arguments; by default those of `qkv_names`,
             else 0, 1, 2.
         qkv_names: keywords of q, k, v; by default forward's parameters at `qkv_indices`.
-        output_index: index of the attention if forward returns a tuple or list. With "local" and
-            "whole" the attention has the dims of q. With "global", other DTensors in the output
-            must be split along the rows too; "whole" refuses other tensors.
+        output_index: index of the attention if forward returns a tuple or list. With "local" the
+            attention has the dims of q. With "global", other DTensors in the output must be split
+            along the rows too.
         backend, same_bits, transport: as for `ring_attention`.
 
     Raises:
@@ -160,13 +161,6 @@ class ContextParallel(ParallelStyle):
                 )
             if not callable(self.replace):
                 _check_options(self.replace)
-        values = {n: getattr(self, n) for n in ("backend", "same_bits", "transport")}
-        defaults = {n: getattr(ContextParallel, n) for n in values}
-        if self.inside == "whole" and values != defaults:
-            raise ValueError(
-                f"inside='whole' leaves the attention to the module: {list(values)} are for "
-                f"ring_attention, got {values}"
-            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Changes the module's class to one with another forward; for `parallelize_module`."""
@@ -268,8 +262,8 @@ class _ParallelAttention:
         if mesh.get_coordinate() is None:
             raise RuntimeError("this rank is not in the mesh of ContextParallel")
         self.style, self.mesh = style, mesh
-        self.group = groups.check_group(mesh)
-        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        group = groups.check_group(mesh)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.strategy = _strategy_on(mesh, style)
         self.dims = Dims(style.seq_dim, style.head_dim)
         self.rows = SplitRows(mesh, style.seq_dim)
@@ -278,13 +272,6 @@ class _ParallelAttention:
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
         self.parameters = _parameters_of_qkv(style, module)
-        degree = self.strategy.ulysses_degree if isinstance(self.strategy, Strategy) else 1
-        if style.inside == "whole" and degree != self.world_size:
-            raise ValueError(
-                f"inside='whole' exchanges heads for rows among all {self.world_size} ranks of the "
-                f"mesh, got strategy {style.strategy!r} with degree {degree}; pass "
-                "strategy='ulysses'"
-            )
 
     def run(
         self,
@@ -311,10 +298,7 @@ class _ParallelAttention:
         if self.style.inside == "global":
             return self._seen_globally(module, call, qkv)
         shards = self._shards(qkv, self.dims, self.style.layout)
-        if self.style.inside == "whole":
-            output = self._on_whole(module, call, shards)
-        else:
-            output = self._captured(module, call, shards.tensors, shards.layout)
+        output = self._captured(module, call, shards.tensors, shards.layout)
         if not isinstance(qkv[0], DTensor):
             return output
         attention, replaced = self._opened(module, output)
@@ -375,7 +359,8 @@ class _ParallelAttention:
             raise NotImplementedError(
                 f"{type(module).__name__} did not call F.scaled_dot_product_attention, so that its "
                 "attention was not that of the whole sequence; use replace= with the options of "
-                "ring_attention, or strategy='ulysses' with inside='whole', which runs any module"
+                "ring_attention, or torch's PrepareModuleInputOutput, which runs any module on all "
+                "rows of some heads"
             )
         return output
 
@@ -438,38 +423,6 @@ class _ParallelAttention:
         distributed: DistributedOptions = {**self.distributed, "layout": shards.layout}
         out = ring_attention(q, k, v, **distributed, **options)
         return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
-
-    # -- inside="whole"
-
-    def _on_whole(self, module: nn.Module, call: Callable[..., Any], shards: _Shards) -> Any:
-        layouts = self._resolved(shards.tensors, shards.layout)
-        q = shards.tensors[0]
-        for name, x in zip("qkv", shards.tensors, strict=True):
-            if x.size(self.dims.head) % self.world_size:
-                raise ValueError(
-                    f"inside='whole' gives each rank as many heads: the {x.size(self.dims.head)} "
-                    f"heads of {name} do not divide by {self.world_size} ranks; inside='global' "
-                    "and 'local' have no such limit"
-                )
-        pairs = zip(shards.tensors, (*layouts, layouts[1]), strict=True)
-        exchange = HeadExchange(self.group, *self.dims)
-        output = call([exchange.to_heads(x, layout) for x, layout in pairs])
-        out, replaced = self._opened(module, output)
-        shape = list(q.shape[:-1])
-        shape[self.dims.seq] = layouts[0].seqlen
-        shape[self.dims.head] //= self.world_size
-        if list(out.shape[:-1]) != shape:
-            raise ValueError(
-                f"with inside='whole' {type(module).__name__} must return the attention with the "
-                f"dims of q, shape {(*shape, 'headdim')}, got {tuple(out.shape)}"
-            )
-        others = [] if isinstance(output, Tensor) else [x for x in output if x is not out]
-        if any(isinstance(x, Tensor) for x in others):
-            raise NotImplementedError(
-                f"with inside='whole' {type(module).__name__} may return no tensor besides the "
-                f"attention, as it would cover only some heads; got {len(others) + 1} elements"
-            )
-        return replaced(exchange.to_rows(out, layouts[0]))
 
     def _shards(self, qkv: list[Tensor], dims: Dims, layout: Layout) -> _Shards:
         q, k, _ = qkv

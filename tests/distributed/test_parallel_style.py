@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallelize_module
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions
 from ring_attn.core.layout import Layouts
@@ -29,7 +29,7 @@ from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds
 from tests.cold import assert_compiles
-from tests.distributed.pool import mesh_of, on_ranks
+from tests.distributed.pool import everyone, mesh_of, on_ranks
 from tests.refusals import says
 
 pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
@@ -74,16 +74,6 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, **self.options)
 
 
-class Eager(Core):
-    """Attention without an attention function of torch, with repeated kv heads."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-        rows = torch.arange(q.size(2))
-        scores = (q @ k.mT * SCALE).masked_fill(rows[:, None] < rows, float("-inf"))
-        return scores.softmax(-1) @ v
-
-
 class Never(Core):
     """A module whose own attention must not run."""
 
@@ -106,7 +96,7 @@ class Way(NamedTuple):
 WAYS = [
     Way("BSHD", "plain", "tensor"),
     Way("BSHD", "DTensor", "tuple"),
-    Way("BHSD", "plain", "tuple"),
+    Way("BHSD", "plain", "Answer"),
     Way("BHSD", "DTensor", "tensor"),
     Way("SBHD", "plain", "list"),
     Way("SBHD", "DTensor", "tensor"),
@@ -152,7 +142,6 @@ class Use(NamedTuple):
 
 
 CO_DS = {"strategy": "all_gather"}
-WHOLE = {"strategy": "ulysses", "inside": "whole"}
 USES = {
     "ring": Use({}),
     "ring zigzag": Use({}, causal("zigzag")),
@@ -171,10 +160,6 @@ USES = {
     "local zigzag": Use({"inside": "local"}, causal(both(SequenceLayout.zigzag(97, 4))), PLAIN),
     "local DTensor": Use(
         {"inside": "local", "degree": 2}, causal(CHUNKS), DTENSOR, tells_layout=False
-    ),
-    "whole": Use(WHOLE, causal(ZIGZAG), [Way(returns="Answer")], Eager, (2,)),
-    "whole DTensor": Use(
-        WHOLE, causal(HALVES), [Way(form="DTensor", returns="Answer")], Eager, (2,)
     ),
     # The module joins heads by the shape of its inputs.
     "reshapes": Use({}, causal(HALVES), [Way(returns="flat")], mesh=(2,)),
@@ -264,8 +249,6 @@ def run_use(name: str) -> list[dict[str, Tensor]]:
         seen = [*case.build_inputs().q.permute(ORDERS[way.order]).shape]
         if options.get("inside") == "local":
             seen[seq_dim] = case.build_layouts(mesh.size())[0].shard_len(dist.get_rank())
-        elif options.get("inside") == "whole":  # all rows of some heads
-            seen[head_dim] //= mesh.size()
         assert module.seen == tuple(seen)
     return results
 
@@ -289,9 +272,8 @@ def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -
     [
         (SequenceLayout.boundaries([0, 49, UNEVEN]), {"inside": "local"}, "plain"),
         pytest.param(ZIGZAG[0], {}, "DTensor", marks=pytest.mark.slow),
-        pytest.param(SequenceLayout.striped(97, 2), WHOLE, "DTensor", marks=pytest.mark.slow),
     ],
-    ids=["local", "global", "whole"],
+    ids=["local", "global"],
 )
 @on_ranks(2)
 def test_a_module_compiles_with_a_new_layout(
@@ -302,6 +284,33 @@ def test_a_module_compiles_with_a_new_layout(
     core = parallelize(Core(), mesh_of(2), {"": style})
     *qkv, _ = shards_of(causal(both(layout)), mesh_of(2), Way(form=form))
     assert_compiles(core, [qkv], "aot_eager", fullgraph=True)
+
+
+class Eager(Core):
+    """Attention without an attention function of torch, with repeated kv heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+        rows = torch.arange(q.size(2))
+        scores = (q @ k.mT * SCALE).masked_fill(rows[:, None] < rows, float("-inf"))
+        return scores.softmax(-1) @ v
+
+
+@on_ranks(2)
+def test_torchs_exchange_of_heads_for_rows_runs_any_module() -> None:
+    """What style.py says to do with a module that a ring cannot run."""
+    rows, heads = Shard(1), Shard(2)
+    style = PrepareModuleInputOutput(
+        input_layouts=(rows,) * 3, desired_input_layouts=(heads,) * 3, use_local_input=True,
+        output_layouts=heads, desired_output_layouts=rows,
+    )  # fmt: skip
+    case, way = causal(), Way()
+    module = parallelize_module(Eager(), mesh_of(2), style)
+    found = run_module(module, case, mesh_of(2), way)
+    assert module.seen == (2, SEQLEN, 2, 8)
+    layout = case.build_layouts(2)[0]
+    whole = {name: layout.unshard(everyone(x)) for name, x in found.items()}
+    assert_holds(whole, *expected(case), way)
 
 
 # -- beside tensor parallelism
@@ -382,10 +391,6 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
     ),
     "no sdpa": ({}, "did not call F.scaled_dot_product_attention", {"module": NoAttention}),
-    "whole and ring": ({"inside": "whole"}, "all 2 ranks|degree 1", {}),
-    "whole and heads": (WHOLE, "3 heads of q|2 ranks", {}),
-    "whole and dims": (WHOLE, "(1, 16, 1, 'headdim')|(1, 16, 4)", returning("flat")),
-    "whole and more": (WHOLE, "no tensor beside|2 elements", returning("two")),
     "local and dims": ({"inside": "local"}, "(1, 8, 2, 4)|(1, 2, 8, 4)", returning("transposed")),
     "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
     "placement": ({}, "Shard(1)", {"qkv": lambda: sharded(2)}),
