@@ -8,7 +8,7 @@ imported from here too:
     ring_attn.decode            next_rank
     ring_attn.neighbours        halo
     ring_attn.connections       prepare
-    ring_attn.profiling         stats, collect, trace
+    ring_attn.profiling         stats, collect
     ring_attn.planning.balance  layouts from content: also ring_attn.balance
     ring_attn.models            tensor_parallel, sdpa, dtensors: shards of weights, modules
     ring_attn.integrations      transformers, trainer, ring_flash_attn, context_parallel

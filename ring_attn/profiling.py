@@ -1,8 +1,8 @@
-"""Measures calls: figures of the last call, named ranges for profilers, traces, peak memory.
+"""Measures calls: figures of the last call, named ranges for profilers, peak memory.
 
     figures    `with collect(): ...`, or RING_ATTN_STATS=1 in the environment; then `stats()`
-    ranges     wherever torch's profiler is on, or its emit_nvtx, for Nsight Systems
-    traces     `with trace(folder): ...`, on the command line `--profile DIR`
+    ranges     wherever torch's profiler is on, or its emit_nvtx, for Nsight Systems; the
+               profiler's export_chrome_trace writes them for Perfetto
 
 The variable is read when this module is imported. A call that nobody observes pays for one check
 and nothing else. The names of the ranges are stable:
@@ -29,11 +29,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_attn.torch_private import profiler_enabled
@@ -70,11 +68,10 @@ class Figures:
         steps: steps of the plan: hops of a ring, with or without work, or groups of gathered heads.
         merges: tiles whose result was folded into the state or added to the gradients. With
             `same_bits`, dq counts once, and dk and dv together once.
-        start_bytes: memory held when the call began, counted as in `peak_bytes`.
-        peak_bytes: most memory held during the call, with everything held before it. On CUDA the
-            bytes that torch has allocated; on CPU the resident set of the process, with memory
-            that was freed but not returned. None where the system does not report it.
-        device_bytes: memory of the GPU, or else of this machine or container.
+        start_bytes: bytes that torch had allocated on the GPU when the call began; None on CPU,
+            where `profiling.peak_bytes` counts those of a call.
+        peak_bytes: most bytes that torch had allocated during the call, or None.
+        device_bytes: memory of the GPU, or None.
     """
 
     seconds: float
@@ -151,8 +148,8 @@ def stats() -> Stats:
 def collect() -> Iterator[None]:
     """Measures all calls within the block, of all threads; `stats` returns the last one's figures.
 
-    Drops earlier figures. Each measured call resets torch's peak for its CUDA device, or the
-    system's peak for this process (VmHWM): other readers of these peaks see only the time since.
+    Drops earlier figures. Each measured call resets torch's peak for its CUDA device: other readers
+    of that peak see only the time since.
 
     Example:
         >>> with collect():
@@ -186,37 +183,6 @@ def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
         yield
     if start is not None:
         _collected.syncs.append((start, _now(place)))
-
-
-@contextmanager
-def trace(directory: str | Path, rank: int | None = None) -> Iterator[Path]:
-    """Writes a Chrome trace of the block, for Perfetto or chrome://tracing.
-
-    Every rank writes its own file, `rank{rank}_trace.json`, with the ranges of its calls.
-
-    Args:
-        directory: a folder; made if missing, but its parent must exist.
-        rank: rank of this process, by default in the default group; 0 without a group.
-
-    Yields:
-        The path of the file, which is written when the block ends.
-
-    Raises:
-        OSError: the folder cannot be made or written to.
-    """
-    if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    folder = Path(directory)
-    folder.mkdir(exist_ok=True)
-    path = folder / f"rank{rank}_trace.json"
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, acc_events=True) as run:
-        yield path
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    run.export_chrome_trace(str(path))
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -323,7 +289,10 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
             yield Observer()
         return
     _collected.forget(direction)
-    start_bytes = _held_bytes(device)
+    start_bytes = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        start_bytes = torch.cuda.memory_allocated(device)
     observer, before = Observer(device), replace(sent)
     with _named(f"ring_attn::{direction}"):
         start = _now(device)
@@ -334,7 +303,11 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
         sent.bytes_received - before.bytes_received,
         sent.messages - before.messages,
     )
-    memory = start_bytes, _peak_bytes(device, start_bytes), _device_bytes(device)
+    peak = device_bytes = None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    memory = start_bytes, peak, device_bytes
     _collected.last[direction] = partial(_figures, whole, observer, counts, memory)
 
 
@@ -407,56 +380,3 @@ _collected = _Collected(int(STATS_ALWAYS))
 def _named(name: str) -> AbstractContextManager[object]:
     """A named range for torch's profiler; does nothing where the profiler is off."""
     return record_function(name) if profiler_enabled() else nullcontext()
-
-
-# -- memory
-
-
-def _held_bytes(device: torch.device) -> int | None:
-    """Bytes held now, from which the peak is counted; None where the system does not tell."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    return resident_bytes()[0] if reset_resident_peak() else None
-
-
-def _peak_bytes(device: torch.device, start_bytes: int | None) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Some systems sample the peak, so it may be below the present value.
-    return None if start_bytes is None else max(start_bytes, *resident_bytes())
-
-
-def _device_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return _machine_bytes()
-
-
-def reset_resident_peak() -> bool:
-    """Resets the peak of the resident set; returns whether the system allows it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
-
-
-def resident_bytes() -> tuple[int, int]:
-    """Bytes of the process's resident set: now, and at the peak."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    pairs = (line.split(":", 1) for line in status.splitlines() if ":" in line)
-    sizes = {name: text.split() for name, text in pairs}
-    now, peak = (int(sizes[name][0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    return now, peak
-
-
-@lru_cache
-def _machine_bytes() -> int:
-    """Bytes of this machine's memory, or of its container's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total

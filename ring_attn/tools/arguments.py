@@ -172,17 +172,8 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def parse_folder(text: str) -> Path:
-    """A folder to write to; the folder or its parent must exist."""
-    return _writable(text, is_folder=True)
-
-
 def parse_report(text: str) -> Path:
     """A file to write, in an existing folder; checked early, before a run of minutes."""
-    return _writable(text, is_folder=False)
-
-
-def _writable(text: str, *, is_folder: bool) -> Path:
     path = Path(text)
     if not is_first_rank():
         return path  # other ranks do not write, and may be on another machine
@@ -193,9 +184,8 @@ def _writable(text: str, *, is_folder: bool) -> Path:
         exists = False
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{shortened(text)}: {error.strerror}") from error
-    if exists and path.is_dir() != is_folder:
-        wrong, right = ("file", "folder") if is_folder else ("folder", "file")
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is a {wrong}: give a {right}")
+    if exists and path.is_dir():
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is a folder: give a file")
     if not os.access(path if exists else parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{shortened(text)}: {parent} may not be written")
     return path

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -46,12 +45,10 @@ from ring_attn import (
 )
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS
-from ring_attn.profiling import trace
 from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (
     add_common,
     parse_dtype,
-    parse_folder,
     parse_size,
     with_options,
     write_if_interrupted,
@@ -89,7 +86,6 @@ class Run:
     steps: int
     generate: int = 0
     packed: bool = False
-    profile: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -147,16 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=parse_size, help="sequences per batch (default: dp * microbatches)")
     add("--fsdp", action="store_true", help="shard parameters over dp and cp")
     add("--strategy", default="ring", help="strategy of the attention over cp (default: ring)")
-    trace = "then trace one more batch: DIR/rank0_trace.json and so on, for Perfetto"
-    add("--profile", metavar="DIR", type=parse_folder, help=trace)
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, prints and writes the report; returns 0, or 1 if a check failed."""
-    if args.profile:
-        # Silences the profiler's messages on stderr, in all ranks.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     device, what = run_of(args)
     settings = what.training
     next(batches_of(what))  # refuses a wrong length before ranks start
@@ -232,7 +223,7 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         dtype=dtype,
     )
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-    return device, Run(training, steps, args.generate or 0, args.packed, args.profile)
+    return device, Run(training, steps, args.generate or 0, args.packed)
 
 
 def _check_packed(args: argparse.Namespace, axes: Axes) -> None:
@@ -280,9 +271,6 @@ def train(what: Run) -> Report | None:
             rows.append(Row(step, loss, dense_loss, num / seconds, num / dense_seconds))
             send_part(rows[-1])
     dist.barrier()
-    if what.profile is not None:
-        with trace(what.profile):
-            trainer.backward(batch)
     verdicts = judge(trainer, twin, islice(batches, JUDGED_BATCHES))
     generation = None
     if what.generate and isinstance(trainer, MeshTrainer):

@@ -34,13 +34,10 @@ def run_of(options: str) -> Run:
 def test_ring_trains_and_generates_as_one_process_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, traces = tmp_path / "demo.json", tmp_path / "traces"
-    words = f"--steps 3 --nproc 2 --seqlen 65 --generate 32 --json {path} --profile {traces}"
+    path = tmp_path / "demo.json"
+    words = f"--steps 3 --nproc 2 --seqlen 65 --generate 32 --json {path}"
     args = options_of(demo, f"{TINY} {words}")
     assert demo.run(args) == 0
-    for rank in range(2):
-        text = (traces / f"rank{rank}_trace.json").read_text()
-        assert "ring_attn::backward" in text and "ring_attn::gradient_sync" in text
     report = json.loads(path.read_text())
     assert report["ok"] and report["machine"]["versions"]["torch"]
     assert report["settings"]["axes"]["cp"] == report["settings"]["nproc"] == 2

@@ -87,7 +87,6 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
         (["env", "--json", 300 * "x"], "argument --json: 'xxx"),
         (["demo", "--device=--"], "argument --device: '--' is not a value"),
-        (["demo", "--profile", __file__], "test_cli.py' is a file: give a folder"),
         (["demo", "--seqlen", "1G"], "all of the text, got 1073741824"),
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--window", "4k"], "is not a window"),
