@@ -119,12 +119,9 @@ class Report(Generic[S, R]):
         return 1 if self.failures else 0
 
     def _write_outputs(self) -> list[Table]:
-        """Writes the files; returns tables of growth and changes. Slower figures are failures."""
+        """Draws the picture; returns the table of changes. Slower figures are failures."""
         now, outputs = self.to_json(), self._outputs
-        title = " ".join(now["command"].split()[:3])
-        all_figures = files.figures(now["rows"])
-        joined = files.lines(all_figures)
-        tables = [files.growth_table(joined)] if joined else []
+        tables = []
         if outputs.earlier is not None:
             changes = files.compare(outputs.earlier, now)
             tables.append(
@@ -134,13 +131,9 @@ class Report(Generic[S, R]):
             self.failures += [
                 f"{files.label(c.now.key)}: {c.ratio:.2f} x the time before" for c in slower
             ]
-            now["failures"] = self.failures
-        if outputs.csv is not None:
-            outputs.csv.write_text(files.to_csv(now["rows"]), encoding="utf-8")
         if outputs.plot is not None:
-            files.picture(all_figures, title).savefig(outputs.plot)
-        if outputs.page is not None:
-            outputs.page.write_text(files.to_page(title, now, tables), encoding="utf-8")
+            title = " ".join(now["command"].split()[:3])
+            files.picture(files.figures(now["rows"]), title).savefig(outputs.plot)
         return tables
 
 

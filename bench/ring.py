@@ -9,11 +9,9 @@ host's time in waits for transfers, `peak_bytes` the most bytes that a call hold
     dense                    torch's attention in one process with all the ranks' threads
     torch-template           torch's private ring and its backward on the same ranks
     ring-attention-pytorch   lucidrains' package on the same ranks, if installed
-    ring-flash-attn, yunchang, transformer-engine, magi-attention   the same, on GPUs
 
 Several lengths or numbers of ranks (--seqlen 1k,2k,4k --world-size 1,2) are measured one after
-another, and exponents are fitted to the medians. In theory dense attention takes time ~ seqlen^2,
-and ranks that share it evenly take ~ ranks^-1, if each has its own core or GPU.
+another.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ import ring_attn
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import (
-    GPU_PACKAGES,
     MODES,
     Dense,
     Impl,
@@ -71,8 +68,9 @@ from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3)
 
-PEERS: tuple[type[Impl], ...] = (Dense, TorchTemplate, RingAttentionPytorch, *GPU_PACKAGES)
-BASELINES = {peer.name: peer for peer in PEERS}
+BASELINES: dict[str, type[Impl]] = {
+    peer.name: peer for peer in (Dense, TorchTemplate, RingAttentionPytorch)
+}
 
 
 @dataclass(frozen=True)

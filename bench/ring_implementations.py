@@ -1,9 +1,4 @@
-"""Attention over a split sequence by several packages, for `ring-attn bench ring`.
-
-Packages that need GPUs are called as their documentation says: ring-flash-attn 0.1.7, yunchang 0.6,
-TransformerEngine 2, MagiAttention 1.1. None of them has been run here; the tests replace them by
-modules with the same names and signatures.
-"""
+"""Attention over a split sequence by several packages, for `ring-attn bench ring`."""
 
 from __future__ import annotations
 
@@ -21,7 +16,6 @@ from torch import Tensor
 
 import ring_attn
 from ring_attn.bench.implementations import Differentiable
-from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.groups import check_group
@@ -192,150 +186,28 @@ class TorchTemplate(Impl):
         self._saved = ()
 
 
-class Package(Impl):
-    """An implementation of another package, `module`, installed as `install` says."""
+class RingAttentionPytorch(Impl):
+    """lucidrains' package: its function for any device, in the contiguous layout."""
 
-    module: str
-    install: str
+    name = "ring-attention-pytorch"
 
     @classmethod
     def reason_against(cls, setting: Setting) -> str | None:
         """Why the package cannot run the setting, according to its documentation."""
-        return None if find_spec(cls.module) else f"is not installed: {cls.install}"
-
-
-class RingAttentionPytorch(Package):
-    """lucidrains' package: its function for any device, in the contiguous layout."""
-
-    name = "ring-attention-pytorch"
-    module = "ring_attention_pytorch"
-    install = "pip install ring-attention-pytorch"
-
-    @classmethod
-    def reason_against(cls, setting: Setting) -> str | None:
         if setting.seqlen % setting.world_size:
             return "needs a length that divides by the ranks"
         if setting.kv_heads != setting.heads:
             return "gives query head i the kv head i % kv_heads, other packages i // group"
-        return super().reason_against(setting)
+        if find_spec("ring_attention_pytorch") is None:
+            return "is not installed: pip install ring-attention-pytorch"
+        return None
 
     def attention(self) -> Attend:
         setting = self.setting
         self.sequence = SequenceLayout.contiguous(setting.seqlen, setting.world_size)
         # The default bucket_size of the package's modules.
         return partial(
-            import_module(f"{self.module}.ring_flash_attention").ring_flash_attn,
+            import_module("ring_attention_pytorch.ring_flash_attention").ring_flash_attn,
             causal=setting.causal, bucket_size=512, ring_reduce_col=True,
             ring_size=setting.world_size,
         )  # fmt: skip
-
-
-class GpuPackage(Package):
-    """A package that needs GPUs."""
-
-    @classmethod
-    def reason_against(cls, setting: Setting) -> str | None:
-        if reason := super().reason_against(setting):
-            return reason
-        if rank_device().type != "cuda":
-            return "needs GPUs"
-        if setting.dtype not in HALF_DTYPES:
-            return f"has float16 and bfloat16, not {setting.dtype}"
-        if setting.layout == "striped":
-            return "has no striped order"
-        if setting.causal != (setting.layout == "zigzag"):
-            return "is measured in zigzag order where causal, else in contiguous order"
-        if setting.seqlen % (2 * setting.world_size):
-            return "needs a length that divides by 2 x ranks"
-        return None
-
-
-class RingFlashAttn(GpuPackage):
-    """zhuzilin's rings over flash-attention."""
-
-    name = "ring-flash-attn"
-    module = "ring_flash_attn"
-    install = "pip install ring-flash-attn flash-attn"
-
-    def attention(self) -> Attend:
-        package, causal = import_module(self.module), self.setting.causal
-        if causal:
-            return partial(package.zigzag_ring_flash_attn_func, causal=True)
-        return partial(package.ring_flash_attn_func, causal=False)
-
-
-class Yunchang(GpuPackage):
-    """USP: Ulysses over all ranks if the kv heads divide by them, else a ring."""
-
-    name = "yunchang"
-    module = "yunchang"
-    install = "pip install yunchang flash-attn"
-
-    def attention(self) -> Attend:
-        package, setting, size = import_module(self.module), self.setting, self.setting.world_size
-        by_heads = setting.kv_heads % size == 0
-        if by_heads:
-            self.sequence = SequenceLayout.contiguous(setting.seqlen, size)
-        package.set_seq_parallel_pg(*((size, 1) if by_heads else (1, size)), dist.get_rank(), size)
-        kind = "basic" if by_heads or not setting.causal else "zigzag"
-        return partial(package.LongContextAttention(ring_impl_type=kind), causal=setting.causal)
-
-
-class TransformerEngine(GpuPackage):
-    """NVIDIA's package with its default communication, a ring."""
-
-    name = "transformer-engine"
-    module = "transformer_engine"
-    install = "pip install transformer-engine[pytorch]"
-
-    def attention(self) -> Attend:
-        setting = self.setting
-        attention = import_module(f"{self.module}.pytorch").DotProductAttention(
-            setting.heads,
-            setting.head_dim,
-            num_gqa_groups=setting.kv_heads,
-            attn_mask_type="causal" if setting.causal else "no_mask",
-            qkv_format="bshd",
-        )
-        ranks, group = list(range(setting.world_size)), check_group(None)
-        attention.set_context_parallel_group(group, ranks, torch.cuda.Stream(), "p2p")
-        return lambda q, k, v: attention(q, k, v).view(q.shape)
-
-
-class MagiAttention(GpuPackage):
-    """SandAI's package, which dispatches chunks of rows to ranks itself."""
-
-    name = "magi-attention"
-    module = "magi_attention"
-    install = "see its documentation, it is built from source"
-
-    def attention(self) -> Attend:
-        setting, self._api = self.setting, import_module(f"{self.module}.api")
-        ranges = import_module(f"{self.module}.common").AttnRanges.from_ranges
-        self._key = self._api.magi_attn_flex_key(
-            q_ranges=ranges([[0, setting.seqlen]]),
-            k_ranges=ranges([[0, setting.seqlen]]),
-            attn_mask_type="causal" if setting.causal else "full",
-            total_seqlen_q=setting.seqlen,
-            total_seqlen_k=setting.seqlen,
-            num_heads_q=setting.heads,
-            num_heads_kv=setting.kv_heads,
-            head_dim=setting.head_dim,
-            pad_size=0,
-            cp_group_or_mesh=check_group(None),
-        )
-        return lambda q, k, v: self._api.calc_attn(q, k, v, self._key)[0]
-
-    def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows of one sequence, without a batch dim."""
-        rows: Tensor = self._api.dispatch(x[0], self._key)
-        return rows
-
-    def whole(self) -> list[Tensor]:
-        parts = [self._api.undispatch(x, self._key)[None] for x in self.results()]
-        return parts if dist.get_rank() == 0 else []
-
-
-GPU_PACKAGES: tuple[type[GpuPackage], ...] = (
-    RingFlashAttn, Yunchang, TransformerEngine, MagiAttention,
-)  # fmt: skip

@@ -40,7 +40,7 @@ TABLE_WIDTH = 180
 MOST_SIZE = 1 << 50
 
 # Options that name files; they do not change the measurements.
-FILES = ("--json", "--csv", "--plot", "--report", "--compare")
+FILES = ("--json", "--plot", "--compare")
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,11 @@ import pytest
 from rich.console import Console
 
 from ring_attn.bench.outputs import (
-    changes_table,
     check_same,
     compare,
     comparison_title,
     figures,
     label,
-    lines,
-    to_csv,
-    to_page,
 )
 from ring_attn.tools import arguments
 from ring_attn.tools.cli import main
@@ -48,14 +42,6 @@ def test_figures_have_their_key_and_spread() -> None:
     assert dict(figures([config])[0].key) == {"kind": "fwd", **dict(found.key)}
     (sampled,) = figures([{"shape": "s", "median_ms": 3.0, "samples_ms": [1.0, 3.0, 9.0]}])
     assert sampled.low < sampled.median < sampled.high
-
-
-@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
-def test_exponents_are_those_of_the_times(power: float) -> None:
-    rows = [row("a", n, 0.5 * n**power) for n in (128, 256, 1024)]
-    (line,) = lines(figures([*rows, row("b", 128, 1.0)]))
-    assert line.over == "seqlen" and dict(line.key) == {"impl": "a", "causal": True}
-    assert abs(line.exponent - power) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -88,15 +74,11 @@ def test_what_is_no_report_is_refused(
     assert str(path) in capsys.readouterr().err
 
 
-def test_the_page_is_whole_and_escaped() -> None:
-    old, now = report(row("a", 8, 2.0)), report(row("a", 8, 3.0), row("<i>[x]", 16, 1.0))
+def test_a_comparison_names_what_differs_in_the_machine() -> None:
+    old, now = report(row("a", 8, 2.0)), report(row("a", 8, 3.0))
+    assert comparison_title(old, now) == "against the earlier run"
     old["machine"] = {"cores": 3}
-    title = comparison_title(old, now)
-    assert title.endswith("with other cores")
-    text = to_page("bench & [y]", now, [changes_table(compare(old, now), title)])
-    assert text.count("<svg") == 1 and not re.search("<script|<i>|<b>|(src|href)=.http", text)
-    for shown in ("bench &amp; [y]", "&lt;i&gt;[x]", "slower", "other cores", "Raw JSON"):
-        assert shown in text
+    assert comparison_title(old, now).endswith("with other cores")
 
 
 def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,28 +91,17 @@ def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
         assert ("long ones, time left" in shown) == (terminal and not quiet), shown
 
 
-def test_a_benchmark_writes_them_all_and_fails_where_it_is_slower(
+def test_a_benchmark_writes_its_files_and_fails_where_it_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = {name: tmp_path / f"x.{name}" for name in ("json", "csv", "svg", "html")}
-    words = (
-        f"{DECODE} --json {paths['json']} --csv {paths['csv']} --plot {paths['svg']} "
-        f"--report {paths['html']}"
-    )
-    assert main(words.split()) == 0
+    paths = {name: tmp_path / f"x.{name}" for name in ("json", "svg")}
+    assert main(f"{DECODE} --json {paths['json']} --plot {paths['svg']}".split()) == 0
     measured = json.loads(paths["json"].read_text())
-    read = list(csv.DictReader(paths["csv"].read_text().splitlines()))
-    assert [one["impl"] for one in read] == [row["impl"] for row in measured["rows"]]
-    assert "<svg" in paths["svg"].read_text() and "<svg" in paths["html"].read_text()
-    assert "growth" in capsys.readouterr().out
+    svg = paths["svg"].read_text()
+    assert "<svg" in svg and svg.count("seqlen 64") == svg.count("seqlen 128") > 0
     for factor, status in ((1e3, 0), (1e-6, 1)):  # a thousand times as long, then a thousandth
         for one in measured["rows"]:
             one.update({n: one[n] * factor for n in ("median_ms", "p20_ms", "p80_ms") if one[n]})
         paths["json"].write_text(json.dumps(measured))
         assert main([*DECODE.split(), "--compare", str(paths["json"])]) == status
     assert "x the time before" in capsys.readouterr().out
-
-
-def test_csv_has_the_columns_of_all_rows() -> None:
-    read = list(csv.DictReader(to_csv([row("a, b", 8, 2.0), {"samples_ms": [1, 2]}]).splitlines()))
-    assert read[0]["impl"] == "a, b" and json.loads(read[1]["samples_ms"]) == [1, 2]
