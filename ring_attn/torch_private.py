@@ -7,6 +7,7 @@ Exceptions: `transport` also calls these methods of a process group's backend, a
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -48,7 +49,13 @@ def group_timeout(group: dist.ProcessGroup) -> float:
             backend = group._get_backend(torch.device(device))
         except RuntimeError:
             continue
-        timeout: datetime.timedelta = backend.options._timeout
+        try:
+            timeout: datetime.timedelta = backend.options._timeout
+        except AttributeError:
+            raise RuntimeError(
+                "group has a backend without options, as torch's 'fake', whose ranks never meet: "
+                "use gloo or nccl, or ring_attn.testing.run_all_ranks for all ranks in one process"
+            ) from None
         return timeout.total_seconds()
     raise RuntimeError("the process group has no backend for cpu or cuda")
 
@@ -80,11 +87,17 @@ def nccl_options(name: str, seconds: float, max_ctas: int) -> Any:
 
 
 def coalesced(communicator: Any, starts: Sequence[Callable[[], object]]) -> dist.Work:
-    """Starts several operations as one NCCL group, in which no operation waits for another."""
-    communicator._start_coalescing()
-    for start in starts:
-        start()
-    work: dist.Work = communicator._end_coalescing()
+    """Starts several operations as one NCCL group, in which no operation waits for another.
+
+    After an error or an interrupt the group is closed too: a group left open would swallow all
+    later operations of its thread, on every communicator.
+    """
+    try:
+        communicator._start_coalescing()
+        for start in starts:
+            start()
+    finally:
+        work: dist.Work = communicator._end_coalescing()
     return work
 
 
@@ -94,11 +107,16 @@ def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
     assert world is not None, "a mesh has a process group"
     # After init_process_group(device_id=...) torch would split the world's communicator, and wait
     # for all ranks of the world, of which some may not make the new group.
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return mesh._flatten().get_group()
-    finally:
-        world.bound_device_id = device
+    with _flattening:
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            return mesh._flatten().get_group()
+        finally:
+            world.bound_device_id = device
+
+
+# Two threads at once would lose the world's device: one would save what the other has set.
+_flattening = threading.Lock()
 
 
 def break_graph(reason: str) -> None:

@@ -107,7 +107,7 @@ class Transport:
         self.rank, self.world_size = members.index(member), len(members)
         self.stats = stats or TransportStats()
         self._members = members
-        self._subs: dict[Ranks, Transport] = {}
+        self._subs: dict[Ranks, Transport] = {}  # without this transport itself
         self._pending: dict[Channel, Any] = {}
 
     @property
@@ -194,9 +194,10 @@ class Transport:
 
     def sub(self, ranks: Ranks) -> Transport:
         """The transport among some of these ranks, in ascending order, with this rank."""
+        if len(ranks) == self.world_size:
+            return self
         if ranks not in self._subs:
-            members = tuple(self._members[rank] for rank in ranks)
-            self._subs[ranks] = self if members == self._members else self._among(members)
+            self._subs[ranks] = self._among(tuple(self._members[rank] for rank in ranks))
         return self._subs[ranks]
 
     def _among(self, members: Ranks) -> Transport:
@@ -231,8 +232,7 @@ class Transport:
         """Releases the buffers of all pending exchanges: no `wait` will come."""
         self._pending.clear()
         for sub in self._subs.values():
-            if sub is not self:
-                sub._forget()
+            sub._forget()
 
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:

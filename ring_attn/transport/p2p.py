@@ -192,6 +192,18 @@ class P2PTransport(Transport):
             raise check.uneven_rows(uneven)
         shared.even_rows.add(rows)
 
+    def check(self) -> None:
+        """Compares all calls so far; returns once all ranks have come here without an error.
+
+        A rank whose exchanges were cut off by an error does not come, so none of the others takes
+        what that rank has sent since then for right.
+        """
+        for device in self._shared.devices.values():
+            self._shared.settle()
+            with self.call("check", NOTHING, device):
+                self.gather(torch.zeros(1, dtype=torch.uint8, device=device))
+            self._shared.settle()
+
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
@@ -372,6 +384,12 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
     if options not in by_options:
         by_options[options] = new_p2p(group, options)
     return by_options[options]
+
+
+def check_calls(group: dist.ProcessGroup) -> None:
+    """Compares the ranks' calls on a group so far; see `P2PTransport.check`."""
+    for transport in list(_transports.get(group, {}).values())[:1]:
+        transport.check()
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

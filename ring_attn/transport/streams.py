@@ -103,14 +103,6 @@ def lend(x: Tensor) -> None:
     x.record_stream(current(x.device))
 
 
-def overwrite(x: Tensor) -> None:
-    """Zeroes a tensor at once, on a new stream; the host waits for that stream only."""
-    stream = new(x.device)
-    with use(stream):
-        x.zero_()
-    stream.synchronize()
-
-
 def pinned(x: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor in pinned memory, which the device accesses without the host."""
     with torch.cuda.device(device):

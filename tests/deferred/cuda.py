@@ -49,15 +49,6 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         event.wait(self)
 
-    def synchronize(self) -> None:
-        """Lets the host wait for work that waits for no other stream's."""
-        nodes = list(self.queue.tail)
-        for node in nodes:
-            if node.stream is not self.queue:
-                raise HostSyncError(f"the host would wait for {node.what}")
-            nodes += [one for one in node.after if one not in self._cuda.recorder.ended]
-        self._cuda.recorder.wait_for(nodes)
-
 
 class Event:
     def __init__(self, cuda: Cuda, *, enable_timing: bool = False) -> None:

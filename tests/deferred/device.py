@@ -30,9 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ring_attn import neighbours, ops
 from tests.deferred.cuda import HOME, Cuda, HostSyncError, Queue, Stream
 
-# A write that may race with reads by design: a reader sees the old bytes or the new ones.
-OVERWRITE = "overwrite"
-
 # Operators that only allocate memory, and operators that would make the host wait.
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 SYNCHRONISE = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
@@ -168,12 +165,6 @@ class Recorder(TorchDispatchMode):
         node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self.ended)))
         self.nodes.append(node)
         stream.tail = (node,)
-
-    def wait_for(self, nodes: Iterable[Node]) -> None:
-        """Notes that the host has waited for nodes, which may race with other streams by design."""
-        for node in nodes:
-            node.what = OVERWRITE
-        self.end(nodes)
 
     def lend(self, x: Tensor, stream: Stream) -> None:
         """Keeps memory, once it is freed, until a stream's work of that time is over."""

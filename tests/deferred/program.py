@@ -20,7 +20,7 @@ from itertools import combinations, zip_longest
 import torch
 from torch import Tensor
 
-from tests.deferred.device import OVERWRITE, Memory, Node, Recorder, Ref, Transfer
+from tests.deferred.device import Memory, Node, Recorder, Ref, Transfer
 
 
 @dataclass(eq=False)
@@ -131,8 +131,7 @@ class Program:
         for step in before:
             for refs, writes in ((step.reads, False), (step.writes, True)):
                 for ref in refs:
-                    if step.node.what != OVERWRITE:
-                        accesses[step.rank, ref.memory].append((step, ref, writes))
+                    accesses[step.rank, ref.memory].append((step, ref, writes))
         found = []
         for some in accesses.values():
             for (a, ref_a, writes_a), (b, ref_b, writes_b) in combinations(some, 2):

@@ -61,6 +61,9 @@ class Communicator(StandIn):
         assert transfer is not None
         return self._start(transfer)
 
+    def shutdown(self) -> None:
+        """Does nothing: ranks do not meet."""
+
     def abort(self) -> None:
         """Marks all transfers of the communicator as aborted, and as over."""
         for transfer in self._transfers:

@@ -103,14 +103,6 @@ def test_works_run_side_by_side(recorder: Recorder) -> None:
     assert set(compute.tail) == {first, second}
 
 
-def test_the_host_waits_for_what_it_overwrites(recorder: Recorder) -> None:
-    x = torch.ones(2)
-    recorder.given(x)
-    streams.overwrite(x)
-    (node,) = recorder.ended
-    assert node.writes == [recorder.ref(x)] and node.stream is not recorder.cuda.home
-
-
 def test_dq_has_one_stream_that_is_no_channels(recorder: Recorder) -> None:
     """The user takes streams, too: torch's pool of 32 comes round more than once."""
     layers, lanes, sides = Layers(case_of("ring", "causal"), 3), [], set[Any]()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,15 @@ class Communicator(StandIn):
             store, "communicator", rank, tuple(range(size)), options._timeout.total_seconds()
         )
         self._sent, self._received = [0] * size, [0] * size
-        self._group: list[Callable[[], object]] | None = None
 
     def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Moment:
-        """Starts an operation, which ends with the open group, or at once."""
-        ends = list[Callable[[], object]]() if self._group is None else self._group
+        self.launch(partial(self._launched, sends, receives, total))
+        return Moment()
+
+    def _launched(
+        self, sends: Parts, receives: Parts, total: Tensor | None
+    ) -> list[Callable[[], object]]:
+        ends = list[Callable[[], object]]()
         to_itself = [x for x, peer in sends if peer == self.rank]
         for x, peer in sends:
             if peer != self.rank:
@@ -64,25 +69,15 @@ class Communicator(StandIn):
                 self._received[peer] += 1
         if total is not None:
             ends.append(lambda: total.copy_(torch.stack([x for x, _ in receives]).sum(0)))
-        if self._group is None:
-            _call(ends)
-        return Moment()
-
-    def _start_coalescing(self) -> None:
-        self._group = []
+        return ends
 
     def _end_coalescing(self) -> Moment:
-        ends, self._group = self._group or [], None
-        _call(ends)
+        super()._end_coalescing()
         return Moment()
 
     def abort(self) -> None:
+        super().abort()
         self._gloo.close()
-
-
-def _call(ends: list[Callable[[], object]]) -> None:
-    for end in ends:
-        end()
 
 
 def install() -> None:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import TransportOptions, ring_attention
-from ring_attn.core.program import Channel
+from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.core.spec import MAX_CTAS
 from ring_attn.testing.cases import strategy_of
+from ring_attn.torch_private import coalesced
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.group import rank_group
@@ -21,17 +22,17 @@ from ring_attn.transport.ranks.media import Lane, Late
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.refusals import says
-from tests.stand_in import StandIn
+from tests.stand_in import FOREVER, StandIn
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 
 def test_communicators_from_their_options_to_their_end() -> None:
-    """A communicator for each channel and option, which ends with its owner."""
+    """A communicator for each channel and option, aborted or shut down as its owner ends."""
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
     made: list[mock.Mock] = []
-    life = (mock.call.eager_connect_single_device(GPU), mock.call.abort(), mock.call.shutdown())
+    connected = mock.call.eager_connect_single_device(GPU)
 
     def make(*given: Any) -> mock.Mock:
         made.append(mock.Mock(given=given))
@@ -46,23 +47,64 @@ def test_communicators_from_their_options_to_their_end() -> None:
         ),
         mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
     ):
-        nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1, 2, 3))
+        nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (0, 1, 2, 3)) for _ in range(2))
         for channel in channels:
             nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
         nccl.lane((0,), "shards", TransportOptions(nccl_max_ctas=4), 1.0, GPU)
         names = set()
         for one, ctas in zip(made, (MAX_CTAS, MAX_CTAS, 4), strict=True):
             _, rank, size, options = one.given
-            assert (rank, size, one.method_calls) == (0, 1, [life[0]])
+            assert (rank, size, one.method_calls) == (0, 1, [connected])
             assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
             # It is not split off another one.
             assert options.is_high_priority_stream and not hasattr(options, "split_from")
             names.add(options.group_name)
         assert len(names) == 3
         nccl.close()
-        assert all(one.method_calls == [*life[:2]] for one in made)
-        del nccl
-    assert all(one.method_calls == [*life] for one in made)
+        assert all(one.method_calls == [connected, mock.call.abort()] for one in made)
+        other.lane((0,), "shards", TransportOptions(), 1.0, GPU)
+        other.finish(1.0)
+        assert made[-1].method_calls == [connected, mock.call.shutdown()]
+
+
+def test_all_communicators_are_aborted_at_once() -> None:
+    """An abort waits for launched kernels, here of two channels that are behind each other."""
+    made: list[StandIn] = []
+
+    def make(*given: Any) -> StandIn:
+        made.append(StandIn(*given))
+        return made[-1]
+
+    nccl_of_torch = mock.Mock(Options=StandIn.Options, side_effect=make)
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl_of_torch, create=True),
+        mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
+    ):
+        nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1))
+        for channel in CHANNELS:
+            nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
+    for one in made:
+        one.behind = [other for other in made if other is not one]
+    assert len(made) > 1 and ended(nccl.close).seconds < FOREVER / 4
+    assert all(one.aborted.is_set() for one in made)
+
+
+def test_an_interrupt_leaves_no_group_open() -> None:
+    """An open group of NCCL's would swallow what its thread starts later on any communicator."""
+    launched: list[str] = []
+
+    def launch(name: str) -> list[Any]:
+        launched.append(name)
+        return []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    one, other = (StandIn(None, 0, 2, None) for _ in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        coalesced(one, [partial(one.launch, partial(launch, "first")), interrupt])
+    coalesced(other, [partial(other.launch, partial(launch, "second"))])
+    assert launched[-1] == "second"
 
 
 def test_a_late_exchange_is_named() -> None:

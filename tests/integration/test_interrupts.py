@@ -147,7 +147,7 @@ def test_processes_of_processes_end_too(start: Callable[[list[str]], Started]) -
 WATCHED = """
 import datetime, time
 import torch.distributed as dist
-from ring_attn.transport.ranks import group
+from ring_attn.transport.ranks import group, watch
 
 def look(self):
     for _ in range(100):
@@ -156,10 +156,10 @@ def look(self):
         except RuntimeError:
             pass
 
-group.PERIOD_S, group.RankGroup.look = 0.0, look
+watch.PERIOD_S, group.RankGroup.look = 0.0, look
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-group._watch(group.rank_group(dist.group.WORLD))
+watch.add(group.rank_group(dist.group.WORLD))
 time.sleep(0.1)
 """
 

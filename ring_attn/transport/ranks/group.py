@@ -8,9 +8,9 @@ every later call on the group raises.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
@@ -30,6 +30,7 @@ from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import Pool
+from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import (
     Meetings,
@@ -43,6 +44,7 @@ from ring_attn.transport.ranks.formation import (
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
+from ring_attn.transport.ranks.watch import PERIOD_S
 from ring_attn.transport.streams import Stream
 
 T = TypeVar("T")
@@ -57,18 +59,20 @@ NOTHING = Agreement({})
 # A rank reports this many of its last calls.
 CALLS_REPORTED = 8
 
-# Seconds that the watch may take to end with the process: the store's host may be gone.
-ENDING_S = 1.0
-
-# Seconds between looks of the thread that watches long waits. A long wait is looked at after
-# PERIOD_S; the pause before each further look doubles, up to LONGEST_S.
-PERIOD_S = 0.1
+# A long wait is looked at after PERIOD_S; each pause before a further look doubles, to LONGEST_S.
 LONGEST_S = 5.0
+
+# Where the host does not wait, a rank reads the note of a failure once an exchange is that old, and
+# then every LONGEST_S: one operation of the store, since all ranks of a job do this.
+OLD_S = 2.0
 
 # Seconds between the note of a failure and closing connections, so that other ranks can read the
 # note. When a connection is lost within a message, gloo does not always wake the receiver (4 of
 # 2,338 faults raised on purpose), which would then wait until its timeout.
 NOTICE_S = 3 * PERIOD_S
+
+# Seconds that the note of a failure may take, before connections are closed without it.
+NOTE_S = 5.0
 
 # After a lost connection, a rank waits this many seconds for a note that says why.
 REASON_S = 0.3
@@ -126,6 +130,8 @@ class RankGroup:
         self._calls: deque[Identity] = deque(maxlen=CALLS_REPORTED)
         # The last call and the wait that this rank has written down.
         self._reported: tuple[int, int | None] = (-1, None)
+        # When to read the note of a failure next.
+        self._next_note = 0.0
         self._lock, self._occupied = threading.Lock(), threading.Lock()
         self._meetings = Meetings(self._store, self.global_rank, self.global_ranks)
         self._meeting, self._met = "", False
@@ -162,6 +168,24 @@ class RankGroup:
         self.call = self.waiting = None
         self._occupied.release()
 
+    def settle(self) -> None:
+        """Waits until the device has compared all calls; refuses a ring that has failed by then.
+
+        The watch ends the wait if an exchange is late.
+        """
+        self.occupy()
+        try:
+            next_rank = self.global_ranks[(self.rank + 1) % self.world_size]
+            self.waiting = Waiting(time.monotonic(), next_rank, OLD_S)
+            while self.failed is None and not self.headers.settled:
+                time.sleep(0.001)
+            mismatch = self.headers.found()
+            if mismatch is not None:
+                self.fail(mismatch)
+            self.refuse_failed()
+        finally:
+            self.end()
+
     def refuse(self, error: BaseException) -> None:
         """Counts a call that this rank refuses because of an error, once for each error.
 
@@ -179,7 +203,7 @@ class RankGroup:
             self._reported = calls[-1].sequence, None
             if not self._met:
                 self._refused = Waiting(time.monotonic(), self.global_ranks[0])
-                _watch(self)
+                watch.add(self)
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
@@ -202,7 +226,7 @@ class RankGroup:
                 if isinstance(error, Exception):
                     raise RuntimeError(text) from error
                 raise
-            _watch(self)
+            watch.add(self)
         return self._media[device.type]
 
     def roll_call(self, verb: str) -> RollCall:
@@ -243,16 +267,40 @@ class RankGroup:
                 return self.failed
             self.failed = RuntimeError(text)
         board = self._board
-        media, self._media = list(self._media.values()), {}
         try:
-            if board is not None and self._in_time(lambda: board.tell_failure(text)):
+            # Before the connections close: a device whose exchanges are cut off goes on, and may
+            # send results of missing data, which no rank takes for right once the note is there.
+            if board is not None and self._in_time(lambda: board.tell_failure(text), NOTE_S):
                 time.sleep(NOTICE_S)
         finally:
-            self.headers.spoil()
-            for medium in media:
-                medium.close()
-            self._pools.clear()
+            self._close()
         return self.failed
+
+    def destroyed(self) -> None:
+        """Ends the connections of a group that has been destroyed on this rank."""
+        if _forked:
+            return
+        if self.failed is not None:
+            self._close()
+        for medium in self._taken_media():
+            medium.finish(self._store_s)
+
+    def exit(self) -> None:
+        """Aborts NCCL's communicators at the process's exit, whatever the other ranks do."""
+        for medium in [] if _forked else self._taken_media():
+            if isinstance(medium, Nccl):
+                medium.close()
+
+    def _close(self) -> None:
+        for medium in self._taken_media():
+            medium.close()
+        self._pools.clear()
+
+    def _taken_media(self) -> list[Medium]:
+        """All media, which only the first caller gets."""
+        with self._lock:
+            media, self._media = list(self._media.values()), {}
+        return media
 
     def reason(self, peer: int, *, timed_out: bool) -> str | None:
         """Why no messages of a peer come; None if no rank has written it down.
@@ -285,6 +333,14 @@ class RankGroup:
             late = medium.late()
             if late is not None:
                 self._tell_late(late, board)
+                return
+            if time.monotonic() >= self._next_note and medium.late(OLD_S) is not None:
+                self._next_note = time.monotonic() + LONGEST_S
+                failure = board.failure()
+                if failure is not None:
+                    logger.error("%s", failure)
+                    self.failed = RuntimeError(failure)
+                    return
         calls, (_, waited_for) = list(self._calls), self._reported
         if waiting is None or not waiting.is_due():
             if waited_for is not None and (waiting is None or waiting.peer != waited_for):
@@ -321,6 +377,7 @@ class RankGroup:
     def refuse_failed(self) -> None:
         """Refuses a ring that has failed: messages of its unfinished call may still come."""
         if self.failed is not None:
+            self._close()
             raise RuntimeError(
                 "this ring has failed before and cannot go on, its ranks are not at the same call "
                 "any more: make a new process group on all of them, or restart from a checkpoint. "
@@ -346,12 +403,12 @@ class RankGroup:
                 "'forkserver', or fork before init_process_group"
             )
 
-    def _in_time(self, work: Callable[[], T]) -> T | None:
-        """The result of `work` with the store, or None if the store does not answer in time."""
+    def _in_time(self, work: Callable[[], T], most: float = math.inf) -> T | None:
+        """The result of `work` with the store; None if that takes too long, or `most` seconds."""
         if not self._store_s:
             return None
         try:
-            return bounded(work, self._store_s)
+            return bounded(work, min(self._store_s, most))
         except TimeoutError:
             self._store_s = 0.0
         except RuntimeError:
@@ -397,55 +454,6 @@ def _hash_of_configs() -> str:
         return "no regular file"
 
 
-# -- the watch
-
-
-_watched: weakref.WeakSet[RankGroup] = weakref.WeakSet()
-_watch_lock = threading.Lock()
-_thread: threading.Thread | None = None
-
-
-def _watch(group: RankGroup) -> None:
-    """Looks at the group's waits every PERIOD_S seconds, as long as the group lives.
-
-    A wait for a message cannot be left before its timeout, and a message of another call never
-    comes. So a thread compares this rank's notes with its peers' notes. If calls differ or a rank
-    has failed, it closes the group's connections, and pending waits raise.
-    """
-    global _thread
-    with _watch_lock:
-        _watched.add(group)
-        if _thread is None:
-            _thread = threading.Thread(target=_look_on, name="ring_attn_watch", daemon=True)
-            _thread.start()
-
-
-_exiting = threading.Event()
-
-
-@atexit.register
-def _end_watch() -> None:
-    """Ends the watch: a thread in the store while the interpreter ends would abort the process."""
-    _exiting.set()
-    if _thread is not None:
-        _thread.join(ENDING_S)
-
-
-def _look_on() -> None:
-    global _thread
-    while not _exiting.wait(PERIOD_S):
-        with _watch_lock:
-            everyone = list(_watched)
-            if not everyone:
-                _thread = None
-                return
-        for group in everyone:
-            # If the store is gone, the wait under way ends by its own timeout.
-            with contextlib.suppress(Exception):
-                group.look()
-        del everyone, group
-
-
 # -- all groups
 
 
@@ -456,8 +464,18 @@ _groups_lock = threading.Lock()
 def rank_group(group: dist.ProcessGroup) -> RankGroup:
     with _groups_lock:
         if group not in _groups:
-            _groups[group] = RankGroup(group)
+            made = _groups[group] = RankGroup(group)
+            # torch keeps a group alive until `destroy_process_group`.
+            weakref.finalize(group, made.destroyed).atexit = False
         return _groups[group]
+
+
+@atexit.register
+def _exit() -> None:
+    """Ends the watch, and the connections of all groups that were not destroyed."""
+    watch.end()
+    for group in list(_groups.values()):
+        group.exit()
 
 
 def mark_counted(error: BaseException) -> None:

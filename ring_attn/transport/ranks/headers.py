@@ -88,13 +88,10 @@ class Headers:
             self._pool.give(block)
         self._results.append((str(call), result, event))
 
-    def spoil(self) -> None:
-        """Zeroes this rank's header, so that messages still to be sent belong to no call.
-
-        A device whose exchanges are cut off goes on, and would send results of missing data.
-        """
-        if self._begun is not None:
-            streams.overwrite(self.outgoing)
+    @property
+    def settled(self) -> bool:
+        """Whether the device has compared all calls that have ended on the host."""
+        return all(event.query() for _, _, event in self._results)
 
     def found(self) -> str | None:
         """The first error among the calls that the device has compared so far, or None."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
+import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,20 +31,31 @@ from ring_attn.transport.base import Ranks
 from ring_attn.transport.ranks.formation import RollCall, connect_gloo, hashed, meet
 from ring_attn.transport.streams import Event
 
+logger = logging.getLogger("ring_attn")
+
 # Seconds between our report of a late exchange and torch's watchdog, which ends the process.
 GRACE_S = 10.0
+
+# Seconds that aborts may take. Their kernels stop at once, and only then memory is freed.
+ABORT_S = 10.0
 
 
 class Medium:
     """Connections between the ranks of a group; a peer is its rank in that group."""
 
-    def late(self) -> Late | None:
-        """An exchange past its timeout, on a medium where the host does not wait; else None."""
+    def late(self, seconds: float | None = None) -> Late | None:
+        """An exchange under way for longer than that, by default than its time limit; else None.
+
+        Only of a medium where the host does not wait.
+        """
         return None
 
     def close(self) -> None:
         """Ends all connections at once, from any thread; pending waits raise."""
         raise NotImplementedError
+
+    def finish(self, seconds: float) -> None:
+        """Ends all connections after their last exchange, together with the other ranks."""
 
 
 class Gloo(Medium):
@@ -152,8 +165,8 @@ class Lane:
             self._flags[1].copy_(number, non_blocking=True)
         return end
 
-    def late(self) -> Late | None:
-        """The oldest exchange under way, if it has passed its time limit."""
+    def late(self, limit: float | None = None) -> Late | None:
+        """The oldest exchange under way, if it has passed a limit in seconds; see `Medium.late`."""
         begun, ended = self._flags.tolist()
         numbers = [exchange.number for exchange in list(self._posted)]
         if ended in numbers:
@@ -163,11 +176,53 @@ class Lane:
             return None
         first = self._posted[0]
         seconds = time.monotonic() - first.since
-        if seconds <= self._seconds:
+        if seconds <= (self._seconds if limit is None else limit):
             return None
         seen = numbers[: numbers.index(begun) + 1] if begun in numbers else []
         peer = self._members[first.peer]
         return Late(first.step, self._channel, peer, seconds, first.number in seen)
+
+
+How = Literal["abort", "shutdown"]
+
+
+class Ending:
+    """A thread that ends one communicator, once it is told how.
+
+    An abort tells the kernels of its communicator to stop, and waits for those that are launched.
+    They may be queued behind kernels of another communicator, which stop only once that one is
+    aborted too: so all aborts of a rank begin at once. A group of NCCL's around them, as in torch's
+    own abort of all groups, would be empty: groups belong to a thread, and torch aborts in another.
+    The thread waits from the beginning, because Python from 3.12 on starts none at exit.
+    """
+
+    def __init__(self, communicator: Any, name: str) -> None:
+        """Starts the thread; the communicator's name is for messages."""
+        self._told: SimpleQueue[How] = SimpleQueue()
+        args = communicator, name, self._told
+        self._thread = threading.Thread(
+            target=_end, args=args, name="ring_attn_ending", daemon=True
+        )
+        self._thread.start()
+
+    def tell(self, how: How) -> None:
+        self._told.put(how)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the communicator has ended within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+def _end(communicator: Any, name: str, told: SimpleQueue[How]) -> None:
+    how = told.get()
+    try:
+        if how == "abort":
+            communicator.abort()
+        else:
+            communicator.shutdown()
+    except Exception as error:
+        logger.error("%s of NCCL's communicator %s failed: %s", how, name, error)
 
 
 class Nccl(Medium):
@@ -178,7 +233,7 @@ class Nccl(Medium):
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
         self._lanes: dict[tuple[Ranks, Channel, int | None], Lane] = {}
-        weakref.finalize(self, _shut_down, self._lanes)
+        self._endings: list[Ending] = []
 
     def lane(
         self,
@@ -204,18 +259,26 @@ class Nccl(Medium):
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             # Splitting another communicator would need all of its ranks.
             communicator.eager_connect_single_device(device)
+            self._endings.append(Ending(communicator, name))
             self._lanes[key] = Lane(members, channel, seconds, communicator, device)
         return self._lanes[key]
 
-    def late(self) -> Late | None:
-        late_ones = (lane.late() for lane in list(self._lanes.values()))
+    def late(self, seconds: float | None = None) -> Late | None:
+        late_ones = (lane.late(seconds) for lane in list(self._lanes.values()))
         return next((late for late in late_ones if late is not None), None)
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.communicator.abort()
+        self._end("abort", ABORT_S)
 
+    def finish(self, seconds: float) -> None:
+        """See `Medium`; a shutdown is a collective among the communicator's ranks of a node."""
+        self._end("shutdown", seconds)
 
-def _shut_down(lanes: dict[Any, Lane]) -> None:
-    for lane in lanes.values():
-        lane.communicator.shutdown()
+    def _end(self, how: How, seconds: float) -> None:
+        for ending in self._endings:
+            ending.tell(how)
+        deadline = time.monotonic() + seconds
+        late = [x for x in self._endings if not x.wait(max(0.0, deadline - time.monotonic()))]
+        if late:
+            told = len(late), len(self._endings), how, seconds
+            logger.error("%d of %d communicators have not ended by %s within %g s", *told)
