@@ -60,5 +60,4 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
     return run_cells(args, setting_of(args))

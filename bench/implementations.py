@@ -61,8 +61,6 @@ REASON_CHARS = 160
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, dtype and mask of an attention call."""
-
     batch: int
     seqlen: int
     heads: int
@@ -75,7 +73,6 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Number of queries."""
         return self.seqlen if self.queries is None else self.queries
 
     @property
@@ -143,11 +140,9 @@ class Attention:
     grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
-        """Computes `out`."""
         raise NotImplementedError
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
         raise NotImplementedError
 
     def results(self) -> list[Tensor]:
@@ -156,7 +151,6 @@ class Attention:
         return [x.detach() for x in (self.out, *self.grads)]
 
     def release(self) -> None:
-        """Frees the last results."""
         self.out, self.lse, self.grads = None, None, ()
 
 

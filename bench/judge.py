@@ -85,7 +85,6 @@ class Part:
         self._figures = self._oracle(_of_rows(problem.mask, rows))
 
     def verdicts(self, make: Make) -> list[Verdict]:
-        """Checks the results of an implementation."""
         attention = make(self._problem, self._data)
         attention.forward()
         if self._backward:
@@ -130,7 +129,6 @@ def worst_of(verdicts: Sequence[Verdict]) -> tuple[float, str]:
 
 
 def _of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
-    """The mask of some queries against all keys."""
     slices = [
         part.moved(at, 0) for at, row in enumerate(rows) for part in mask.rows(row, row + 1).slices
     ]

@@ -37,8 +37,6 @@ PICTURES = (".png", ".svg")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The requested files, the report of an earlier run, and whether to print only a summary."""
-
     json: Path | None = None
     plot: Path | None = None
     earlier: Mapping[str, Any] | None = None
@@ -61,7 +59,6 @@ class Outputs:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every benchmark."""
     add = parser.add_argument
     add("--plot", metavar="PATH", type=parse_report, help="draw the figures as .png or .svg")
     add(
@@ -134,8 +131,6 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
 
 
 class Change(NamedTuple):
-    """A figure of an earlier run and of this one."""
-
     earlier: Figure
     now: Figure
 

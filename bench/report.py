@@ -63,7 +63,6 @@ class Report(Generic[S, R]):
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """All entries of the report."""
         rows: list[Any] = self.rows
         return {
             "machine": machine(),

@@ -96,8 +96,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Lengths, numbers of ranks, and the setting that all measurements share."""
-
     seqlens: tuple[int, ...]
     world_sizes: tuple[int, ...]
     each: Setting
@@ -130,7 +128,6 @@ class Ring(Report[Sweep, Row]):
         self.samples: list[dict[str, Any]] = []
 
     def more(self) -> dict[str, Any]:
-        """The times of every repetition."""
         return {"samples": self.samples}
 
     def run(self, device: str | None) -> None:

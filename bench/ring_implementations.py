@@ -30,8 +30,6 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, ranks and repetitions of a run."""
-
     world_size: int
     seqlen: int
     heads: int

@@ -179,14 +179,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Strategies(Report[Setting, Row]):
-    """The rows so far, and the clusters that auto used."""
-
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
         self.clusters: dict[str, Any] = {}
 
     def more(self) -> dict[str, Any]:
-        """The clusters, and the verdict on auto for each case."""
         verdicts = [{**asdict(v), "ratio": v.ratio} for v in judged(self.rows)]
         return {"clusters": self.clusters, "verdicts": verdicts}
 
@@ -259,7 +256,6 @@ def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
 
 
 def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
-    """Adds the rows for one number of ranks, shape by shape."""
     setting = bench.setting
     choices = [explained(shape, world_size, cluster) for shape in setting.shapes]
     work = [
@@ -289,7 +285,6 @@ def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
 
 
 def judged(rows: Sequence[Row]) -> list[Verdict]:
-    """The verdicts on auto, for each shape and number of ranks."""
     verdicts = []
     for shape, world_size in dict.fromkeys((row.shape, row.world_size) for row in rows):
         of_case = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
@@ -306,7 +301,6 @@ def judged(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> Table:
-    """A line for each shape and number of ranks."""
     table = new_table(
         "forward and backward, medians of the slowest rank",
         ("shape", "ranks", "auto", "best fixed"),

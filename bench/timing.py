@@ -181,7 +181,6 @@ def turned(items: Sequence[T], turn: int) -> list[T]:
 
 
 def watch_for(device: torch.device) -> Watch:
-    """The watch for a device."""
     return CudaWatch() if device.type == "cuda" else HostWatch()
 
 
@@ -193,7 +192,6 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees the memory of the last run, or of a failed call."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -51,8 +51,6 @@ def load_piece(pieces_ptr, piece):
 
 @dataclass(frozen=True)
 class TurnTable(StepTable):
-    """A `StepTable` with turns."""
-
     pieces: Tensor  # (num_pieces, 2) int32
     partial: bool  # some run lacks rows of its block
 

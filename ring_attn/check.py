@@ -312,7 +312,6 @@ def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) 
 
 
 def check_name(option: str, name: object) -> str:
-    """Checks that an option, such as the backend, is a name."""
     check_type(option, name, str, "a name")
     return cast(str, name)
 
@@ -423,7 +422,6 @@ def uneven_rows(told: str) -> ValueError:
 def check_layout(
     name: str, layout: SequenceLayout, rows: int, total: int | None, rank: int, world_size: int
 ) -> None:
-    """Checks one layout against the group, the end of cu_seqlens and this rank's rows."""
     if layout.world_size != world_size:
         raise ValueError(
             f"layout {layout} has another number of ranks than the group, {world_size}"
@@ -458,7 +456,6 @@ def check_shard(x: Tensor, dim: int, layout: object, group: dist.ProcessGroup) -
 
 
 def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu: object) -> None:
-    """Refuses a mask together with other arguments that define a mask."""
     words = "a ring_attn.Mask or None (masks.from_dense and masks.blocks make it from a tensor)"
     check_type("mask", mask, Mask, words)
     conflicts = {

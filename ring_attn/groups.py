@@ -96,7 +96,6 @@ _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref
 
 
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuses a group whose backend cannot send tensors on `device`."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
     if dist.get_world_size(group) == 1:

@@ -259,7 +259,6 @@ def _reordered(x: Tensor, restore: Tensor, dim: int) -> Tensor:
 
 
 def _local(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's shard as a plain tensor."""
     if not isinstance(x, DTensor):
         return x
     if x.device_mesh != mesh or x.placements != (Shard(_SEQ_DIM),):

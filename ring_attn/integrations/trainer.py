@@ -295,7 +295,6 @@ class _Ring:
                 )
 
     def cut(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's rows of a batch, as keywords of the model."""
         rows, others = _as_documents(inputs)
         seqlen = tokens_of(rows).size(1)
         layout = SequenceLayout.from_name(self.layout, seqlen, self.size)
@@ -479,7 +478,6 @@ def _registration(model: Any) -> Registration:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuses a Trainer whose numbers would be wrong on split sequences."""
     args, accelerator = trainer.args, trainer.accelerator
     parallel = accelerator.parallelism_config
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):

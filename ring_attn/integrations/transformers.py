@@ -407,7 +407,6 @@ def register(
 def _check_arguments(
     attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
 ) -> None:
-    """Refuses arguments of the attention that are neither supported nor to be ignored."""
     if not isinstance(attention_mask, (BatchMask, type(None))):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(

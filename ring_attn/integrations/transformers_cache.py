@@ -65,7 +65,6 @@ class CacheStep:
         return self.chunk, self.cache
 
     def num_new(self, rows: int) -> int:
-        """Number of new rows of all ranks, if this rank computes `rows`."""
         return rows if self.chunk is None else self.chunk.seqlen
 
     def position_ids(self, rank: int, rows: int) -> Tensor:
@@ -242,7 +241,6 @@ def _checked_keep(keep: object, rows: int) -> int:
 
 
 def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
-    """Refuses arguments of a forward that a split cache does not support."""
     if kwargs.get(keyword) is not None:
         raise ValueError(f"{keyword} must be left out: the cache knows the layout")
     if kwargs.get("use_cache") is False:

@@ -20,8 +20,6 @@ _STRIDED: Any = getattr(placement_types, "_StridedShard", ())
 
 
 class Dims(NamedTuple):
-    """The dims of a tensor's rows and of its heads."""
-
     seq: int
     head: int
 

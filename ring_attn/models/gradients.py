@@ -179,5 +179,4 @@ def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]
 
 
 def _local(x: Any) -> Tensor:
-    """This rank's part of a DTensor; other tensors unchanged."""
     return x.to_local() if hasattr(x, "to_local") else x

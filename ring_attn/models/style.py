@@ -280,7 +280,6 @@ class _ParallelAttention:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs the module's forward for this rank's rows, or for DTensors."""
         arguments: dict[Key, Any] = dict(enumerate(args))
         arguments.update(kwargs)
         keys = [self._key(i, len(args), kwargs, module) for i in range(3)]

@@ -422,7 +422,6 @@ def _pieces(kind: Kind, config: TensorParallelConfig, size: int, ndim: int = 2) 
 
 
 def _kinds(names: Iterable[str], plan: Plan, otherwise: Kind | None) -> dict[str, Kind]:
-    """The kind of each name by the plan; refuses names without a kind."""
     check_type("plan", plan, Mapping, "kinds by the ends of names")
     for pattern, kind in plan.items():
         check_type("each pattern of plan", pattern, str, "the end of a name")

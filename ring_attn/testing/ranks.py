@@ -242,7 +242,6 @@ def run_calls(
 
 
 def calls_of(case: Case, world_size: int, device: torch.device | str = "cpu") -> list[Call]:
-    """The calls of all ranks."""
     q, k, v, _ = case.build_inputs(device)
     spec = AttentionSpec.of(q, k, v, case.softcap, case.build_sinks(device))
     strategy = resolve_strategy(case.build_strategy(world_size), world_size)
