@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import check, decode, groups, ops
-from ring_attn.backends import BackendChoice, Purpose, choose_backend
+from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
     Arguments,
     AttentionOptions,
@@ -27,8 +27,10 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, checked_strategy
 from ring_attn.core.values import check_flag
+from ring_attn.first_use import proven_backend
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.torch_private import is_traced_as_constant
+from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.debug import debug_enabled
 from ring_attn.transport.p2p import new_p2p, open_p2p, tell_refusal
@@ -249,8 +251,12 @@ def _with_strategy(
     rows = (q.size(1), k.size(1))
     masked = arguments.documents(), arguments.given_mask()
     resolved = resolve(call, spec, rows, *masked, arguments.numbers, *call.place)
-    purpose = Purpose.of(resolved.mask, backward=call.differentiated, same_bits=call.same_bits)
-    backend = choose_backend(spec, call.backend, purpose).name
+    purpose = Purpose.of(
+        resolved.mask, backward=call.differentiated, same_bits=call.same_bits,
+        layouts=resolved.layouts,
+    )  # fmt: skip
+    with streams.on(q.device):
+        backend = proven_backend(spec, call.backend, purpose).name
     ends = open_p2p(group, call.transport)
     if arguments.needs_even_rows:
         ends.check_even(rows, q.device)
@@ -423,6 +429,10 @@ def select_backend(
     documents, backends that run slice by slice; and for a differentiated call on CUDA, unless
     `same_bits` is False, backends whose backward differs from run to run: torch's cuDNN and flash.
 
+    On a GPU, the first use of a backend's kernels runs a small case against attention in float64,
+    once for each model of GPU, driver and versions. A backend whose kernels fail it is refused,
+    with the error or the figures. RING_ATTN_FIRST_USE=off runs no cases.
+
     Args:
         q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only its shape, dtype, device
             and `requires_grad` matter.
@@ -451,7 +461,7 @@ def select_backend(
     check.check_softcap(softcap)
     check.check_sinks(sinks, q)
     check.check_name("backend", backend)
-    left, _ = check.check_window(window_size, False)
+    left, right = check.check_window(window_size, False)
     documents = check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
     if mask is not None:
         check.check_mask_alone(mask, False, window_size, cu_seqlens)
@@ -460,8 +470,10 @@ def select_backend(
         same_bits=check.check_same_bits(same_bits),
         window=left >= 0 if mask is None else mask.has_windows,
         several=len(documents) > 2 if mask is None else len(mask.slices) > 1,
+        causal=right >= 0 if mask is None else mask.has_upper_bounds,
     )
-    return choose_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
+    with streams.on(q.device):
+        return proven_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_attn import check, groups
+from ring_attn.backends import Purpose
 from ring_attn.call import Request
 from ring_attn.core.dtypes import own_dtypes
 from ring_attn.core.layout import Segment, SequenceLayout
@@ -18,8 +19,10 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
+from ring_attn.first_use import proven_backend
 from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import DecodeCall, decode_tiles, gather_numbers, make_call
+from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 
@@ -42,7 +45,9 @@ def attend(
     groups.check_max_ctas(call.transport, group)
     # Checks the call before anything is sent.
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call, *call.place)
+    with streams.on(q.device):
+        place = layout, mask, call, *call.place
+        decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
     check.check_capture("tree_decode", q)
     ends = open_p2p(group, call.transport)
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
@@ -52,7 +57,8 @@ def attend(
             k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-            decode_call, agreement = _planned(spec, (q.size(1), 0), layout, mask, call, *call.place)
+            with streams.on(q.device):
+                decode_call, agreement = _planned(spec, (q.size(1), 0), *place)
     with (
         own_dtypes(q.device.type),
         ends.call("decode", agreement, q.device, sinks=sinks, queries=q),
@@ -83,7 +89,8 @@ def _planned(
             check.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
 
     check.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
-    decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
+    backend = proven_backend(spec, call.backend, Purpose(decoding=True)).name
+    decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=backend)
     agreement = Agreement(
         {
             **vars(spec),

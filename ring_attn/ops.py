@@ -24,14 +24,17 @@ import torch
 from torch import Tensor
 
 from ring_attn import check, groups
+from ring_attn.backends import Purpose
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype, own_dtypes
 from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.first_use import proven_backend
 from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, why_not_same_bits
+from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
@@ -58,13 +61,14 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 
 def _prepare(
-    spec: AttentionSpec, rows: tuple[int, int], arguments: Arguments
+    spec: AttentionSpec, rows: tuple[int, int], arguments: Arguments, device: torch.device
 ) -> tuple[Call, Agreement]:
     """The strategy's call for this rank, and the values that must be equal on all ranks."""
     call = arguments.call
     groups.check_max_ctas(call.transport, call.process_group)
     masked = arguments.documents(), arguments.given_mask()
-    return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
+    with streams.on(device):
+        return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
 
 
 # Cached here too: these values are faster to hash than the values by which plans are cached.
@@ -82,9 +86,14 @@ def _make_call(
     request = Request.from_text(text)
     resolved = resolve(request, spec, rows, documents, given_mask, numbers, rank, world_size)
     strategy = request.resolved_strategy(world_size)
+    layouts, mask = resolved
+    purpose = Purpose.of(
+        mask, backward=request.differentiated, same_bits=request.same_bits, layouts=layouts
+    )
     call = make_call(
-        strategy, spec, *resolved, rank, softmax_scale=request.softmax_scale,
-        backend=request.backend, same_bits=request.same_bits, backward=request.differentiated,
+        strategy, spec, layouts, mask, rank, softmax_scale=request.softmax_scale,
+        backend=proven_backend(spec, request.backend, purpose).name,
+        same_bits=request.same_bits, backward=request.differentiated,
     )  # fmt: skip
     chosen = {
         "softmax_scale": call.softmax_scale,
@@ -115,7 +124,7 @@ def _attention(
     group = call.process_group
     try:
         spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
+        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments, q.device)
         transport = open_p2p(group, call.transport)
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
@@ -261,7 +270,7 @@ def _attention_backward(
     spec = AttentionSpec(dout.device.type, dout.dtype, batch, *heads, *options)
     group = call.process_group
     try:
-        run, agreement = _prepare(spec, (rows, rows_kv), arguments)
+        run, agreement = _prepare(spec, (rows, rows_kv), arguments, dout.device)
         transport = open_p2p(group, call.transport)
         number, tensors = _in_order(_kept(arguments.text, *call.place), saved)
         forward = int(number.item() / _NUMBER_UNIT)

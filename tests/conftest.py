@@ -16,6 +16,8 @@ import torch
 # it silently: so the variable is set before any test module. Child processes inherit it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # A GPU that a test pretends to have runs no kernel.
+    os.environ["RING_ATTN_FIRST_USE"] = "off"
 
 # A shell ignores SIGINT for what it starts in the background (`make test &`), and `nohup`
 # ignores SIGHUP. So would all processes that the tests start and interrupt.

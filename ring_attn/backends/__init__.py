@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ring_attn.backends.base import Backend, architecture
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.rates import PORTABLE, attained, rates_of
 from ring_attn.core.sizes import merged_bytes
@@ -33,6 +34,10 @@ PREFERENCE = {
 }
 
 
+# A multiple of the rows of all kernels' blocks; a zigzag's shards have two runs of rows.
+BLOCK_ROWS = 256
+
+
 class Purpose(NamedTuple):
     """Properties of a call, beside its spec, on which the choice of a backend depends."""
 
@@ -41,11 +46,24 @@ class Purpose(NamedTuple):
     window: bool = False  # the mask has a lower bound
     several: bool = False  # the mask has several slices, such as documents
     decoding: bool = False  # a few queries attend to a cache, which is bound by memory
+    # Properties on which the kernels depend, but no rule by which a backend is chosen.
+    causal: bool = False  # the mask has an upper bound
+    ragged: bool = False  # shards, or slices of the mask, end within blocks
 
     @classmethod
-    def of(cls, mask: Mask, *, backward: bool, same_bits: bool | None) -> Purpose:
+    def of(
+        cls,
+        mask: Mask,
+        *,
+        backward: bool,
+        same_bits: bool | None,
+        layouts: Sequence[SequenceLayout] = (),
+    ) -> Purpose:
         """The purpose of a call of `ring_attention`."""
-        return cls(backward, same_bits, mask.has_windows, len(mask.slices) > 1)
+        several, causal = len(mask.slices) > 1, mask.has_upper_bounds
+        ends = {n % BLOCK_ROWS for layout in layouts for n in layout.shard_lens}
+        ragged = several or ends not in (set(), {0})
+        return cls(backward, same_bits, mask.has_windows, several, False, causal, ragged)
 
 
 FORWARD = Purpose()
@@ -87,9 +105,12 @@ def bits_unit(name: str) -> int | None:
 
 @lru_cache(maxsize=1024)
 def choose_backend(
-    spec: AttentionSpec, backend: str = "auto", purpose: Purpose = FORWARD
+    spec: AttentionSpec,
+    backend: str = "auto",
+    purpose: Purpose = FORWARD,
+    wrong: tuple[tuple[str, str], ...] = (),
 ) -> BackendChoice:
-    """The backend for a call.
+    """The backend for a call; `wrong` are names of backends that may not run here, and reasons.
 
     Raises:
         ValueError: no backend has that name.
@@ -100,7 +121,7 @@ def choose_backend(
         get_backend(backend)
     reasons = {
         name: get_backend(name).supports(spec, explicit=name == backend) for name in PREFERENCE
-    }
+    } | dict(wrong)
     usable = [name for name, why in reasons.items() if why is None]
     here = architecture() if spec.device_type == "cuda" else spec.device_type
     lost = _why_portable() if here == "sm_90" else None

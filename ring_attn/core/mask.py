@@ -313,6 +313,11 @@ class Mask:
         """Whether a slice hides keys that are too far before a query."""
         return any(s.lo is not None for s in self.slices)
 
+    @property
+    def has_upper_bounds(self) -> bool:
+        """Whether a slice hides keys that are too far behind a query."""
+        return any(s.hi is not None for s in self.slices)
+
     @cached_property
     def transposed(self) -> Mask:
         return Mask.of_disjoint(self.seqlen_k, self.seqlen_q, (s.transposed for s in self.slices))

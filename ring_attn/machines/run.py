@@ -147,7 +147,7 @@ def execute(
             silent = Silent(tuple(range(transport.world_size)), transport.rank)
             Run(program, spec, scores, backend, dict(tensors), silent, sinks).all()
 
-        transport.before_first((kind, program.backward, spec, call.backend), rehearse)
+        transport.before_first((kind, program.backward, spec), call.backend, rehearse)
     if not is_observed():
         run.all()
         return run

@@ -19,6 +19,20 @@ A whole call on all ranks, in this process or in one process per rank:
 """
 
 from ring_attn.core.layout import Layouts
+from ring_attn.core.oracle import (
+    PERTURBATION,
+    RESULTS,
+    RESULTS_WITH_SINKS,
+    Expected,
+    Inputs,
+    Verdict,
+    check,
+    check_all,
+    dense_attention,
+    dense_gradients,
+    plain_attention,
+    plain_gradients,
+)
 from ring_attn.testing.cases import (
     DEFAULT_SEQLEN,
     EDGE_MASKS,
@@ -36,24 +50,7 @@ from ring_attn.testing.cases import (
     strategy_of,
     usable_backends,
 )
-from ring_attn.testing.oracle import (
-    LARGE_LOGITS,
-    PERTURBATION,
-    RESULTS,
-    RESULTS_WITH_SINKS,
-    Expected,
-    Inputs,
-    Verdict,
-    check,
-    check_all,
-    dense_attention,
-    dense_gradients,
-    plain_attention,
-    plain_gradients,
-    poisoned_empty,
-    random_qkv,
-    random_sinks,
-)
+from ring_attn.testing.inputs import LARGE_LOGITS, poisoned_empty, random_qkv, random_sinks
 from ring_attn.testing.ranks import (
     AllRanks,
     RankResult,

@@ -19,9 +19,10 @@ from ring_attn.core.dtypes import BY_NAME
 from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.oracle import Inputs
 from ring_attn.core.strategy import NAMES as STRATEGY_NAMES
 from ring_attn.core.strategy import NEED_DEGREE, Strategy
-from ring_attn.testing.oracle import Inputs, random_qkv, random_sinks
+from ring_attn.testing.inputs import random_qkv, random_sinks
 from ring_attn.tools.env import backend_reasons
 
 # The strategies of `ring_attention`, a hybrid around all_gather, and the planner's choice.

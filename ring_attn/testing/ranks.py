@@ -15,13 +15,7 @@ from ring_attn.api import ring_attention
 from ring_attn.call import AttentionOptions
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, TransportOptions
-from ring_attn.core.strategy import resolve_strategy
-from ring_attn.machines import run
-from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import make_call
-from ring_attn.testing.cases import Case
-from ring_attn.testing.oracle import (
+from ring_attn.core.oracle import (
     RESULTS,
     Expected,
     Inputs,
@@ -29,9 +23,14 @@ from ring_attn.testing.oracle import (
     check_all,
     dense_gradients,
     plain_gradients,
-    poisoned_empty,
-    strided,
 )
+from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.strategy import resolve_strategy
+from ring_attn.machines import run
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call
+from ring_attn.testing.cases import Case
+from ring_attn.testing.inputs import poisoned_empty, strided
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import open_p2p
 

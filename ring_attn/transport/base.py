@@ -189,8 +189,11 @@ class Transport:
     def join(self, channel: Channel, device: torch.device) -> None:
         """Connects for an exchange in which this rank neither sends nor receives."""
 
-    def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
-        """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank."""
+    def before_first(self, kind: Hashable, backend: str, prepare: Callable[[], None]) -> None:
+        """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank.
+
+        Refuses ranks with different backends.
+        """
 
     def sub(self, ranks: Ranks) -> Transport:
         """The transport among some of these ranks, in ascending order, with this rank."""

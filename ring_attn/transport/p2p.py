@@ -65,6 +65,8 @@ from ring_attn.transport.streams import Event, Stream
 # Seconds that a rank may take to connect and to compile, before its first exchange.
 PREPARE_S = 600.0
 
+ONE_BACKEND = "compute by one backend (a rank that leaves one out has warned why: pass backend=...)"
+
 COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 RECEIVE, SEND = "receive from", "send to"
@@ -234,13 +236,13 @@ class P2PTransport(Transport):
         if self.world_size > 1 and streams.are_used(device):
             self._lane(channel, device)
 
-    def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
+    def before_first(self, kind: Hashable, backend: str, prepare: Callable[[], None]) -> None:
         shared = self._shared
-        if kind in shared.prepared:
+        if (kind, backend) in shared.prepared:
             return
         here, ready = shared.roll_call("come"), shared.roll_call("get ready")
-        here.come()
-        here.wait(self._timeout_s)
+        here.come(backend)
+        here.wait(self._timeout_s, ONE_BACKEND)
         counts = vars(self.stats).copy()
         try:
             prepare()
@@ -250,7 +252,7 @@ class P2PTransport(Transport):
         vars(self.stats).update(counts)
         ready.come()
         ready.wait(PREPARE_S)
-        shared.prepared.add(kind)
+        shared.prepared.add((kind, backend))
 
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ _lock = threading.Lock()
 def are_used(device: torch.device) -> bool:
     """Whether the device queues operators on streams; otherwise operators run synchronously."""
     return device.type == "cuda"
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU torch's current one within the block."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def new(device: torch.device) -> Stream:

@@ -1,0 +1,309 @@
+"""Backends prove themselves: the first use of kernels on a GPU runs a small case on that GPU.
+
+A ring of three ranks in this process computes forward and backward, or decodes, and the results
+must be within the bounds of `core.oracle` around attention in float64, on the same GPU. A backend
+whose kernels do not compile or are wrong is refused with the error or the figures, and "auto" takes
+the next one. All ranks prove before they connect, and compare their backends when they do.
+
+A case that has passed is noted in the user's cache folder, and is not run again on that model of
+GPU until the driver, torch, triton or this package changes. RING_ATTN_FIRST_USE=off runs no cases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.values import check_one_of
+from ring_attn.machines import run
+from ring_attn.strategies import tree_decode
+from ring_attn.strategies.registry import make_call
+from ring_attn.transport.local import LocalTransport, run_local
+
+VARIABLE = "RING_ATTN_FIRST_USE"
+
+RANKS = 3  # a ring with a first, a middle and a last step
+ROWS, RAGGED_ROWS = 128, 93  # of a rank
+CACHE_ROWS = 300  # of a rank: more than one part
+LEFT = 100  # keys before a query in a window
+SOFTCAP = 20.0
+
+# Most kv heads, and query heads of each. From 4 kv heads on, sm_90 has another backward.
+KV_HEADS, GROUP = 4, 8
+
+# Characters of an error's text: a compiler's has pages.
+MOST_CHARACTERS = 400
+
+# Files with the version of a GPU's driver.
+DRIVERS = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version"
+
+
+@dataclass(frozen=True)
+class Use:
+    """Kernels of a backend: everything on which their compilation depends."""
+
+    backend: str
+    kind: str  # "forward", "backward" or "decode"
+    spec: AttentionSpec  # of the case
+    masks: tuple[str, ...]  # of "causal", "window", "several" and "ragged"
+
+    def __str__(self) -> str:
+        spec = self.spec
+        words = [f"{self.kind} of {self.backend}", str(spec.dtype).removeprefix("torch.")]
+        words.append(f"{spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}/{spec.headdim_v}")
+        words += [name for name in ("softcap", "sinks", "max_logits") if getattr(spec, name)]
+        return ", ".join([*words, *self.masks])
+
+
+def uses(backend: str, spec: AttentionSpec, purpose: Purpose) -> Iterator[Use]:
+    """The cases that a backend must pass for a call."""
+    group = min(GROUP, spec.nheads // spec.nheads_kv)
+    masks = tuple(x for x in ("causal", "window", "several", "ragged") if getattr(purpose, x))
+
+    def use(kind: str, kv_heads: int) -> Use:
+        cap, heads = SOFTCAP if spec.softcap else 0.0, kv_heads * group
+        case = replace(spec, batch=1, nheads=heads, nheads_kv=kv_heads, softcap=cap)
+        return Use(backend, kind, case, masks)
+
+    kv_heads = min(KV_HEADS, spec.batch * spec.nheads_kv)
+    yield use("decode" if purpose.decoding else "forward", kv_heads)
+    if purpose.backward:
+        many, one = use("backward", kv_heads), use("backward", 1)
+        yield many
+        # Strategies that spread the heads leave a rank with few, which may have another kernel.
+        in_one_pass = get_backend(backend).in_one_pass
+        if in_one_pass(many.spec) != in_one_pass(one.spec):
+            yield one
+
+
+@lru_cache(maxsize=1024)
+def proven_backend(
+    spec: AttentionSpec, backend: str = "auto", purpose: Purpose = FORWARD
+) -> BackendChoice:
+    """The backend for a call on this machine, as `choose_backend`, whose kernels are right here.
+
+    Raises:
+        NotImplementedError: the named backend does not support the call, or is wrong on this GPU.
+        ValueError, ImportError: as `choose_backend`.
+    """
+    refused = dict[str, str]()
+    while True:
+        choice = choose_backend(spec, backend, purpose, tuple(refused.items()))
+        if choice.name == "reference" or spec.device_type != "cuda" or not _is_on():
+            break
+        reasons = map(why_wrong, uses(choice.name, spec, purpose))
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            break
+        refused[choice.name] = reason
+    for reason in refused.values():
+        _warn(f"backend='auto' takes {choice.name!r} here: {reason}")
+    return choice
+
+
+def _is_on() -> bool:
+    value = os.environ.get(VARIABLE, "on")
+    check_one_of(VARIABLE, value, ("on", "off"))
+    return value == "on"
+
+
+@cache
+def why_wrong(use: Use) -> str | None:
+    """Why the kernels of a use are refused on the current GPU; None if they have passed."""
+    facts = {"use": str(use), **machine()}
+    note = _notes() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"
+    if _has_passed(note):
+        return None
+    start = time.perf_counter()
+    try:
+        # In a thread of its own, apart from the caller's modes: inference, autocast, dispatch.
+        (verdicts,) = run_local(1, lambda *_: proof(use))
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"in the first use of {use}, which {VARIABLE}=off leaves unchecked")
+        raise
+    except Exception as error:
+        return f"the first use failed ({use}): {_told(error)}"
+    wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
+    if wrong:
+        return f"the first use is wrong ({use}): {'; '.join(wrong)}"
+    seconds = round(time.perf_counter() - start, 3)
+    _write(note, {**facts, "seconds": seconds, "passed": [*map(str, verdicts)]})
+    return None
+
+
+def _told(error: BaseException) -> str:
+    """An error in a line; of a compiler's chain of errors, one for each function, the last."""
+    kind = type(error).__name__
+    while error.__cause__ is not None:
+        error = error.__cause__
+    inner = "" if type(error).__name__ == kind else f"{type(error).__name__}: "
+    return f"{kind}: {inner}{' '.join(str(error).split())[:MOST_CHARACTERS]}"
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+# -- cases
+
+
+def proof(use: Use) -> list[Verdict]:
+    """The worst verdict about each result, on the current GPU or in Triton's interpreter."""
+    spec, device, decodes = use.spec, torch.device(use.spec.device_type), use.kind == "decode"
+    rows = CACHE_ROWS if decodes else RAGGED_ROWS if "ragged" in use.masks else ROWS
+    layout = SequenceLayout.contiguous(RANKS * rows, RANKS)
+    seqlen, seqlen_q = layout.seqlen, 1 if decodes else layout.seqlen
+    cuts = (0, seqlen // 2 + 5, seqlen) if "several" in use.masks else None
+    window = LEFT if "window" in use.masks else -1, -1
+    mask = Mask(seqlen_q, seqlen, "causal" in use.masks, window, cuts, cuts)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, spec.dtype)
+
+    inputs = Inputs(
+        draw(1, seqlen_q, spec.nheads, spec.headdim),
+        draw(1, seqlen, spec.nheads_kv, spec.headdim),
+        draw(1, seqlen, spec.nheads_kv, spec.headdim_v),
+        draw(1, seqlen_q, spec.nheads, spec.headdim_v),
+    )
+    sinks = draw(spec.nheads).float() if spec.sinks else None
+    results = (_decoded if decodes else _attended)(use, layout, mask, inputs, sinks)
+    group, verdicts = spec.nheads // spec.nheads_kv, list[Verdict]()
+    for head in range(spec.nheads_kv):
+        # One kv head at a time: scores in float64 take 9 MB.
+        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        sides = zip(inputs, (queries, keys, keys, queries), strict=True)
+        part = Inputs(*(x[:, :, heads] for x, heads in sides))
+        own = None if sinks is None else sinks[queries]
+        oracle, plain = (
+            gradients(*part, mask, softcap=spec.softcap, sinks=own)
+            for gradients in (dense_gradients, plain_gradients)
+        )
+        for name, x in results.items():
+            got = x[:, queries] if name == "lse" else x[:, :, keys if name in _KV else queries]
+            expected, usual = getattr(oracle, name), getattr(plain, name)
+            verdicts.append(check(name, got, expected, usual, oracle.terms[name]))
+    return [
+        max((x for x in verdicts if x.name == name), key=lambda x: (not x.ok, x.ratio))
+        for name in results
+    ]
+
+
+_KV = ("dk", "dv")
+
+
+def _attended(
+    use: Use, layout: SequenceLayout, mask: Mask, inputs: Inputs, sinks: Tensor | None
+) -> dict[str, Tensor]:
+    """The results of a ring, of its forward or its backward."""
+    backward = use.kind == "backward"
+
+    def work(rank: int, transport: LocalTransport) -> tuple[Tensor, ...]:
+        call = make_call(
+            Strategy("ring"), use.spec, (layout, layout), mask, rank, backend=use.backend,
+            backward=backward,
+        )  # fmt: skip
+        q, k, v, dout = (layout.shard(x, rank) for x in inputs)
+        done = run.forward(call, q, k, v, transport, sinks)
+        if not backward:
+            return done.out, done.lse
+        return run.backward(call, done.saved, dout, transport, sinks)[:3]
+
+    shards = zip(*run_local(RANKS, work), strict=True)
+    if backward:
+        return dict(zip(("dq", "dk", "dv"), map(layout.unshard, shards), strict=True))
+    outs, lses = shards
+    return {"out": layout.unshard(outs), "lse": layout.unshard(lses, 2)}
+
+
+def _decoded(
+    use: Use, layout: SequenceLayout, mask: Mask, inputs: Inputs, sinks: Tensor | None
+) -> dict[str, Tensor]:
+    """The results of a token over a cache that the ranks hold."""
+    call = tree_decode.make_call(use.spec, backend=use.backend)
+
+    def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
+        tiles = tree_decode.decode_tiles(layout.segments(rank), mask)
+        k, v = (layout.shard(x, rank) for x in (inputs.k, inputs.v))
+        return run.decode(call, tiles, inputs.q, k, v, transport, sinks)
+
+    out, lse = run_local(RANKS, work)[0]
+    return {"out": out, "lse": lse}
+
+
+# -- notes of cases that have passed
+
+
+@cache
+def machine() -> dict[str, str]:
+    """All but the use on which results depend: the GPU, its driver, versions, and configs."""
+    gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    source = hashlib.sha256()
+    files = (*map(Path, DRIVERS), Path(os.environ.get("RING_ATTN_CONFIGS", "")))
+    for path in (*files, *sorted(Path(__file__).parent.rglob("*.py"))):
+        source.update(path.read_bytes() if path.is_file() else b"")
+    return {
+        "gpu": "" if gpu is None else f"{gpu.name}, {gpu.multi_processor_count} multiprocessors",
+        "driver, configs and sources": source.hexdigest(),
+        "cudnn": str(torch.backends.cudnn.version()),
+        **{name: _version(name) for name in ("torch", "triton", *FLASH)},
+    }
+
+
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _notes() -> Path:
+    """The folder of the notes, by the rules of XDG."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))
+    return folder / "ring_attn" / "first_use"
+
+
+def _has_passed(note: Path) -> bool:
+    try:
+        return bool(json.loads(note.read_text("utf-8"))["passed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write(note: Path, told: dict[str, Any]) -> None:
+    """Writes a note in one step: other processes write the same one at the same time."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as file:
+            json.dump(told, file, indent=1)
+        os.replace(file.name, note)
+    except OSError as error:
+        _warn(
+            f"first uses of kernels cannot be noted in {note.parent} ({error.strerror}), and each "
+            "process checks them again: set XDG_CACHE_HOME to a folder that can be written"
+        )

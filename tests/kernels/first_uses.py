@@ -1,0 +1,62 @@
+"""First uses of compiled kernels on the stand-in driver, which computes nothing.
+
+Runs in a process without TRITON_INTERPRET, of test_first_use.py: `python -m
+tests.kernels.first_uses`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.compiler.compiler import max_shared_mem
+from triton.runtime import driver as drivers
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.first_use import Use, why_wrong
+from ring_attn.kernels import flash_fwd
+from tests.kernels.repeats import DRIVER
+
+SPEC = AttentionSpec("cpu", torch.bfloat16, 1, 2, 1, 16, 16)
+FORWARD = Use("triton", "forward", SPEC, ("causal",))
+
+
+@triton.jit
+def broken(acc, m_i, l_i, qk, v, scale, MASKED: tl.constexpr):
+    return tl.no_such_function(acc), m_i, l_i
+
+
+def why() -> str:
+    why_wrong.cache_clear()
+    reason = why_wrong(FORWARD)
+    assert reason is not None
+    return reason
+
+
+def main() -> None:
+    drivers.set_active(DRIVER)
+    warnings.simplefilter("ignore")
+    supports = mock.patch.object(TritonBackend, "supports", lambda *_, **__: None)
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), supports:
+        # Triton hashes a kernel once, so that the cache would take the next for the broken one.
+        knobs.cache.dir = folder
+        with mock.patch.object(flash_fwd, "online_softmax_update", broken):
+            reason = why()
+            assert "CompilationError" in reason and "no_such_function" in reason, reason
+        small = {"get_device_properties": lambda device: {"max_shared_mem": 1000}}
+        with mock.patch.multiple(DRIVER.utils, **small):
+            reason = why()
+        assert "OutOfResources" in reason and "shared memory" in reason, reason
+        max_shared_mem.cache_clear()
+        reason = why()
+        assert "out: error" in reason and "FAILED" in reason, reason
+
+
+if __name__ == "__main__":
+    main()

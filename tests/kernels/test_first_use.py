@@ -1,0 +1,287 @@
+"""The first use of kernels: right ones pass, planted faults are refused, and notes are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn import backends, first_use
+from ring_attn.backends import Purpose, choose_backend
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.oracle import Verdict
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.first_use import Use, proof, proven_backend, uses, why_wrong
+from ring_attn.kernels import decode, flash_fwd, step_table
+from tests.kernels.test_aot import run_compiling
+
+SPEC = AttentionSpec("cpu", torch.float16, 1, 2, 1, 16, 16)
+CAUSAL = Purpose(causal=True)
+
+
+@pytest.fixture(autouse=True)
+def unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing has been used before, in this process or another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("RING_ATTN_FIRST_USE", "on")
+    functions = proven_backend, why_wrong, first_use.machine, first_use._warn, choose_backend
+    for function in functions:
+        function.cache_clear()
+    yield
+    for function in functions:
+        function.cache_clear()
+
+
+# -- cases, in Triton's interpreter
+
+MASKS = ((), ("causal",), ("causal", "window"), ("causal", "several", "ragged"))
+USES = [
+    Use("triton", kind, SPEC, masks)
+    for kind in ("forward", "backward")
+    for masks in MASKS
+] + [Use("triton", "decode", SPEC, ())]  # fmt: skip
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("use", USES, ids=str)
+def test_right_kernels_pass(use: Use) -> None:
+    assert all(verdict.ok for verdict in proof(use))
+
+
+def test_options_of_a_call_are_those_of_its_case() -> None:
+    spec = AttentionSpec("cpu", torch.float64, 1, 16, 1, 24, 8, 30.0, True, True)
+    for use in uses("reference", spec, Purpose(backward=True, causal=True, window=True)):
+        assert use.spec.nheads // use.spec.nheads_kv == first_use.GROUP
+        assert use.masks == ("causal", "window")
+        assert all(verdict.ok for verdict in proof(use)), use
+
+
+SCALES, BOUNDED, MERGED = flash_fwd.scales, step_table.bounded, decode.merge_parts_launch
+
+
+def one_key_more(rectangle: Any) -> tuple[int, int, int, int]:
+    start, stop, lo, hi = BOUNDED(rectangle)
+    return start, stop, lo, hi + 1
+
+
+# Name -> object, attribute, and faulty function; kind and masks of a use; wrong results.
+FAULTS: dict[str, tuple[object, str, Callable[..., Any], str, tuple[str, ...], str]] = {
+    "scale": (flash_fwd, "scales", lambda s, c: SCALES(1.01 * s, c), "forward", (), "out lse"),
+    "diagonal": (step_table, "bounded", one_key_more, "forward", ("causal",), "out lse"),
+    "factor of gradients": (
+        TritonBackend, "gradient_factor", lambda self, scores: 1.01 * scores.softmax_scale,
+        "backward", ("causal", "several", "ragged"), "dq dk",
+    ),
+    "last part": (
+        decode, "merge_parts_launch", lambda *args: MERGED(*args[:-1], args[-1] - 1),
+        "decode", (), "out lse",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused_with_its_figures(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, function, kind, masks, wrong = FAULTS[fault]
+    monkeypatch.setattr(owner, name, function)
+    backends.get_backend.cache_clear()  # tables and launches are cached
+    try:
+        reason = why_wrong(Use("triton", kind, SPEC, masks))
+    finally:
+        backends.get_backend.cache_clear()
+    assert reason is not None and kind in reason
+    assert all(f"{name}: error" in reason for name in wrong.split()), reason
+    assert "dv" not in reason
+
+
+@pytest.mark.timeout(180)
+def test_kernels_that_do_not_compile_or_compute_nothing() -> None:
+    run_compiling("-m", "tests.kernels.first_uses")
+
+
+def test_the_callers_modes_do_not_matter() -> None:
+    use = next(uses("aten", SPEC, Purpose(backward=True)))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert why_wrong(use) is None
+
+
+# -- notes
+
+USE = Use("triton", "forward", SPEC, ())
+GOOD, BAD = Verdict("out", 1e-3, 2e-3, True), Verdict("out", 0.5, 2e-3, False)
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> list[Use]:
+    """The cases run so far; each passes."""
+    ran: list[Use] = []
+    monkeypatch.setattr(first_use, "proof", lambda use: ran.append(use) or [GOOD])
+    return ran
+
+
+def again(use: Use = USE) -> str | None:
+    """As in another process."""
+    why_wrong.cache_clear()
+    first_use.machine.cache_clear()
+    return why_wrong(use)
+
+
+def notes() -> list[Path]:
+    return list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json"))
+
+
+def test_a_case_that_has_passed_is_not_run_again(
+    cases: list[Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert again() is None and again() is None and cases == [USE]
+    told = json.loads(notes()[0].read_text())
+    assert told["passed"] == [str(GOOD)] and told["torch"] == torch.__version__
+    again(Use("triton", "forward", SPEC, ("causal",)))
+    assert len(cases) == 2
+    for changed in (torch.__version__ + "1", "another"):
+        monkeypatch.setattr(first_use.metadata, "version", lambda name: changed)  # noqa: B023
+        again()
+    assert len(cases) == 4 and len(notes()) == 4
+
+
+def test_a_damaged_note_is_no_note(cases: list[Use]) -> None:
+    again()
+    notes()[0].write_text('{"passed": ')
+    again()
+    assert len(cases) == 2 and json.loads(notes()[0].read_text())["passed"]
+
+
+def test_a_case_that_fails_is_run_again_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "proof", lambda use: [GOOD, BAD])
+    reason = again()
+    assert reason is not None and str(BAD) in reason and str(GOOD) not in reason
+    assert notes() == []
+
+
+def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(use: Use) -> list[Verdict]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(first_use, "proof", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        again()
+    assert "RING_ATTN_FIRST_USE=off" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("broken", ["file", "read-only", "no home"])
+def test_without_a_folder_cases_are_run_and_it_is_said_once(
+    broken: str, cases: list[Use], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    if broken == "file":
+        folder.write_text("")
+    elif broken == "read-only":
+        folder.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+        if os.access(folder, os.W_OK):  # root may write everywhere
+            monkeypatch.setattr(Path, "mkdir", _refuse)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", "/nowhere/at/all")
+        monkeypatch.setattr(Path, "mkdir", _refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert again() is None and again() is None
+    assert len(cases) == 2
+    assert len(caught) == 1 and "XDG_CACHE_HOME" in str(caught[0].message)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_notes_are_whole_at_every_moment(cases: list[Use], tmp_path: Path) -> None:
+    """Several ranks write the same note, and others read it."""
+    note, broken = tmp_path / "notes" / "one.json", 0
+    told = {"passed": 1000 * ["out"]}
+    writers = [
+        threading.Thread(target=lambda: [first_use._write(note, told) for _ in range(50)])
+        for _ in range(3)
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        broken += note.exists() and not first_use._has_passed(note)
+    assert broken == 0 and [*note.parent.iterdir()] == [note]
+
+
+# -- the choice
+
+CUDA = AttentionSpec("cuda", torch.bfloat16, 1, 8, 4, 128, 128)
+TRAINING = Purpose(backward=True, causal=True)
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Simulates an H100; holds the backends that are wrong on it, and why."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda self, spec: spec.nheads_kv > 3)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    reasons: dict[str, str] = {}
+    monkeypatch.setattr(first_use, "why_wrong", lambda use: reasons.get(use.backend))
+    return reasons
+
+
+def test_auto_takes_the_next_backend_and_says_so_once(wrong: dict[str, str]) -> None:
+    assert proven_backend(CUDA, "auto", TRAINING).name == "triton"
+    proven_backend.cache_clear()
+    wrong["triton"] = "dq: error 0.3"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        choice = proven_backend(CUDA, "auto", TRAINING)
+        for same_bits in (False, None):
+            proven_backend(CUDA, "auto", TRAINING._replace(same_bits=same_bits))
+    assert choice.name not in ("triton", "reference")
+    assert choice.reasons["triton"] == "dq: error 0.3"
+    texts = [str(one.message) for one in caught]
+    assert len(set(texts)) == len(texts) and all("dq: error 0.3" in text for text in texts)
+    assert choice.name in texts[0]
+
+
+def test_a_named_backend_that_is_wrong_raises(wrong: dict[str, str]) -> None:
+    wrong["triton"] = "dq: error 0.3"
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="dq: error 0.3"):
+            proven_backend(CUDA, "triton", TRAINING)
+
+
+def test_the_reference_is_left_if_all_are_wrong(wrong: dict[str, str]) -> None:
+    wrong |= dict.fromkeys(backends.PREFERENCE, "wrong")
+    with pytest.warns(UserWarning, match="takes 'reference' here"):
+        assert proven_backend(CUDA, "auto", TRAINING).name == "reference"
+
+
+def test_off_checks_nothing(wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong["triton"] = "wrong"
+    monkeypatch.setenv("RING_ATTN_FIRST_USE", "off")
+    assert proven_backend(CUDA, "auto", TRAINING).name == "triton"
+    monkeypatch.setenv("RING_ATTN_FIRST_USE", "never")
+    proven_backend.cache_clear()
+    with pytest.raises(ValueError, match="RING_ATTN_FIRST_USE"):
+        proven_backend(CUDA, "auto", TRAINING)
+
+
+def test_few_heads_are_proven_apart_where_they_have_another_kernel(wrong: dict[str, str]) -> None:
+    heads = [(use.kind, use.spec.nheads_kv) for use in uses("triton", CUDA, TRAINING)]
+    assert heads == [("forward", 4), ("backward", 4), ("backward", 1)]
+    assert [use.kind for use in uses("triton", CUDA, Purpose(decoding=True))] == ["decode"]
+
+
+def test_nothing_is_run_on_a_cpu(cases: list[Use]) -> None:
+    assert proven_backend(SPEC, "triton", CAUSAL).name == "triton" and cases == []
