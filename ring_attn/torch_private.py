@@ -71,8 +71,10 @@ def group_store(group: dist.ProcessGroup) -> Store:
     return cast(Store, store)
 
 
-def nccl_options(name: str, seconds: float, max_ctas: int) -> Any:
+def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Any:
     """Options of an NCCL communicator that runs beside attention kernels.
+
+    torch's flight recorder and its logs name the members by global ranks.
 
     Its stream has priority on free multiprocessors. Its blocks are few, and not in clusters: NCCL's
     default on sm_90 is clusters of 4.
@@ -80,6 +82,7 @@ def nccl_options(name: str, seconds: float, max_ctas: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=seconds)
     options.group_name = GroupName(name)
+    options.global_ranks_in_group = list(global_ranks)
     options.is_high_priority_stream = True
     options.config.cga_cluster_size = 0
     options.config.max_ctas = max_ctas

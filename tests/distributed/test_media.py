@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from ring_attn.testing.cases import strategy_of
 from ring_attn.torch_private import coalesced
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
+from ring_attn.transport.ranks.formation import MissingRanksError, RollCall, hashed, meet
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.media import Lane, Late
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
@@ -47,7 +49,7 @@ def test_communicators_from_their_options_to_their_end() -> None:
         ),
         mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
     ):
-        nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (0, 1, 2, 3)) for _ in range(2))
+        nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2))
         for channel in channels:
             nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
         nccl.lane((0,), "shards", TransportOptions(nccl_max_ctas=4), 1.0, GPU)
@@ -58,6 +60,8 @@ def test_communicators_from_their_options_to_their_end() -> None:
             assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
             # It is not split off another one.
             assert options.is_high_priority_stream and not hasattr(options, "split_from")
+            # torch's flight recorder names global ranks.
+            assert options.global_ranks_in_group == [5]
             names.add(options.group_name)
         assert len(names) == 3
         nccl.close()
@@ -105,6 +109,21 @@ def test_an_interrupt_leaves_no_group_open() -> None:
         coalesced(one, [partial(one.launch, partial(launch, "first")), interrupt])
     coalesced(other, [partial(other.launch, partial(launch, "second"))])
     assert launched[-1] == "second"
+
+
+def test_a_communicator_that_is_never_made() -> None:
+    """Two ranks came; the other one dies while NCCL connects them, for which NCCL has no limit."""
+    store, ended_at_last = dist.HashStore(), threading.Event()
+    connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait(20.0))
+    made = mock.Mock(Options=StandIn.Options, return_value=connects)
+    nccl = media.Nccl(store, "meeting", 0, (5, 7))
+    name = f"meeting/{hashed((0, 1))}/shards/None"
+    threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), 5.0)).start()
+    with mock.patch.object(dist, "ProcessGroupNCCL", made, create=True):
+        end = ended(lambda: nccl.lane((0, 1), "shards", TransportOptions(), 0.5, GPU))
+    ended_at_last.set()
+    assert end.error is MissingRanksError and end.seconds < 10.0, end
+    assert says(end.text, "could not connect|ranks [7] did not come"), end
 
 
 def test_a_late_exchange_is_named() -> None:

@@ -42,7 +42,7 @@ ANSWER_S = 3.0
 # A rank that waits asks the store again after pauses, each a share of the time waited so far: 8,192
 # ranks make 4,096 requests a second. A wait within the store would block this process's connection
 # for other threads, and prints two warnings when its time is up.
-FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE = 0.001, 2.0, 0.25
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE = 0.001, 2.0, 1 / 3
 
 NO_LIMIT = datetime.timedelta.max
 
@@ -401,11 +401,15 @@ def connect_gloo(
     try:
         answered(lambda: connected.wait(seconds), seconds)
     except RuntimeError as error:
-        text = "all ranks came, but they could not connect to each other"
-        try:
-            meet(RollCall(store, f"{meeting}/left", rank, everyone), ASKED_AGAIN_S)
-        except MissingRanksError as missing:
-            # These ranks have gone.
-            raise MissingRanksError(f"{text}; when asked again, {missing}") from error
-        raise MissingRanksError(f"{text}: {error}") from error
+        raise unconnected(RollCall(store, f"{meeting}/left", rank, everyone), error) from error
     return connections[0]
+
+
+def unconnected(asked_again: RollCall, error: Exception) -> MissingRanksError:
+    """The error of ranks that came, but did not connect; names those that have gone since."""
+    text = "all ranks came, but they could not connect to each other"
+    try:
+        meet(asked_again, ASKED_AGAIN_S)
+    except MissingRanksError as missing:
+        return MissingRanksError(f"{text}; when asked again, {missing}")
+    return MissingRanksError(f"{text}: {error}")

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +29,14 @@ from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.ranks.formation import RollCall, connect_gloo, hashed, meet
+from ring_attn.transport.ranks.formation import (
+    RollCall,
+    bounded,
+    connect_gloo,
+    hashed,
+    meet,
+    unconnected,
+)
 from ring_attn.transport.streams import Event
 
 logger = logging.getLogger("ring_attn")
@@ -252,14 +260,21 @@ class Nccl(Medium):
         if key not in self._lanes:
             name = f"{self._meeting}/{hashed(members)}/{channel}/{options.nccl_max_ctas}"
             everyone = [self._global_ranks[member] for member in members]
-            meet(RollCall(self._store, name, self._global_ranks[self._rank], everyone), seconds)
+            me = self._global_ranks[self._rank]
+            meet(RollCall(self._store, name, me, everyone), seconds)
             ctas = options.nccl_max_ctas or MAX_CTAS
-            nccl = nccl_options(name, seconds + GRACE_S, ctas)
+            nccl = nccl_options(name, seconds + GRACE_S, ctas, everyone)
             store, rank = PrefixStore(name, self._store), members.index(self._rank)
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
-            # Splitting another communicator would need all of its ranks.
-            communicator.eager_connect_single_device(device)
             self._endings.append(Ending(communicator, name))
+            # Splitting another communicator would need all of its ranks.
+            connect = partial(communicator.eager_connect_single_device, device)
+            try:
+                # NCCL itself waits for ranks without limit.
+                bounded(connect, seconds)
+            except (RuntimeError, TimeoutError) as error:
+                asked_again = RollCall(self._store, f"{name}/left", me, everyone)
+                raise unconnected(asked_again, error) from error
             self._lanes[key] = Lane(members, channel, seconds, communicator, device)
         return self._lanes[key]
 
