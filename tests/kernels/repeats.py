@@ -1,8 +1,9 @@
 """A repeated launch passes Triton the same grid, function and arguments as a new launch.
 
-Kernels are compiled for sm_90, and launches are written down instead of made, so this runs in a
-process without TRITON_INTERPRET, of test_triton_backend.py: `python -m tests.kernels.repeats`. That
-Triton takes a repeat's addresses for tensors is seen on a GPU (test_gpu.py).
+And few variants of a kernel are compiled. Kernels are compiled for sm_90, and launches are written
+down instead of made, so this runs in a process without TRITON_INTERPRET, of
+test_triton_backend.py: `python -m tests.kernels.repeats`. That Triton takes a repeat's addresses
+for tensors is seen on a GPU (test_gpu.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from triton import knobs
 from triton.runtime import driver as drivers
 
 from ring_attn.backends.kept_launches import KeptLaunches
@@ -187,6 +189,33 @@ def check_kept() -> None:
     assert kept == [3] * 5 and held() is None
 
 
+def wider(x: Tensor, heads: int) -> Tensor:
+    """x, with more heads in memory between its rows."""
+    batch, rows, nheads, dim = x.shape
+    return x.new_zeros(batch, rows, nheads + heads, dim)[:, :, :nheads].copy_(x)
+
+
+def check_variants() -> None:
+    """Strides of rows are no reason to compile again; only q and dout may have one, or two."""
+    found: dict[str, set[str]] = {}
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        found.setdefault(fn.name.rpartition(":")[2].rpartition(".")[2], set()).add(key)
+        return True  # and nothing is compiled
+
+    inputs = draw(dim=32)
+    with mock.patch.object(knobs.runtime, "jit_cache_hook", note):
+        for heads in range(5):
+            wide = Inputs(*(wider(x, heads) for x in inputs))
+            run(TritonBackend(), wide, [whole(CAUSAL)])
+        kernels = ("flash_fwd", "delta", "flash_dkdv", "flash_dq")
+        assert {name: len(x) for name, x in found.items()} == {f"{x}_kernel": 1 for x in kernels}
+        for heads in range(1, 5):
+            wide = inputs._replace(q=wider(inputs.q, heads))
+            run(TritonBackend(), wide, [whole(CAUSAL)])
+    assert {name: len(x) for name, x in found.items() if len(x) > 1} == {"flash_dkdv_kernel": 2}
+
+
 def main() -> None:
     drivers.set_active(DRIVER)
     warnings.simplefilter("ignore")
@@ -210,6 +239,7 @@ def main() -> None:
     check_operators()
     check_unaligned()
     check_kept()
+    check_variants()
     assert {name for _, (name, _), _ in DRIVER.launches} == {
         f"{name}_kernel" for name in KERNELS.split()
     }
