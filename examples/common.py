@@ -76,10 +76,10 @@ class Transformer(nn.Module):
 
     def __init__(self, num_layers: int = 4, dim: int = 128) -> None:
         super().__init__()
-        self.embed = nn.Embedding(256, dim)
+        self.embed: nn.Module = nn.Embedding(256, dim)
         self.layers = nn.ModuleDict({str(i): Layer(dim, 3 * dim) for i in range(num_layers)})
-        self.norm = nn.RMSNorm(dim, 1e-5)
-        self.head = nn.Linear(dim, 256, bias=False)
+        self.norm: nn.Module = nn.RMSNorm(dim, 1e-5)
+        self.head: nn.Module = nn.Linear(dim, 256, bias=False)
         generator = torch.Generator().manual_seed(0)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:

@@ -6,10 +6,9 @@
 Each rank has the whole model and some rows of every sequence. Only attention needs the other rows:
 K and V travel around the ring. (1) to (6) are all that a training loop needs for it.
 
-The twin is the same model on the same bytes with torch's attention. As the optimizer amplifies
-roundings, two float32 trainings drift apart. So the verdict is about one more batch at the trained
-weights: losses and gradients may be twice as far from float64 as one process' float32, plus a
-rounding. If they are farther, the exit status is 1.
+The optimizer amplifies roundings, so two float32 trainings drift apart. The verdict is about one
+more batch at the trained weights: losses and gradients may be twice as far from float64 as those of
+one process in float32, plus a rounding. If they are farther, the exit status is 1.
 """
 
 import argparse
@@ -20,6 +19,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import ring_attn
@@ -29,93 +29,95 @@ from ring_attn import SequenceLayout
 Batch = dict[str, Tensor]
 
 
-def make_ring(seqlen: int, strategy: str) -> tuple[Transformer, SequenceLayout]:
-    """The model on this rank, and how its sequences are split."""
-    # (1) Who holds which rows: with zigzag all ranks have the same work under a causal mask.
-    layout = SequenceLayout.zigzag(seqlen, dist.get_world_size())
-    # (2) One function takes the place of attention.
-    ring = partial(ring_attn.ring_attention, causal=True, layout=layout, strategy=strategy)
+def make_ring(
+    layout: SequenceLayout, strategy: str = "ring", group: DeviceMesh | None = None
+) -> Transformer:
+    # (2) One function takes the place of attention. A group of None is all ranks.
+    ring = partial(
+        ring_attn.ring_attention, causal=True, layout=layout, strategy=strategy, group=group
+    )
     model = Transformer()
     for module in model.modules():
         if isinstance(module, Layer):
             module.attention = ring
-    return model, layout
+    return model
 
 
-def backward(model: Transformer, batch: Batch, layout: SequenceLayout, rank: int) -> Tensor:
-    """Writes gradients; returns the part of the mean loss that comes from each row, (1, rows)."""
+def parts_of_loss(logits: Tensor, labels: Tensor, num_targets: int) -> Tensor:
+    """The part that each row, of any rank, has of a mean over `num_targets` rows."""
+    # (4) Not the mean of this rank's rows: ranks may have different numbers of targets.
+    return F.cross_entropy(logits.mT, labels, reduction="none").double() / num_targets
+
+
+def backward(model: Transformer, batch: Batch, layout: SequenceLayout) -> Tensor:
+    """Writes the gradients of this rank's parts of the loss; returns the parts, (batch, rows)."""
     model.zero_grad()
     # (3) This rank's rows, their positions, and labels that are shifted before they are cut.
-    part = ring_attn.shard_batch(batch, layout, rank)
+    part = ring_attn.shard_batch(batch, layout, dist.get_rank() if layout.world_size > 1 else 0)
     logits = model(part["input_ids"], part["position_ids"])
-    losses = F.cross_entropy(logits.mT, part["shift_labels"], reduction="none")
-    # (4) Divide by the targets of the whole sequence: ranks may have different numbers of rows.
-    parts = losses.double() / (layout.seqlen - 1)
+    parts = parts_of_loss(logits, part["shift_labels"], len(logits) * (layout.seqlen - 1))
     parts.sum().backward()
     return parts.detach()
 
 
-def train_step(
-    step: int, model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch,
-    layout: SequenceLayout,
-) -> float:  # fmt: skip
-    """Updates the weights on all ranks alike; returns the mean loss before."""
-    # (5) If a rank leaves out a step, all raise.
-    ring_attn.set_step(step)
-    loss = backward(model, batch, layout, dist.get_rank()).sum()
-    # (6) Each rank has the gradient of its rows' part: sum the parts, then clip.
-    ring_attn.sync_gradients(model)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    dist.all_reduce(loss)  # only to print the loss
-    return loss.item()
+class Trainer:
+    """A model and its optimizer; with a layout of one rank, in one process."""
 
+    def __init__(self, model: Transformer, layout: SequenceLayout) -> None:
+        self.model, self.layout = model, layout
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 
-def make_optimizer(model: Transformer) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    def step(self, batch: Batch) -> float:
+        """Updates the weights, on all ranks alike; returns the mean loss before."""
+        loss = backward(self.model, batch, self.layout).sum()
+        if self.layout.world_size > 1:
+            # (5) Gradients are sums over the ranks. Sum first, then clip.
+            ring_attn.sync_gradients(self.model)
+            dist.all_reduce(loss)  # only to print it
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item()
 
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
-    model, layout = make_ring(args.seqlen, args.strategy)
-    optimizer, is_first = make_optimizer(model.to(device)), dist.get_rank() == 0
-    twin, whole = Transformer().to(device), SequenceLayout.contiguous(args.seqlen, 1)
-    twin_optimizer = make_optimizer(twin)
-    if is_first:
-        print(f"{layout.world_size} ranks on {device.type}, sequences of {args.seqlen} bytes")
-        print("step   loss of ranks   of one process   difference", flush=True)
+    # (1) Who holds which rows: with zigzag all ranks have the same work under a causal mask.
+    layout = SequenceLayout.zigzag(args.seqlen, dist.get_world_size())
+    ring = Trainer(make_ring(layout, args.strategy).to(device), layout)
+    twin = Trainer(Transformer().to(device), SequenceLayout.contiguous(args.seqlen, 1))
     data = batches(args.seqlen, device)
     for step, batch in enumerate(islice(data, args.steps)):
-        loss = train_step(step, model, optimizer, batch, layout)
-        if is_first:
-            twin_loss = backward(twin, batch, whole, rank=0).sum().item()
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-            twin_optimizer.step()
-            difference = abs(loss - twin_loss)
-            print(f"{step:4} {loss:15.6f} {twin_loss:16.6f} {difference:12.1e}", flush=True)
-    return judge(model, layout, next(data))
+        # (6) If a rank leaves out a step, all raise.
+        ring_attn.set_step(step)
+        loss = ring.step(batch)
+        if dist.get_rank() == 0:
+            of_twin = twin.step(batch)
+            print(
+                f"step {step:2}: loss {loss:.6f} on {layout.world_size} ranks, {of_twin:.6f} in "
+                f"one process, difference {abs(loss - of_twin):.1e}", flush=True,
+            )  # fmt: skip
+    return judge(ring.model, layout, next(data))
 
 
 def judge(model: Transformer, layout: SequenceLayout, batch: Batch) -> bool:
     """Compares losses and gradients at the model's weights; prints the verdict on rank 0."""
-    parts = backward(model, batch, layout, dist.get_rank())
+    losses = ring_attn.unshard(backward(model, batch, layout), layout)
     ring_attn.sync_gradients(model)
-    losses = ring_attn.unshard(parts, layout)
     if dist.get_rank() != 0:
         return True
     results = [[losses, *gradients(model)]]
     for dtype in (torch.float32, torch.float64):
-        one = Transformer().to(losses.device, dtype)
-        one.load_state_dict(model.state_dict())
-        losses = backward(one, batch, SequenceLayout.contiguous(layout.seqlen, 1), rank=0)
-        results.append([losses, *gradients(one)])
+        twin = Transformer().to(losses.device, dtype)
+        twin.load_state_dict(model.state_dict())
+        losses = backward(twin, batch, SequenceLayout.contiguous(layout.seqlen, 1))
+        results.append([losses, *gradients(twin)])
     ok = True
     for name, chosen in (("losses", slice(1)), ("gradients", slice(1, None))):
         ranks, plain, exact = (tensors[chosen] for tensors in results)
         rounding = torch.finfo(torch.float32).eps / 2 * math.sqrt(len(exact))
         error, bound = distance(ranks, exact), 2 * distance(plain, exact) + rounding
+        print(f"{name}: {error:.2e} from float64, at most {bound:.2e} is as exact as one process")
         ok = ok and error <= bound
-        print(f"{name} against float64: error {error:.2e}, at most {bound:.2e}")
-    print("ok: as exact as one process" if ok else "FAILED: less exact than one process")
+    print("ok" if ok else "FAILED")
     return ok
 
 
@@ -124,17 +126,14 @@ def gradients(model: Transformer) -> list[Tensor]:
 
 
 def distance(results: list[Tensor], exact: list[Tensor]) -> float:
-    """The norm of all errors, each relative to the norm of its tensor."""
-    return math.hypot(
-        *(float((x - y).norm() / y.norm()) for x, y in zip(results, exact, strict=True))
-    )
+    """The norm of all errors, each relative to its tensor's norm."""
+    pairs = zip(results, exact, strict=True)
+    return math.hypot(*(float((x - y).norm() / y.norm()) for x, y in pairs))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seqlen", type=int, default=2048, help="bytes of each sequence")
-    parser.add_argument("--strategy", default="ring", help="how attention is split")
+    parser.add_argument("--strategy", default="ring", help="how attention is split: see README")
     start(partial(main, parser.parse_args()), num_ranks=2)

@@ -1,1 +1,1 @@
-"""The commands of `ring-attn` that do more than measure: demo, plan, calibrate, aot and tune."""
+"""The commands of `ring-attn` that do more than measure: plan, calibrate, aot and tune."""

@@ -35,7 +35,6 @@ COMMANDS = (
     Command(
         "verify", "ring_attn.tools.verify", "check every result against dense attention in float64"
     ),
-    Command("demo", "ring_attn.tools.demo", "train a small model over ranks and in one process"),
     Command("plan", "ring_attn.tools.plan", "predict the best strategy and the costs of each step"),
     Command(
         "bench strategies", "ring_attn.bench.strategies", "time every strategy, and auto's choice"

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common import Layer
 from ring_attn import SequenceLayout, ring_attention
 from ring_attn.models.tensor_parallel import (
     TensorParallelConfig,
     load_tp_state_dict,
     unshard_state_dict,
 )
-from ring_attn.tools.model import Layer, ModelConfig, dense_attention, rope_rotation
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
 
@@ -25,14 +25,10 @@ SEQLEN = 37
 LAYOUT = SequenceLayout.zigzag(SEQLEN, 2)
 
 
-def model_config(kv_heads: int) -> ModelConfig:
-    """Six heads, and an intermediate size that two ranks cannot share evenly."""
-    return ModelConfig(dim=48, num_layers=1, nheads=6, nheads_kv=kv_heads, hidden_dim=51)
-
-
 def block(kv_heads: int) -> Layer:
+    """Six heads, and an intermediate size that two ranks cannot share evenly."""
     torch.manual_seed(0)
-    return Layer(model_config(kv_heads))
+    return Layer(dim=48, hidden_dim=51, nheads=6, nheads_kv=kv_heads)
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -53,18 +49,17 @@ def run_block(folder: str, kv_heads: int) -> tuple[Tensor, dict[str, Tensor]]:
         for name, shard in load_tp_state_dict(folder, config, otherwise="replicated").items():
             module, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(module), leaf, nn.Parameter(shard))
-    other.input_layernorm = one.input_layernorm
-    other.post_attention_layernorm = one.post_attention_layernorm
+    other.attention_norm, other.mlp_norm = one.attention_norm, one.mlp_norm
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert (q.size(2), k.size(2)) == (configs[0].local_heads, configs[0].local_kv_heads)
         return ring_attention(q, k, v, causal=True, layout=LAYOUT)
 
     x, dout = (LAYOUT.shard(y, rank) for y in inputs())
-    rotation = rope_rotation(LAYOUT.position_ids(rank)[None], model_config(kv_heads), x.dtype)
-    y = one.input_layernorm(x)
-    x = x + one.self_attn(y, rotation, attention) + other.self_attn(y, rotation, attention)
-    y = one.post_attention_layernorm(x)
+    one.attention = other.attention = attention
+    positions, y = LAYOUT.position_ids(rank)[None], one.attention_norm(x)
+    x = x + one.attend(y, positions) + other.attend(y, positions)
+    y = one.mlp_norm(x)
     out = x + one.mlp(y) + other.mlp(y)
     out.backward(dout)
 
@@ -89,8 +84,7 @@ def test_a_block_of_two_parts_on_two_ranks(ranks: Pools, kv_heads: int, tmp_path
     results = ranks(2).run(run_block, str(tmp_path), kv_heads)
 
     def whole(layer: Layer, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
-        rotation = rope_rotation(torch.arange(SEQLEN)[None], model_config(kv_heads), x.dtype)
-        out = layer(x, rotation, dense_attention)
+        out = layer(x, torch.arange(SEQLEN)[None])
         out.backward(dout)
         found = {name: p.grad for name, p in layer.named_parameters()}
         layer.zero_grad()

@@ -1,23 +1,30 @@
-"""The examples as users run them; and wrong attention fails their checks."""
+"""The examples as users run them, and on ranks in tests; mistakes fail their checks."""
 
 from __future__ import annotations
 
-import re
+import math
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+import generate
+import mesh
 import train
-from common import Layer, batches
+from common import Layer, Transformer, batches
+from ring_attn import SequenceLayout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+CPU = torch.device("cpu")
 
 
 def run(words: str, *launcher: str) -> str:
@@ -29,22 +36,23 @@ def run(words: str, *launcher: str) -> str:
     return done.stdout
 
 
-def losses(printed: str) -> list[float]:
-    return [float(x) for x in re.findall(r"^ *\d+ +(\d\.\d+)", printed, re.MULTILINE)]
-
-
 @pytest.mark.dist
 def test_train() -> None:
-    printed = run("train.py --steps 3 --seqlen 65")
-    first, *_, last = losses(printed)
-    assert printed.startswith("2 ranks on") and len(losses(printed)) == 3 and last < first
+    *steps, _, _, verdict = run("train.py --steps 3 --seqlen 65").splitlines()
+    losses = [float(line.split()[3]) for line in steps]
+    assert len(losses) == 3 and losses[2] < losses[0] and "2 ranks" in steps[0]
+    assert verdict == "ok"
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_train_under_torchrun() -> None:
-    printed = run("train.py --steps 2 --seqlen 66 --strategy all_gather", *TORCHRUN)
-    assert printed.startswith("3 ranks on") and len(losses(printed)) == 2
+@pytest.mark.parametrize(
+    "words",
+    ["train.py --steps 2 --seqlen 66 --strategy all_gather", "mesh.py cp=3 --steps 2 --batch 2",
+     "generate.py --steps 2 --seqlen 65 --tokens 20"],
+)  # fmt: skip
+def test_three_ranks_under_torchrun(words: str) -> None:
+    assert "ok" in run(words, *TORCHRUN)
 
 
 @pytest.mark.dist
@@ -55,29 +63,109 @@ def test_an_error_of_a_rank_is_shown() -> None:
     assert done.returncode == 1 and "'magic'" in done.stderr
 
 
-def verdict(attention: Any, seqlen: int) -> bool:
-    """The verdict of train.py on a rank whose layers have another attention."""
-    model, layout = train.make_ring(seqlen, "ring")
+# -- train.py
+
+
+def verdict_with(attention: Callable[..., Tensor]) -> bool:
+    """The verdict of train.py on a rank, for layers with another attention."""
+    layout = SequenceLayout.zigzag(33, 2)
+    model = train.make_ring(layout)
     for module in model.modules():
         if isinstance(module, Layer):
-            module.attention = partial(attention, module.attention, seqlen)
-    return train.judge(model, layout, next(batches(seqlen, torch.device("cpu"))))
+            module.attention = partial(attention, module.attention)
+    return train.judge(model, layout, next(batches(33, CPU)))
 
 
-def right(ring: Any, _seqlen: int, *qkv: Tensor) -> Tensor:
+def right(ring: Any, *qkv: Tensor) -> Tensor:
     return ring(*qkv)
 
 
-def three_rows_without_the_first_key(ring: Any, seqlen: int, *qkv: Tensor) -> Tensor:
-    return ring(*qkv, window_size=(seqlen - 4, 0))
+def three_rows_without_the_first_key(ring: Any, *qkv: Tensor) -> Tensor:
+    return ring(*qkv, window_size=(29, 0))
 
 
-def rounded_values(ring: Any, _seqlen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def rounded_values(ring: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ring(q, k, v + (v.bfloat16().float() - v).detach())
 
 
 @pytest.mark.gloo
 def test_the_verdict_of_train_needs_exact_attention(ranks: Any) -> None:
-    assert ranks(2).run(verdict, right, 33) == [True, True]
+    assert ranks(2).run(verdict_with, right) == [True, True]
     for wrong in (three_rows_without_the_first_key, rounded_values):
-        assert ranks(2).run(verdict, wrong, 33) == [False, True]
+        assert ranks(2).run(verdict_with, wrong) == [False, True]
+
+
+# -- mesh.py
+
+MESHES = ["pp=2,cp=2", "cp=2,tp=2", "dp=2,cp=2", "dp=2,cp=2 --fsdp", "cp=2,tp=2 --fsdp"]
+
+
+def settings(words: str, steps: int = 3) -> Namespace:
+    axes, *fsdp = words.split()
+    return Namespace(axes=mesh.axes_of(axes), fsdp=bool(fsdp), steps=steps, seqlen=33, batch=4)
+
+
+@pytest.mark.parametrize("words", MESHES)
+@pytest.mark.sweep(3)
+def test_meshes_train_as_one_process_does(ranks: Any, words: str) -> None:
+    assert ranks(4).run(mesh.main, settings(words), CPU) == [True] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_axes_at_once(fresh_ranks: Any) -> None:
+    args = settings("pp=2,dp=2,cp=2,tp=2 --fsdp")
+    pool = fresh_ranks(math.prod(args.axes), group_timeout=200)
+    assert all(pool.run(mesh.main, args, CPU, timeout=240))
+
+
+def without_the_sum_over_the_ring(args: Namespace) -> bool:
+    with mock.patch("ring_attn.sync_gradients"):
+        return mesh.main(args, CPU)
+
+
+def with_a_window(args: Namespace) -> bool:
+    with mock.patch.object(mesh, "make_ring", windowed):
+        return mesh.main(args, CPU)
+
+
+def windowed(*args: Any, **kwargs: Any) -> Transformer:
+    model = train.make_ring(*args, **kwargs)
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.attention = partial(three_rows_without_the_first_key, module.attention)
+    return model
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("wrong", [without_the_sum_over_the_ring, with_a_window])
+def test_a_mistake_fails_the_mesh(ranks: Any, wrong: Callable[..., bool]) -> None:
+    assert ranks(2).run(wrong, settings("cp=2", steps=2)) == [False, True]
+
+
+def test_axes_in_any_order() -> None:
+    assert mesh.axes_of("tp=2, cp=1,pp=3".replace(" ", "")) == (3, 1, 1, 2)
+    for text in ("cp", "ep=2", "cp=x"):
+        with pytest.raises(ValueError):
+            mesh.axes_of(text)
+
+
+# -- generate.py
+
+
+def generated(wrong: bool) -> bool:
+    model = train.make_ring(SequenceLayout.zigzag(33, 2))
+    prompt, run = next(batches(33, CPU))["input_ids"], generate.SplitCache.run
+
+    def late(cache: Any, ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return run(cache, ids, positions + 9 * (wrong and ids.size(1) == 1), *args, **kwargs)
+
+    with mock.patch.object(generate.SplitCache, "run", late):
+        tokens, expected = generate.generate(model, prompt, 40)
+    return torch.equal(tokens, expected)
+
+
+@pytest.mark.gloo
+def test_the_split_cache_gives_the_bytes_of_one_process(ranks: Any) -> None:
+    assert ranks(2).run(generated, False) == [True, True]
+    assert ranks(2).run(generated, True) == [False, False]

@@ -162,6 +162,6 @@ def test_targets_and_their_arguments_exist() -> None:
 
 def test_paths_exist() -> None:
     for path in re.findall(
-        r"\]\(([^)#]+)\)|`((?:ring_attn|bench|tests|kernels|\.ci)/[^`\s]*)`", BOTH
+        r"\]\(([^)#]+)\)|`((?:ring_attn|bench|examples|tests|kernels|\.ci)/[^`\s]*)`", BOTH
     ):
         assert (ROOT / (path[0] or path[1])).exists(), path

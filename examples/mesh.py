@@ -1,0 +1,149 @@
+"""Trains a small transformer on a mesh: ring attention beside torch's own kinds of parallelism.
+
+    python examples/mesh.py pp=2,cp=2                            4 ranks on this machine
+    torchrun --nproc-per-node 8 examples/mesh.py dp=2,cp=2,tp=2 --fsdp
+
+     axis  splits                parameters along the axis        gradients along the axis
+     pp    layers, into stages   different                        not exchanged
+     dp    sequences             equal; a shard each with FSDP    summed by sync_gradients or FSDP
+     cp    rows of sequences     as along dp                      as along dp
+     tp    heads, MLP columns    a shard of each matrix           complete on every rank
+
+What not to do:
+  - give ring_attention the mesh or the default group: its ranks are one axis, mesh["cp"]
+  - average: each rank has its part of one mean over the whole batch's targets. So the schedule has
+    scale_grads=False, and FSDP, which divides by its number of ranks, the factor 1
+  - give the schedule position_ids of shape (1, rows): it cuts them into microbatches like the batch
+  - run microbatches, layers or recomputation in different orders on the ranks of a ring: they
+    communicate in every layer, forward and backward, and would deadlock
+  - shift labels within a shard, clip by the norm of one rank's gradients
+  - call sync_gradients over ranks that FSDP spans: it raises
+
+Afterwards rank 0 trains the same model in one process, in float32 and in float64. The losses may be
+twice as far from float64 as one process' float32, plus a rounding; else the exit status is 1.
+"""
+
+import argparse
+import math
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import parallel as tp
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+import ring_attn
+from common import Transformer, batches, start
+from ring_attn import SequenceLayout, testing
+from train import Trainer, make_ring, parts_of_loss
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+def axes_of(text: str) -> tuple[int, ...]:
+    """Sizes in the order of `AXES`, from a text such as "cp=2,tp=2"."""
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    if not sizes.keys() <= set(AXES):
+        raise ValueError(f"axes are {', '.join(AXES)}, got {text}")
+    return tuple(sizes.get(name, 1) for name in AXES)
+
+
+def make_stage(mesh: DeviceMesh, layout: SequenceLayout, fsdp: bool) -> Transformer:
+    """This rank's part of the model."""
+    model = make_ring(layout, group=mesh["cp"])
+    stage, num_stages = mesh.get_local_rank("pp"), mesh["pp"].size()
+    if stage > 0:
+        model.embed = nn.Identity()
+    if stage < num_stages - 1:
+        model.norm = model.head = nn.Identity()
+    for i in range(num_layers := len(model.layers)):
+        if i * num_stages // num_layers != stage:
+            del model.layers[str(i)]
+    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    plan: dict[str, tp.ParallelStyle] = {name: tp.ColwiseParallel() for name in columns}
+    plan |= {name: tp.RowwiseParallel() for name in ("o_proj", "down_proj")}
+    for layer in model.layers.values():
+        tp.parallelize_module(layer, mesh["tp"], plan)
+    for module in (*model.layers.values(), model) if fsdp else ():
+        sharded = fully_shard(module, mesh=mesh["dp", "cp"])
+        sharded.set_gradient_divide_factor(1.0)
+        # Otherwise FSDP hands the factor to an operator that only NCCL has.
+        sharded.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def train(args: argparse.Namespace, device: torch.device) -> Tensor:
+    """The mean losses of all steps, (steps,) float64, on every rank."""
+    mesh = init_device_mesh(device.type, args.axes, mesh_dim_names=AXES)
+    (num_stages, dp, cp, _), (stage, replica, at, _) = args.axes, mesh.get_coordinate() or ()
+    layout, num_targets = SequenceLayout.zigzag(args.seqlen, cp), args.batch * (args.seqlen - 1)
+    model = make_stage(mesh, layout, args.fsdp).to(device)
+    # One foreach operator cannot take plain parameters and DTensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), foreach=False)
+    schedule = Schedule1F1B(
+        PipelineStage(model, stage, num_stages, device, group=mesh.get_group("pp")),
+        n_microbatches=args.batch // dp,
+        loss_fn=lambda logits, labels: parts_of_loss(logits, labels, num_targets).sum(),
+        scale_grads=False,
+    )
+    means = []
+    for step, batch in enumerate(islice(batches(args.seqlen, device, args.batch), args.steps)):
+        ring_attn.set_step(step)
+        sequences = {name: x.chunk(dp)[replica] for name, x in batch.items()}
+        part = ring_attn.shard_batch(sequences, layout, at)
+        positions = part["position_ids"].expand(args.batch // dp, -1)
+        ids, losses = [part["input_ids"]] if stage == 0 else [], list[Tensor]()
+        optimizer.zero_grad()
+        schedule.step(*ids, position_ids=positions, target=part["shift_labels"], losses=losses)
+        if not args.fsdp:
+            ring_attn.sync_gradients(model, mesh["dp", "cp"])
+        clip(model, mesh)
+        optimizer.step()
+        loss = sum(losses, torch.zeros((), dtype=torch.float64, device=device)).detach()
+        for axis in ("pp", "dp", "cp"):
+            dist.all_reduce(loss, group=mesh.get_group(axis))
+        means.append(loss.cpu())
+    return torch.stack(means)
+
+
+def clip(model: Transformer, mesh: DeviceMesh) -> None:
+    """Clips by the norm of all gradients: of a DTensor's shards by torch, of stages by a sum."""
+    norms = [get_total_norm([x.grad]) for x in model.parameters() if x.grad is not None]
+    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+    square = torch.stack(whole).square().sum()
+    dist.all_reduce(square, group=mesh.get_group("pp"))
+    clip_grads_with_norm_(model.parameters(), 1.0, square.sqrt(), foreach=False)
+
+
+def main(args: argparse.Namespace, device: torch.device) -> bool:
+    losses, twins = train(args, device), []
+    if dist.get_rank() != 0:
+        return True
+    for dtype in (torch.float32, torch.float64):
+        model, data = Transformer().to(device, dtype), batches(args.seqlen, device, args.batch)
+        twin = Trainer(model, SequenceLayout.contiguous(args.seqlen, 1))
+        twins.append([twin.step(batch) for batch in islice(data, args.steps)])
+    plain, exact = torch.tensor(twins, dtype=torch.float64)
+    for step, (x, y) in enumerate(zip(losses, plain, strict=True)):
+        print(f"step {step}: loss {x:.6f} on the mesh, {y:.6f} in one process, {abs(x - y):.1e}")
+    verdict = testing.check("losses", losses.float(), exact, plain.float())
+    print(f"{verdict}, compared with float64")
+    return verdict.ok
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("axes", nargs="?", type=axes_of, default="pp=2,cp=2", help="sizes of pp, dp, cp and tp")
+    add("--fsdp", action="store_true", help="shard parameters over dp and cp")
+    add("--steps", type=int, default=5)
+    add("--seqlen", type=int, default=256, help="bytes of each sequence")
+    add("--batch", type=int, default=8, help="sequences; a microbatch has one for each dp")
+    args = parser.parse_args()
+    start(partial(main, args), num_ranks=math.prod(args.axes))
