@@ -47,7 +47,6 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """The options of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 

@@ -16,8 +16,6 @@ from .interpreter import matmul_in_order
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a @triton.jit kernel."""
-
     kernel: Any  # the jit function (the interpreter's where TRITON_INTERPRET=1)
     grid: tuple[int, ...]
     args: Mapping[str, Any]  # in the signature's order: tensors, descriptors, ints, floats, None

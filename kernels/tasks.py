@@ -58,7 +58,6 @@ class Schedule(NamedTuple):
 
     @property
     def args(self) -> dict[str, int]:
-        """The schedule as arguments of a kernel."""
         return {"num_blocks": self.num_blocks, "heads_together": self.heads_together}
 
 

@@ -86,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the report; always returns 0."""
     report = {
         "machine": machine(),
         "backends": backend_reasons(),

@@ -158,7 +158,6 @@ def shown_ranks(world_size: int) -> list[int]:
 
 
 def plot(choice: Choice, simulations: Mapping[str, Simulation], path: Path) -> None:
-    """Writes both pictures to a .png or .svg file."""
     figure(choice, simulations).savefig(path, dpi=120)
 
 
