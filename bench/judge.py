@@ -41,14 +41,7 @@ class Judge:
     """The oracle of a problem, which checks every implementation."""
 
     def __init__(self, problem: Problem, data: Data, *, backward: bool, seed: int = 1) -> None:
-        """Computes the results in float64.
-
-        Args:
-            problem: sizes, dtype and mask.
-            data: inputs of the problem.
-            backward: whether to check gradients too.
-            seed: seed for the rows, the keys and the short sequence.
-        """
+        """`seed` chooses the rows, the keys and the short sequence."""
         short = replace(problem, batch=1, seqlen=min(problem.seqlen, WHOLE_SEQLEN))
         everything = range(short.rows), range(short.seqlen)
         generator = torch.Generator().manual_seed(seed)

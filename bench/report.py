@@ -40,14 +40,7 @@ class Report(Generic[S, R]):
     """
 
     def __init__(self, setting: S, outputs: Outputs | None = None) -> None:
-        """
-        Args:
-            setting: describes the measurements.
-            outputs: files; `save` writes the JSON, `finish` the others.
-
-        Raises:
-            ValueError: the earlier run of `outputs` has another setting.
-        """
+        """Refuses `outputs` whose earlier run has another setting."""
         self.setting = setting
         self._outputs = outputs or Outputs()
         if self._outputs.earlier is not None:

@@ -46,11 +46,7 @@ SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k".
-
-    Raises:
-        argparse.ArgumentTypeError: anything else, or more than `MOST_SIZE`.
-    """
+    """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k"."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmg]?)", text.strip().lower())
     size = Fraction(match[1]) * SUFFIXES[match[2]] if match else Fraction(0)
     if not 1 <= size <= MOST_SIZE or size.denominator != 1:
@@ -62,11 +58,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """A number of seconds, at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else, also nan.
-    """
+    """A number of seconds, at least 0."""
     try:
         seconds = float(text)
     except ValueError:

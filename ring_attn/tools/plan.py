@@ -109,11 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_window(text: str) -> tuple[int, int]:
-    """ "4k,0" -> (4096, 0); -1 is unbounded.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """ "4k,0" -> (4096, 0); -1 is unbounded."""
     parts = text.split(",")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a window: give LEFT,RIGHT such as 4k,0")
