@@ -30,6 +30,7 @@ from ring_attn import profiling as profiling
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.api import select_backend as select_backend
 from ring_attn.api import unshard as unshard
+from ring_attn.connections import check
 from ring_attn.connections import prepare as prepare
 from ring_attn.core import masks as masks
 from ring_attn.core.batch import shard_batch
@@ -59,6 +60,7 @@ __all__ = [
     "SequenceLayout",
     "Strategy",
     "TransportOptions",
+    "check",
     "explain",
     "masks",
     "pack",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check, decode, groups, ops
+from ring_attn import decode, groups, ops, refusals
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
     Arguments,
@@ -181,34 +181,34 @@ def ring_attention(
     """
     try:
         if unknown:
-            check.check_options("ring_attention", unknown, AttentionOptions)
+            refusals.check_options("ring_attention", unknown, AttentionOptions)
         check_flag("return_lse", return_lse)
         check_flag("return_max_logits", return_max_logits)
-        check.check_unsupported(dropout_p, alibi_slopes)
-        check.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
-        check.check_sinks(sinks, q)
-        check.check_boundaries("cu_seqlens", cu_seqlens, q.device)
-        check.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
+        refusals.check_unsupported(dropout_p, alibi_slopes)
+        refusals.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
+        refusals.check_sinks(sinks, q)
+        refusals.check_boundaries("cu_seqlens", cu_seqlens, q.device)
+        refusals.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
         group_name, mesh_shape = _described(group, q.device.type)
         call = Request(
             causal=causal,
-            window_size=check.check_window(window_size, causal),
-            softmax_scale=check.check_scale(softmax_scale),
-            softcap=check.check_softcap(softcap),
+            window_size=refusals.check_window(window_size, causal),
+            softmax_scale=refusals.check_scale(softmax_scale),
+            softcap=refusals.check_softcap(softcap),
             group=group_name,
             mesh_shape=mesh_shape,
             layout=layout if isinstance(layout, str) else None,
             strategy=strategy if isinstance(strategy, str) else checked_strategy(strategy),
-            backend=check.check_name("backend", backend),
-            same_bits=check.check_same_bits(same_bits),
+            backend=refusals.check_name("backend", backend),
+            same_bits=refusals.check_same_bits(same_bits),
             transport=groups.check_transport(transport),
-            differentiated=check.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+            differentiated=refusals.check_differentiated(q=q, k=k, v=v, sinks=sinks),
             max_logits=return_max_logits,
         )
-        pair = () if isinstance(layout, str) else check.check_layouts(layout)
+        pair = () if isinstance(layout, str) else refusals.check_layouts(layout)
         numbers = (pair[0].numbers, pair[1].numbers) if pair else ((), ())
         if mask is not None:
-            check.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
+            refusals.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
         slices = None if mask is None else mask.tensor
         arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, call.text)
         packed = q.ndim == 3
@@ -244,7 +244,7 @@ def _with_strategy(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> Arguments:
     """The arguments with the strategy that "auto" chooses."""
-    check.check_capture("ring_attention", q)
+    refusals.check_capture("ring_attention", q)
     call = arguments.call
     group, shape = call.process_group, call.mesh_shape
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
@@ -381,25 +381,25 @@ def tree_decode(
     sizes_known = not (k is None and v is None)
     try:
         if unknown:
-            check.check_options("tree_decode", unknown, DecodeOptions)
-        k, v = check.fill_absent_kv(q, k, v, layout)
-        check.check_tensors(q, k, v, packed=False)
-        check.check_decode(q, k, v, sinks, layout)
+            refusals.check_options("tree_decode", unknown, DecodeOptions)
+        k, v = refusals.fill_absent_kv(q, k, v, layout)
+        refusals.check_tensors(q, k, v, packed=False)
+        refusals.check_decode(q, k, v, sinks, layout)
         process_group = groups.check_group(group)
         check_flag("return_lse", return_lse)
-        check.check_sinks(sinks, q)
+        refusals.check_sinks(sinks, q)
         groups.check_group_device(process_group, q.device)
         call = Request(
             causal=causal,
-            window_size=check.check_window(window_size, causal),
-            softmax_scale=check.check_scale(softmax_scale),
-            softcap=check.check_softcap(softcap),
+            window_size=refusals.check_window(window_size, causal),
+            softmax_scale=refusals.check_scale(softmax_scale),
+            softcap=refusals.check_softcap(softcap),
             group=process_group.group_name,
-            backend=check.check_name("backend", backend),
+            backend=refusals.check_name("backend", backend),
             transport=groups.check_transport(transport),
         )
         if mask is not None:
-            check.check_mask_alone(mask, not causal, window_size)
+            refusals.check_mask_alone(mask, not causal, window_size)
         out, lse = decode.attend(q, k, v, sinks, layout, mask, call, sizes_known)
         return (out, lse) if return_lse else out
     except BaseException as error:
@@ -457,17 +457,17 @@ def select_backend(
         >>> choice.name, choice.why
         ('aten', 'the only one on cpu')
     """
-    check.check_tensors(q, k, v, packed=True)
-    check.check_softcap(softcap)
-    check.check_sinks(sinks, q)
-    check.check_name("backend", backend)
-    left, right = check.check_window(window_size, False)
-    documents = check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
+    refusals.check_tensors(q, k, v, packed=True)
+    refusals.check_softcap(softcap)
+    refusals.check_sinks(sinks, q)
+    refusals.check_name("backend", backend)
+    left, right = refusals.check_window(window_size, False)
+    documents = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
     if mask is not None:
-        check.check_mask_alone(mask, False, window_size, cu_seqlens)
+        refusals.check_mask_alone(mask, False, window_size, cu_seqlens)
     purpose = Purpose(
-        backward=check.check_differentiated(q=q, k=k, v=v, sinks=sinks),
-        same_bits=check.check_same_bits(same_bits),
+        backward=refusals.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+        same_bits=refusals.check_same_bits(same_bits),
         window=left >= 0 if mask is None else mask.has_windows,
         several=len(documents) > 2 if mask is None else len(mask.slices) > 1,
         causal=right >= 0 if mask is None else mask.has_upper_bounds,
@@ -495,8 +495,8 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     """
     process_group = groups.check_group(group)
     try:
-        check.check_shard(x, dim, layout, process_group)
-        check.check_capture("unshard", x)
+        refusals.check_shard(x, dim, layout, process_group)
+        refusals.check_capture("unshard", x)
     except Exception as error:
         tell_refusal(error, process_group)
         raise

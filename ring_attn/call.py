@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.backends import get_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import FlashArguments, Mask
@@ -111,10 +111,10 @@ def check_execution(options: ExecutionOptions) -> None:
         check_one_of("strategy", strategy, (*NAMES, "auto"))
     else:
         checked_strategy(strategy)
-    backend = check.check_name("backend", options.get("backend", "auto"))
+    backend = refusals.check_name("backend", options.get("backend", "auto"))
     if backend != "auto":
         get_backend(backend)
-    check.check_same_bits(options.get("same_bits"))
+    refusals.check_same_bits(options.get("same_bits"))
     groups.check_transport(options.get("transport", TransportOptions()))
 
 
@@ -218,9 +218,9 @@ class Arguments(NamedTuple):
 
     def documents(self) -> Documents:
         """Boundaries of the queries' documents and of the keys', checked, on the host."""
-        cu_q = check.check_cu_seqlens("cu_seqlens", self.cu_seqlens)
-        cu_k = check.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
-        check.check_documents(cu_q, cu_k)
+        cu_q = refusals.check_cu_seqlens("cu_seqlens", self.cu_seqlens)
+        cu_k = refusals.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
+        refusals.check_documents(cu_q, cu_k)
         return cu_q, cu_q if cu_k is None else cu_k
 
     def given_mask(self) -> Mask | None:
@@ -268,14 +268,14 @@ def resolve(
         layout = tuple(map(SequenceLayout.from_numbers, numbers))
 
     def resolve_rows(rows: tuple[int, int]) -> Resolved:
-        layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
+        layouts = refusals.resolve_layouts(layout, rows, totals, rank, world_size)
         seqlens = (layouts[0].seqlen, layouts[1].seqlen)
         if given_mask is not None:
-            check.check_given_mask(given_mask, *seqlens)
+            refusals.check_given_mask(given_mask, *seqlens)
             return Resolved(layouts, given_mask)
         return Resolved(layouts, Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k))
 
-    return check.rows_before_heads(resolve_rows, rows, (spec.nheads, spec.nheads_kv))
+    return refusals.rows_before_heads(resolve_rows, rows, (spec.nheads, spec.nheads_kv))
 
 
 def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Connects the ranks of a group before their first call: `prepare`."""
+"""Connects the ranks of a group before their first call, and compares calls: `prepare`, `check`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.machines.rehearse import connect
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.p2p import group_device, new_p2p
+from ring_attn.transport.p2p import check_calls, group_device, new_p2p
 
 
 def prepare(
@@ -65,3 +65,29 @@ def prepare(
     with opened.call("prepare", Agreement({"strategy": known}), device):
         for backward in (False, True):
             connect(program_of(call, backward=backward), opened, device)
+
+
+def check(group: Group = None) -> None:
+    """Compares the ranks' calls on a group so far; all ranks call `check` together.
+
+    On NCCL the host does not wait for a call, so an error of a call is raised by a later call: the
+    results of the last ones are known to be right once `check` has returned, and so has every rank
+    of the group. `check` waits for the device. Call it before results are used where they cannot
+    be taken back: before the optimizer's step, unless `sync_gradients` or our Trainer does this,
+    and before a checkpoint or the end of the program. On gloo a call itself raises; `check` only
+    compares how many calls there were.
+
+    Args:
+        group: as in `ring_attention`.
+
+    Raises:
+        RuntimeError: calls differed, or a rank has failed or did not come within the timeout; then
+            results since the last `check` may be wrong, on every rank.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> check()
+        >>> dist.destroy_process_group()
+    """
+    check_calls(groups.check_group(group))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.backends import Purpose
 from ring_attn.call import Request
 from ring_attn.core.dtypes import own_dtypes
@@ -48,7 +48,7 @@ def attend(
     with streams.on(q.device):
         place = layout, mask, call, *call.place
         decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
-    check.check_capture("tree_decode", q)
+    refusals.check_capture("tree_decode", q)
     ends = open_p2p(group, call.transport)
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
         own = (k.size(2), v.size(3)) if sizes_known else (0, 0)
@@ -84,11 +84,11 @@ def _planned(
 
     def check_rows(rows: tuple[int, int]) -> None:
         if layout is not None:
-            check.check_layout("k", layout, rows[1], None, rank, world_size)
+            refusals.check_layout("k", layout, rows[1], None, rank, world_size)
         if mask is not None:
-            check.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
+            refusals.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
 
-    check.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
+    refusals.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
     backend = proven_backend(spec, call.backend, Purpose(decoding=True)).name
     decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=backend)
     agreement = Agreement(
@@ -178,7 +178,7 @@ def _tiles(
     lengths = gather_numbers((rows, 0), device, transport)
     cuts = [0, *accumulate(length for length, _ in lengths)]
     if mask is not None:
-        check.check_given_mask(mask, queries, cuts[-1])
+        refusals.check_given_mask(mask, queries, cuts[-1])
     whole = mask or Mask(queries, cuts[-1], call.causal, call.window_size)
     return _run_tiles(cuts[transport.rank], rows, whole)
 

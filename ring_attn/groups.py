@@ -45,14 +45,21 @@ def check_group_type(group: object) -> None:
         )
 
 
-def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:
+        return False
+    return True
+
+
+def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if not is_alive(group):
         raise RuntimeError(
             "group was destroyed (torch.distributed.destroy_process_group): pass one that exists, "
             "or None for the default group"
-        ) from None
+        )
     return group
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.program import Collective
@@ -85,7 +85,7 @@ def halo(
     process_group = groups.check_group(group)
     try:
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
-        rank = check.check_shard(x, dim, layout, process_group)
+        rank = refusals.check_shard(x, dim, layout, process_group)
     except Exception as error:
         tell_refusal(error, process_group)
         raise
@@ -111,7 +111,7 @@ def _halo(
 
     `shape` is the dim of the rows in the caller's tensor, and its other dims.
     """
-    check.check_capture("halo", x)
+    refusals.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
     place: Place = SequenceLayout.from_numbers(layout), left, right, rank

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.backends import Purpose
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype, own_dtypes
@@ -119,7 +119,7 @@ def _attention(
     (nheads,), empty unless requested; and `saved`, empty unless the call is differentiated.
     """
     arguments = Arguments(*fields)
-    check.check_capture("ring_attention", q)
+    refusals.check_capture("ring_attention", q)
     call = arguments.call
     group = call.process_group
     try:
@@ -262,7 +262,7 @@ def _attention_backward(
     `fields` are those of `Arguments`.
     """
     arguments = Arguments(*fields)
-    check.check_capture("ring_attention", dout)
+    refusals.check_capture("ring_attention", dout)
     call = arguments.call
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
     heads = nheads, nheads_kv, headdim, headdim_v
@@ -313,7 +313,7 @@ def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError("ring_attn::attention was called without differentiated=True")
     if dout is None:
         return (None, None, None, None)
-    check.check_plain("the gradient of out", dout)
+    refusals.check_plain("the gradient of out", dout)
     sinks, cu_seqlens, cu_seqlens_k, mask, *saved = ctx.saved_tensors
     arguments = ctx.arguments._replace(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, mask=mask)
     grads = attention_backward(saved, dout, sinks, ctx.sizes, *arguments)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 import torch
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import refusals
 from ring_attn.api import ring_attention, select_backend
 from ring_attn.backends import PREFERENCE, get_backend
 from ring_attn.call import DistributedOptions, ExecutionOptions, Group, Layout
@@ -202,7 +202,7 @@ def _call(
     """
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
     try:
-        check.check_options(name, execution, ExecutionOptions)
+        refusals.check_options(name, execution, ExecutionOptions)
         qkv = unpacked(form, tensors, packed=bool(sides))
         check_deterministic(qkv, options)
         documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
@@ -318,7 +318,7 @@ def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
     num_dims = 3 if packed else 4
     if form:
         whole = tensors[-1]
-        check.check_floating(form, whole)
+        refusals.check_floating(form, whole)
         if whole.ndim != num_dims + 1 or whole.size(-3) != len(form):
             raise ValueError(
                 f"{form} must be ({rows}, {len(form)}, nheads, headdim), got {tuple(whole.shape)}"
@@ -336,7 +336,7 @@ def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
     """Refuses boundaries with a document of more than `most` rows; names end in `suffix`."""
     name, most_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
     if torch.compiler.is_compiling():
-        check.check_boundaries(name, cu_seqlens)
+        refusals.check_boundaries(name, cu_seqlens)
         return
     longest = max(b - a for a, b in pairwise(on_host(name, cu_seqlens)))
     if as_int(most_name, most) < longest:
@@ -347,7 +347,7 @@ def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
 
 def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
     """Boundaries of documents as ints; refuses None."""
-    boundaries = check.check_cu_seqlens(name, cu_seqlens)
+    boundaries = refusals.check_cu_seqlens(name, cu_seqlens)
     if boundaries is None:
         raise TypeError(f"{name} must be an int32 tensor, got None")
     return boundaries

@@ -51,7 +51,7 @@ from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import check_all, tell_refusal
 from ring_attn.transport.ranks.identity import checksum
 from ring_attn.transport.step import set_step
 
@@ -137,6 +137,8 @@ class _SplitSequence(_Trainer):
     """Methods that precede the Trainer's in the method resolution order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from transformers import TrainerCallback
+
         super().__init__(*args, **kwargs)
         _check_trainer(self)
         self._ring = _Ring.of(self)
@@ -146,6 +148,9 @@ class _SplitSequence(_Trainer):
         # sample in the last batch.
         self.accelerator.gather_for_metrics = self.accelerator.gather
         self._loss_checked: set[bool] = set()
+        # On NCCL an error of a call comes later: before the optimizer uses the gradients.
+        look = {"on_pre_optimizer_step": lambda *_args, **_kwargs: check_all()}
+        self.add_callback(type("ChecksCalls", (TrainerCallback,), look))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import FSDPModule

@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Group, check_execution
 from ring_attn.compiling import left_out_of_graphs
@@ -237,7 +237,7 @@ class Registration:
         try:
             rank, rows, batch = dist.get_rank(groups.check_group(self.group)), q.size(1), q.size(0)
             layout_or_step, documents = place
-            cuts = check.check_cu_seqlens("cu_seq_lens_q", documents[0])
+            cuts = refusals.check_cu_seqlens("cu_seq_lens_q", documents[0])
             step = self._step(layout_or_step, rows, cuts)
             seqlen = step.cache.seqlen
             past = seqlen - step.num_new(rows)
@@ -306,7 +306,7 @@ class Registration:
                 "from 0: ring_attn.shard_batch makes them"
             )
         placed = _placed(given.get(LAYOUT), self.layout)
-        cuts = check.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
+        cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
         step = self._step(placed, position_ids.size(-1), cuts)
         checked = (position_ids._version, (step, cuts, rank, first))
         if _validated.get(position_ids) == checked:
@@ -373,12 +373,12 @@ def register(
         'ring_zigzag'
     """
     package = _transformers()
-    check.check_options("register", execution, ExecutionOptions)
+    refusals.check_options("register", execution, ExecutionOptions)
     check_execution(execution)
     groups.check_group_type(group)
-    check.check_name("name", name)
+    refusals.check_name("name", name)
     ignored = frozenset(
-        check.check_name("each of ignore", one) for one in as_tuple("ignore", ignore)
+        refusals.check_name("each of ignore", one) for one in as_tuple("ignore", ignore)
     )
     if not isinstance(layout, str):
         raise TypeError(
@@ -492,7 +492,7 @@ def _check_batch_mask(
     shape: tuple[int, int],
 ) -> None:
     """Refuses padding and images beside documents, or for a part of the sequence."""
-    if cuts != check.check_cu_seqlens("cu_seq_lens_k", documents[1]):
+    if cuts != refusals.check_cu_seqlens("cu_seq_lens_k", documents[1]):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
     if batch_mask is None:
         return

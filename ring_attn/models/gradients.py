@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn import groups
 from ring_attn.core.values import check_int, check_one_of
 from ring_attn.profiling import gradient_sync
+from ring_attn.transport.p2p import check_all
 
 OPS = ("sum", "mean")
 
@@ -40,6 +41,7 @@ def sync_gradients(
     """Replaces each gradient of a module by its sum or mean over the ranks of a group.
 
     Call it on every rank, between the last backward of a step and the clipping or the optimizer.
+    On NCCL it first compares the ranks' calls of ring_attn since the last time, as `check` does.
     Gradients are sent in the order of the parameters, packed into buckets of one dtype; the next
     bucket is packed while one is in flight.
 
@@ -65,7 +67,8 @@ def sync_gradients(
         TypeError: `module` has something other than tensors, a gradient is not floating point, or
             `bucket_bytes` is no int.
         NotImplementedError: a gradient is sparse.
-        RuntimeError: there is no process group, or it cannot send the gradients' device.
+        RuntimeError: there is no process group, or it cannot send the gradients' device; calls of
+            ring_attn have differed, or a rank has failed in one.
 
     Example:
         >>> # a ring of one; under torchrun, init_process_group("gloo") is enough
@@ -85,6 +88,7 @@ def sync_gradients(
         )
     process_group = groups.check_group(group)
     parameters = list(_checked(module, process_group))
+    check_all()
     world_size = dist.get_world_size(process_group)
     if world_size == 1 or not parameters:
         return

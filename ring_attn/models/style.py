@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.api import ring_attention
 from ring_attn.call import (
     DistributedOptions,
@@ -130,7 +130,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(self.layout, str):
             SequenceLayout.from_name(self.layout, 0, 1)
         else:
-            check.check_layouts(self.layout)
+            refusals.check_layouts(self.layout)
         execution = ("strategy", "backend", "same_bits", "transport")
         check_execution(cast(ExecutionOptions, {name: getattr(self, name) for name in execution}))
         for name in ("seq_dim", "head_dim", "output_index"):
@@ -436,7 +436,7 @@ class _ParallelAttention:
         """The layouts of queries and keys of plain shards, checked against their rows."""
         self.dims.order(qkv[0].ndim)
         rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
-        return check.resolve_layouts(layout, rows, (None, None), self.rank, self.world_size)
+        return refusals.resolve_layouts(layout, rows, (None, None), self.rank, self.world_size)
 
 
 class _Routed(route_sdpa):

@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.check import check_cu_seqlens, check_window
 from ring_attn.core import values
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.planning.partition import cheapest_cuts, even_cuts, least_maximum
+from ring_attn.refusals import check_cu_seqlens, check_window
 
 # Positions inside documents that `by_documents` considers, besides all ends of documents. It covers
 # every position of sequences up to this length, and 16 per rank for 4096 ranks in longer ones.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ring_attn import check
+from ring_attn import refusals
 from ring_attn.backends import get_backend
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
@@ -115,7 +115,7 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
     """The layouts to choose among, by name."""
     mask, world_size = problem.mask, problem.world_size
     if not isinstance(layout, str):
-        layout = check.check_layouts(layout)
+        layout = refusals.check_layouts(layout)
         for side, value, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
             if (value.world_size, value.seqlen) != (world_size, seqlen):
                 raise ValueError(

@@ -38,10 +38,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ring_attn.check import check_window
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.values import as_int, as_tuple, check_int
 from ring_attn.planning.balance import Balance, check_max_balance
+from ring_attn.refusals import check_window
 
 # Most of a rank that one document may fill; the next value is tried if a placement is unbalanced.
 SHARES = tuple(Fraction(1, n) for n in (1, 2, 4, 8, 16))

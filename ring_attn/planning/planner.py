@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ring_attn import check
+from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
@@ -160,7 +160,7 @@ def explain(
     values.check_one_of("effort", effort, get_args(Effort))
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
-    check.check_name("backend", backend)
+    refusals.check_name("backend", backend)
     values.check_flag("backward", backward)
     if device_type is not None:
         values.check_one_of("device_type", device_type, ("cpu", "cuda"))
@@ -168,8 +168,8 @@ def explain(
         values.check_number("memory_bytes", memory_bytes)
         if not memory_bytes > 0:
             raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
-    check.check_softcap(softcap)
-    check.check_same_bits(same_bits)
+    refusals.check_softcap(softcap)
+    refusals.check_same_bits(same_bits)
     mask = _mask_of(seqlen, seqlen_k, causal, window_size, cu_seqlens, cu_seqlens_k)
     if cluster is None:
         cluster = find_cluster(device_type, world_size)
@@ -476,10 +476,10 @@ def _mask_of(
 ) -> Mask:
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     values.check_int("seqlen_k", seqlen_k, least=1)
-    window = check.check_window(window_size, causal)
-    cu_q = check.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
-    cu_k = check.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
-    check.check_documents(cu_q, cu_k)
+    window = refusals.check_window(window_size, causal)
+    cu_q = refusals.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
+    cu_k = refusals.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
+    refusals.check_documents(cu_q, cu_k)
     cu_k = cu_q if cu_k is None else cu_k
     return Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k)
 

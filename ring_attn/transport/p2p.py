@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.core.program import Channel, Collective
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
@@ -47,15 +47,13 @@ from ring_attn.transport.base import (
 )
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
+from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import DifferentError
 from ring_attn.transport.ranks.group import (
     NOTHING,
     RankGroup,
     Waiting,
-    describe_error,
-    mark_counted,
     rank_group,
-    was_counted,
 )
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
@@ -143,6 +141,7 @@ class P2PTransport(Transport):
         except BaseException as error:
             mark_counted(error)
             shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
+            shared.unchecked = False  # the user has the error
             self._forget()
             raise
         finally:
@@ -191,7 +190,7 @@ class P2PTransport(Transport):
             except DifferentError as error:
                 uneven = error.told
         if uneven is not None:
-            raise check.uneven_rows(uneven)
+            raise refusals.uneven_rows(uneven)
         shared.even_rows.add(rows)
 
     def check(self) -> None:
@@ -205,6 +204,7 @@ class P2PTransport(Transport):
             with self.call("check", NOTHING, device):
                 self.gather(torch.zeros(1, dtype=torch.uint8, device=device))
             self._shared.settle()
+        self._shared.unchecked = False
 
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
@@ -394,6 +394,20 @@ def check_calls(group: dist.ProcessGroup) -> None:
         transport.check()
 
 
+def check_all() -> None:
+    """Compares the calls since the last comparison, on all groups whose device is not waited for.
+
+    Elsewhere calls compare themselves. Does nothing while a graph is captured: its calls have not
+    run.
+    """
+    for group in list(_transports):
+        shared = rank_group(group)
+        queued = [device for device in shared.devices.values() if streams.are_used(device)]
+        captured = any(refusals.is_captured(device) for device in queued)
+        if queued and shared.unchecked and not captured and groups.is_alive(group):
+            check_calls(group)
+
+
 def group_device(group: dist.ProcessGroup) -> torch.device:
     """The device of a group's messages: this rank's GPU with NCCL, else the CPU.
 
@@ -423,7 +437,7 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
     if process_group is None or was_counted(error):
         return
     device = group_device(process_group)
-    if debug_enabled() and isinstance(error, Exception) and not check.is_captured(device):
+    if debug_enabled() and isinstance(error, Exception) and not refusals.is_captured(device):
         known = options if isinstance(options, TransportOptions) else TransportOptions()
         with suppress(ValueError):
             report = {"error": f"{type(error).__name__}: {error}"}

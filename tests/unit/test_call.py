@@ -5,7 +5,7 @@ import json
 import numpy
 import pytest
 
-from ring_attn import Strategy, TransportOptions, check, groups
+from ring_attn import Strategy, TransportOptions, groups, refusals
 from ring_attn.call import Request
 
 PLAIN = Request(
@@ -38,12 +38,12 @@ def test_text_says_everything(call: Request) -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     scale, window = numpy.float32(0.5), (numpy.int64(3), numpy.int32(2))
     call = PLAIN._replace(
-        softmax_scale=check.check_scale(scale),
-        softcap=check.check_softcap(numpy.int64(2)),
-        window_size=check.check_window(window, True),
+        softmax_scale=refusals.check_scale(scale),
+        softcap=refusals.check_softcap(numpy.int64(2)),
+        window_size=refusals.check_window(window, True),
         transport=groups.check_transport(TransportOptions(numpy.float32(2.5))),
     )
-    check.check_unsupported(numpy.float64(0), None)
+    refusals.check_unsupported(numpy.float64(0), None)
     transport = TransportOptions(2.5)
     expected = PLAIN._replace(
         softmax_scale=0.5, softcap=2.0, window_size=(3, 0), transport=transport

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
@@ -188,7 +188,7 @@ def _gathered(
     keys: slice,
 ) -> dict[str, Any]:
     """A sequence in equal runs by all-gather; each rank passes its documents."""
-    check.check_tensors(*qkv, packed=True)
+    refusals.check_tensors(*qkv, packed=True)
     rows, nheads_kv, _ = qkv[1].shape
     heads_k_stride = as_int("heads_k_stride", heads_k_stride, least=1)
     if nheads_kv % heads_k_stride:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import check, groups
+from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.values import as_int
 
@@ -70,13 +70,15 @@ def update_out_and_lse(
 
 def flatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(nheads, rows) of packed documents, from (documents, nheads, longest)."""
-    lengths = [b - a for a, b in pairwise(check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ())]
+    lengths = [
+        b - a for a, b in pairwise(refusals.check_cu_seqlens("cu_seqlens", cu_seqlens) or ())
+    ]
     return torch.cat([document[:, :n] for document, n in zip(lse, lengths, strict=True)], 1)
 
 
 def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """(documents, nheads, max_seqlen), padded with 0, from packed (rows, nheads, 1)."""
-    runs = list(pairwise(check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()))
+    runs = list(pairwise(refusals.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()))
     padded = lse.new_zeros(len(runs), as_int("max_seqlen", max_seqlen), lse.size(-2))
     for document, (start, stop) in zip(padded, runs, strict=True):
         document[: stop - start] = lse[start:stop, :, 0]

@@ -32,6 +32,7 @@ from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.board import Board
+from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import (
     Meetings,
     MissingRanksError,
@@ -70,6 +71,9 @@ OLD_S = 2.0
 # note. When a connection is lost within a message, gloo does not always wake the receiver (4 of
 # 2,338 faults raised on purpose), which would then wait until its timeout.
 NOTICE_S = 3 * PERIOD_S
+
+# Seconds that a process's exit waits for the device, to compare the last calls.
+LOOK_BACK_S = 1.0
 
 # Seconds that the note of a failure may take, before connections are closed without it.
 NOTE_S = 5.0
@@ -117,6 +121,8 @@ class RankGroup:
         self.call: Identity | None = None
         self.seed = 0
         self.headers = Headers()
+        # Whether there were calls since all ranks have compared theirs.
+        self.unchecked = False
         self.waiting: Waiting | None = None
         # Numbers of calls, and of forwards.
         self.sequence, self.numbers = count(1), count(1)
@@ -162,7 +168,7 @@ class RankGroup:
 
     def begin(self, call: Identity) -> None:
         self._calls.append(call)
-        self.call, self.seed = call, call.seed()
+        self.call, self.seed, self.unchecked = call, call.seed(), True
 
     def end(self) -> None:
         self.call = self.waiting = None
@@ -278,18 +284,33 @@ class RankGroup:
 
     def destroyed(self) -> None:
         """Ends the connections of a group that has been destroyed on this rank."""
-        if _forked:
+        if _forked or not self._media:
             return
-        if self.failed is not None:
+        self._look_back(self._store_s)
+        board = self._board
+        # No shutdown after a failure: it would wait for ranks that have aborted.
+        if self.failed is not None or (board and self._in_time(board.failure, NOTE_S)):
             self._close()
         for medium in self._taken_media():
             medium.finish(self._store_s)
 
     def exit(self) -> None:
         """Aborts NCCL's communicators at the process's exit, whatever the other ranks do."""
-        for medium in [] if _forked else self._taken_media():
+        if _forked:
+            return
+        self._look_back(LOOK_BACK_S)
+        for medium in self._taken_media():
             if isinstance(medium, Nccl):
                 medium.close()
+
+    def _look_back(self, seconds: float) -> None:
+        """Logs the error of calls that nobody has checked: nothing can be raised at the end."""
+        deadline = time.monotonic() + seconds
+        while self.failed is None and not self.headers.settled and time.monotonic() < deadline:
+            time.sleep(0.001)
+        error = self.failed or self.headers.found()
+        if self.unchecked and error is not None:
+            logger.error("%s: results on %s are wrong", error, rank_name(self.global_rank))
 
     def _close(self) -> None:
         for medium in self._taken_media():
@@ -377,6 +398,7 @@ class RankGroup:
     def refuse_failed(self) -> None:
         """Refuses a ring that has failed: messages of its unfinished call may still come."""
         if self.failed is not None:
+            self.unchecked = False
             self._close()
             raise RuntimeError(
                 "this ring has failed before and cannot go on, its ranks are not at the same call "
@@ -476,18 +498,3 @@ def _exit() -> None:
     watch.end()
     for group in list(_groups.values()):
         group.exit()
-
-
-def mark_counted(error: BaseException) -> None:
-    """Notes that the call which this error ends has been counted."""
-    error._ring_attn_counted = True  # type: ignore[attr-defined]
-
-
-def was_counted(error: BaseException) -> bool:
-    return getattr(error, "_ring_attn_counted", False)
-
-
-def describe_error(error: BaseException) -> str:
-    """Type and first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

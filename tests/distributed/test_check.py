@@ -1,0 +1,129 @@
+"""Calls that nobody follows by another one: `check`, and who calls it, on NCCL's stand-in.
+
+There an error of a call is raised by a later one, so that of the last call would be silent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_attn import TransportOptions, check, ring_attention, sync_gradients
+from ring_attn.transport.ranks import group as ranks_group
+from ring_attn.transport.ranks.group import rank_group
+from ring_attn.transport.ranks.media import Posted
+from tests.distributed.pool import Ended, ended, on_ranks
+from tests.refusals import says
+
+RANKS, ODD = 3, 1
+TIMEOUT = 20.0
+OTHER = "messages of another call"
+
+
+def call(group: dist.ProcessGroup | None, x: Tensor, *, odd: bool = False) -> Tensor:
+    """A call, in which the odd rank may have another scale."""
+    scale = 3.0 if odd and dist.get_rank() == ODD else 0.5
+    options = TransportOptions(timeout=TIMEOUT)
+    return ring_attention(x, x, x, softmax_scale=scale, group=group, transport=options)
+
+
+def last_call(then: Callable[[dist.ProcessGroup, nn.Parameter], object]) -> Ended:
+    """How `then` ends after a last call that differs."""
+    group, x = dist.new_group(), nn.Parameter(torch.ones(1, 4, 2, 8))
+    call(group, x)
+    check(group)
+    with torch.no_grad():
+        call(group, x, odd=True)
+    return ended(lambda: then(group, x))
+
+
+def checks(group: dist.ProcessGroup, _: nn.Parameter) -> None:
+    check(group)
+
+
+def syncs(_: dist.ProcessGroup, x: nn.Parameter) -> None:
+    x.grad = torch.ones_like(x)
+    sync_gradients([x])
+
+
+@pytest.mark.parametrize("then", [checks, syncs])
+def test_a_last_call_that_differs_is_told(
+    fresh_ranks: Callable[..., Any], then: Callable[..., object]
+) -> None:
+    """On every rank: those that met no other call hear of it from those that did."""
+    ends = fresh_ranks(RANKS, queued=True).run(last_call, then)
+    assert {end.error for end in ends} == {RuntimeError}, ends
+    assert all(OTHER in end.text and end.seconds < TIMEOUT / 2 for end in ends), ends
+
+
+@pytest.mark.queued
+@on_ranks(RANKS)
+def test_calls_that_agree_pass() -> None:
+    """Gradients are summed as without a ring; `check` and calls may alternate."""
+    group, x = dist.new_group(), nn.Parameter(torch.ones(1, 4, 2, 8))
+    check(group)  # nothing to compare
+    for _ in range(2):
+        call(group, x).sum().backward()
+        check(group)
+        check(group)
+    x.grad = torch.ones_like(x)
+    call(group, x)
+    sync_gradients([x], group)
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, RANKS))
+
+
+def logged_at(end: Callable[[dist.ProcessGroup], object]) -> str:
+    """What a rank logs when its group ends after a last call that differs."""
+    group, x = dist.new_group(), torch.ones(1, 4, 2, 8)
+    call(group, x, odd=True)
+    with mock.patch.object(ranks_group.logger, "error") as said:
+        end(group)
+        del group
+    return " ".join(str(one.args) for one in said.call_args_list)
+
+
+def leaves(_: dist.ProcessGroup) -> None:
+    atexit._run_exitfuncs()
+
+
+@pytest.mark.parametrize("end", [dist.destroy_process_group, leaves])
+def test_the_end_of_a_group_tells_of_its_last_call(
+    fresh_ranks: Callable[..., Any], end: Callable[..., object]
+) -> None:
+    """The odd rank and the next one met other calls; the group's end can raise nothing."""
+    said = fresh_ranks(RANKS, queued=True).run(logged_at, end)
+    for rank in (ODD, ODD + 1):
+        assert says(said[rank], f"{OTHER}|global rank {rank}"), said
+
+
+def fails_while_another_waits() -> float:
+    """Seconds until a rank, whose exchange does not end, refuses a call as another has failed."""
+    x = torch.ones(1, 4, 2, 8)
+    call(None, x)
+    world = dist.group.WORLD
+    assert world is not None
+    shared, start = rank_group(world), time.monotonic()
+    if dist.get_rank() == ODD:
+        shared.fail("out of memory")  # as an error within a call does
+    else:
+        lane = next(iter(shared._media["cpu"]._lanes.values()))  # type: ignore[attr-defined]
+        lane._posted.append(Posted(9999, 0, ODD, time.monotonic()))
+        while shared.failed is None and time.monotonic() - start < TIMEOUT:
+            time.sleep(0.1)
+        assert "out of memory" in ended(lambda: call(None, x)).text
+    return time.monotonic() - start
+
+
+def test_the_note_of_a_failure_is_read_before_the_timeout(
+    fresh_ranks: Callable[..., Any],
+) -> None:
+    seconds = fresh_ranks(2, queued=True).run(fails_while_another_waits)
+    assert max(seconds) < TIMEOUT / 2, seconds
