@@ -271,9 +271,11 @@ def load_tp_state_dict(
     order: Order = "out_in",
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """`shard_state_dict` of a safetensors checkpoint; reads only the rank's parts.
+    """`shard_state_dict` of a safetensors checkpoint; touches only the rank's parts of the files.
 
-    Arguments and errors are those of `open_checkpoint` and of `shard_state_dict`.
+    The system may read ahead, on some disks the rest of a matrix that is cut by inputs (o, down);
+    ranks of one machine share what is read. Arguments and errors are those of `open_checkpoint` and
+    of `shard_state_dict`.
     """
     with open_checkpoint(source) as tensors:
         shards = {}
