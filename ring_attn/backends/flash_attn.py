@@ -209,7 +209,6 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 def _installed(package: str) -> str | None:
-    """The version of the installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -397,7 +397,6 @@ class TritonBackend(Backend):
         kv_rows: bool = False,
         num_rows: int = 0,
     ) -> StepTable:
-        """The step's table for a config's blocks."""
         from ring_attn.kernels.step_table import make_step_table, transposed
 
         blocks = (config.BLOCK_N, config.BLOCK_M) if kv_rows else (config.BLOCK_M, config.BLOCK_N)

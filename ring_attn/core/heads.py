@@ -97,7 +97,6 @@ def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
 
 
 def _cost(start: int, stop: int, group: int) -> _Cost:
-    """The cost of q heads [start, stop) on one rank."""
     runs = _runs(start, stop, group)
     # A kv head that is cut counts once, on the first of its ranks.
     cut = stop % group != 0 and start <= stop // group * group

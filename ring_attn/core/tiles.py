@@ -297,7 +297,6 @@ def with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
 
 
 def check_fit(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
-    """Raises ValueError or NotImplementedError for layouts and a mask that do not fit."""
     if layout_q.world_size != layout_kv.world_size:
         raise ValueError(f"layouts must have the same ranks, got {layout_q} and {layout_kv}")
     lens = (layout_q.seqlen, layout_kv.seqlen)

@@ -58,7 +58,6 @@ class TransportStats:
     bytes_received: int = 0
 
     def reset(self) -> None:
-        """Sets all counts to zero."""
         self.bytes_sent, self.messages, self.wait_s, self.bytes_received = 0, 0, 0.0, 0
 
 
@@ -112,7 +111,6 @@ class Transport:
 
     @property
     def global_ranks(self) -> Ranks:
-        """The global ranks of this transport's ranks."""
         return self._members
 
     @contextmanager
