@@ -24,6 +24,9 @@ from ring_attn.transport.streams import Event, Stream
 
 After = Sequence[Event] | None
 Ranks = tuple[int, ...]
+# A message names at most so many ranks.
+MOST_RANKS = 16
+
 Parts = list[tuple[int, Tensor]]  # messages to or from other ranks
 
 
@@ -63,7 +66,12 @@ class TransportStats:
 
 def rank_name(rank: int | Sequence[int]) -> str:
     """What every message about a process group calls a rank, or several: by global ranks."""
-    return f"global rank {rank}" if isinstance(rank, int) else f"global ranks {list(rank)}"
+    if isinstance(rank, int):
+        return f"global rank {rank}"
+    if len(rank) <= MOST_RANKS:
+        return f"global ranks {list(rank)}"
+    first = ", ".join(map(str, rank[: MOST_RANKS - 1]))
+    return f"global ranks [{first}, ... {rank[-1]}], {len(rank)} in all"
 
 
 class Agreement:

@@ -191,11 +191,14 @@ class RollCall:
 
         answer = self._bell.wait(news, seconds)
         if answer is None:
-            asks = json.dumps([self._rank, f"within {seconds:.3g} s"])
+            asks = json.dumps([self._rank, f"within {round(seconds, 1):g} s"])
             if self._store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
-                self._name_missing(f"within {seconds:.3g} s")
+                self._name_missing(f"within {round(seconds, 1):g} s")
             answer = self._bell.wait(news, 2 * ANSWER_S)
-        kind, text = answer or ("missing", f"no rank has named the missing ones in {seconds:.3g} s")
+        kind, text = answer or (
+            "missing",
+            f"no rank has named the missing ones in {round(seconds, 1):g} s",
+        )
         if kind == "differ":
             raise DifferentError(rule, text)
         if kind == "moved":
@@ -322,7 +325,7 @@ class Meetings:
         kind, text = self._at(self._store.add(self._place, 0)).look() or ("", "")
         last = f"; they met before: {text}" if kind == "missing" else ""
         lead = rank_name(self._members[:1])
-        raise MissingRanksError(f"{lead} did not come within {seconds:.3g} s{last}")
+        raise MissingRanksError(f"{lead} did not come within {round(seconds, 1):g} s{last}")
 
     def _open(self) -> str:
         number = self._store.add(self._place, 1)
@@ -374,7 +377,7 @@ class PollingStore(Store):
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
         seconds = timeout.total_seconds()
         if not poll(lambda: self._store.check(keys), seconds):
-            raise RuntimeError(f"no rank has set {keys} within {seconds:.3g} s")
+            raise RuntimeError(f"no rank has set {keys} within {round(seconds, 1):g} s")
 
 
 def connect_gloo(

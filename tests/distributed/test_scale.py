@@ -1,0 +1,27 @@
+"""What forming a ring asks of the store does not grow with the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.scale import simulate
+
+# One server of torch's store takes some 25,000 requests a second.
+MOST_REQUESTS = 64
+LONGEST_KEY = 64
+
+
+@pytest.mark.parametrize("world_size", [8, 65, pytest.param(1024, marks=pytest.mark.slow)])
+def test_requests_and_keys_are_constant(world_size: int) -> None:
+    formed = simulate(world_size, 60.0)
+    assert {one.why for one in formed} == {""} and len(formed) == world_size
+    assert max(one.requests for one in formed) <= MOST_REQUESTS
+    assert max(one.longest for one in formed) <= LONGEST_KEY
+
+
+@pytest.mark.parametrize("missing", [(0,), (3, 64)], ids=str)
+def test_one_rank_names_the_missing_ones_for_all(missing: tuple[int, ...]) -> None:
+    ended = simulate(65, 2.0, missing)
+    assert all(f"global ranks {[*missing]} did not come within 2 s" in one.why for one in ended)
+    assert max(one.requests for one in ended) <= MOST_REQUESTS
+    assert max(one.longest for one in ended) <= LONGEST_KEY
