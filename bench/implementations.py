@@ -35,9 +35,9 @@ from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
 from ring_attn.strategies.registry import make_call
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs
 from ring_attn.transport.base import TransportStats

@@ -49,10 +49,10 @@ from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.machines import count
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Inputs, Verdict, check, random_qkv
 from ring_attn.tools.arguments import (
     names_of,

@@ -33,10 +33,10 @@ from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
 from ring_attn.core.layout import Segment, SequenceLayout
-from ring_attn.core.strategy import Strategy
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.tools.arguments import (
     is_first_rank,
     new_table,
@@ -55,6 +55,9 @@ QUICK_ITERS = 2
 
 # Auto's choice should be within this share of the best.
 SHARE = 0.10
+
+# The strategy with which all others are compared.
+BASELINE = "ring"
 
 
 @dataclass(frozen=True)
@@ -290,7 +293,7 @@ def judged(rows: Sequence[Row]) -> list[Verdict]:
         of_case = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
         auto = next(row for row in of_case if row.is_auto)
         best = min(of_case, key=lambda row: row.median_ms)
-        ring = next((row.median_ms for row in of_case if row.strategy == "ring"), None)
+        ring = next((row.median_ms for row in of_case if row.strategy == BASELINE), None)
         verdicts.append(
             Verdict(
                 shape, world_size, auto.strategy, auto.median_ms, best.strategy, best.median_ms,

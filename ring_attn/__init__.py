@@ -38,7 +38,6 @@ from ring_attn.core.layout import Segment as Segment
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank as next_rank
 from ring_attn.models import tensor_parallel as tensor_parallel
 from ring_attn.models.gradients import sync_gradients
@@ -47,6 +46,7 @@ from ring_attn.planning import balance as balance
 from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats as stats
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.step import set_step
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.values import check_one_of
 from ring_attn.machines import run
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import make_call
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.local import LocalTransport, run_local
 
 VARIABLE = "RING_ATTN_FIRST_USE"

@@ -33,7 +33,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.first_use import proven_backend
 from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import make_call, why_not_same_bits
+from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p, tell_refusal
@@ -211,11 +211,7 @@ _KNOWN = ("q", "k", "v", "out", "lse")
 def _kept(text: str, rank: int, world_size: int) -> tuple[str, ...]:
     """Names of the operator's inputs and results that the strategy's backward reads."""
     strategy = Request.from_text(text).resolved_strategy(world_size)
-    if strategy.ulysses_degree > 1:
-        return ()
-    if strategy.exchange_q and 2 * rank + 1 != world_size:
-        return ("k", "v")
-    return _KNOWN
+    return code_of(strategy).kept(rank, world_size)
 
 
 def _save(

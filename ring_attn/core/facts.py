@@ -18,7 +18,6 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.strategy import Strategy
 
 # A call as a text and a digest of each of its arguments, by name.
 Report = dict[str, tuple[str, str]]
@@ -74,7 +73,7 @@ def shown(value: object) -> str:
     elif isinstance(value, tuple) and any(isinstance(x, SequenceLayout) for x in value):
         text = str(tuple(str(x) for x in value))
     else:
-        text = str(value) if isinstance(value, Strategy) else repr(value)
+        text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]}... ({len(text)} characters)"
 
 

@@ -16,6 +16,10 @@ from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
 from ring_attn.core.work import needed_rows, travelling_rows
 
+# If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
+# recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
+SHARE_OF_DQ = 3 / 7
+
 # Names of the tensors in the messages with a shard and with its gradients, by travelling side.
 SHARD: dict[Traveller, tuple[str, ...]] = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
 MOVING: dict[Traveller, tuple[str, ...]] = {"kv": ("dk", "dv"), "q": ("dq",)}

@@ -18,16 +18,12 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Number
 from ring_attn.core.program import Channel, Op, Program, part_of_heads
 from ring_attn.core.ranks import EveryRank
-from ring_attn.core.sizes import flops, merged_bytes
+from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.work import StepWork
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
-
-# If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
-# recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
-SHARE_OF_DQ = 3 / 7
+from ring_attn.strategies.strategy import Strategy
 
 # Number of operators in `State.fold`, most of them over the statistics.
 FOLD = 14

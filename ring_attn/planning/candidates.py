@@ -10,11 +10,12 @@ from ring_attn import refusals
 from ring_attn.backends import get_backend
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES, Strategy, family
 from ring_attn.core.values import as_tuple
 from ring_attn.core.work import num_seen, pair_work
 from ring_attn.planning import balance
 from ring_attn.planning.choice import Candidate, Problem
+from ring_attn.strategies.registry import code_of
+from ring_attn.strategies.strategy import NAMES, Strategy, family
 
 # Number of positions considered for balanced boundaries: bounds the time for long sequences.
 BALANCE_POSITIONS = 1 << 15
@@ -29,33 +30,11 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
         >>> [label(strategy, 4) for strategy in strategies_for(spec, 4, 4)][:4]
         ['ring', 'all_gather', 'all_gather by 2 heads', 'exchange']
     """
-    yield Strategy()
-    if world_size == 1:
+    if world_size == 1:  # all strategies do the same
+        yield Strategy()
         return
-    divisors = [d for d in range(2, world_size) if world_size % d == 0]
-    chunks = sorted({min(1 << i, spec.nheads_kv) for i in range(spec.nheads_kv.bit_length() + 1)})
-    gathers = [Strategy("all_gather", heads_per_chunk=None if n == 1 else n) for n in chunks]
-    yield from gathers
-    yield Strategy("exchange")
-    yield Strategy(ulysses_degree=world_size)
-    for degree in [d for d in divisors if d <= spec.nheads]:
-        yield Strategy(ulysses_degree=degree)
-        yield Strategy("all_gather", ulysses_degree=degree)
-        yield Strategy("exchange", ulysses_degree=degree)
-    for degree in _inner_degrees(divisors, world_size, node_size):
-        yield Strategy(inner_degree=degree)
-    yield Strategy("all_gather", exchange_q=True)
-    yield Strategy(exchange_q=True)
-
-
-def _inner_degrees(divisors: Sequence[int], world_size: int, node_size: int) -> list[int]:
-    """Inner rings of a node, half a node and two nodes; within one node the squarest grid."""
-    if not divisors:
-        return []
-    if world_size <= node_size:
-        return [min(divisors, key=lambda d: (abs(d * d - world_size), d))]
-    near = [d for d in divisors if d in (node_size, node_size // 2, 2 * node_size)]
-    return near or [min(divisors, key=lambda d: (abs(d - node_size), d))]
+    for named in NAMES.values():
+        yield from named.candidates(spec, world_size, node_size)
 
 
 def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
@@ -71,7 +50,7 @@ def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> l
             requested.append(value)
         elif not isinstance(value, str) or value not in NAMES:
             raise ValueError(
-                f"each of strategies must be one of {list(NAMES)} or a Strategy, got {value!r}"
+                f"each of strategies must be one of {[*NAMES]} or a Strategy, got {value!r}"
             )
         else:
             of_name = [s for s in every if family(s, problem.world_size) == value]
@@ -91,7 +70,7 @@ def candidates_of(
     for name, pair in layouts.items():
         sparse = asked or _is_sparse(problem, pair)
         for strategy in strategies:
-            if strategy.core == "exchange" and not sparse:
+            if code_of(strategy).sparse and not sparse:
                 continue
             hybrid = 1 < strategy.ulysses_degree < problem.world_size
             if len(layouts) > 1 and name == "striped" and hybrid:

@@ -14,10 +14,10 @@ from typing import Any
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy, family, label
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.devices import Cluster
+from ring_attn.strategies.strategy import Strategy, family, label
 
 # Ways in which a rank spends its time.
 WAYS = ("exposed", "late", "compute", "moves", "host")
@@ -115,6 +115,7 @@ class Candidate:
         in_order: whether gradients of K and V are summed in the order of the queries.
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
         at_least: lower bound of the seconds: compute of the busiest rank.
+        steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
         communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
         prediction: None if refused (it cannot run as asked) or not simulated.
@@ -130,6 +131,7 @@ class Candidate:
     in_order: bool = False
     travels: Traveller | None = None
     at_least: float = 0.0
+    steps: int = 1
     peak_bytes: int = 0
     communicator_bytes: int = 0
     prediction: Prediction | None = None
@@ -145,13 +147,6 @@ class Candidate:
     @property
     def label(self) -> str:
         return label(self.strategy, self.world_size)
-
-    def num_steps(self, spec: AttentionSpec) -> int:
-        """Upper bound of the steps: shards of a ring, or chunks of heads of an all-gather."""
-        if self.strategy.core == "all_gather":
-            heads = -(-spec.nheads_kv // self.strategy.ulysses_degree)
-            return -(-heads // (self.strategy.heads_per_chunk or 1))
-        return max(1, self.world_size // self.strategy.ulysses_degree)
 
     @property
     def seconds(self) -> float:

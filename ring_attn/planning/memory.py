@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ring_attn.core.heads import share_heads
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank, Turn
 from ring_attn.core.tiles import Displacement, Grid, Tile, Traveller, pair_tiles
@@ -19,7 +18,7 @@ from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_rows, pair_work, travelling_rows
 from ring_attn.machines.count import communicator_bytes, peak_of_programs
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import programs
+from ring_attn.strategies.registry import code_of, programs
 
 # A step of more tiles than MOST_TILES is taken as one tile around them; only calls of more than
 # MOST_RANKS ranks or slices of the mask are simplified.
@@ -39,7 +38,7 @@ def peak_of(call: Call, *, backward: bool = True) -> Peak:
     directions = (False, True) if backward else (False,)
     few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
     peaks = []
-    for rank in range(call.world_size) if few else _fullest_ranks(call):
+    for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
         ranks = (OneRank if few else _RoughRank)(call.layouts, call.mask, rank)
         both = [programs(of_rank, ranks, backward=b) for b in directions]
@@ -47,23 +46,6 @@ def peak_of(call: Call, *, backward: bool = True) -> Peak:
         nccl = communicator_bytes(on_nccl, rank, call.world_size)
         peaks.append(Peak(peak_of_programs(both, of_rank), nccl))
     return Peak(*map(max, zip(*peaks, strict=True)))
-
-
-def _fullest_ranks(call: Call) -> set[int]:
-    """The first and the last rank with most rows; of Ulysses groups a member with each share."""
-    spec, degree = call.spec, call.strategy.ulysses_degree
-    dims = spec.headdim + spec.headdim_v
-    rows = [
-        (q * spec.nheads + kv * spec.nheads_kv) * dims
-        for q, kv in zip(*(layout.shard_lens for layout in call.layouts), strict=True)
-    ]
-    last = len(rows) - 1 - rows[::-1].index(max(rows))
-    fullest = {rows.index(max(rows)), last}
-    if call.strategy.exchange_q:  # the first and the last rank exchange no less, but hold less
-        fullest.add(call.world_size // 2)
-    shares = [(x.num, x.num_kv) for x in share_heads(spec.nheads, spec.nheads_kv, degree)]
-    members = [shares.index(share) for share in set(shares)]
-    return {rank - rank % degree + member for rank in fullest for member in members}
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,14 @@ from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
-from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.core.tiles import Traveller, check_fit
 from ring_attn.core.work import gathered_work, num_seen
-from ring_attn.machines.actions import SHARE_OF_DQ, Schedule, schedule_of
+from ring_attn.machines.actions import Schedule, schedule_of
 from ring_attn.machines.time import simulate
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
 from ring_attn.planning.choice import (
@@ -48,9 +46,9 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.devices import Cluster, compute_seconds, find_cluster, with_backend
 from ring_attn.planning.memory import peak_of
-from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, why_not_same_bits
+from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
 # Candidates to simulate: those that could be the best; these and at least one of each name of
 # `strategy.NAMES`, the one with the lowest bound; or all.
@@ -239,12 +237,14 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
 
 def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
     """The cluster with the rates for the heads of one launch: few kv heads take other kernels."""
-    call = core_of(call_of(problem, candidate))
-    spec = call.spec
-    if call.strategy.core == "all_gather":
-        chunks = all_gather.chunks_of(call)
-        spec = min((all_gather.chunk_spec(spec, x) for x in chunks), key=lambda x: x.nheads_kv)
+    core = core_of(call_of(problem, candidate))
+    spec = code_of(core.strategy).launch_spec(core)
     return with_backend(problem.cluster, problem.backend, spec)
+
+
+def core_of(call: Call) -> Call:
+    """The call without exchanges around its core, on the rank with most heads."""
+    return code_of(call.strategy).core(call)
 
 
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
@@ -256,35 +256,28 @@ def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> S
 
 def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds same_bits, order, direction and lower bound to a candidate, or refuses it."""
-    strategy = candidate.strategy
+    strategy, code = candidate.strategy, code_of(candidate.strategy)
     try:
         resolve_strategy(strategy, problem.world_size)
         check_fit(*candidate.layouts, problem.mask)
         call = call_of(problem, candidate)
-        code_of(strategy).check(call)
+        code.check(call)
         why_not = why_not_same_bits(call)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
-        same_bits = why_not is None
         core = core_of(call)
-        travels: Traveller | None = None
-        in_order = same_bits
-        if strategy.core == "ring" and core.world_size > 1:
-            travels, in_order = ring.choose_gradients(core)
-        elif strategy.core == "exchange":
-            travels = exchange.choose_side(core)
-        candidate = replace(
+        core_code = code_of(core.strategy)
+        plan = core_code.gradients(core)
+        return replace(
             candidate,
-            same_bits=same_bits,
-            in_order=in_order,
-            travels=travels,
-            at_least=_least_seconds(
-                problem, candidate, core.layouts, _share_at_queries(strategy, in_order, travels)
-            ),
+            same_bits=why_not is None,
+            in_order=plan.in_order,
+            travels=plan.travels if core.world_size > 1 else None,
+            steps=core_code.num_steps(core),
+            at_least=_least_seconds(problem, candidate, core),
         )
     except (ValueError, NotImplementedError) as error:
         return replace(candidate, reason=str(error), refused=True)
-    return candidate
 
 
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
@@ -302,39 +295,18 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     return replace(candidate, reason=reason, refused=True)
 
 
-def core_of(call: Call) -> Call:
-    """The inner call, after the exchange of heads (on the rank with most heads) or of queries."""
-    if call.strategy.exchange_q:
-        return q_exchange.core(call)
-    degree = call.strategy.ulysses_degree
-    if degree == 1:
-        return call
-    shares = share_heads(call.spec.nheads, call.spec.nheads_kv, degree)
-    return ulysses.core(call, max(shares, key=lambda share: share.num))
-
-
-@lru_cache(maxsize=64)
-def _share_at_queries(strategy: Strategy, in_order: bool, travels: Traveller | None) -> float:
-    """Fraction of the backward's FLOPs done on the rank that holds the queries."""
-    if strategy.core == "all_gather":
-        return SHARE_OF_DQ if in_order else 1.0
-    return 0.0 if travels == "q" else 1.0
-
-
-def _least_seconds(
-    problem: Problem, candidate: Candidate, layouts: Layouts, at_queries: float
-) -> float:
-    """Seconds of compute on the busiest rank: tiles and launches of the inner call."""
-    spec, strategy = problem.spec, candidate.strategy
+def _least_seconds(problem: Problem, candidate: Candidate, core: Call) -> float:
+    """Seconds of compute on the busiest rank: tiles and launches of the core."""
+    spec, code, layouts = problem.spec, code_of(core.strategy), core.layouts
     device = rated_cluster(problem, candidate).device
-    heads = -(-spec.nheads // strategy.ulysses_degree) / spec.nheads
-    at_once = strategy.core == "all_gather"
+    heads = -(-spec.nheads // candidate.strategy.ulysses_degree) / spec.nheads
+    at_queries = code.share_at_queries(core)
 
     def busiest(backward: bool) -> float:
         rate = device.rate(backward=backward, window=problem.mask.has_windows)
         per_pair = flops(1, spec, backward=backward) * heads
         share = at_queries if backward else 1.0
-        return _busiest(layouts, problem.mask, rate, per_pair, backward, at_once, share)
+        return _busiest(layouts, problem.mask, rate, per_pair, backward, code.at_once, share)
 
     return busiest(False) + (busiest(True) if problem.backward else 0.0)
 
@@ -386,14 +358,14 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
 
     def priority(index: int) -> tuple[bool, float, int]:
         candidate = candidates[index]
-        return candidate.num_steps(problem.spec) > MANY_STEPS, candidate.at_least, index
+        return candidate.steps > MANY_STEPS, candidate.at_least, index
 
     best, left = float("inf"), MOST_RANK_STEPS
 
     def simulate_one(index: int) -> None:
         nonlocal best, left
         candidate = replace(candidates[index], reason=None, ruled_out=False)
-        steps = candidate.num_steps(problem.spec)
+        steps = candidate.steps
         if steps * problem.world_size > left:
             reason = f"not simulated: its {steps} steps are beyond what one choice takes"
             candidates[index] = replace(candidate, reason=reason)

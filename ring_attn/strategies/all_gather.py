@@ -45,12 +45,21 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Gathered, Number, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.ranks import Ranks
-from ring_attn.core.sizes import SHARD, gradient_packet
+from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet
 from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import Traveller
 from ring_attn.strategies import ring
-from ring_attn.strategies.base import Call, StrategyCode, core_program, input_arrays, result_arrays
+from ring_attn.strategies.base import (
+    Call,
+    GradientPlan,
+    StrategyCode,
+    core_program,
+    input_arrays,
+    pack_and_post,
+    result_arrays,
+)
 from ring_attn.strategies.order import why_not_in_order
+from ring_attn.strategies.strategy import Strategy
 
 
 class Chunk(NamedTuple):
@@ -60,19 +69,58 @@ class Chunk(NamedTuple):
     q: slice
 
 
-def why_not_same_bits(call: Call) -> str | None:
-    if call.same_bits is False:
-        return "gradients are added up: same_bits=False"
-    reason, backend = why_not_in_order(call), get_backend(call.backend)
-    parts = dict.fromkeys(chunk_spec(call.spec, chunk) for chunk in chunks_of(call))
-    return reason or next(filter(None, (why_not_alike(backend, call.spec, x) for x in parts)), None)
+class AllGather(StrategyCode):
+    name = "all_gather"
+    options = ("heads_per_chunk",)
+    at_once = True
+
+    def why_not_same_bits(self, call: Call) -> str | None:
+        if call.same_bits is False:
+            return "gradients are added up: same_bits=False"
+        backend, specs = get_backend(call.backend), dict.fromkeys(_chunk_specs(call))
+        reasons = (why_not_alike(backend, call.spec, spec) for spec in specs)
+        return why_not_in_order(call) or next(filter(None, reasons), None)
+
+    def gradients(self, call: Call) -> GradientPlan:
+        """In order, the owner of rows computes their dK and dV; else ranks' shares are summed."""
+        if call.gradients is not None:
+            return GradientPlan(None, call.gradients[1])
+        return GradientPlan(None, self.why_not_same_bits(call) is None)
+
+    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+        if call.world_size == 1:  # nothing to gather
+            return ring.CODE.program(call, ranks, backward=backward, rounded=rounded)
+        arrays = input_arrays(call.spec, ranks, backward=backward)
+        work = _Gathering(call, ranks, arrays)
+        if not backward:
+            return core_program(ranks, arrays, work.forward(), backward=False)
+        dtype = call.spec.dtype if rounded else call.spec.accum_dtype
+        made = work.in_one_place(dtype) if in_one_place(call) else work.added_up(dtype)
+        return core_program(ranks, arrays, made, backward=True)
+
+    def label(self, strategy: Strategy) -> str:
+        heads = strategy.heads_per_chunk or 1
+        return self.name if heads == 1 else f"{self.name} by {heads} heads"
+
+    def candidates(
+        self, spec: AttentionSpec, world_size: int, node_size: int
+    ) -> Iterator[Strategy]:
+        powers = {min(1 << i, spec.nheads_kv) for i in range(spec.nheads_kv.bit_length() + 1)}
+        for heads in sorted(powers):
+            yield Strategy(self.name, heads_per_chunk=None if heads == 1 else heads)
+
+    def num_steps(self, call: Call) -> int:
+        return len(chunks_of(call))
+
+    def share_at_queries(self, call: Call) -> float:
+        return SHARE_OF_DQ if in_one_place(call) else 1.0
+
+    def launch_spec(self, call: Call) -> AttentionSpec:
+        return min(_chunk_specs(call), key=lambda spec: spec.nheads_kv)
 
 
 def in_one_place(call: Call) -> bool:
-    """Whether the owner of the rows computes dK and dV, rather than summing shares of all ranks."""
-    if call.gradients is not None:
-        return call.gradients[1]
-    return why_not_same_bits(call) is None
+    return CODE.gradients(call).in_order
 
 
 def chunks_of(call: Call) -> tuple[Chunk, ...]:
@@ -91,6 +139,10 @@ def chunk_spec(spec: AttentionSpec, chunk: Chunk) -> AttentionSpec:
     return replace(spec, nheads=nheads, nheads_kv=nheads_kv)
 
 
+def _chunk_specs(call: Call) -> list[AttentionSpec]:
+    return [chunk_spec(call.spec, chunk) for chunk in chunks_of(call)]
+
+
 def _shard_rows(call: Call, gathers: Traveller) -> int:
     """Rows of each gathered shard: the length of the longest, at least 1."""
     longest = max(call.layouts[1 if gathers == "kv" else 0].shard_lens)
@@ -99,18 +151,6 @@ def _shard_rows(call: Call, gathers: Traveller) -> int:
         unit = get_backend(call.backend).bits_unit
         longest = -(-longest // unit) * unit
     return max(longest, 1)
-
-
-def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-    if call.world_size == 1:  # nothing to gather
-        return ring.program(call, ranks, backward=backward, rounded=rounded)
-    arrays = input_arrays(call.spec, ranks, backward=backward)
-    work = _Gathering(call, ranks, arrays)
-    if not backward:
-        return core_program(ranks, arrays, work.forward(), backward=False)
-    dtype = call.spec.dtype if rounded else call.spec.accum_dtype
-    made = work.in_one_place(dtype) if in_one_place(call) else work.added_up(dtype)
-    return core_program(ranks, arrays, made, backward=True)
 
 
 @dataclass(frozen=True)
@@ -166,10 +206,10 @@ class _Gathering:
         recv = Buffer(f"gathered {index}", longest * self.call.world_size)
         self._buffers[index] = send, recv
         records = self._records(message)
-        yield ops.Pack(send, records, self._copies(message, records))
-        yield ops.Post(
-            "shards", index, self._collective("all_gather"), send, recv,
-            Gathered(records, self.call.world_size), records.nbytes * others,
+        yield from pack_and_post(
+            "shards", index, self._collective("all_gather"),
+            message=records, copies=self._copies(message, records), send=send, recv=recv,
+            receives=Gathered(records, self.call.world_size), nbytes=records.nbytes * others,
         )  # fmt: skip
 
     def _collective(self, op: str, dtype: torch.dtype = torch.uint8) -> ops.Collective:
@@ -329,7 +369,10 @@ class _Sums:
         yield ops.Free(("dk part", "dv part"))
         sums = self._gathering._collective("reduce_scatter", call.spec.accum_dtype)
         nbytes = packet.nbytes * (world_size - 1)
-        yield ops.Post("gradients", index, sums, send, recv, packet, nbytes)
+        yield ops.Post(
+            channel="gradients", step=index, route=sums, send=send, recv=recv, message=packet,
+            nbytes=nbytes,
+        )  # fmt: skip
         self._under_way = chunk, send, recv
 
     def receive(self) -> Iterator[Op]:
@@ -348,4 +391,4 @@ class _Sums:
         yield ops.Free((recv,))
 
 
-CODE = StrategyCode(program, why_not_same_bits)
+CODE = AllGather()

@@ -7,24 +7,47 @@ machines    run a program on tensors, count, time, check and draw it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ring_attn.core import program as ops
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.core.messages import Number
-from ring_attn.core.program import Array, Op, Operand, Program, Tiles, View
+from ring_attn.core.messages import Message, Number
+from ring_attn.core.program import (
+    Array,
+    Buffer,
+    Channel,
+    Copy,
+    Op,
+    Operand,
+    Program,
+    Tiles,
+    View,
+)
 from ring_attn.core.ranks import OneRank, Ranks
 from ring_attn.core.sizes import SHARD
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller, check_fit
+from ring_attn.strategies.strategy import Strategy
 
 # The tensors that every core's forward saves.
 SAVED = ("q", "k", "v", "out", "lse")
+
+
+class GradientPlan(NamedTuple):
+    """The side that travels in a backward, if one does, and whether gradients are summed in order.
+
+    In order: dK and dV are summed in the order of the queries, as one process sums them.
+    """
+
+    travels: Traveller | None
+    in_order: bool
 
 
 @dataclass(frozen=True)
@@ -33,8 +56,7 @@ class Call:
 
     Attributes:
         same_bits: the caller's choice; None leaves the choice to the strategy.
-        gradients: the side that travels in a ring's backward, and whether its gradients are summed
-            in the order of the queries; None leaves the choice to the ring.
+        gradients: None leaves the choice to the strategy.
     """
 
     spec: AttentionSpec
@@ -45,7 +67,7 @@ class Call:
     softmax_scale: float
     backend: str
     same_bits: bool | None = None
-    gradients: tuple[Traveller, bool] | None = None
+    gradients: GradientPlan | None = None
 
     @property
     def world_size(self) -> int:
@@ -68,34 +90,87 @@ class Call:
         return OneRank(self.layouts, self.mask, self.rank)
 
 
-class MakeProgram(Protocol):
-    """Makes the program of one rank, or of every rank, for a call in one direction.
-
-    `rounded` True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
-    accumulation type, for an outer strategy that adds to them.
-    """
-
-    def __call__(
-        self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True
-    ) -> Program: ...
-
-
-def check_layouts(call: Call) -> None:
-    check_fit(*call.layouts, call.mask)
-
-
-@dataclass(frozen=True)
 class StrategyCode:
-    """The functions of a strategy.
+    """How keys and values reach the ranks, forward and backward: all that is known of a core.
 
-    `why_not_same_bits` returns None if a call has the same bits at every world size, else the
-    reason why not. `check` raises for a call that the strategy does not take, before anything is
-    sent.
+    A subclass with a name, `program` and `why_not_same_bits` is a strategy: machines run, count,
+    time, check and draw its programs. The other members serve the planner.
+
+    Attributes:
+        name: the core of `Strategy`, and a name for `strategy=`.
+        options: fields of `Strategy` that the core takes, beside those of all cores.
+        sparse: whether "auto" considers the core only where most pairs of ranks see nothing.
+        at_once: whether one launch of the backend covers the shards of all ranks.
     """
 
-    program: MakeProgram
-    why_not_same_bits: Callable[[Call], str | None]
-    check: Callable[[Call], None] = check_layouts
+    name: str
+    options: tuple[str, ...] = ()
+    sparse = False
+    at_once = False
+
+    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+        """The program of one rank, or of every rank, for a call in one direction.
+
+        `rounded` True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
+        accumulation type, for exchanges around the core that add to them.
+        """
+        raise NotImplementedError
+
+    def why_not_same_bits(self, call: Call) -> str | None:
+        """None if a call has the same bits at every world size, else the reason why not."""
+        raise NotImplementedError
+
+    def check(self, call: Call) -> None:
+        """Raises for a call that the strategy does not take, before anything is sent."""
+        check_fit(*call.layouts, call.mask)
+
+    def label(self, strategy: Strategy) -> str:
+        """The name with the options, for tables; its first word is a name for `strategy=`."""
+        return self.name
+
+    def core(self, call: Call) -> Call:
+        """The call without exchanges around the core, on the rank with most heads."""
+        return call
+
+    def kept(self, rank: int, world_size: int) -> tuple[str, ...]:
+        """Names of the call's inputs and results that the backward reads; it saves all others."""
+        return SAVED
+
+    # -- for the planner
+
+    def candidates(
+        self, spec: AttentionSpec, world_size: int, node_size: int
+    ) -> Iterator[Strategy]:
+        """Yields the core with all sensible options."""
+        yield Strategy(self.name)
+
+    def num_steps(self, call: Call) -> int:
+        """Upper bound of the steps of a call without exchanges around the core."""
+        return call.world_size
+
+    def gradients(self, call: Call) -> GradientPlan:
+        return GradientPlan(None, self.why_not_same_bits(call) is None)
+
+    def share_at_queries(self, call: Call) -> float:
+        """Fraction of the backward's FLOPs done on the rank that holds the queries."""
+        return 0.0 if self.gradients(call).travels == "q" else 1.0
+
+    def launch_spec(self, call: Call) -> AttentionSpec:
+        """The spec of the launch with fewest kv heads."""
+        return call.spec
+
+    def fullest_ranks(self, call: Call) -> set[int]:
+        """Ranks of which one holds most memory: the first and the last with most rows."""
+        spec = call.spec
+        rows = [
+            q * spec.nheads + kv * spec.nheads_kv
+            for q, kv in zip(*(layout.shard_lens for layout in call.layouts), strict=True)
+        ]
+        return {rows.index(max(rows)), len(rows) - 1 - rows[::-1].index(max(rows))}
+
+    def pair_steps(self, call: Call) -> Tensor:
+        """(P, P) number of the step that computes each pair [rank of q, rank of kv]."""
+        return torch.zeros(call.world_size, call.world_size, dtype=torch.int64)
 
 
 def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[str, Array]:
@@ -118,6 +193,34 @@ def core_program(
     """The program of these ops; its forward saves the inputs and the results."""
     saved = () if backward else SAVED
     return Program(ranks.world_size, ranks.rank, backward, tuple(made), arrays, saved)
+
+
+def pack_and_post(
+    channel: Channel,
+    step: int,
+    route: ops.Hop | ops.Collective,
+    *,
+    message: Message,
+    copies: tuple[Copy, ...],
+    send: Buffer,
+    recv: Buffer,
+    receives: Message,
+    nbytes: Number | None = None,
+    active: Tensor | None = None,
+) -> Iterator[Op]:
+    """Packs tensors into a message, and posts the exchange of the message for another one.
+
+    Args:
+        message, copies: sent, from these tensors.
+        receives: the message that comes.
+        nbytes: bytes that leave the rank; None is those of the message.
+    """
+    nbytes = message.nbytes if nbytes is None else nbytes
+    yield ops.Pack(send, message, copies)
+    yield ops.Post(
+        channel=channel, step=step, route=route, send=send, recv=recv, message=receives,
+        nbytes=nbytes, active=active,
+    )  # fmt: skip
 
 
 def start(spec: AttentionSpec, ranks: Ranks) -> ops.Start:

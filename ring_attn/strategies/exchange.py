@@ -30,21 +30,34 @@ from ring_attn.core.ranks import Ranks, Turn
 from ring_attn.core.sizes import MOVING, SHARD, choose_traveller, gradient_packet, shard_packet
 from ring_attn.core.tiles import Grid, Traveller
 from ring_attn.strategies import base
-from ring_attn.strategies.base import Call, StrategyCode, differentiate
+from ring_attn.strategies.base import Call, GradientPlan, StrategyCode, differentiate
 
 # Turn t uses lane t % 2: two turns are under way at a time.
 SHARD_LANES: tuple[Channel, Channel] = ("shards", "outer")
 GRADIENT_LANES: tuple[Channel, Channel] = ("gradients", "outer_gradients")
 
 
-def why_not_same_bits(call: Call) -> str | None:
-    return "an exchange adds gradients up in the order of its turns; use 'ring' or 'all_gather'"
+class Exchange(StrategyCode):
+    name = "exchange"
+    sparse = True
 
+    def why_not_same_bits(self, call: Call) -> str | None:
+        return "an exchange adds gradients up in the order of its turns; use 'ring' or 'all_gather'"
 
-def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-    arrays = base.input_arrays(call.spec, ranks, backward=backward)
-    made = _backward(call, ranks, arrays, rounded=rounded) if backward else _forward(call, ranks)
-    return base.core_program(ranks, arrays, made, backward=backward)
+    def gradients(self, call: Call) -> GradientPlan:
+        """Chooses the side that travels in the backward."""
+        if call.gradients is not None:
+            return call.gradients
+        travels = choose_traveller(call.spec, *call.layouts, call.mask, direct=True)
+        return GradientPlan(travels, False)
+
+    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+        arrays = base.input_arrays(call.spec, ranks, backward=backward)
+        if not backward:
+            return base.core_program(ranks, arrays, _forward(call, ranks), backward=False)
+        travels = self.gradients(call).travels or "kv"
+        made = _backward(call, ranks, travels, arrays, rounded=rounded)
+        return base.core_program(ranks, arrays, made, backward=True)
 
 
 def _forward(call: Call, ranks: Ranks) -> Iterator[Op]:
@@ -63,9 +76,10 @@ def _forward(call: Call, ranks: Ranks) -> Iterator[Op]:
     yield base.finish(call.spec, ranks)
 
 
-def _backward(call: Call, ranks: Ranks, arrays: dict[str, Array], *, rounded: bool) -> Iterator[Op]:
-    turns = _Turns(call, ranks, choose_side(call))
-    travels, sums = turns.travels, base.sums_of(call.spec, arrays)
+def _backward(
+    call: Call, ranks: Ranks, travels: Traveller, arrays: dict[str, Array], *, rounded: bool
+) -> Iterator[Op]:
+    turns, sums = _Turns(call, ranks, travels), base.sums_of(call.spec, arrays)
     yield ops.Delta(arrays["lse"])
     yield from base.new_sums(sums)
     yield from turns.begin()
@@ -85,13 +99,6 @@ def _backward(call: Call, ranks: Ranks, arrays: dict[str, Array], *, rounded: bo
     for number in range(turns.num - 2, turns.num):
         yield from turns.add_returned(number)
     yield from base.rounded_sums(sums, call.spec, rounded=rounded)
-
-
-def choose_side(call: Call) -> Traveller:
-    """Chooses the side that travels in the backward."""
-    if call.gradients is not None:
-        return call.gradients[0]
-    return choose_traveller(call.spec, *call.layouts, call.mask, direct=True)
 
 
 class _Turns:
@@ -138,10 +145,10 @@ class _Turns:
             yield ops.Join(lane)
             return
         copies = ops.copies_of_runs(SHARD[self.travels], turn.runs)
-        yield ops.Pack(shards.sent(number), shards.out[number], copies)
-        yield ops.Post(
-            lane, number, turn.hop, shards.sent(number), shards.received(number),
-            shards.into[number], shards.out[number].nbytes, None, turn.active,
+        yield from base.pack_and_post(
+            lane, number, turn.hop, message=shards.out[number], copies=copies,
+            send=shards.sent(number), recv=shards.received(number), receives=shards.into[number],
+            active=turn.active,
         )  # fmt: skip
 
     def arrived(self, number: int) -> Iterator[Op]:
@@ -163,8 +170,9 @@ class _Turns:
             return
         back = ops.Hop(turn.hop.recv_from, turn.hop.send_to)
         yield ops.Post(
-            lane, number, back, sums.received(number), sums.sent(number), sums.out[number],
-            sums.into[number].nbytes, None, turn.active,
+            channel=lane, step=number, route=back, send=sums.received(number),
+            recv=sums.sent(number), message=sums.out[number], nbytes=sums.into[number].nbytes,
+            active=turn.active,
         )  # fmt: skip
 
     def add_returned(self, number: int) -> Iterator[Op]:
@@ -195,4 +203,4 @@ class _Messages:
         return Buffer(f"{self._name} in {number}", self._room)
 
 
-CODE = StrategyCode(program, why_not_same_bits)
+CODE = Exchange()

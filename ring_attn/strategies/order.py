@@ -11,16 +11,19 @@ process if it makes every sum in the same order:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 from ring_attn.backends import bits_unit
 from ring_attn.core.heads import is_replicated, share_heads
-from ring_attn.core.tiles import ring_grid
 from ring_attn.strategies.base import Call
 
 
-def why_not_in_order(call: Call) -> str | None:
-    """None if a core makes every sum in the order of one process, else the reason why not."""
+def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = None) -> str | None:
+    """None if a core makes every sum in the order of one process, else the reason why not.
+
+    `of_core` has the core's own reasons.
+    """
     reason = why_not_by_heads(call)
     if reason is not None:
         return reason
@@ -29,12 +32,10 @@ def why_not_in_order(call: Call) -> str | None:
         return f"backend {call.backend!r} does not fold in one order; triton does"
     if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
         return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
-    if call.strategy.core == "ring":
-        if call.world_size == 1:
-            return None
-        reason = _why_not_by_turns(call)
-        if reason is not None:
-            return reason
+    if of_core is not None and (reason := of_core(call)) is not None:
+        return reason
+    if call.world_size == 1:
+        return None
     for layout in layouts:
         # The first positions of the shards after rank 0's; empty shards at the end have none.
         for start in accumulate(layout.shard_lens):
@@ -56,19 +57,3 @@ def why_not_by_heads(call: Call) -> str | None:
         "is on several ranks, which sum its gradients in another order; take a degree that keeps "
         "each kv head on one rank"
     )
-
-
-def _why_not_by_turns(call: Call) -> str | None:
-    """None if a ring brings shards in the order of their positions, else the reason why not."""
-    layouts, mask = call.layouts, call.mask
-    if not mask.is_causal:
-        return f"the mask must be causal, without window and documents, got {mask.words}"
-    grid = ring_grid(call.world_size, call.strategy.inner_degree)
-    if grid.outer > 1:
-        return (
-            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner} ranks: "
-            "shards of a double ring do not arrive in the order of their positions"
-        )
-    if layouts[0].shard_lens != layouts[1].shard_lens:
-        return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
-    return None

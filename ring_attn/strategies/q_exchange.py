@@ -33,23 +33,34 @@ from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.messages import Message, Number, message_of, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
-from ring_attn.core.spec import Packet
-from ring_attn.strategies.base import SAVED, Call, StrategyCode, input_arrays, result_arrays
+from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.strategies.base import (
+    SAVED,
+    Call,
+    StrategyCode,
+    input_arrays,
+    pack_and_post,
+    result_arrays,
+)
+from ring_attn.strategies.strategy import Named, Strategy
 
 
-def around(inner: StrategyCode) -> StrategyCode:
-    """The exchange of queries around another strategy."""
+class QExchange(StrategyCode):
+    """The exchange of queries around a core."""
 
-    def why_not_same_bits(call: Call) -> str | None:
-        return inner.why_not_same_bits(core(call))
+    def __init__(self, inner: StrategyCode) -> None:
+        self._inner, self.sparse = inner, inner.sparse
 
-    def check(call: Call) -> None:
-        inner.check(core(call))
+    def why_not_same_bits(self, call: Call) -> str | None:
+        return self._inner.why_not_same_bits(core(call))
 
-    def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+    def check(self, call: Call) -> None:
+        self._inner.check(core(call))
+
+    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
         inner_call = core(call)
         held = ranks.over(inner_call.layouts)
-        within = inner.program(inner_call, held, backward=backward, rounded=rounded)
+        within = self._inner.program(inner_call, held, backward=backward, rounded=rounded)
         arrays = input_arrays(call.spec, ranks, backward=backward)
         made = tuple(_around(call, ranks, within, arrays, rounded=rounded))
         if backward:
@@ -58,7 +69,24 @@ def around(inner: StrategyCode) -> StrategyCode:
         saved = tuple(_inner_name(name) for name in within.saved)
         return Program(ranks.world_size, ranks.rank, backward, made, arrays, saved)
 
-    return StrategyCode(program, why_not_same_bits, check)
+    def core(self, call: Call) -> Call:
+        return self._inner.core(core(call))
+
+    def kept(self, rank: int, world_size: int) -> tuple[str, ...]:
+        alone = 2 * rank + 1 == world_size
+        return SAVED if alone else ("k", "v")
+
+    def fullest_ranks(self, call: Call) -> set[int]:
+        # The first and the last rank exchange no less, but hold less.
+        return super().fullest_ranks(call) | {call.world_size // 2}
+
+
+def _both_cores(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
+    yield Strategy("all_gather", exchange_q=True)
+    yield Strategy(exchange_q=True)
+
+
+NAMED = Named(_both_cores, "all_gather", exchange_q=True, only=lambda world_size: 1)
 
 
 def core(call: Call) -> Call:
@@ -159,8 +187,10 @@ class _Exchange:
             unpacked = tuple(Copy(i, View(x, tail_after)) for i, x in enumerate(targets))
             heads = head_before, head_after
         nbytes = sent.nbytes if self.active is None else sent.nbytes * self.active
-        yield ops.Pack(send, sent, packed)
-        yield ops.Post("shards", step, self.hop, send, recv, received, nbytes, None, self.active)
+        yield from pack_and_post(
+            "shards", step, self.hop, message=sent, copies=packed, send=send, recv=recv,
+            receives=received, nbytes=nbytes, active=self.active,
+        )  # fmt: skip
         yield ops.Wait("shards", None, self.active)
         yield ops.Free((send,))
         for name, array, source in zip(targets, arrays.values(), sources, strict=True):

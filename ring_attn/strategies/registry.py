@@ -1,14 +1,18 @@
-"""Strategies by name, and the programs of a call.
+"""The registered strategies, and the programs of a call.
 
-Two lines add a strategy:
+A strategy from outside the package is an object, and named in `strategy=` while it is registered:
 
-    register("star", StrategyCode(program, why_not_same_bits))
-    ring_attention(..., strategy=Strategy("star"))
+    with registered(Star()):
+        ring_attention(q, k, v, strategy="star")
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import cast
 
 from ring_attn.backends import Purpose, choose_backend
 from ring_attn.core.layout import SequenceLayout
@@ -16,36 +20,47 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.values import on_host
 from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call, StrategyCode
-
-_CODES: dict[str, StrategyCode] = {
-    "ring": ring.CODE,
-    "all_gather": all_gather.CODE,
-    "exchange": exchange.CODE,
-}
+from ring_attn.strategies.strategy import CORES, NAMES, Named, Strategy
 
 
-def register(name: str, code: StrategyCode) -> None:
-    """Makes `Strategy(name)` run `code`.
+def register(code: StrategyCode) -> None:
+    """Makes `Strategy(code.name)`, and `strategy=` the name, run `code`.
 
     Raises:
         ValueError: a strategy of that name exists.
     """
-    if name in _CODES:
-        raise ValueError(f"strategy {name!r} is registered already; choose another name")
-    _CODES[name] = code
-    CORES.append(name)
+    if code.name in NAMES:
+        raise ValueError(f"strategy {code.name!r} is registered already; choose another name")
+    CORES[code.name] = code
+    NAMES[code.name] = Named(code.candidates, code.name)
 
 
+@contextmanager
+def registered(code: StrategyCode) -> Iterator[None]:
+    """Registers a strategy during a block."""
+    register(code)
+    try:
+        yield
+    finally:
+        del CORES[code.name], NAMES[code.name]
+        code_of.cache_clear()
+
+
+for _code in (ring.CODE, all_gather.CODE, exchange.CODE):
+    register(_code)
+NAMES |= {**ulysses.NAMES, "double_ring": ring.DOUBLE_RING, "q_exchange": q_exchange.NAMED}
+
+
+@lru_cache(maxsize=1024)
 def code_of(strategy: Strategy) -> StrategyCode:
     """The code of the strategy's core, wrapped in the exchanges around the core."""
-    core = _CODES[strategy.core]
+    core = cast(StrategyCode, CORES[strategy.core])
     if strategy.exchange_q:
-        return q_exchange.around(core)
-    return ulysses.around(core) if strategy.ulysses_degree > 1 else core
+        return q_exchange.QExchange(core)
+    return ulysses.Ulysses(core) if strategy.ulysses_degree > 1 else core
 
 
 def make_call(

@@ -58,16 +58,22 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ring_attn.backends import get_backend
 from ring_attn.core import program as ops
 from ring_attn.core import sizes
 from ring_attn.core.messages import Message, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.ranks import Ranks
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Displacement, Grid, Traveller, ring_grid
+from ring_attn.core.work import needed_displacements
 from ring_attn.strategies import base
-from ring_attn.strategies.base import Call, StrategyCode, differentiate
+from ring_attn.strategies.base import Call, GradientPlan, StrategyCode, differentiate
 from ring_attn.strategies.order import why_not_in_order
+from ring_attn.strategies.strategy import Named, Strategy
 
 # KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
 # fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads
@@ -75,36 +81,87 @@ from ring_attn.strategies.order import why_not_in_order
 MANY_ROWS = 128 * 132
 
 
-def why_not_same_bits(call: Call) -> str | None:
-    reason = why_not_in_order(call)
-    if reason is None and not choose_gradients(call)[1]:
-        return "gradients are added up: same_bits=False"
-    return reason
+class Ring(StrategyCode):
+    name = "ring"
+    options = ("inner_degree",)
+
+    def why_not_same_bits(self, call: Call) -> str | None:
+        reason = why_not_in_order(call, _why_not_by_turns)
+        if reason is None and not self.gradients(call).in_order:
+            return "gradients are added up: same_bits=False"
+        return reason
+
+    def gradients(self, call: Call) -> GradientPlan:
+        """Chooses the side that travels in the backward, and the order of its sums.
+
+        In order only for the same bits at every world size. By the model, on 8 and more H100 and
+        A100, it takes 3 % less to 9 % more time within a node and 3 % less to 29 % more between
+        nodes: dQ alone hides the transfer of dK and dV, where the other order has a whole step.
+        """
+        if call.gradients is not None:
+            return call.gradients
+        in_order = call.same_bits
+        if in_order is None:
+            in_order = why_not_in_order(call, _why_not_by_turns) is None
+        if in_order:
+            return GradientPlan("kv", True)
+        return GradientPlan(sizes.choose_traveller(call.spec, *call.layouts, call.mask), False)
+
+    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+        grid = ring_grid(ranks.world_size, call.strategy.inner_degree)
+        plan = self.gradients(call) if backward else GradientPlan("kv", in_order=False)
+        travels = plan.travels or "kv"
+        steps = _Steps(call, ranks, grid, travels, ranks.order(grid, travels))
+        arrays = base.input_arrays(call.spec, ranks, backward=backward)
+        if not backward:
+            return base.core_program(ranks, arrays, _forward(call, steps), backward=False)
+        made = _backward(call, steps, arrays, in_order=plan.in_order, rounded=rounded)
+        return base.core_program(ranks, arrays, made, backward=True)
+
+    def label(self, strategy: Strategy) -> str:
+        degree = strategy.inner_degree
+        return self.name if degree == 1 else f"double_ring {degree}"
+
+    def pair_steps(self, call: Call) -> Tensor:
+        count, degree = call.world_size, call.strategy.inner_degree
+        grid, ranks = ring_grid(count, degree), torch.arange(count)
+        steps = torch.zeros(count, count, dtype=torch.int64)
+        for index, (outer, inner) in enumerate(
+            needed_displacements(*call.layouts, call.mask, grid.inner)
+        ):
+            source = (ranks // grid.inner - outer) % grid.outer * grid.inner
+            steps[ranks, source + (ranks % grid.inner - inner) % grid.inner] = index
+        return steps
 
 
-def choose_gradients(call: Call) -> tuple[Traveller, bool]:
-    """Chooses the side that travels in the backward, and whether gradients are summed in order.
-
-    In order only for the same bits at every world size. By the model, on 8 and more H100 and A100,
-    it takes 3 % less to 9 % more time within a node and 3 % less to 29 % more between nodes: dQ
-    alone hides the transfer of dK and dV, where the other order has a whole step for it.
-    """
-    if call.gradients is not None:
-        return call.gradients
-    if call.same_bits or (call.same_bits is None and why_not_in_order(call) is None):
-        return "kv", True
-    return sizes.choose_traveller(call.spec, *call.layouts, call.mask), False
+def double_rings(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
+    """Yields inner rings of a node, half a node and two nodes; in one node, the squarest grid."""
+    divisors = [d for d in range(2, world_size) if world_size % d == 0]
+    if not divisors:
+        return
+    degrees = [d for d in divisors if d in (node_size, node_size // 2, 2 * node_size)]
+    if world_size <= node_size:
+        degrees = [min(divisors, key=lambda d: (abs(d * d - world_size), d))]
+    for degree in degrees or [min(divisors, key=lambda d: (abs(d - node_size), d))]:
+        yield Strategy(inner_degree=degree)
 
 
-def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-    grid = ring_grid(ranks.world_size, call.strategy.inner_degree)
-    travels, in_order = choose_gradients(call) if backward else ("kv", False)
-    steps = _Steps(call, ranks, grid, travels, ranks.order(grid, travels))
-    arrays = base.input_arrays(call.spec, ranks, backward=backward)
-    if not backward:
-        return base.core_program(ranks, arrays, _forward(call, steps), backward=False)
-    made = _backward(call, steps, arrays, in_order=in_order, rounded=rounded)
-    return base.core_program(ranks, arrays, made, backward=True)
+def _why_not_by_turns(call: Call) -> str | None:
+    """None if a ring brings shards in the order of their positions, else the reason why not."""
+    layouts, mask = call.layouts, call.mask
+    if call.world_size == 1:
+        return None
+    if not mask.is_causal:
+        return f"the mask must be causal, without window and documents, got {mask.words}"
+    grid = ring_grid(call.world_size, call.strategy.inner_degree)
+    if grid.outer > 1:
+        return (
+            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner} ranks: "
+            "shards of a double ring do not arrive in the order of their positions"
+        )
+    if layouts[0].shard_lens != layouts[1].shard_lens:
+        return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
+    return None
 
 
 class _Leg(NamedTuple):
@@ -208,8 +265,9 @@ class _Shards:
             yield ops.Pack(buffers[0], messages[0], steps.copies(self._names))
         for outer, sends, brings in steps.shard_legs(index):
             yield ops.Post(
-                "outer" if outer else "shards", index, steps.hop(sends, brings), buffers[sends],
-                buffers[brings], messages[brings], messages[sends].nbytes,
+                channel="outer" if outer else "shards", step=index, route=steps.hop(sends, brings),
+                send=buffers[sends], recv=buffers[brings], message=messages[brings],
+                nbytes=messages[sends].nbytes,
             )  # fmt: skip
 
     def held(self, index: int) -> tuple[Operand, ...]:
@@ -287,8 +345,9 @@ class _Sums:
     def post(self, leg: _Leg, recv: Buffer) -> ops.Post:
         _, sends, brings = leg
         return ops.Post(
-            _gradients(leg.outer), sends, self.steps.hop(sends, brings), self.buffers[sends], recv,
-            self.messages[brings], self.messages[sends].nbytes,
+            channel=_gradients(leg.outer), step=sends, route=self.steps.hop(sends, brings),
+            send=self.buffers[sends], recv=recv, message=self.messages[brings],
+            nbytes=self.messages[sends].nbytes,
         )  # fmt: skip
 
     def unpack(self, buffer: Buffer, *, add: bool) -> ops.Unpack:
@@ -387,4 +446,5 @@ class _AddedUp(_Sums):
             yield self.unpack(recv, add=True)
 
 
-CODE = StrategyCode(program, why_not_same_bits)
+CODE = Ring()
+DOUBLE_RING = Named(double_rings, CODE.name, degree="inner_degree", needed=True)

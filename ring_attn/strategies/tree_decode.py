@@ -97,7 +97,15 @@ def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
     copies = (Copy(0, View("partial out")), Copy(1, View("partial lse")))
     return (
         ops.Pack(send, packet, copies),
-        ops.Post("shards", 0, ops.Collective("all_gather"), send, recv, everyone, others),
+        ops.Post(
+            channel="shards",
+            step=0,
+            route=ops.Collective("all_gather"),
+            send=send,
+            recv=recv,
+            message=everyone,
+            nbytes=others,
+        ),
         ops.Wait("shards"),
         ops.Free((send,)),
         ops.Merge(recv, everyone, "out", "lse"),

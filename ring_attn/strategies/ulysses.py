@@ -40,36 +40,74 @@ from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.messages import Bytes, Message, Number, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
-from ring_attn.core.spec import Packet
+from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import with_first_row
-from ring_attn.strategies.base import SAVED, Call, MakeProgram, StrategyCode, input_arrays
+from ring_attn.strategies import ring
+from ring_attn.strategies.base import SAVED, Call, StrategyCode, input_arrays
 from ring_attn.strategies.order import why_not_by_heads
+from ring_attn.strategies.strategy import CORES, Named, Strategy
 
 # For each group, for each member: pairs (rows of the member, rows of the group) of equal length.
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
 
-def around(inner: StrategyCode) -> StrategyCode:
-    def why_not_same_bits(call: Call) -> str | None:
+class Ulysses(StrategyCode):
+    """The exchange of heads for rows around a core."""
+
+    def __init__(self, inner: StrategyCode) -> None:
+        self._inner, self.sparse = inner, inner.sparse
+
+    def why_not_same_bits(self, call: Call) -> str | None:
         reason = why_not_by_heads(call)
         if reason is not None:
             return reason
         backend, cores = get_backend(call.backend), _cores(call)
         reasons = [
             *(why_not_alike(backend, call.spec, each.spec) for each in cores),
-            *map(inner.why_not_same_bits, cores),
+            *map(self._inner.why_not_same_bits, cores),
         ]
         return next((reason for reason in reasons if reason is not None), None)
 
-    def check(call: Call) -> None:
+    def check(self, call: Call) -> None:
         # Checks the cores of all members, so that every rank refuses what one member refuses.
         for each in _cores(call):
-            inner.check(each)
+            self._inner.check(each)
 
-    def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        return _Exchanges(call, ranks, inner.program).program(backward=backward, rounded=rounded)
+    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+        exchanges = _Exchanges(call, ranks, self._inner)
+        return exchanges.program(backward=backward, rounded=rounded)
 
-    return StrategyCode(program, why_not_same_bits, check)
+    def core(self, call: Call) -> Call:
+        degree = call.strategy.ulysses_degree
+        shares = share_heads(call.spec.nheads, call.spec.nheads_kv, degree)
+        return self._inner.core(core(call, max(shares, key=lambda share: share.num)))
+
+    def kept(self, rank: int, world_size: int) -> tuple[str, ...]:
+        return ()
+
+    def fullest_ranks(self, call: Call) -> set[int]:
+        """Of the groups of the fullest ranks, a member with each number of heads."""
+        spec, degree = call.spec, call.strategy.ulysses_degree
+        shares = [(x.num, x.num_kv) for x in share_heads(spec.nheads, spec.nheads_kv, degree)]
+        members = [shares.index(share) for share in set(shares)]
+        return {r - r % degree + member for r in super().fullest_ranks(call) for member in members}
+
+
+def _whole(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
+    yield Strategy(ulysses_degree=world_size)
+
+
+def _hybrids(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
+    for degree in range(2, min(world_size, spec.nheads + 1)):
+        if world_size % degree == 0:
+            for name in CORES:
+                yield Strategy(name, ulysses_degree=degree)
+
+
+NAMES = {
+    "ulysses": Named(_whole, ring.CODE.name, only=lambda world_size: world_size),
+    "hybrid": Named(_hybrids, ring.CODE.name, needed=True),
+}
 
 
 def core_layouts(call: Call) -> Layouts:
@@ -125,7 +163,7 @@ class _Kind:
 class _Exchanges:
     """Builds the programs: heads for rows, the cores, rows for heads."""
 
-    def __init__(self, call: Call, ranks: Ranks, inner: MakeProgram) -> None:
+    def __init__(self, call: Call, ranks: Ranks, inner: StrategyCode) -> None:
         self.call, self.ranks, self.inner = call, ranks, inner
         self.degree = call.strategy.ulysses_degree
         self.shares = share_heads(call.spec.nheads, call.spec.nheads_kv, self.degree)
@@ -153,7 +191,7 @@ class _Exchanges:
         cores = ranks.over(core_layouts(self.call), self.degree)
         for number, run, members in self._runs():
             core_call = core(self.call, run)
-            program = self.inner(
+            program = self.inner.program(
                 core_call, cores, backward=backward, rounded=rounded and not self.summed
             )
             inputs, results = ([kind.name for kind in kinds] for kinds in (there, back))
@@ -236,7 +274,10 @@ class _Exchanges:
         if not to_heads and kinds[0].name == "dq" and self.ranks.rank is not None:
             runs = range(len(self.share.runs))
             yield ops.Free(tuple(f"{kind.name} {number}" for number in runs for kind in kinds))
-        yield ops.Post(channel, step, route, send, recv, received, nbytes, self.group)
+        yield ops.Post(
+            channel=channel, step=step, route=route, send=send, recv=recv, message=received,
+            nbytes=nbytes, ranks=self.group,
+        )  # fmt: skip
         yield ops.Wait(channel, self.group)
         yield ops.Free((send,))
         for name, array, zero in self._targets(kinds, all_heads=not to_heads):

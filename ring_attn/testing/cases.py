@@ -20,13 +20,12 @@ from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs
-from ring_attn.core.strategy import NAMES as STRATEGY_NAMES
-from ring_attn.core.strategy import NEED_DEGREE, Strategy
+from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing.inputs import random_qkv, random_sinks
 from ring_attn.tools.env import backend_reasons
 
 # The strategies of `ring_attention`, a hybrid around all_gather, and the planner's choice.
-STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather", "auto")
+STRATEGIES = (*NAMES, "hybrid all_gather", "auto")
 
 # "boundaries" has shards of unequal length, with two ranks or more also empty shards.
 LAYOUTS = (*NAMED_LAYOUTS, "boundaries")
@@ -192,7 +191,7 @@ def strategy_of(name: str, world_size: int) -> str | Strategy:
     Raises:
         NotImplementedError: the strategy needs a degree, and the world size is prime or 1.
     """
-    if name not in (*NEED_DEGREE, "hybrid all_gather"):
+    if name in NAMES and not NAMES[name].needed or name == "auto":
         return name
     degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
     if degree is None:

@@ -25,10 +25,10 @@ from ring_attn.core.oracle import (
     plain_gradients,
 )
 from ring_attn.core.spec import AttentionSpec, TransportOptions
-from ring_attn.core.strategy import resolve_strategy
 from ring_attn.machines import run
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
+from ring_attn.strategies.strategy import resolve_strategy
 from ring_attn.testing.cases import Case
 from ring_attn.testing.inputs import poisoned_empty, strided
 from ring_attn.transport.local import LocalTransport, run_local

@@ -15,14 +15,17 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import runpy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from ring_attn.core.layout import LAYOUTS
-from ring_attn.core.strategy import NAMES
+from ring_attn.core.values import regular_file
 from ring_attn.machines.check import check_calls
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import Simulation, simulate
@@ -35,7 +38,9 @@ from ring_attn.planning.devices import (
     load_cluster,
 )
 from ring_attn.planning.planner import call_of, explain, rated_cluster, schedule_for
-from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.base import StrategyCode
+from ring_attn.strategies.registry import program_of, registered
+from ring_attn.strategies.strategy import NAMES
 from ring_attn.tools import plan_report as report
 from ring_attn.tools.arguments import (
     add_common,
@@ -90,7 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=parse_sizes, metavar="LENGTHS", help=documents)
     add("--layout", choices=("auto", *LAYOUTS, "balanced"), default="auto")
     names = f"consider only some of {', '.join(NAMES)}"
-    add("--strategy", dest="strategies", nargs="+", choices=NAMES, metavar="NAME", help=names)
+    add("--strategy", dest="strategies", nargs="+", metavar="NAME", help=names)
+    load = "a Python file whose strategies are registered first, as examples/own_strategy.py"
+    add("--load", type=Path, metavar="FILE", help=load)
     cluster = (
         "h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
         "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)"
@@ -118,6 +125,15 @@ def parse_window(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        if args.load is not None:
+            for value in runpy.run_path(str(regular_file(args.load))).values():
+                if isinstance(value, StrategyCode):
+                    stack.enter_context(registered(value))
+        return run_plan(args)
+
+
+def run_plan(args: argparse.Namespace) -> int:
     if args.plot is not None and args.plot.suffix not in PLOTS:
         raise ValueError(f"--plot {str(args.plot)!r} is neither .png nor .svg")
     if args.plot is not None and find_spec("matplotlib") is None:
@@ -130,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         choice = plan(args)
     finally:
         gc.enable()
-    count, too_many = choice.best.num_steps(choice.problem.spec) * args.world_size, ""
+    count, too_many = choice.best.steps * args.world_size, ""
     if count > MOST_RANK_STEPS:
         too_many = f"{count} ranks x steps are too many for a table and a timeline"
         too_many += f" ({MOST_RANK_STEPS})"

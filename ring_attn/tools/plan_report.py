@@ -17,12 +17,12 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.core.program import CHANNELS
-from ring_attn.core.tiles import ring_grid
-from ring_attn.core.work import needed_displacements, pair_work
+from ring_attn.core.work import pair_work
 from ring_attn.machines.actions import Compute, Transfer
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice, describe, format_bytes, format_seconds
 from ring_attn.planning.planner import call_of, core_of
+from ring_attn.strategies.registry import code_of
 from ring_attn.tools.arguments import new_table
 
 if TYPE_CHECKING:
@@ -133,18 +133,10 @@ class MaskPicture(NamedTuple):
 def mask_picture(choice: Choice) -> MaskPicture:
     """The picture of the best strategy, by rank, or by group of ranks that exchange heads."""
     best, problem = choice.best, choice.problem
-    layouts = core_of(call_of(problem, best)).layouts
-    work = pair_work(*layouts, problem.mask)
-    count = layouts[0].world_size
+    core = core_of(call_of(problem, best))
+    work = pair_work(*core.layouts, problem.mask)
     kind = torch.where(work.area > 0, torch.where(work.edge > 0, CUT, FULL), ABSENT)
-    step = torch.zeros(count, count, dtype=torch.int64)
-    if best.strategy.core == "ring":
-        grid = ring_grid(count, best.strategy.inner_degree)
-        order = needed_displacements(*layouts, problem.mask, grid.inner)
-        ranks = torch.arange(count)
-        for index, (outer, inner) in enumerate(order):
-            source = (ranks // grid.inner - outer) % grid.outer * grid.inner
-            step[ranks, source + (ranks % grid.inner - inner) % grid.inner] = index
+    step = code_of(core.strategy).pair_steps(core)
     step[kind == ABSENT] = -1
     degree = best.strategy.ulysses_degree
     title = "rank" if degree == 1 else f"group of {degree} ranks"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_attn import SequenceLayout, ring_attention, torch_private
-from ring_attn.core.strategy import NAMES
+from ring_attn.strategies.strategy import NAMES
 from ring_attn.testing.cases import strategy_of
 from ring_attn.torch_private import flattened
 from tests.distributed.pool import ended, on_ranks

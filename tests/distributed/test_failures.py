@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention, tree_decode
-from ring_attn.core.strategy import NAMES
+from ring_attn.strategies.strategy import NAMES
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
 from tests.distributed.pool import Ended, calls_within, ended, everyone, on_ranks

@@ -12,11 +12,11 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
 from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import poisoned_empty, random_qkv
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement

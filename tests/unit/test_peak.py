@@ -17,12 +17,12 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Tile, Traveller
 from ring_attn.machines import count, run
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.strategies.tree_decode import program as decode_program

@@ -17,15 +17,14 @@ import torch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
 from ring_attn.planning.devices import Cluster, builtin_cluster, cpu_cluster, find_cluster, to_json
 from ring_attn.planning.planner import choose, explain
-from ring_attn.strategies import ring
-from ring_attn.strategies.registry import make_call, why_not_same_bits
+from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
+from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.unit.test_time import cluster as made_cluster
@@ -224,7 +223,8 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
         assert (why_not_same_bits(call) is None) == candidate.same_bits
         if candidate.travels is not None:
             core = planner.core_of(call)
-            assert (candidate.travels, candidate.in_order) == ring.choose_gradients(core)
+            plan = code_of(core.strategy).gradients(core)
+            assert plan == (candidate.travels, candidate.in_order)
 
 
 def test_auto_layout_has_four() -> None:
@@ -252,7 +252,7 @@ def test_a_choice_simulates_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(planner, "MOST_RANK_STEPS", 16)
     choice = plan(effort="names")
     simulated = [c for c in choice.candidates if c.prediction is not None]
-    assert 0 < sum(8 * c.num_steps(choice.problem.spec) for c in simulated) <= 16
+    assert 0 < sum(8 * c.steps for c in simulated) <= 16
     assert any("not simulated" in str(c.reason) for c in choice.candidates)
 
 

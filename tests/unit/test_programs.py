@@ -17,7 +17,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Grid, Traveller
 from ring_attn.machines.actions import SHARE_OF_DQ, schedule_of
 from ring_attn.machines.check import _add_work, check, check_calls
@@ -26,8 +25,9 @@ from ring_attn.machines.draw import draw
 from ring_attn.planning.balance import by_area
 from ring_attn.planning.devices import cpu_cluster
 from ring_attn.planning.planner import explain
-from ring_attn.strategies.base import Call
+from ring_attn.strategies.base import Call, GradientPlan
 from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.strategy import CORES, Strategy
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
 MASKS = masks(61)
@@ -76,7 +76,8 @@ def calls_of(
         ]
     except NotImplementedError:
         return []
-    return [replace(call, gradients=gradients) for call in calls]
+    plan = gradients and GradientPlan(*gradients)
+    return [replace(call, gradients=plan) for call in calls]
 
 
 def sent(calls: list[Call], *, backward: bool = False) -> list[Sent]:

@@ -14,9 +14,9 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import make_call, why_not_same_bits
-from ring_attn.strategies.ring import choose_gradients
+from ring_attn.strategies.ring import CODE as RING
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.kernels.calls import DEVICE
 from tests.refusals import refused, says
@@ -74,13 +74,13 @@ def test_on_where_it_can_be_had_and_why_not(name: str) -> None:
         return
     for same_bits in (None, True):
         call = make(same_bits=same_bits)
-        assert why_not_same_bits(call) is None and choose_gradients(call) == ("kv", True)
-    assert layouts != EQUAL or choose_gradients(off)[0] == "q"
+        assert why_not_same_bits(call) is None and RING.gradients(call) == ("kv", True)
+    assert layouts != EQUAL or RING.gradients(off)[0] == "q"
 
 
 def test_gradients_are_added_up_where_their_order_gains_no_bits() -> None:
     call = make_call(Strategy(), FEW_KV_HEADS, named("zigzag"), CAUSAL, 0, backend="triton")
-    assert choose_gradients(call) == ("kv", False) and why_not_same_bits(call) is not None
+    assert RING.gradients(call) == ("kv", False) and why_not_same_bits(call) is not None
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
-from ring_attn.strategies.base import Call
+from ring_attn.strategies.base import Call, GradientPlan
 from ring_attn.strategies.registry import code_of, program_of
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS,
@@ -131,7 +131,8 @@ def test_either_side_travels(name: str, gradients: Any) -> None:
         layout = layouts[turn % len(layouts)]
         dtype = ("bfloat16", "float32")[turn // 2 % 2]
         case = Case(mask, layout, STRATEGIES[name][1], "reference", dtype, batch=1 + turn % 2)
-        calls = [replace(call, gradients=gradients) for call in calls_of(case, 4)]
+        plan = gradients and GradientPlan(*gradients)
+        calls = [replace(call, gradients=plan) for call in calls_of(case, 4)]
         ranks = run_calls(calls, case.build_inputs(), case.build_layouts(4))
         assert_ran(put_together(case, ranks), calls)
 
@@ -227,6 +228,6 @@ def test_refused_before_anything_is_sent() -> None:
     with refused(NotImplementedError, words):
         run_all_ranks(Case(mask, strategy=halves, heads=Heads(6, 3, 8, 8), same_bits=True), 4)
     case = Case(mask, strategy=GATHER)
-    calls = [replace(call, gradients=("kv", True)) for call in calls_of(case, 4)]
+    calls = [replace(call, gradients=GradientPlan("kv", True)) for call in calls_of(case, 4)]
     with refused(NotImplementedError, "one order|got 'aten'"):
         run_calls(calls, case.build_inputs(), case.build_layouts(4))

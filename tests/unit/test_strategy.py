@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from ring_attn.core.strategy import (
+from ring_attn.strategies.strategy import (
     CORES,
     NAMES,
-    NEED_DEGREE,
     Strategy,
     family,
     label,
@@ -32,7 +31,7 @@ from tests.refusals import refused
 def test_names(name: str, degree: int | None, strategy: Strategy, text: str) -> None:
     assert Strategy.from_name(name, 8, degree) == strategy
     assert (label(strategy, 8), family(strategy, 8)) == (text, text.split()[0])
-    mesh = (8 // degree, degree) if degree and name in NEED_DEGREE else ()
+    mesh = (8 // degree, degree) if degree and NAMES[name].needed else ()
     assert resolve_strategy(strategy, 8, mesh) == strategy
     if mesh or degree is None:
         assert resolve_strategy(name, 8, mesh) == strategy
@@ -64,6 +63,6 @@ def test_what_cannot_be_is_refused(
 
 
 def test_the_name_of_a_strategy_is_no_core() -> None:
-    for name in set(NAMES) - set(CORES):
+    for name in NAMES.keys() - CORES.keys():
         with refused(ValueError, f"{name}|from_name|['ring'"):
             Strategy(name)

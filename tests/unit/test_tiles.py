@@ -21,7 +21,6 @@ from ring_attn.core.masks import documents, from_dense
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import (
     MaskKind,
     Tile,
@@ -35,6 +34,7 @@ from ring_attn.core.work import needed_displacements, needed_rows, pair_work
 from ring_attn.machines.count import peak_bytes
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
 from tests.drawn import layouts_for, masks, reproducible

@@ -42,7 +42,6 @@ from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.values import as_int, check_type
 from ring_attn.integrations.flash_attn import (
     Options,
@@ -56,6 +55,7 @@ from ring_attn.integrations.flash_attn import (
     unpacked,
 )
 from ring_attn.integrations.ring_flash_attn import adapters
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.p2p import tell_refusal
 
 # Error of torch.compile with fullgraph=True for functions that are left out of the graph.

@@ -1,4 +1,4 @@
-"""A strategy as a value: the core, and the exchanges around it.
+"""A strategy as a value: the core, the exchanges around it, and the names for both.
 
     name          core          around the core
     ring          ring
@@ -9,21 +9,53 @@
     hybrid        ring          heads for rows, among `ulysses_degree` consecutive ranks
     q_exchange    all_gather    tail halves of the queries, with rank P-1-r
 
-A hybrid may also have a double ring, all_gather or exchange as its core.
+A hybrid may also have a double ring, all_gather or exchange as its core. `strategies.registry`
+fills the tables of cores and names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_flag, check_int, check_one_of
 
-# How keys and values reach the ranks; `strategies.registry.register` adds more.
-CORES = ["ring", "all_gather", "exchange"]
-NAMES = ("ring", "double_ring", "all_gather", "exchange", "ulysses", "hybrid", "q_exchange")
-# Names that need a degree, and the field with the degree.
-NEED_DEGREE = {"hybrid": "ulysses_degree", "double_ring": "inner_degree"}
+
+class Core(Protocol):
+    """What a `Strategy` asks of its core; `strategies.base.StrategyCode` has the rest."""
+
+    name: str
+    options: tuple[str, ...]
+
+    def label(self, strategy: Strategy) -> str: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name for `strategy=`.
+
+    Attributes:
+        candidates: the strategies of this name with every sensible degree, of a spec, the number of
+            ranks, and the ranks of a node.
+        core, exchange_q: of the strategies of this name.
+        degree: the field of `Strategy` that the degree sets.
+        needed: whether the name has no default degree.
+        only: the only degree among so many ranks; None allows any.
+    """
+
+    candidates: Callable[[AttentionSpec, int, int], Iterable[Strategy]]
+    core: str
+    exchange_q: bool = False
+    degree: str = "ulysses_degree"
+    needed: bool = False
+    only: Callable[[int], int] | None = None
+
+
+CORES: dict[str, Core] = {}
+# In the order of the planner's candidates: of equally fast ones the first is chosen.
+NAMES: dict[str, Named] = {}
 
 
 @dataclass(frozen=True)
@@ -60,28 +92,26 @@ class Strategy:
     heads_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.core, str) and self.core in {*NAMES} - {*CORES}:
+        if isinstance(self.core, str) and self.core in NAMES.keys() - CORES.keys():
             raise ValueError(
-                f"core must be one of {CORES}, got {self.core!r}: it is the name of a strategy, "
+                f"core must be one of {[*CORES]}, got {self.core!r}: it is the name of a strategy, "
                 f"not a core; pass Strategy.from_name({self.core!r}, world_size, degree), or "
                 "strategy= the name"
             )
-        check_one_of("core", self.core, CORES)
+        check_one_of("core", self.core, [*CORES])
         check_flag("exchange_q", self.exchange_q)
         for name in ("ulysses_degree", "inner_degree", "heads_per_chunk"):
             value = getattr(self, name)
             if value is None and name == "heads_per_chunk":
                 continue
             check_int(name, value, least=1)
-        if self.inner_degree > 1 and self.core != "ring":
-            raise NotImplementedError(
-                f"inner_degree={self.inner_degree} is for core 'ring', got core {self.core!r}"
-            )
-        if self.heads_per_chunk is not None and self.core != "all_gather":
-            raise NotImplementedError(
-                f"heads_per_chunk={self.heads_per_chunk} is for core 'all_gather', got core "
-                f"{self.core!r}"
-            )
+        for name, default in (("inner_degree", 1), ("heads_per_chunk", None)):
+            value, takers = getattr(self, name), [c for c in CORES if name in CORES[c].options]
+            if value != default and self.core not in takers:
+                raise NotImplementedError(
+                    f"{name}={value} is for core {' or '.join(map(repr, takers))}, got core "
+                    f"{self.core!r}"
+                )
         if self.exchange_q and self.ulysses_degree > 1:
             raise NotImplementedError(
                 "exchange_q and ulysses_degree do not go together: with all rows of a group in one "
@@ -107,30 +137,32 @@ class Strategy:
             raise ValueError(
                 f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got {name!r}"
             )
-        fixed = {"ulysses": world_size, "q_exchange": 1}.get(name)
-        if fixed is not None and degree not in (None, fixed):
-            raise ValueError(f"the degree of {name!r} is {fixed} here, got {degree}")
-        if name in NEED_DEGREE and degree is None:
+        named = NAMES[name]
+        only = None if named.only is None else named.only(world_size)
+        if only is not None and degree not in (None, only):
+            raise ValueError(f"the degree of {name!r} is {only} here, got {degree}")
+        if named.needed and degree is None:
             raise ValueError(
-                f"strategy {name!r} needs its degree: pass Strategy({NEED_DEGREE[name]}=...) that "
+                f"strategy {name!r} needs its degree: pass Strategy({named.degree}=...) that "
                 f"divides {world_size}, or a mesh with two axes, the last of which is the degree, "
                 "as group"
             )
-        if name == "double_ring":
-            return cls(inner_degree=degree or 1)
-        core = {"q_exchange": "all_gather"}.get(name, name if name in CORES else "ring")
-        return cls(core, fixed or degree or 1, exchange_q=name == "q_exchange")
+        given: Mapping[str, int] = {named.degree: only or degree or 1}
+        return cls(named.core, exchange_q=named.exchange_q, **given)
 
     @property
     def name(self) -> str:
         """The name in the table; "hybrid" also for pure Ulysses."""
         if self.exchange_q:
             return "q_exchange"
-        if self.ulysses_degree > 1:
-            return "hybrid"
-        return "double_ring" if self.inner_degree > 1 else self.core
+        return "hybrid" if self.ulysses_degree > 1 else self.core_label.split()[0]
 
-    def __str__(self) -> str:
+    @property
+    def core_label(self) -> str:
+        """The core's name with its options, for tables."""
+        return CORES[self.core].label(self)
+
+    def __repr__(self) -> str:
         default = Strategy()
         changed = [
             f"{f.name}={getattr(self, f.name)!r}"
@@ -148,17 +180,12 @@ def family(strategy: Strategy, world_size: int) -> str:
 
 def label(strategy: Strategy, world_size: int) -> str:
     """The strategy's name with its degrees, for tables, such as "hybrid 4 x all_gather"."""
-    text: str = strategy.core
-    if strategy.heads_per_chunk is not None and strategy.heads_per_chunk > 1:
-        text += f" by {strategy.heads_per_chunk} heads"
-    if strategy.inner_degree > 1:
-        text = f"double_ring {strategy.inner_degree}"
-    if strategy.exchange_q:
-        return f"q_exchange + {text}"
-    if strategy.ulysses_degree > 1:
-        whole = strategy.ulysses_degree == world_size
-        return "ulysses" if whole else f"hybrid {strategy.ulysses_degree} x {text}"
-    return text
+    name, core = family(strategy, world_size), strategy.core_label
+    return {
+        "q_exchange": f"q_exchange + {core}",
+        "ulysses": "ulysses",
+        "hybrid": f"hybrid {strategy.ulysses_degree} x {core}",
+    }.get(name, core)
 
 
 def resolve_strategy(
@@ -175,7 +202,8 @@ def resolve_strategy(
         TypeError: neither a name nor a `Strategy`.
     """
     if isinstance(strategy, str):
-        of_mesh = mesh_shape[1] if strategy in NEED_DEGREE and len(mesh_shape) == 2 else None
+        needed = strategy in NAMES and NAMES[strategy].needed
+        of_mesh = mesh_shape[1] if needed and len(mesh_shape) == 2 else None
         strategy = Strategy.from_name(strategy, world_size, of_mesh)
     strategy = checked_strategy(strategy)
     degrees = {"ulysses_degree": strategy.ulysses_degree, "inner_degree": strategy.inner_degree}
@@ -188,10 +216,11 @@ def resolve_strategy(
             f"{strategy.ulysses_degree} x {strategy.inner_degree} and {world_size}"
         )
     if len(mesh_shape) == 2 and mesh_shape[1] not in degrees.values():
+        needing = ", ".join(repr(name) for name in NAMES if NAMES[name].needed)
         raise ValueError(
             f"a mesh of {mesh_shape[0]} x {mesh_shape[1]} ranks needs ulysses_degree or "
-            f"inner_degree {mesh_shape[1]} ('hybrid', 'double_ring'), got {strategy}; pass one "
-            "axis of it, or a mesh with one axis"
+            f"inner_degree {mesh_shape[1]} ({needing}), got {strategy}; pass one axis of it, or a "
+            "mesh with one axis"
         )
     return strategy
 
