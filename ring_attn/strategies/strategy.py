@@ -155,12 +155,7 @@ class Strategy:
         """The name in the table; "hybrid" also for pure Ulysses."""
         if self.exchange_q:
             return "q_exchange"
-        return "hybrid" if self.ulysses_degree > 1 else self.core_label.split()[0]
-
-    @property
-    def core_label(self) -> str:
-        """The core's name with its options, for tables."""
-        return CORES[self.core].label(self)
+        return "hybrid" if self.ulysses_degree > 1 else CORES[self.core].label(self).split()[0]
 
     def __repr__(self) -> str:
         default = Strategy()
@@ -180,7 +175,7 @@ def family(strategy: Strategy, world_size: int) -> str:
 
 def label(strategy: Strategy, world_size: int) -> str:
     """The strategy's name with its degrees, for tables, such as "hybrid 4 x all_gather"."""
-    name, core = family(strategy, world_size), strategy.core_label
+    name, core = family(strategy, world_size), CORES[strategy.core].label(strategy)
     return {
         "q_exchange": f"q_exchange + {core}",
         "ulysses": "ulysses",

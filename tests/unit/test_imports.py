@@ -22,8 +22,8 @@ PACKAGE = "ring_attn"
 # else of ours; a backend no other backend. Imports inside functions count.
 ROWS = [
     "core core.dtypes core.values core.heads core.state torch_private",
-    "core.mask core.spec strategies.strategy compiling",
-    "core.masks core.rates core.layout core.messages",
+    "core.mask core.spec compiling",
+    "core.masks core.rates core.layout core.messages strategies.strategy",
     "core.batch core.facts core.oracle core.tiles core.program",
     "core.work",
     "core.turns",
