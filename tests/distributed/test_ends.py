@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ring_attn.core.strategy import NAMES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_attn import SequenceLayout, ring_attention, torch_private
