@@ -73,11 +73,17 @@ aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; 
 abi: $(READY)  ## look for what is used in the CUDA wheels of torch, 0.7 GB at a time
 	$(BIN)/python -m tests.abi --json bench/results/abi.json $(ARGS)
 
-# Where there is a GPU there is a torch for it: it is used as it is, and no environment is made.
-gpu:  ## on a machine with a GPU: its tests, the kernel benchmark and tune, into gpu-results/
-	$(PYTHON) -m pytest -m gpu --junitxml gpu-results/tests.xml $(ARGS)
-	$(PYTHON) -m ring_attn bench kernel --budget 480 --json gpu-results/kernel.json
-	$(PYTHON) -m ring_attn tune --budget 540 --json gpu-results/tune.json
+# Where there is a GPU there is a torch for it: it is used as it is, and no environment is made. It
+# needs pytest and pytest-timeout, too. The budgets leave two minutes of ten for what begins within them.
+gpu:  ## on a machine with a GPU, in 10 minutes: its tests, kernels' speed and tune, and a summary
+	rm -f gpu-results/tests.xml gpu-results/kernel.json gpu-results/tune.json
+	-$(PYTHON) -m pytest -m gpu --budget 210 --junitxml gpu-results/tests.xml $(ARGS) \
+		tests/kernels/test_gpu.py tests/unit/test_profiling.py
+	-$(PYTHON) -m ring_attn bench kernel --budget 120 --json gpu-results/kernel.json \
+		--heads 32/8 --head-dim 128,64 --seqlen 16k,4k \
+		--implementations ours,torch-flash,cudnn,flash-attn,flash-attn-3,flash-attn-4
+	-$(PYTHON) -m ring_attn tune --budget 140 --json gpu-results/tune.json
+	@$(PYTHON) -m ring_attn.bench.summary gpu-results
 
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
 	$(BIN)/python -m build --no-isolation

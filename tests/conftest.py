@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -34,6 +35,34 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 from ring_attn.tools import launch, processes
 from tests.distributed.pool import Pool, Pools, forked_rank, forkserver
+
+# When the first test could begin, by time.monotonic().
+START = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "start no test after this time; the first case of each test comes first, then the second"
+    parser.addoption("--budget", type=float, metavar="SECONDS", help=text)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """With a budget, takes the cases of all tests in turn: else it would be spent on one test's."""
+    cases: Counter[tuple[Path, str]] = Counter()
+    turns: dict[pytest.Item, int] = {}
+    for item in session.items if session.config.getoption("--budget") is not None else ():
+        test = item.path, item.originalname  # type: ignore[attr-defined]
+        turns[item] = cases[test]
+        cases[test] += 1
+    session.items.sort(key=lambda item: turns.get(item, 0))
+    session.config.stash[START] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget = item.config.getoption("--budget")
+    if budget is not None and time.monotonic() - item.config.stash[START] > budget:
+        pytest.skip(f"beyond the budget of {budget:g} s")
 
 
 @pytest.hookimpl(tryfirst=True)

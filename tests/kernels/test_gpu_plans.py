@@ -1,0 +1,17 @@
+"""test_gpu.py, without a GPU: `fake_h100` says what of it is real there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.test_aot import run_compiling
+
+QUICK = "one_rank and ulysses or decode"
+
+
+@pytest.mark.parametrize("chosen", [QUICK, pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)])
+def test_on_an_h100_no_test_is_refused(chosen: str) -> None:
+    plugin = ("-p", "tests.kernels.fake_h100", "-p", "no:cacheprovider")
+    run_compiling(
+        "-m", "pytest", "-q", *plugin, "-m", "gpu", "-k", chosen, "tests/kernels/test_gpu.py"
+    )
