@@ -31,12 +31,9 @@ def lines() -> Iterator[str]:
 
 
 def public(module: ModuleType) -> dict[str, object]:
-    """Names of `__all__` and those imported as themselves; else the functions and classes."""
+    """The names of `__all__`, or else the functions and classes."""
     names = set(getattr(module, "__all__", ()))
-    if module.__name__ == "ring_attn":
-        text = inspect.getsource(module)
-        names |= {name for name in vars(module) if f"import {name} as {name}\n" in text}
-    elif not names:
+    if not names:
         names = {n for n, x in vars(module).items() if is_defined_in(module, x)}
     return {name: getattr(module, name) for name in names if not name.startswith("_")}
 
