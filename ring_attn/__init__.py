@@ -36,7 +36,6 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.step import set_step
 
 if TYPE_CHECKING:
-    from ring_attn import integrations, testing
     from ring_attn.models.style import ContextParallel, parallelize
 
 __version__ = "0.1.0"

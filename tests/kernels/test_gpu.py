@@ -17,11 +17,11 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.rates import GLUON_BWD_KV_HEADS
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.machines import run as machine
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.testing import (

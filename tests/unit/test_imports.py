@@ -188,4 +188,5 @@ def test_public_names_and_signatures_are_as_listed() -> None:
     """After a change run `python -m tests.public_names`, and say in CHANGELOG.md what vanished."""
     listed = public_names.FILE.read_text().splitlines()
     assert list(public_names.lines()) == listed
-    assert dir(ring_attn) == ring_attn.__all__ == [x for x in dir(ring_attn) if hasattr(ring_attn, x)]
+    assert dir(ring_attn) == ring_attn.__all__
+    assert all(hasattr(ring_attn, name) for name in ring_attn.__all__)
