@@ -106,11 +106,11 @@ class Strategy:
                 continue
             check_int(name, value, least=1)
         for name, default in (("inner_degree", 1), ("heads_per_chunk", None)):
-            value, takers = getattr(self, name), [c for c in CORES if name in CORES[c].options]
-            if value != default and self.core not in takers:
+            value = getattr(self, name)
+            if value != default and name not in CORES[self.core].options:
+                takers = " or ".join(repr(c) for c in CORES if name in CORES[c].options)
                 raise NotImplementedError(
-                    f"{name}={value} is for core {' or '.join(map(repr, takers))}, got core "
-                    f"{self.core!r}"
+                    f"{name}={value} is for core {takers}, got core {self.core!r}"
                 )
         if self.exchange_q and self.ulysses_degree > 1:
             raise NotImplementedError(
