@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import runpy
 import textwrap
@@ -23,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
 
+from ring_attn import ring_attention
 from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
-from tests.distributed.pool import Pools, ended, on_ranks
+from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.hf_models import VOCAB, make_model, yardstick
 from tests.hf_trainers import (
     EVEN_TEXTS,
@@ -207,6 +209,34 @@ def test_ranks_that_do_not_split_the_same_are_refused(out: Path) -> None:
         trainer.train_dataset = Stream(dist.get_rank())
         end = ended(trainer.train)
     assert end.error is ValueError and "ranks 0 and 1" in end.text and end.seconds < 20
+
+
+class Differs(transformers.Trainer):
+    """The last call of a step differs on rank 1."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        x, scale = torch.ones(1, 4, 2, 8), 1.0 + dist.get_rank()
+        group = self._ring.group  # type: ignore[attr-defined]
+        ring_attention(x, x, x, group=group, softmax_scale=scale)
+        return loss
+
+
+def updated(out: Path) -> tuple[Ended, bool]:
+    """How training ends where calls differ, and whether the optimizer has changed a weight."""
+    with split_model() as model:
+        before = copy.deepcopy(model.state_dict())
+        args = arguments(str(out), gradient_accumulation_steps=1)
+        end = ended(make_trainer(model, args, split_sequence(Differs), "padded").train)
+        after = model.state_dict()
+        return end, any(not torch.equal(x, after[name]) for name, x in before.items())
+
+
+def test_calls_are_compared_before_the_optimizer(fresh_ranks: Any, out: Path) -> None:
+    """As on NCCL, where a call raises what an earlier one has met."""
+    for end, changed in fresh_ranks(2, queued=True).run(updated, out / "differs"):
+        assert end.error is RuntimeError and "another call" in end.text, end
+        assert not changed
 
 
 @pytest.mark.slow
