@@ -16,8 +16,7 @@ What not to do:
   - give the schedule position_ids of shape (1, rows): it cuts them into microbatches like the batch
   - run microbatches, layers or recomputation in different orders on the ranks of a ring: they
     communicate in every layer, forward and backward, and would deadlock
-  - shift labels within a shard, clip by the norm of one rank's gradients
-  - call sync_gradients over ranks that FSDP spans: it raises
+  - shift labels within a shard, clip by one rank's gradients, sync_gradients over FSDP's ranks
 
 Afterwards rank 0 trains the same model in one process, in float32 and in float64. The losses may be
 twice as far from float64 as one process' float32, plus a rounding; else the exit status is 1.
@@ -103,6 +102,7 @@ def train(args: argparse.Namespace, device: torch.device) -> Tensor:
         schedule.step(*ids, position_ids=positions, target=part["shift_labels"], losses=losses)
         if not args.fsdp:
             ring_attn.sync_gradients(model, mesh["dp", "cp"])
+        ring_attn.check(mesh["cp"])  # before the optimizer uses gradients of calls that differed
         clip(model, mesh)
         optimizer.step()
         loss = sum(losses, torch.zeros((), dtype=torch.float64, device=device)).detach()

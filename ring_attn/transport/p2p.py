@@ -7,7 +7,7 @@ traffic. On gloo, tags keep them apart.
 
 Every message carries the identity of its call (`identity`). On gloo a rank never receives a message
 of another call: its wait ends when the watch finds that calls differ, or else by the timeout. On
-NCCL the device compares identities, and the host raises at the start of a later call.
+NCCL the device compares identities, and the host raises at the start of a later call or check.
 
 On CUDA each channel has a stream, on which its exchanges run one after another. An exchange waits
 for the last uses of its two buffers, not for other work of the compute stream. `wait` makes the

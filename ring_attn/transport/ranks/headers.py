@@ -1,8 +1,8 @@
 """Identities that travel as 64 bytes beside each message on NCCL, which has no tags.
 
 The device compares the headers that came with this rank's own, once per call, and the host does not
-wait. The host reads a call's result at the start of the group's next call, or of a later call if
-the device has not finished by then.
+wait. The host reads a call's result at the start of the group's next call, of a later call if the
+device has not finished by then, or in a check, which waits for it.
 """
 
 from __future__ import annotations
