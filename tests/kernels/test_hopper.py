@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -306,18 +305,6 @@ def test_what_bulk_copies_cannot_take_is_copied() -> None:
 
 
 # -- compiled
-
-
-@in_interpreter
-def test_a_turn_is_given_on_after_what_all_lanes_have_added() -> None:
-    """The executor keeps lanes in order; a GPU needs a warp barrier before the turn is passed."""
-    mask, backend = Mask(128, 128), TritonBackend({"gluon_bwd": configs.GLUON_BWD[64]})
-    with launching.executing("sm_90") as executed:
-        run(backend, grouped(mask, nheads=1), [whole(mask)])
-    ptx = launching.compiled(executed[-1], "sm_90").ptx
-    [after] = re.findall(r"relaxed\.add(?!.*relaxed\.add)(.*)release\.exch", ptx, re.DOTALL)
-    [before] = re.findall(r"gpu\.acquire(.*?)relaxed\.add", ptx, re.DOTALL)
-    assert "bar.warp.sync" in after and "bar.warp.sync" in before
 
 
 COMPILE = """

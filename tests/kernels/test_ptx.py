@@ -235,6 +235,7 @@ def target(name: str) -> Target:
     return found
 
 
+WARP_BARRIER = r"bar\.warp\.sync[^;]*;"
 BARRIER = r"bar\.sync\s+\d+(, 128)?;"
 WAIT = r"mbarrier\.try_wait(.*) complete, (.*), (%r\d+|\d);"
 EXPECTED = r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);"
@@ -289,8 +290,21 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
         "fences": (FENCE, "", Fault, 0.0),
     },
     "hopper bwd, turns": {
-        "not waited for": (TURN, r"\1, \2;", OtherBits, 0.0),
+        "not waited for": (TURN, r"\1, \2;", Race, 0.0),
         "not given on": (NEXT_TURN, "", Deadlock, 1.0),
+        # Lane 0 waits for a turn, and gives it on after what all lanes have added.
+        "lanes, before": (
+            rf"{WARP_BARRIER}(\s+ld\.shared.*\s+setp.*\s+@%p\d+ bra)",
+            r"\1",
+            Race,
+            1.0,
+        ),
+        "lanes, behind": (
+            rf"{WARP_BARRIER}(?=(?:(?!{WARP_BARRIER})[^;]*;)*[^;]*release\.exch)",
+            "",
+            Race,
+            1.0,
+        ),
     },
 }
 QUICK = ("fwd", "hopper fwd, ragged", "hopper bwd, turns")
@@ -312,6 +326,16 @@ def test_planted_faults_are_found(
 ) -> None:
     """Faults are found in any order of warpgroups."""
     target(kernel).assert_found(pattern, new, fault, share)
+
+
+@pytest.mark.parametrize("kernel", ["hopper fwd", "hopper bwd, turns", slow("hopper bwd")])
+@pytest.mark.parametrize(
+    ("pattern", "new"),
+    [(WARP_BARRIER, ""), (r"bar\.sync(\s+)\d+, 128;", r"bar.sync\g<1>3, 128;")],
+    ids=["no warp barriers", "one barrier for both consumers"],
+)
+def test_faults_everywhere_are_found(kernel: str, pattern: str, new: str) -> None:
+    assert isinstance(target(kernel).plant(partial(re.sub, pattern, new), None), Race)
 
 
 @pytest.mark.parametrize("kernel", ["sm_90 fwd", slow("sm_90 dkdv")])

@@ -143,8 +143,66 @@ REGISTERS = [
 ]
 
 
+SYNC = "bar.warp.sync -1;"
+# A warp's last lane takes what the first has written, or read.
+FIRST, LAST = "setp.eq.b32 %p1, %r0, 0;", "setp.eq.b32 %p2, %r0, 31;"
+HERE, THERE = "[global_smem + 2048]", "[%rd2]"
+WRITE = f"{FIRST} @%p1 st.shared.b32 {HERE}, %r0;"
+TAKE = f"{LAST} @%p2 ld.shared.b32 %r4, {HERE};"
+OVERWRITE = f"{LAST} @%p2 st.shared.b32 {HERE}, %r0;"
+ALL_READ = f"ld.shared.b32 %r4, {HERE};"
+# Warp 1 waits for an arrival by one lane of warp 0, and takes what another lane has written.
+ARRIVE = "@%p1 mbarrier.arrive.shared::cta.b64 _, [global_smem];"
+HANDED = "setp.lt.u32 %p3, %r0, 32; @%p3 bra end;" + WAIT + ALL_READ + "end:"
+LANES = [
+    (WRITE + SYNC + TAKE, 32, 0, ""),
+    (WRITE + TAKE, 32, Race, "written by a lane of warp 0 with no barrier between"),
+    (WRITE + f"@%p1 ld.shared.b32 %r4, {HERE};", 32, 0, ""),  # the same lane
+    (ALL_READ + SYNC + OVERWRITE, 32, 0, ""),
+    (ALL_READ + OVERWRITE, 32, Race, "read by warp 0 with no barrier between"),
+    (INIT + OVERWRITE + SYNC + ARRIVE + HANDED, 64, 0, ""),
+    (INIT + OVERWRITE + ARRIVE + HANDED, 64, Race, "written by a lane of warp 0 with no barrier"),
+    (INIT + FIRST + WRITE + ARRIVE + HANDED, 64, 0, ""),
+]
+
+HALVES = """
+    setp.lt.u32 %p1, %r0, 64;
+    @%p1 bra low; bar.sync 1, 64; bra end; low: bar.sync {}, 64; end:
+    """
+NAMED = [
+    (HALVES.format(2), 128, 0, ""),
+    (HALVES.format(1), 128, Race, "may come to barrier 1 before"),
+    # In an order that another barrier gives.
+    ("bar.sync 1; bar.sync 0; bar.sync 1;", 64, 0, ""),
+]
+
+# The last warp reads or writes what the first has written in global memory, or read.
+FIRST_WARP, LAST_WARP = "setp.lt.u32 %p1, %r0, 1;", "setp.eq.b32 %p2, %r0, 63;"
+STORE, LOAD = (
+    f"{FIRST_WARP} @%p1 {x};"
+    for x in (f"st.global.b32 {THERE}, %r0", f"ld.global.b32 %r4, {THERE}")
+)
+NEXT_STORE, NEXT_LOAD = (
+    f"{LAST_WARP} @%p2 {x};" for x in (f"st.global.b32 {THERE}, %r0", f"ld.global.b32 %r4, {THERE}")
+)
+ADD = f"{FIRST_WARP} @%p1 atom.global.gpu.relaxed.add.f32 %f1, {THERE}, %f2;"
+NEXT_ADD = f"{LAST_WARP} @%p2 atom.global.gpu.relaxed.add.f32 %f1, {THERE}, %f2;"
+GLOBAL = [
+    *(
+        (a + "bar.sync 0;" + b, 64, 0, "")
+        for a, b in ((STORE, NEXT_LOAD), (LOAD, NEXT_STORE), (ADD, NEXT_ADD))
+    ),
+    (STORE + NEXT_LOAD, 64, Race, "is read by warp 1 of CTA 0, and written by warp 0 of CTA 0"),
+    (LOAD + NEXT_STORE, 64, Race, "is written by warp 1 of CTA 0, and read by warp 0 of CTA 0"),
+    (STORE + NEXT_STORE, 64, Race, "is written by warp 1 of CTA 0, and written by warp 0"),
+    (ADD + NEXT_ADD, 64, Race, "is written by warp 1 of CTA 0, and written by warp 0"),
+    (LOAD + NEXT_LOAD, 64, 0, ""),
+]
+
+
 @pytest.mark.parametrize(
-    ("body", "threads", "expected", "told"), [*REFUSED, *COPIES, *PRODUCTS, *REGISTERS]
+    ("body", "threads", "expected", "told"),
+    [*REFUSED, *COPIES, *PRODUCTS, *REGISTERS, *LANES, *NAMED, *GLOBAL],
 )
 def test_faults_and_missing_fences(
     body: str, threads: int, expected: type[Fault] | int, told: str

@@ -71,13 +71,21 @@ def access(
 
     def run(lanes: Array) -> None:
         at = offsets(lanes)
-        if space == "shared":
-            note = machine.shared.read if loads else machine.shared.written_by
-            note(ins, at, size, machine.warp_of[lanes])
         words = (machine.shared if space == "shared" else machine.grid.memory).words[width]
+        values = [source[lanes] for source in sources]
+
+        def silent() -> Array:
+            return np.all([words[at // width + i] == x for i, x in enumerate(values)], 0)
+
+        if space == "global":
+            races = machine.grid.races
+            (races.read if loads else races.written_by)(ins, machine.clocks, at, size, lanes)
+        elif loads:
+            machine.shared.read(ins, at, size, lanes)
+        else:
+            machine.shared.written_by(ins, at, size, lanes, silent=silent)
         for i, target in enumerate(targets):
             target[lanes] = words[at // width + i]
-        values = [source[lanes] for source in sources]
         for i, value in enumerate(values):
             words[at // width + i] = value
         for i, value in enumerate(values):
@@ -130,6 +138,8 @@ def acquire(machine: Machine, ins: Instruction) -> ByLanes:
         def load() -> None:
             target[lanes] = words[at]
             machine.acquired[ins] = at, int(words[at])
+            if at in machine.grid.races.released:
+                machine.clocks.acquire_from_ctas(lanes, machine.grid.races.released[at])
 
         if machine.acquired.get(ins) == (at, found):
             raise Wait(ins, lambda: int(words[at]) != found, load)
@@ -148,9 +158,16 @@ def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByL
 
     def run(lanes: Array) -> None:
         words = machine.grid.memory.words[4].view(DTYPES[kind])
-        index = offsets(lanes) // 4
+        at, races = offsets(lanes), machine.grid.races
+        index = at // 4
         if np.unique(index).size < index.size:
             raise Unsupported(ins, "by several threads at one address")
+        if kind == "f32":
+            races.written_by(ins, machine.clocks, at, 4 * len(sources), lanes)
+        if operation == "release.exch":
+            for lane, place in zip(lanes[:, None], index.tolist(), strict=True):
+                known = machine.clocks.release_to_ctas(lane)
+                races.released[place] = np.maximum(races.released.get(place, 0), known)
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             old, new = words[index + i], source[lanes]
             if operation == "relaxed.add":
@@ -206,9 +223,8 @@ def elect(machine: Machine, ins: Instruction) -> ByLanes:
 
 @handles(r"bar\.warp\.sync")
 def warp_barrier(machine: Machine, ins: Instruction) -> ByLanes:
-    """Does nothing: lanes of a warp always count as ordered here."""
     _need_all_lanes(ins, ins.operands[0])
-    return lambda lanes: None
+    return lambda lanes: machine.clocks.warp_barrier(machine.warps(ins, lanes))
 
 
 # -- barriers of a CTA, and its registers
@@ -216,18 +232,28 @@ def warp_barrier(machine: Machine, ins: Instruction) -> ByLanes:
 
 @handles(r"(?:bar|barrier)\.sync")
 def barrier(machine: Machine, ins: Instruction) -> ByLanes:
-    """Waits until enough threads have come: all of the CTA, or the count in the second operand."""
+    """Waits until enough threads have come: all of the CTA, or the count in the second operand.
+
+    A warp that comes must know that the barrier's last use is over: else it may come to that one.
+    """
     number = int(str(ins.operands[0]), 0)
     count = int(str(ins.operands[1]), 0) if len(ins.operands) == 2 else machine.num_threads
 
     def run(lanes: Array) -> None:
-        here = machine.barriers.setdefault(number, [])
-        here.append(machine.warps(ins, lanes))
+        here, warps = machine.barriers.setdefault(number, []), machine.warps(ins, lanes)
+        last, when = machine.last_use.get(number, ((), ()))
+        unknown = machine.clocks.seen[warps][:, last] < when
+        if unknown.any():
+            row, i = np.argwhere(unknown)[0]
+            told = f"warp {warps[row]} may come to barrier {number} before warp {last[i]} has left"
+            raise Race(ins, told)
+        here.append(warps)
         come = np.concatenate(here)
         if len(come) * LANES > count:
             raise Fault(ins, f"{len(come) * LANES} threads come to a barrier of {count}")
         if len(come) * LANES == count:
             machine.clocks.barrier(come)
+            machine.last_use[number] = come, machine.clocks.seen[come, come]
             # A new list tells the waiting warps that the barrier is open.
             machine.barriers[number] = []
         raise Wait(ins, lambda: machine.barriers[number] is not here, lambda: None)

@@ -33,9 +33,11 @@ def copy(machine: Machine, ins: Instruction, cache: str) -> ByLanes:
         if not np.isin(taken, (0, size)).all():
             raise Unsupported(ins, "with a part of the bytes")
         at, steps, some = to(lanes), np.arange(size), taken > 0
-        machine.shared.copied(ins, at, size, machine.warp_of[lanes])
+        machine.shared.copied(ins, at, size, lanes)
         machine.shared.bytes[at[:, None] + steps] = 0
-        found = machine.grid.memory.bytes[source(lanes[some])[:, None] + steps]
+        start = source(lanes[some])
+        machine.grid.races.read(ins, machine.clocks, start, size, lanes[some])
+        found = machine.grid.memory.bytes[start[:, None] + steps]
         machine.shared.bytes[at[some, None] + steps] = found
 
     return run
@@ -111,7 +113,7 @@ def find(
             raise Unsupported(ins, "with several mbarriers")
         if int(at[0]) not in machine.mbarriers:
             raise Fault(ins, f"no mbarrier at {int(at[0])}")
-        machine.shared.read(ins, at, 8, machine.warp_of[lanes], proxy=proxy)
+        machine.shared.read(ins, at, 8, lanes, proxy=proxy)
         return machine.mbarriers[int(at[0])]
 
     return found
@@ -126,7 +128,7 @@ def initialise(machine: Machine, ins: Instruction) -> ByLanes:
         at = offsets(lanes)
         if lanes.size > 1:
             raise Fault(ins, "an mbarrier is made by several threads")
-        machine.shared.written_by(ins, at, 8, machine.warp_of[lanes])
+        machine.shared.written_by(ins, at, 8, lanes)
         coming, known = np.zeros((2, 2, machine.clocks.seen.shape[1]), np.int32)
         number = next(machine.mbarrier_numbers)
         machine.mbarriers[int(at[0])] = Mbarrier(number, count, count, coming, known, ins)
@@ -143,7 +145,7 @@ def invalidate(machine: Machine, ins: Instruction) -> ByLanes:
         at = offsets(lanes)
         if lanes.size > 1 or int(at[0]) not in machine.mbarriers:
             raise Fault(ins, f"no mbarrier at {int(at[0])}, or invalidated by several threads")
-        machine.shared.written_by(ins, at, 8, machine.warp_of[lanes])
+        machine.shared.written_by(ins, at, 8, lanes)
         machine.mbarriers.pop(int(at[0])).check_idle()
 
     return run
@@ -161,7 +163,7 @@ def arrive(machine: Machine, ins: Instruction, expects: str | None) -> ByLanes:
         barrier = mbarrier(lanes)
         if lanes.size > barrier.arrivals:
             raise Fault(ins, f"{lanes.size} arrivals where {barrier.arrivals} are to come")
-        known = machine.clocks.release(np.unique(machine.warp_of[lanes]))
+        known = machine.clocks.release(lanes)
         np.maximum(barrier.coming, known, out=barrier.coming)
         barrier.num_bytes += int(num_bytes[lanes].sum())
         barrier.arrivals -= lanes.size
@@ -183,7 +185,7 @@ def wait(machine: Machine, ins: Instruction) -> ByLanes:
             raise Unsupported(ins, "with several parities")
 
         def finish() -> None:
-            machine.clocks.acquire(np.unique(machine.warp_of[lanes]), barrier.known)
+            machine.clocks.acquire(lanes, barrier.known)
             done[lanes] = True
 
         def missing() -> str:
@@ -231,6 +233,7 @@ class TensorMap:
         address = self.address + at[inside] * self.width
         lanes = np.full(address.shape, lane)
         offsets = machine.grid.memory.locate(ins, address, self.width, lanes)
+        machine.grid.races.read(ins, machine.clocks, offsets, self.width, lanes)
         found[inside.ravel()] = machine.grid.memory.words[self.width][offsets // self.width]
         return found
 
@@ -256,8 +259,8 @@ def bulk_copy(machine: Machine, ins: Instruction) -> ByLanes:
                 raise Fault(ins, f"the copy's end {address:#x} is no multiple of 128")
             first = swizzle(address + np.arange(0, values.nbytes, CHUNK), tensor.swizzle)
             at = machine.shared.locate(ins, first, CHUNK, np.full(first.shape, lane[0]))
-            barrier, warp = mbarrier(lane), int(machine.warp_of[lane[0]])
-            machine.shared.landed(ins, at, warp, barrier.number, barrier.phase + 1)
+            barrier = mbarrier(lane)
+            machine.shared.landed(ins, at, lane, barrier.number, barrier.phase + 1)
             chunks = values.view(np.uint8).reshape(-1, CHUNK)
             machine.shared.bytes[at[:, None] + np.arange(CHUNK)] = chunks
             barrier.num_bytes -= values.nbytes
@@ -268,4 +271,4 @@ def bulk_copy(machine: Machine, ins: Instruction) -> ByLanes:
 
 @handles(r"fence\.proxy\.async\.shared::cta")
 def fence(machine: Machine, ins: Instruction) -> ByLanes:
-    return lambda lanes: machine.clocks.fence(np.unique(machine.warp_of[lanes]))
+    return lambda lanes: machine.clocks.fence(lanes)

@@ -2,11 +2,11 @@
 
 A virtual register is an array over the threads of the CTA. Threads that part at a branch become
 separate groups; groups that meet at the start of a basic block merge. The group whose block comes
-first in the text runs next: among all groups, or, with a seed, among the groups of a warpgroup that
-is drawn before every block. A group that waits (barrier, mbarrier) lets other groups run; if no
-group can go on, a Deadlock names the waiting warps. CTAs run one after the other, or, with a seed,
-a few by turns. Not checked: races within a warp, between CTAs and in global memory, and the code
-that ptxas makes of the PTX.
+first in the text runs next. With a seed, a warp is drawn before every block, whose first group runs
+next, and some groups part: warps of a warpgroup run apart until they meet at a barrier or a
+`wgmma`, for which all four are needed. A group that waits (barrier, mbarrier) lets other groups
+run; if no group can go on, a Deadlock names the waiting warps. CTAs run one after the other, or,
+with a seed, a few by turns. Not checked: the code that ptxas makes of the PTX.
 
 Before a block runs first, each of its instructions becomes a function of the mask of its threads,
 by RULES (`scalar`), or of their numbers, by HANDLERS, which `access`, `copies` and `matrix` fill.
@@ -16,6 +16,7 @@ planted, use the functions of equal blocks again.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, Unsupported
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import Instruction, Kernel, Operand
-from tests.kernels.ptx.races import SHARED_BASE, Clocks, SharedMemory
+from tests.kernels.ptx.races import LANES, SHARED_BASE, Clocks, GlobalRaces, SharedMemory
 from tests.kernels.ptx.scalar import DTYPES, RULES, Rule
 
 Array = NDArray[Any]
@@ -42,7 +43,6 @@ ByLanes = Callable[[Array], None]
 Handler = Callable[..., ByLanes]
 
 HANDLERS: list[tuple[re.Pattern[str], Handler]] = []
-LANES = 32
 WARPGROUP = 128
 # Below 2**32, since compilers keep addresses of parameters in 32 bits.
 PARAM_BASE = 1 << 24
@@ -99,8 +99,10 @@ ENDING = re.compile(
     r"|ld\.global\.gpu\.acquire\..*"
 )
 
-# CTAs that run by turns if a seed is given, and blocks that a CTA runs before the next CTA.
+# If a seed is given: CTAs that run by turns, and the share of blocks before which a group parts.
 TOGETHER = 3
+APART = 0.1
+# Blocks that a CTA runs before the next CTA.
 TURNS = 40
 
 
@@ -110,9 +112,11 @@ class Grid(NamedTuple):
     Attributes:
         texts: the instructions of each basic block.
         places: for each label, its block.
+        collective: blocks that only whole warpgroups can run.
         ctas: number of CTAs along each axis.
         args: bits of each parameter.
         tensor_maps: tensor maps of bulk copies, by parameter.
+        acquiring: whether CTAs acquire knowledge from each other.
         random: draws the order of warpgroups; None for the order of the text.
         missing_fences: the first access by each instruction that lacks a proxy fence.
     """
@@ -120,9 +124,12 @@ class Grid(NamedTuple):
     kernel: Kernel
     texts: list[Text]
     places: Mapping[str, int]
+    collective: frozenset[int]
     ctas: tuple[int, ...]
     args: Mapping[str, int]
     memory: GlobalMemory
+    races: GlobalRaces
+    acquiring: bool
     shared_bytes: int
     tensor_maps: Mapping[str, Any]
     random: random.Random | None
@@ -259,9 +266,12 @@ class Machine:
         self.by_place.clear()
         self.maps_by_address = {self.param_addresses[x]: y for x, y in grid.tensor_maps.items()}
         self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
-        self.clocks = Clocks(self.num_warps)
+        cta = number[0] + grid.ctas[0] * (number[1] + grid.ctas[1] * number[2])
+        self.clocks = Clocks(self.num_warps, grid.acquiring * math.prod(grid.ctas), cta)
         self.shared = SharedMemory(grid.shared_bytes, self.clocks, grid.missing_fences)
         self.barriers: dict[int, list[Array]] = {}
+        # For each barrier, the warps of its last use, and their clocks there.
+        self.last_use: dict[int, tuple[Array, Array]] = {}
         self.mbarriers: dict[int, Any] = {}
         self.mbarrier_numbers = count()
         # For each polling load: its last address, and the value there.
@@ -278,25 +288,36 @@ class Machine:
             self.register(f"%ctaid.{axis}")[:] = at
             self.register(f"%nctaid.{axis}")[:] = size
 
-    def can_run(self) -> bool:
-        return any(group.wait is None or group.wait.ready() for group in self.groups)
+    def ready(self) -> list[Group]:
+        """The groups that can run, after groups that have met have merged."""
+        by_place: dict[int, Group] = {}
+        for group in list(self.groups):
+            if group.wait is not None and group.wait.ready():
+                group.wait.done()
+                group.wait = None
+            if group.wait is None:
+                first = by_place.setdefault(group.at, group)
+                if first is not group:
+                    first.mask = first.mask | group.mask
+                    self.groups.remove(group)
+        found = list(by_place.values())
+        return found if self.grid.random is None else [x for x in found if self._fit(x).any()]
+
+    def _fit(self, group: Group) -> Array:
+        """The threads that can run the block of a group."""
+        if group.at not in self.grid.collective:
+            return group.mask
+        warpgroup_of = self.threads // WARPGROUP
+        whole = np.bincount(warpgroup_of, group.mask) == WARPGROUP
+        return group.mask & whole[warpgroup_of]
 
     def run(self) -> bool:
         """Runs some blocks of the CTA; returns whether it has ended."""
         for _ in range(TURNS):
-            for group in self.groups:
-                if group.wait is not None and group.wait.ready():
-                    group.wait.done()
-                    group.wait = None
-            ready = [group for group in self.groups if group.wait is None]
+            ready = self.ready()
             if not ready:
                 break
-            first = self._next(ready)
-            for other in ready:
-                if other is not first and other.at == first.at:
-                    first.mask = first.mask | other.mask
-                    self.groups.remove(other)
-            self._turn(first)
+            self._turn(self._next(ready))
         if self.groups:
             return False
         for barrier in self.mbarriers.values():
@@ -306,22 +327,33 @@ class Machine:
         return True
 
     def _next(self, ready: list[Group]) -> Group:
-        if self.grid.random is not None:
-            warpgroup = np.zeros(self.num_threads, np.bool_)
-            threads = np.concatenate([np.flatnonzero(group.mask) for group in ready])
-            drawn = self.grid.random.choice(np.unique(threads // WARPGROUP).tolist())
-            warpgroup[drawn * WARPGROUP : (drawn + 1) * WARPGROUP] = True
-            ready = [group for group in ready if (group.mask & warpgroup).any()]
-        return min(ready, key=lambda group: group.at)
+        """The group that runs next; with a seed, the rest of its threads may stay behind."""
+        drawn = self.grid.random
+        if drawn is None:
+            return min(ready, key=lambda group: group.at)
+        fit = [self._fit(group).reshape(-1, LANES).any(1) for group in ready]
+        warps = np.flatnonzero(np.any(fit, 0)).tolist()
+        warpgroup = drawn.choice(sorted({warp // 4 for warp in warps}))
+        warp = drawn.choice([x for x in warps if x // 4 == warpgroup])
+        first = min((x for x, at in zip(ready, fit, strict=True) if at[warp]), key=lambda x: x.at)
+        goes = self._fit(first)
+        if first.at not in self.grid.collective and drawn.random() < APART:
+            some = np.array([x == warp or drawn.random() < 0.5 for x in range(self.num_warps)])
+            goes = goes & some[self.warp_of]
+        if (goes != first.mask).any():
+            self.groups.append(Group(first.mask & ~goes, first.at))
+            first.mask = goes
+        return first
 
     def deadlock(self) -> Deadlock:
-        waits = [
-            (np.unique(self.warp_of[group.mask]).tolist(), group.wait)
-            for group in self.groups
-            if group.wait is not None
+        found = [
+            (np.unique(self.warp_of[x.mask]).tolist(), x.wait.ins, x.wait.missing())
+            if x.wait
+            else (np.unique(self.warp_of[x.mask]).tolist(), self.grid.texts[x.at][0], "")
+            for x in self.groups
         ]
-        texts = (f"warps {warps} at {wait.ins}{wait.missing()}" for warps, wait in waits)
-        return Deadlock(waits[0][1].ins, f"no thread can go on: {'; '.join(texts)}")
+        texts = (f"warps {warps} at {ins}{missing}" for warps, ins, missing in found)
+        return Deadlock(found[0][1], f"no thread can go on: {'; '.join(texts)}")
 
     def _turn(self, group: Group) -> None:
         """Runs one block of a group."""
@@ -392,15 +424,21 @@ def _handler(opcode: str) -> tuple[Handler, tuple[str, ...]] | None:
 
 
 @lru_cache(maxsize=8)
-def _cut(kernel: Kernel) -> tuple[list[Text], dict[str, int]]:
-    """Cuts the text at labels, branches and waits; returns the blocks, and each label's block."""
+def _cut(kernel: Kernel) -> tuple[list[Text], dict[str, int], frozenset[int]]:
+    """Cuts the text at labels, branches and waits.
+
+    Returns:
+        The blocks, each label's block, and the blocks with `wgmma`.
+    """
     code, labels = kernel.instructions, kernel.labels
     used = {x for ins in code if ins.opcode[:3] == "bra" for x in ins.operands}
     used = labels.keys() & used.union(*kernel.targets.values())
     ends = [i for i, ins in enumerate(code) if ENDING.fullmatch(ins.opcode)]
     starts = sorted({0, len(code), *(labels[x] for x in used), *(i + 1 for i in ends)})
     places = {label: starts.index(labels[label]) for label in used}
-    return [tuple(code[start:stop]) for start, stop in pairwise(starts)], places
+    texts = [tuple(code[start:stop]) for start, stop in pairwise(starts)]
+    collective = (i for i, text in enumerate(texts) if any(x.opcode[:5] == "wgmma" for x in text))
+    return texts, places, frozenset(collective)
 
 
 def run_grid(
@@ -421,7 +459,11 @@ def run_grid(
     ctas = (*grid, 1, 1)[:3]
     numbers = [at[::-1] for at in product(*map(range, ctas[::-1]))]  # along axis x first
     drawn = None if seed is None else random.Random(seed)
-    shared = Grid(kernel, *_cut(kernel), ctas, args, memory, shared_bytes, tensor_maps, drawn, {})
+    acquiring = any("release" in ins.opcode for ins in kernel.instructions)
+    shared = Grid(
+        kernel, *_cut(kernel), ctas, args, memory, GlobalRaces(memory), acquiring, shared_bytes,
+        tensor_maps, drawn, {},
+    )  # fmt: skip
     machines = _machines(kernel.num_threads, tuple(kernel.params), tuple(kernel.registers.items()))
     idle = machines[: 1 if drawn is None else TOGETHER]
     running: list[Machine] = []
@@ -430,7 +472,7 @@ def run_grid(
             while numbers and idle:
                 running.append(idle.pop())
                 running[-1].start(numbers.pop(0), shared)
-            ready = [machine for machine in running if machine.can_run()]
+            ready = [machine for machine in running if machine.ready()]
             if not ready:
                 raise running[0].deadlock()
             machine = ready[0] if drawn is None else drawn.choice(ready)

@@ -92,7 +92,7 @@ def move_matrices(
         rows = (machine.warps(ins, lanes)[:, None] * LANES + np.arange(8 * num)).ravel()
         at = offsets(rows)
         note = machine.shared.read if loads else machine.shared.written_by
-        note(ins, at, CHUNK, machine.warp_of[rows])
+        note(ins, at, CHUNK, rows, together=True)
         words, place = machine.shared.words[2], at[:, None] // 2 + np.arange(8)
         if loads:
             found = words[place].reshape(-1, num, 8, 8)

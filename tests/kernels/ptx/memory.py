@@ -71,6 +71,9 @@ class GlobalMemory(Memory):
             start = self._starts[x.untyped_storage().data_ptr()]
             for byte in range(x.element_size()):
                 there[start + at * x.element_size() + byte] = True
+        # For each piece of ALIGNMENT bytes, the number of its tensor.
+        starts = [start for start, _ in self._storages]
+        self.tensor_at = np.searchsorted(starts, np.arange(0, there.size, ALIGNMENT), "right")
         index = np.arange(there.size)
         ends = np.where(there, there.size, index)
         self.stop[:] = np.where(there, np.minimum.accumulate(ends[::-1])[::-1], 0)
