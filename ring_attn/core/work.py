@@ -27,8 +27,8 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit, ring_grid
 from ring_attn.core.values import on_host
 
-# Larger than any row index.
-MOST = torch.iinfo(torch.int32).max
+# Stands for "no row" under a minimum: larger than any row.
+NO_ROW = torch.iinfo(torch.int32).max
 
 # An index of (P, P) tables: slices of ranks, or tensors of ranks.
 Pairs = tuple[Any, Any]
@@ -130,7 +130,7 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
                 table_of_ends.view(-1).scatter_reduce_(0, pair, of_tiles, "amax")
     q0, q1, k0, k1 = ends
     for start, stop in ((q0, q1), (k0, k1)):
-        torch.sub(MOST, start, out=start).mul_(stop > 0)
+        torch.sub(NO_ROW, start, out=start).mul_(stop > 0)
     return PairWork(area, edge, Rows(q0, q1), Rows(k0, k1))
 
 
@@ -164,7 +164,7 @@ def travelling_rows(
         pairs = _across(ranks, dim)
         unseen = work.area[pairs] == 0
         unseen.diagonal(ranks.start if dim == 1 else -ranks.start).fill_(True)
-        starts.append(side.start[pairs].masked_fill(unseen, MOST).amin(dim))
+        starts.append(side.start[pairs].masked_fill(unseen, NO_ROW).amin(dim))
         stops.append(side.stop[pairs].masked_fill(unseen, 0).amax(dim))
     start, stop = torch.cat(starts), torch.cat(stops)
     return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
@@ -268,7 +268,7 @@ class _Tiles(NamedTuple):
     @property
     def ends(self) -> tuple[Tensor, ...]:
         """Ends of the runs of rows, as numbers whose maximum over tiles surrounds all of them."""
-        return MOST - self.q0.int(), self.q1.int(), MOST - self.k0.int(), self.k1.int()
+        return NO_ROW - self.q0.int(), self.q1.int(), NO_ROW - self.k0.int(), self.k1.int()
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
@@ -316,20 +316,22 @@ def _tiles_of_pieces(
 ) -> Iterator[tuple[Tensor, _Tiles]]:
     """Yields pairs of ranks, and tiles, of pieces with their runs of segments `[begin, end)`."""
     k_start, k_stop, lo, hi = columns
-    # A piece sees the segments [whole, cut) of its run entirely: most, where ranks are many.
-    whole = cut = end
+    # Of its run a piece sees [full_from, full_to) entirely: most segments, where ranks are many.
+    full_from = full_to = end
     if kv.stride == 1:
         last = pieces.start + pieces.length - 1
-        whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
-        cut = torch.searchsorted(kv.end, torch.minimum(k_stop, pieces.start + hi + 1), right=True)
-        whole = whole.clamp(begin, end)
-        cut = cut.clamp(whole, end)
-    for piece, at in _expanded(whole, cut):
+        full_from = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
+        full_to = torch.searchsorted(
+            kv.end, torch.minimum(k_stop, pieces.start + hi + 1), right=True
+        )
+        full_from = full_from.clamp(begin, end)
+        full_to = full_to.clamp(full_from, end)
+    for piece, at in _expanded(full_from, full_to):
         rows, cols, q0, k0 = pieces.length[piece], kv.length[at], pieces.first[piece], kv.first[at]
         uncut = torch.zeros(1, dtype=torch.int32).expand_as(rows)
         tiles = _Tiles(rows * cols, uncut, q0, q0 + rows, k0, k0 + cols)
         yield pieces.rank[piece] * kv.world_size + kv.rank[at], tiles
-    for index, at in _expanded(torch.cat((begin, cut)), torch.cat((whole, end))):
+    for index, at in _expanded(torch.cat((begin, full_to)), torch.cat((full_from, end))):
         piece = index % len(begin)
         length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
         kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])

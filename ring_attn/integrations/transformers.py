@@ -63,11 +63,11 @@ from ring_attn.integrations.transformers_masks import (
     BatchMask,
     Rule,
     chunk_of,
-    counts_rows,
     mask_of,
     read_mask,
     repeated,
     scaled_again,
+    scales_by_row_index,
 )
 from ring_attn.integrations.transformers_models import (
     check_config,
@@ -208,7 +208,7 @@ class Registration:
             "group": self.group,
             **self.execution,
         }
-        if attention_mask or rule.chunk or counts_rows(module):
+        if attention_mask or rule.chunk or scales_by_row_index(module):
             place = placed, documents
             return self._attend_by_mask(module, q, k, v, attention_mask, rule, place, options), None
         options["causal"], options["window_size"] = rule.causal, rule.window
@@ -246,7 +246,7 @@ class Registration:
                     "images with a cache that is split over ranks are not built"
                 )
             _check_batch_mask(batch_mask, cuts, documents, (batch, seqlen))
-            if counts_rows(module):
+            if scales_by_row_index(module):
                 counted = torch.arange(past, past + rows)
                 positions = _from_document(step.position_ids(rank, rows), cuts)
                 q = scaled_again(module, q, counted, positions)

@@ -341,11 +341,7 @@ def _main_difference(best: Candidate, other: Candidate) -> str:
     if other.seconds <= 1.005 * best.seconds:
         # Differences below 0.5 % mean nothing.
         fewer = theirs.bytes_sent - ours.bytes_sent
-        return (
-            f"which sends {format_bytes(fewer)} more"
-            if fewer > 0
-            else "which comes after it in order"
-        )
+        return f"which sends {format_bytes(fewer)} more" if fewer > 0 else "and listed before it"
     more = {name: getattr(theirs, name) - getattr(ours, name) for name in WAYS}
     worst = max(more, key=lambda name: more[name])
     if more["compute"] > 0.5 * (other.seconds - best.seconds):

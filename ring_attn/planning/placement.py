@@ -44,14 +44,14 @@ from ring_attn.planning.balance import Balance, check_max_balance
 from ring_attn.refusals import check_window
 
 # Most of a rank that one document may fill; the next value is tried if a placement is unbalanced.
-SHARES = tuple(Fraction(1, n) for n in (1, 2, 4, 8, 16))
+MAX_SHARES = tuple(Fraction(1, n) for n in (1, 2, 4, 8, 16))
 
 # Up to this many documents x ranks, every document over all ranks is tried too.
-FEW = 1 << 12
+MAX_EXHAUSTIVE = 1 << 12
 
 # A document that needs at least this many ranks gets as many as its pairs / the mean: sending to
 # one more rank costs little, and filling ranks up to the bound would leave others without work.
-MANY = 8
+SPREAD_FROM = 8
 
 # Most documents per rank that are cut only because no rank has room for them. Further documents
 # stay whole, even above the bounds, and the placement counts as unbalanced.
@@ -61,7 +61,7 @@ MOST_FORCED = 2
 MOST_RANKS = 1 << 14
 
 # Fraction of the tolerance (bound - mean) that a rank may miss to have one run instead of two.
-ONE_RUN = Fraction(1, 8)
+RUN_TOLERANCE = Fraction(1, 8)
 
 Window = tuple[int, int]
 Run = tuple[int, int]
@@ -170,7 +170,7 @@ def pack(
     pairs = [pairs_of[n] for n in rows]
     bounds = _Bounds.of(sum(pairs), most, world_size, max_balance)
     documents = sorted((i for i, n in enumerate(rows) if n), key=lambda i: (-pairs[i], -rows[i], i))
-    shares = (*SHARES, Fraction(0)) if len(rows) * world_size <= FEW else SHARES
+    shares = (*MAX_SHARES, Fraction(0)) if len(rows) * world_size <= MAX_EXHAUSTIVE else MAX_SHARES
     best: _Placement | None = None
     for share in shares:
         placed = _Placement(bounds, window, align, share)
@@ -235,7 +235,7 @@ class _Bounds:
     def of(cls, pairs: int, rows: int, world_size: int, max_balance: float) -> _Bounds:
         mean = Fraction(pairs, world_size)
         most = max(math.floor(Fraction(max_balance) * mean), math.ceil(mean))
-        return cls(most, rows, mean, int((most - mean) * ONE_RUN), world_size)
+        return cls(most, rows, mean, int((most - mean) * RUN_TOLERANCE), world_size)
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class _Placement:
         ranks, blocks = self.bounds.world_size, -(-rows // self.align)
         most_pairs, most_rows, mean = self._share
         needed = max(_parts(pairs, most_pairs), _parts(rows, most_rows))
-        if needed >= MANY:
+        if needed >= SPREAD_FROM:
             needed = max(needed, _parts(pairs, mean))
         if needed <= 1 or min(ranks, blocks) == 1:
             rank = self._rank_for(rows, pairs)

@@ -38,10 +38,11 @@ def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = 
         return None
     for layout in layouts:
         # The first positions of the shards after rank 0's; empty shards at the end have none.
-        for start in accumulate(layout.shard_lens):
+        for rank, start in enumerate(accumulate(layout.shard_lens), 1):
             if start % unit and start != layout.seqlen:
                 return (
-                    f"every rank's rows must start at a multiple of {unit}, one's start at {start}"
+                    f"shards must start at multiples of {unit}; rank {rank} starts at {start}: use "
+                    "SequenceLayout.boundaries"
                 )
     return None
 

@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Layouts, Mask, str, str]] = {
     "documents": (EQUAL, Mask(N, N, True, (-1, -1), (0, 30, N), (0, 30, N)), "triton", "documents"),
     "zigzag": (named("zigzag"), CAUSAL, "triton", "contiguous, got zigzag"),
     "boundaries": ((cut(UNIT), cut(2 * UNIT)), CAUSAL, "triton", "one layout"),
-    "unit": ((OFF, OFF), CAUSAL, "triton", f"of {UNIT}, one's start at {UNIT + 22}"),
+    "unit": ((OFF, OFF), CAUSAL, "triton", f"of {UNIT}; rank 2 starts at {UNIT + 22}"),
 }
 
 
