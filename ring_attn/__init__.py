@@ -8,14 +8,6 @@ and an oracle in float64 with all ranks in one process (`testing`).
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# isort: off
-from ring_attn.tools import interrupt
-
-# Before torch, whose import takes seconds.
-if interrupt.is_command():
-    interrupt.install()
-# isort: on
-
 from ring_attn import profiling
 from ring_attn.api import ring_attention, select_backend, tree_decode, unshard
 from ring_attn.connections import check, prepare

@@ -33,8 +33,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
-from ring_attn.tools import launch, processes
-from tests.distributed.pool import Pool, Pools, forked_rank, forkserver
+from ring_attn.tools import launch
+from tests.distributed.pool import Pool, Pools, forkserver
 
 # When the first test could begin, by time.monotonic().
 START = pytest.StashKey[float]()
@@ -83,9 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes commands fork their processes, which is ten times faster; one test undoes the patch."""
-    for module in (launch, processes):
-        monkeypatch.setattr(module, "get_context", lambda method: forkserver())
-    monkeypatch.setattr(launch, "_rank_main", forked_rank)
+    monkeypatch.setattr(launch, "get_context", lambda method: forkserver())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,7 +31,7 @@ from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 from ring_attn.tools.arguments import add_common, new_table, parse_dtype, parse_size
 from ring_attn.tools.code_rules import SHARED_BYTES, Expected, failures
 from ring_attn.tools.compiled import Compiled, CompileError, compile_launch, interpreting
-from ring_attn.tools.processes import map_in_processes
+from ring_attn.tools.launch import map_in_processes
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 # Head dims of q and k; after a slash that of v, if it differs.

@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -23,16 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ring_attn.core.dtypes import BY_NAME, SHORT_NAMES
-from ring_attn.tools import interrupt
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 T = TypeVar("T")
-
-# An interrupt writes from its own thread: a report in progress is completed first, and the thread
-# never releases the lock, so that no later report replaces its own.
-_writing = threading.Lock()
 
 # Width of a table whose output is not a terminal.
 TABLE_WIDTH = 180
@@ -227,22 +221,26 @@ def write_json(path: Path | None, payload: dict[str, Any]) -> None:
     """
     if path is None or not is_first_rank():
         return
-    with _writing:
-        _write_json(path, payload)
+    _write_json(path, payload)
+
+
+# The report of the running command, and what it contains so far.
+_so_far: tuple[Path, Callable[[], dict[str, Any]]] | None = None
 
 
 def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
-    """Makes later interrupts write `payload()` and the signal's name to `path`."""
+    """Makes `write_so_far` write `payload()` to `path`."""
+    global _so_far
+    _so_far = (path, payload) if path is not None and is_first_rank() else None
 
-    def save(signal_name: str) -> str | None:
-        if path is None:
-            return None
-        report = {**payload(), "interrupted": signal_name}
-        _writing.acquire()
-        _write_json(path, report)
-        return str(path)
 
-    interrupt.before_end(save)
+def write_so_far(signal_name: str) -> Path | None:
+    """Writes the report of a command that a signal interrupts; None if it has none."""
+    if _so_far is None:
+        return None
+    path, payload = _so_far
+    _write_json(path, {**payload(), "interrupted": signal_name})
+    return path
 
 
 def _write_json(path: Path, payload: dict[str, Any]) -> None:

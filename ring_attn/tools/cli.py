@@ -2,21 +2,23 @@
 
 Only the chosen subcommand's module is imported. A user's error prints one line on stderr and exits
 with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C, SIGTERM and SIGHUP print one line too, and
-exit with 130, 143 and 129: see `ring_attn.tools.interrupt`.
+exit with 130, 143 and 129; what was measured so far is in the report.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
+from multiprocessing import active_children
 from typing import NamedTuple, NoReturn
 
 from ring_attn import __version__
-from ring_attn.tools import interrupt
+from ring_attn.tools.arguments import is_first_rank, write_if_interrupted, write_so_far
 from ring_attn.transport.debug import debug_enabled
 
 PROG = "ring-attn"
@@ -70,15 +72,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if a check failed, 2 if the command cannot run as asked.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    command = _find(words)
+    if command is None:
+        return _without_command(words)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    write_if_interrupted(None, dict)
     try:
-        command = _find(words)
-        return _without_command(words) if command is None else _run(command, words)
-    finally:
-        interrupt.finish_command()
+        return _run(command, words)
+    except KeyboardInterrupt as ended:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second ^C
+        _end_by(signal.Signals(ended.args[0] if ended.args else signal.SIGINT), command)
+
+
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _end_by(number: signal.Signals, command: Command) -> NoReturn:
+    """Ends this process at once, with one line, whatever threads and libraries still do."""
+    for process in active_children():
+        process.kill()
+    line = f"{PROG} {command.name}: interrupted by {number.name}"
+    try:
+        path = write_so_far(number.name)
+        line += f"; what was measured so far is in {path}" if path else ""
+    except OSError as error:
+        line += f"; what was measured so far could not be written: {error}"
+    if is_first_rank():
+        print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(128 + number)
 
 
 def _run(command: Command, words: list[str]) -> int:
-    interrupt.start_command(f"{PROG} {command.name}")
     try:
         module = import_module(command.module)
         parser = Parser(

@@ -5,8 +5,8 @@
 Each process makes the default process group before it calls the function. Under torchrun, where the
 ranks exist already, each rank calls the function in place, so that one program serves both.
 
-Ranks end with the process that started them, however that process ends, and nothing is written to
-disk. torch's own launcher leaves a folder behind when killed, and prints tracebacks on signals.
+Processes that start here end with the process that started them, however that process ends. They
+ignore ^C, which reaches all processes of a terminal: it is for the process that started them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import atexit
 import faulthandler
 import os
 import pickle
-import re
 import signal
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -32,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.core.values import env_int
-from ring_attn.tools import interrupt
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -82,11 +81,11 @@ def run_ranks(
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
         return _run_in_place(fn, args, threads, device, on_part)
-    needed, available = nproc * RANK_BYTES, available_bytes()
-    if needed > available:
+    needed, memory = nproc * RANK_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
         raise ValueError(
             f"{nproc} ranks need at least {needed / 2**30:.4g} GiB, this machine has "
-            f"{available / 2**30:.4g} GiB available; use fewer ranks"
+            f"{memory / 2**30:.4g} GiB; use fewer ranks"
         )
     if threads is None:
         threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
@@ -110,36 +109,15 @@ MOST_THREADS = 4096
 RANK_BYTES = 150 << 20
 
 
-def available_bytes() -> int:
-    """Bytes of memory available to new processes, by the machine and the limit of its container."""
-    line = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
-    available = (
-        int(line[1]) * 1024 if line else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
-        used = re.search(r"^anon (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text("ascii"))
-    except OSError:
-        return available
-    if not limit.isdigit() or used is None:
-        return available
-    return max(0, min(available, int(limit) - int(used[1])))
-
-
-def timed(fn: Callable[[], T]) -> tuple[T, float]:
-    """The result of a call, and its seconds; waits for this rank's device before and after."""
+def timed_on_ranks(fn: Callable[[], T]) -> tuple[T, float]:
+    """The result of a call, and its seconds from a barrier until the last rank is done."""
     wait = torch.cuda.synchronize if rank_device().type == "cuda" else lambda: None
+    dist.barrier()
     wait()
     start = time.perf_counter()
     result = fn()
     wait()
-    return result, time.perf_counter() - start
-
-
-def timed_on_ranks(fn: Callable[[], T]) -> tuple[T, float]:
-    """The result of a call, and its seconds from a barrier until the last rank is done."""
-    dist.barrier()
-    result, seconds = timed(fn)
+    seconds = time.perf_counter() - start
     # Ranks that share a core finish one after another: a mean over ranks would be too short.
     worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -209,12 +187,10 @@ def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> 
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    context = get_context("spawn")  # CUDA does not survive a fork
     ranks: dict[Connection, tuple[int, Any]] = {}  # rank and process, by the rank's pipe
     try:
         with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
             for rank in range(nproc):
-                pipe, end = context.Pipe(duplex=False)
                 variables = {
                     **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
                     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
@@ -224,21 +200,116 @@ def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> 
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
                 }
-                process = context.Process(target=_rank_main, args=(end, variables, pickled))
+                pipe, process = _start(_run_rank, variables, pickled)
                 ranks[pipe] = rank, process
-                with interrupt.held_back():
-                    process.start()
-                end.close()
         results = _results(ranks, on_part)
         for _, process in ranks.values():
             process.join()
         return results
     finally:
-        for pipe, (_, process) in ranks.items():
-            pipe.close()
-            if process.pid is not None:
-                process.kill()
-                process.join()
+        _end(process for _, process in ranks.values())
+
+
+def map_in_processes(
+    function: Callable[[T], R], items: Sequence[T], jobs: int, lost: Callable[[T], R]
+) -> Generator[R, None, None]:
+    """Results of `function(item)`, in the order of the items.
+
+    Args:
+        function: defined at the top level of a module; items and results are pickled.
+        items: arguments of the calls.
+        jobs: number of processes; each takes many items.
+        lost: makes the result of an item whose process died; a new process replaces it.
+    """
+    results = dict[int, R]()
+    idle, busy = list[Worker](), dict[Connection, tuple[int, Worker]]()
+    given = 0
+    try:
+        for index in range(len(items)):
+            while index not in results:
+                while given < len(items) and len(busy) < jobs:
+                    worker = idle.pop() if idle else _start(_run_items, function)
+                    busy[worker[0]] = given, worker
+                    worker[0].send(items[given])
+                    given += 1
+                for pipe in wait([*busy]):
+                    assert isinstance(pipe, Connection), "only pipes are waited for"
+                    at, worker = busy.pop(pipe)
+                    try:
+                        results[at] = pipe.recv()
+                        idle.append(worker)
+                    except (EOFError, ConnectionError):
+                        results[at] = lost(items[at])
+            yield results.pop(index)
+    finally:
+        _end(process for _, process in (*idle, *(worker for _, worker in busy.values())))
+
+
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+# Our end of a pipe, and the process at the other end.
+Worker = tuple[Connection, Any]
+
+
+def _start(run: Callable[..., None], *args: Any) -> Worker:
+    """Starts a process that calls `run(pipe, *args)`."""
+    context = get_context("spawn")  # CUDA does not survive a fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run_process, args=(run, theirs, *args), daemon=True)
+    with _signals_held_back():
+        process.start()
+    theirs.close()
+    return ours, process
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Raises signals at the end of the block; a process that is started within has them blocked.
+
+    Half started, a process would print multiprocessing's EOFError.
+    """
+    held = list[int]()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    caught = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
+    resource_tracker.ensure_running()  # it unblocks signals
+    # Handlers as well as the mask: threads of torch's store take signals that this one blocks.
+    for number in caught:
+        signal.signal(number, lambda number, _: held.append(number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number in caught:
+            signal.signal(number, handlers[number])
+        for taken in held:
+            signal.raise_signal(taken)
+
+
+def _run_process(run: Callable[..., None], pipe: Connection, *args: Any) -> None:
+    def end_with_parent() -> None:
+        parent = parent_process()
+        assert parent is not None, "this process was started by multiprocessing"
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # SIGINT stays blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGINT})
+    faulthandler.enable()
+    run(pipe, *args)
+
+
+def _run_items(pipe: Connection, function: Callable[[Any], Any]) -> None:
+    while True:
+        pipe.send(function(pipe.recv()))
+
+
+def _end(processes: Iterable[Any]) -> None:
+    for process in (kept := list(processes)):
+        process.kill()
+    for process in kept:
+        process.join()
 
 
 def _results(
@@ -266,19 +337,15 @@ def _results(
 
 
 def _ending(kind: str, value: Any) -> str:
-    """Text of a rank's failure; if one of `SIGNALS` ended the rank, ends the command too."""
+    """Text of a rank's failure."""
     if kind == "error":
         return f":\n{value.rstrip()}"
     if value >= 0:
         return f": it ended with status {value} before it had a result"
-    if -value in interrupt.SIGNALS:
-        interrupt.end_by(-value)
     return f": it was ended by {signal.Signals(-value).name}"
 
 
-def _rank_main(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
-    interrupt.end_with_parent()
-    faulthandler.enable()
+def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
     os.environ.update(variables)
 
     def send_to_parent(part: Any) -> None:

@@ -25,7 +25,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -53,8 +53,7 @@ from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon
 from ring_attn.tools.arguments import format_size, names_of, new_table, parse_size, show
 from ring_attn.tools.env import machine
-from ring_attn.tools.launch import num_cores
-from ring_attn.tools.processes import map_in_processes
+from ring_attn.tools.launch import map_in_processes, num_cores
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
@@ -302,10 +301,9 @@ class Tuning(Report[Setting, Row]):
     def _built(self, problem: Problem, rows: Sequence[Row], deadline: float) -> list[Row]:
         """Builds all configs; notes those that do not compile or crash their process."""
         tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
+        notes: Iterator[str] = map(build, tasks)
         if self.setting.jobs:
             notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
-        else:
-            notes = map(build, tasks)
         return [
             replace(row, note=f"not built: {why}" if why else "")
             for row, why in zip(rows, notes, strict=True)

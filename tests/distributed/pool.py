@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ring_attn
-from ring_attn.tools import interrupt, launch
 
 PRELOAD = [
     "torch",
@@ -147,16 +145,6 @@ def forkserver() -> Any:
     more = PRELOAD_TRANSFORMERS if "transformers" in sys.modules else []
     context.set_forkserver_preload(PRELOAD + more)
     return context
-
-
-_rank_main = launch._rank_main
-
-
-def forked_rank(*args: Any) -> None:
-    """Runs a command's rank; its parent process is the fork server, not the command."""
-    server = mock.Mock(pid=os.getppid())
-    with mock.patch.object(interrupt, "parent_process", return_value=server):
-        _rank_main(*args)
 
 
 class Pool:

@@ -3,7 +3,9 @@
 import argparse
 import json
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +29,7 @@ from ring_attn.tools.arguments import (
     parse_size,
     write_json,
 )
-from ring_attn.tools.launch import run_ranks
+from ring_attn.tools.launch import map_in_processes, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,6 +255,28 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
 def test_run_ranks_tells_which_rank_failed(signum: int, text: str) -> None:
     with pytest.raises(RuntimeError, match=rf"(?s)rank 1 of 2 failed.*{text}"):
         run_ranks(partial(fail_in_rank_1, signum), 2, threads=1, device="cpu")
+
+
+def die_at_3(item: int) -> int:
+    if item == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item * item
+
+
+@pytest.mark.dist
+def test_a_process_that_dies_loses_its_item_alone() -> None:
+    results = map_in_processes(die_at_3, range(7), 2, lambda item: -item)
+    assert list(results) == [0, 1, 4, -3, 16, 25, 36]
+    assert list(map_in_processes(die_at_3, [], 2, lambda item: -item)) == []
+
+
+@pytest.mark.dist
+def test_processes_end_with_their_results() -> None:
+    before = {*multiprocessing.active_children()}
+    results = map_in_processes(time.sleep, [0.0, 600.0, 600.0], 2, lambda _: None)
+    next(results)
+    results.close()
+    assert {*multiprocessing.active_children()} <= before
 
 
 def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

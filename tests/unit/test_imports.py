@@ -41,7 +41,6 @@ ROWS = [
     "ops decode neighbours connections",
     "api",
     "models",
-    "tools.interrupt",
     "__init__",
     "integrations tools.launch tools.arguments",
     "tools.env",
