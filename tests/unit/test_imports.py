@@ -152,6 +152,15 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
             assert bool(private) == (unit_of(module) == "torch_private"), (module, private)
 
 
+def test_only_commands_handle_signals() -> None:
+    for module, path in MODULES.items():
+        imported = {name for name, _, _ in find_imports(module, path.read_text())}
+        assert "signal" not in imported or module in (
+            "ring_attn.tools.cli",
+            "ring_attn.tools.launch",
+        )
+
+
 HEAVY = {
     "triton", "flash_attn", "flash_attn_interface", "transformers", "safetensors", "matplotlib",
     "rich", "torch.distributed.tensor", "torch._dynamo", "torch._inductor",
