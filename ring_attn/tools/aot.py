@@ -107,13 +107,12 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# What the backward in Gluon may spill. The sums of a thread take 208 to 224 of a consumer's 232
-# registers, and the adding warp has 40; the compiler spills parts of the thread's index, which it
-# keeps from the kernel's start to compute addresses. Most bytes: 64 on triton 3.7.1, 232 on 3.6.0,
-# 260 on 3.9.0; the last two fail. With 64 dims a consumer's visit of 64 x 128 pairs has 6 loads and
-# stores beside 700 other instructions. With 128 dims a visit of the adding warp has 23; it
-# also adds 32 KB to memory, and other warps compute meanwhile.
-GLUON_BWD = Expected(warp_specialize=True, exposed=0, spilled=224, within=6, around=4, beside=23)
+# What the backward in Gluon may spill: as on triton 3.7.1; 3.6.0 and 3.9.0 spill more, and fail.
+# The sums of a thread take 208 to 224 of a consumer's 232 registers, the adding warp has 40; the
+# compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
+# addresses. The 6 loads and stores are of a visit with 64 dims in a ragged window, of 580
+# instructions.
+GLUON_BWD = Expected(warp_specialize=True, exposed=0, spilled=44, within=6, around=4, beside=4)
 
 WITHOUT_PRODUCTS = Expected(products=None)
 
