@@ -1,6 +1,7 @@
 """A program for torchrun, in which some ranks die in the first start; see `test_restarts`.
 
-Its words: before, during or after the first call; the ranks that die; a folder for marks.
+Its words: before, during or after the first call, or as it is refused; the ranks that die; a folder
+for marks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import datetime
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +27,8 @@ def main(when: str, victims: str, folder: str) -> None:
     del os.environ["TORCH_GLOO_LAZY_INIT"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     started = Path(folder, f"started.{rank}")
-    dies = str(rank) in victims.split(",") and not started.exists()
+    again = started.exists()
+    dies = str(rank) in victims.split(",") and not again
     started.touch()
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 31, 4, 8, generator=generator)
@@ -34,16 +37,23 @@ def main(when: str, victims: str, folder: str) -> None:
     if dies and when == "before":
         time.sleep(1.0)  # the others wait for this rank by now
         os._exit(7)
+    if dies and when == "refused":
+        time.sleep(3.0)  # the lead looks about once a second by now
+        with suppress(ValueError):
+            ring_attention(*shards, softcap=-1.0, layout=layout)
+        os._exit(7)
+    if when == "refused" and rank == 0 and again:
+        time.sleep(1.0)  # the others find the old notes
     out = ring_attention(*shards, causal=True, layout=layout)
     if dies and when == "during":
         os._exit(7)
     out.sum().backward()
     if dies and when == "after":
         os._exit(7)
-    again = ring_attention(*shards, causal=True, layout=layout)
+    repeated = ring_attention(*shards, causal=True, layout=layout)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     whole = scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
-    assert torch.equal(out, again)
+    assert torch.equal(out, repeated)
     torch.testing.assert_close(out.detach(), layout.shard(whole, rank))
     count = os.environ["TORCHELASTIC_RESTART_COUNT"]
     Path(folder, f"formed.{rank}").write_text(count)

@@ -71,6 +71,22 @@ def test_communicators_from_their_options_to_their_end() -> None:
         assert made[-1].method_calls == [connected, mock.call.shutdown()]
 
 
+def test_names_of_communicators_do_not_grow_with_their_members() -> None:
+    """The store's keys begin with them, and the store refuses long keys."""
+    made = mock.Mock(Options=StandIn.Options)
+    groups = [(0,), tuple(range(5000)), (*range(4999, -1, -1),)]
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", made, create=True),
+        mock.patch.object(media, "meet"),
+        mock.patch.object(media, "Lane"),
+    ):
+        nccl = media.Nccl(dist.HashStore(), "meeting", 0, tuple(range(5000)))
+        for members in groups:
+            nccl.lane(members, "shards", TransportOptions(), 1.0, GPU)
+    names = [call.args[3].group_name for call in made.call_args_list]
+    assert len(set(names)) == len(groups) and len({len(name) for name in names}) == 1
+
+
 def test_all_communicators_are_aborted_at_once() -> None:
     """An abort waits for launched kernels, here of two channels that are behind each other."""
     made: list[StandIn] = []

@@ -57,6 +57,7 @@ ROWS = [
     for when in ("before", "during", "after")
     for world_size, victims in ((2, "0"), (3, "2"), (3, "0,1"), (4, "1,3"))
 ]
+ROWS += [((3,), "refused", "0"), ((3,), "refused", "1")]
 
 
 @pytest.mark.parametrize(

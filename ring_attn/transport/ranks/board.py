@@ -55,22 +55,29 @@ class Board:
         append(self._store, f"{self._prefix}/refused", f"{self._rank}\n")
         self.bell.ring()
 
-    def in_vain(self, calls: Iterable[Identity]) -> str | None:
-        """Why some rank will not come to these calls; None if unknown."""
-        failure = self.failure()
-        if failure is not None or not self._store.check([f"{self._prefix}/refused"]):
-            return failure
-        ranks = dict.fromkeys(map(int, self._store.get(f"{self._prefix}/refused").split()))
-        ranks.pop(self._rank, None)
-        reasons = (self.why(calls, rank) for rank in islice(ranks, MOST_REFUSALS))
+    def refusals(self) -> list[int]:
+        """The ranks that have told a refused call, as often as each one has told it."""
+        key = f"{self._prefix}/refused"
+        return [*map(int, self._store.get(key).split())] if self._store.check([key]) else []
+
+    def refused(self, calls: Iterable[Identity], old: int = 0) -> str | None:
+        """Why a rank that refused a call will not come to these calls; None if unknown.
+
+        Does not believe the first `old` refusals.
+        """
+        ranks = dict.fromkeys(rank for rank in self.refusals()[old:] if rank != self._rank)
+        reasons = (self.difference(calls, rank) for rank in islice(ranks, MOST_REFUSALS))
         return next((reason for reason in reasons if reason is not None), None)
 
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
         """Why no messages of a peer come: a rank failed, or calls differ; None if unknown."""
-        failure = self.failure()
+        return self.failure() or self.difference(calls, peer)
+
+    def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
+        """How a peer's calls differ from these; None if unknown."""
         note = self._read(f"calls/{peer}")
         reports = note["calls"] if note else {}
-        for call in calls if failure is None else ():
+        for call in calls:
             report = call.report()
             theirs = reports.get(str(call.sequence), report)
             differs = difference({self._rank: report, peer: theirs})
@@ -78,7 +85,7 @@ class Board:
                 told = "; ".join(differs.values())
                 ours = rank_name(self._rank)
                 return f"{rank_name(peer)}'s call differs from {ours}'s; {told}"
-        return failure
+        return None
 
     def tell_failure(self, text: str) -> bool:
         """Writes down why this rank's call ended; returns False if another rank failed before."""

@@ -142,9 +142,8 @@ class RankGroup:
         self._meetings = Meetings(self._store, self.global_rank, self.global_ranks)
         self._meeting, self._met = "", False
         self._board: Board | None = None
-        # After a refused call: the wait for a meeting where to tell it; where which call was told.
+        # After a refused call, the wait for the meeting.
         self._refused: Waiting | None = None
-        self._told: tuple[str, int] | None = None
         self._media: dict[str, Medium] = {}
         self._roll_calls = 0
         # By type: the device of all this rank's calls, to which its communicators belong.
@@ -248,7 +247,7 @@ class RankGroup:
         assert board is not None, "the ranks have met"
         self._tell_calls(board, calls, None)
         try:
-            in_vain = partial(board.in_vain, calls)
+            in_vain = lambda: board.failure() or board.refused(calls)  # noqa: E731
             meet(self.roll_call("come"), seconds, told, rule, in_vain)
         except MissingRanksError as error:
             text = f"{rank_name(self.global_rank)} could not compare its call with all ranks, "
@@ -449,18 +448,23 @@ class RankGroup:
     def _arrive(self, meeting: str) -> Callable[[], str | None]:
         """Takes a meeting for the ranks' own; returns what says why some rank will not come."""
         self._meeting = meeting
-        self._board = Board(self._store, meeting, self.global_rank)
+        self._board = board = Board(self._store, meeting, self.global_rank)
+        # Notes that stand here may be of dead ranks. A rank that lives tells its refusal again.
+        failure, refusals, calls = board.failure(), len(board.refusals()), list(self._calls)
         if self._refused is not None:
             self._tell_refusal()
-        return partial(self._board.in_vain, list(self._calls))
+
+        def in_vain() -> str | None:
+            refused = board.refused(calls, refusals)
+            return refused or (told if (told := board.failure()) != failure else None)
+
+        return in_vain
 
     def _tell_refusal(self) -> None:
         """Tells this rank's calls, of which it has refused one, where the ranks meet by now."""
-        calls = list(self._calls)
         meeting = self._meeting if self._met else self._meetings.find()
-        if meeting is not None and self._told != (meeting, calls[-1].sequence):
-            Board(self._store, meeting, self.global_rank).tell_refusal(calls)
-            self._told = meeting, calls[-1].sequence
+        if meeting is not None:
+            Board(self._store, meeting, self.global_rank).tell_refusal(list(self._calls))
 
 
 def _hash_of_configs() -> str:
