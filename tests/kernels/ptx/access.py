@@ -148,7 +148,28 @@ def acquire(machine: Machine, ins: Instruction) -> ByLanes:
     return run
 
 
-@handles(r"atom\.global\.gpu\.(relaxed\.add|release\.exch)(?:\.v4)?\.(f32|u32|b32)")
+@handles(r"atom\.global\.acquire\.gpu\.cas\.b32")
+def compare_and_swap(machine: Machine, ins: Instruction) -> ByLanes:
+    """Waits until memory has the expected value: our kernels' sanitizer takes a lock so."""
+    target = machine.target(ins, ins.operands[0], "b32")
+    offsets = located(machine, ins, ins.operands[1], 4, "global")
+    expected, new = (machine.source(ins, x, "b32") for x in ins.operands[2:])
+
+    def run(lanes: Array) -> None:
+        words, [at, *others] = machine.grid.memory.words[4], offsets(lanes) // 4
+        if others:
+            raise Unsupported(ins, "by several threads")
+
+        def swap() -> None:
+            target[lanes] = words[at]
+            words[at] = new[lanes][0]
+
+        raise Wait(ins, lambda: words[at] == expected[lanes][0], swap, together=True)
+
+    return run
+
+
+@handles(r"atom\.global\.gpu\.(relaxed\.add|release\.exch|acq_rel\.exch)(?:\.v4)?\.(f32|u32|b32)")
 def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByLanes:
     """Updates memory at one address per thread; subnormal floats become zeros."""
     results, address, values = ins.operands
@@ -174,6 +195,14 @@ def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByL
                 new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
             words[index + i] = new
             target[lanes] = old
+
+    return run
+
+
+@handles(r"trap")
+def trap(machine: Machine, ins: Instruction) -> ByLanes:
+    def run(lanes: Array) -> None:
+        raise Fault(ins, "executed")
 
     return run
 

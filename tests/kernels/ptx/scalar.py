@@ -97,29 +97,45 @@ def remainder(a: Array, b: Array) -> Array:
 def extract(a: Array, start: Array, length: Array) -> Array:
     """bfe: extracts `length` bits from bit `start`; signed kinds sign-extend the last bit."""
     start, length = (np.asarray(x & 255, np.int64) for x in (start, length))
-    taken = np.minimum(length, np.maximum(32 - start, 0))
+    width = 8 * a.itemsize
+    taken = np.minimum(length, np.maximum(width - start, 0))
     value = (np.asarray(a, np.int64) >> np.minimum(start, 63)) & ((1 << taken) - 1)
     if a.dtype.kind == "u":
         return value
-    # A field that reaches beyond bit 31 takes bit 31 as its sign.
-    top = np.minimum(start + length - 1, 31)
+    # A field that reaches beyond the last bit takes that bit as its sign.
+    top = np.minimum(start + length - 1, width - 1)
     sign = (np.asarray(a, np.int64) >> top) & (length > 0)
     return value - (sign << taken)
+
+
+def permute(a: Array, b: Array, selector: Array) -> Array:
+    """prmt: each byte is one of the eight of b (lower) and a, or copies of that byte's sign."""
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(a)
+    for i in range(4):
+        choice = selector >> (4 * i) & 15
+        byte = (both >> (8 * (choice & 7)).astype(np.uint64) & np.uint64(255)).astype(np.uint32)
+        result |= np.where(choice & 8, np.where(byte & 128, 255, 0), byte).astype(np.uint32) << (
+            8 * i
+        )
+    return result
 
 
 # -- the table
 
 # Name, number of sources, their types, each of which is also the result's, and the function.
 ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
-    ("mov", 1, "b16 b32 b64 u16 u32", np.positive),
+    ("mov", 1, "b8 b16 b32 b64 u16 u32 u64", np.positive),
     ("mov", 1, "pred", np.array),
     ("cvta.param", 1, "u64", np.positive),
+    ("cvta.global", 1, "u64", np.positive),
+    ("prmt", 3, "b32", permute),
     ("and", 2, "b16 b32 b64 pred", np.bitwise_and),
     ("or", 2, "b16 b32 b64 pred", np.bitwise_or),
-    ("xor", 2, "b32", np.bitwise_xor),
-    ("not", 1, "b32 pred", np.invert),
-    ("add", 2, "s32 s64 f32", np.add),
-    ("sub", 2, "s32 s64 f32", np.subtract),
+    ("xor", 2, "b16 b32 b64 pred", np.bitwise_xor),
+    ("not", 1, "b16 b32 b64 pred", np.invert),
+    ("add", 2, "s16 s32 s64 f32", np.add),
+    ("sub", 2, "s16 s32 s64 f32", np.subtract),
     ("mul", 2, "f32", np.multiply),
     ("mul.lo", 2, "s32 s64", np.multiply),
     ("mad.lo", 3, "s32 s64", _multiply_add),
@@ -128,7 +144,7 @@ ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("min", 2, "s32", np.minimum),
     ("max", 2, "s32 u32", np.maximum),
     ("max", 2, "f32", np.fmax),
-    ("neg", 1, "s32 f32", np.negative),
+    ("neg", 1, "s16 s32 s64 f32", np.negative),
     ("abs", 1, "f32", np.absolute),
     ("div.full", 2, "f32", np.divide),
     ("fma.rn", 3, "f32", _fma),
@@ -137,17 +153,28 @@ ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("ex2.approx.ftz", 1, "f32", _ftz(_exp2)),
 ]
 # Comparisons: with a NaN, those of floats are False.
-ORDERED = "s32 u32 s64 u64 f32"
+ORDERED = "s16 u16 s32 u32 s64 u64 f32"
 COMPARED = [
-    ("eq", "b32 b64 f32", np.equal),
-    ("ne", "b32 b64", np.not_equal),
+    ("eq", "b16 b32 b64 f32", np.equal),
+    ("ne", "b16 b32 b64", np.not_equal),
     ("lt", ORDERED, np.less),
     ("le", ORDERED, np.less_equal),
     ("gt", ORDERED, np.greater),
     ("ge", ORDERED, np.greater_equal),
 ]
 # Conversions that keep the value, or its lower bits.
-CONVERTED = ("s64.s32", "u16.u32", "u32.u16", "u32.u64", "u64.u32", "rn.f32.s32", "f32.f16")
+CONVERTED = (
+    "s64.s32",
+    "u16.u8",
+    "u16.u32",
+    "u32.u16",
+    "u16.u64",
+    "s16.s8",
+    "u32.u64",
+    "u64.u32",
+    "rn.f32.s32",
+    "f32.f16",
+)
 
 
 def _rules() -> Iterator[tuple[str, Rule]]:
@@ -159,11 +186,11 @@ def _rules() -> Iterator[tuple[str, Rule]]:
             yield f"setp.{name}.{kind}", Rule("pred", (kind, kind), function)
     for kind in ("b16", "b32", "b64"):
         yield f"shl.{kind}", Rule(kind, (kind, "u32"), np.left_shift)
-    for kind in ("s32", "u32", "u64"):
+    for kind in ("s16", "u16", "s32", "u32", "s64", "u64"):
         yield f"shr.{kind}", Rule(kind, (kind, "u32"), np.right_shift)
-    for kind in ("s32", "u32"):
+    for kind in ("s32", "u32", "s64", "u64"):
         yield f"bfe.{kind}", Rule(kind, (kind, "u32", "u32"), extract)
-    for kind in ("b16", "b32", "f32"):
+    for kind in ("b16", "b32", "b64", "f32"):
         yield f"selp.{kind}", Rule(kind, (kind, kind, "pred"), lambda a, b, p: np.where(p, a, b))
     for kind, wide in (("s32", "s64"), ("u32", "u64"), ("u16", "u32")):
         product = _wide_product(DTYPES[wide])
