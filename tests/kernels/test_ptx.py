@@ -262,8 +262,8 @@ FAULTS: dict[str, Plant] = {
 }
 FAULTS_IN_GLUON: dict[str, Plant] = {
     "parity": (WAIT, OTHER_PARITY, Fault, 1.0),
-    # Some waits are for turns, which serve speed only.
-    "waits": (WAIT, "mov.pred complete, -1;", NotWaited, 0.5),
+    # Waits for turns serve speed only, and some buffers are free once a later one is.
+    "waits": (WAIT, "mov.pred complete, -1;", Fault, 0.75),
     "no arrival": (ARRIVAL, "", Fault, 1.0),
     "two arrivals": (ARRIVAL, r"\1 \1", Fault, 1.0),
     "bytes": (EXPECTED, r"\1, 64;", Deadlock, 1.0),
@@ -284,7 +284,10 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
     **dict.fromkeys(("fwd", "dkdv"), FAULTS),
     "hopper fwd": FAULTS_IN_GLUON,
     # Fences before the first copy, whose mbarrier is new, and after the zeros around a document.
-    "hopper fwd, ragged": {"fences": (FENCE, "", NotFenced, 1.0)},
+    "hopper fwd, ragged": {
+        "fences": (FENCE, "", NotFenced, 1.0),
+        "no arrival": (ARRIVAL, "", Fault, 1.0),
+    },
     "hopper bwd": {
         "waits": (WAIT, "mov.pred complete, -1;", (Race, OtherBits), 0.7),
         "fences": (FENCE, "", Fault, 0.0),
