@@ -258,7 +258,7 @@ class Observer:
         span = None
         if end is not None:
             side = _side_stream(self._device)
-            side.wait_event(end)
+            end.event.wait(side)
             span = start, streams.moment(side)
         self.transfers.append(span)
 

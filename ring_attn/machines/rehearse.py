@@ -33,15 +33,17 @@ def connect(program: Program, transport: Transport, device: torch.device) -> Non
 
 def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
     ranks, route = transport.world_size, op.route
-    # Both buffers must live until the wait.
-    send, recv = (torch.zeros(ranks * NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    sizes = [send.numel(), recv.numel()]
+    sizes = [ranks * NBYTES, ranks * NBYTES]
     if isinstance(route, ops.Collective):
         counts = ranks * (NBYTES,)
         route = route._replace(send_counts=counts, recv_counts=counts)
         if route.op != "all_to_all":
             sizes[route.op == "reduce_scatter"] = NBYTES
-    transport.post(op.channel, op.step, route, send[: sizes[0]], recv[: sizes[1]])
+    else:
+        sizes = 2 * [NBYTES + transport.pool(device).header]
+    # Both buffers must live until the wait.
+    send, recv = (torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
+    transport.post(op.channel, op.step, route, send, recv)
     transport.wait(op.channel)
 
 

@@ -19,7 +19,7 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
-from ring_attn.core.program import Buffer, Channel, Copy, Entry, Operand, Program, View
+from ring_attn.core.program import Buffer, Channel, Copy, Entry, Hop, Operand, Program, View
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.core.tiles import Tile
@@ -184,7 +184,6 @@ class Run:
         self._queued = streams.are_used(self._device)
         self._used: list[Block] = []
         self._messages: dict[str, Message] = {}
-        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._posted: dict[Channel, Any] = {}
         self._index = 0  # of the current op
         # Greatest score of each head so far, if requested.
@@ -263,10 +262,6 @@ class Run:
             return
         if self.program.keeps(buffer, self._index, pooled=self._pool.lasts):
             self._pool.give(block)
-        else:
-            # Cached views would keep the memory alive.
-            for key in [key for key in self._views if key[0] == id(block)]:
-                del self._views[key]
 
     def _held(self, buffer: Buffer) -> Block:
         """The block of a buffer in use; allocates and zeroes a cleared one."""
@@ -274,7 +269,7 @@ class Run:
         if block is None:
             message = self._messages[buffer.name]
             block = self._take(buffer, message)
-            block.data[: message.nbytes].zero_()
+            block.part(message.nbytes).zero_()
             if self._queued:
                 self._used.append(block)
         return block
@@ -284,18 +279,14 @@ class Run:
         block = self._held(buffer)
         if self._queued:
             self._used.append(block)
-        return block.data[: self._messages[buffer.name].nbytes]
+        return block.part(self._messages[buffer.name].nbytes)
 
     def _entries(self, buffer: Buffer) -> tuple[Tensor, ...]:
         """The tensors of a buffer's message, to compute with."""
-        block, message = self._held(buffer), self._messages[buffer.name]
+        block = self._held(buffer)
         if self._queued:
             self._used.append(block)
-        # Cached: making the views costs more host time than a copy.
-        key = id(block), id(message)
-        if key not in self._views:
-            self._views[key] = message.views(block.data[: message.nbytes])
-        return self._views[key]
+        return block.tensors(self._messages[buffer.name])
 
     def _note_uses(self) -> None:
         """Records an event after the op, on the buffers that it used."""
@@ -350,20 +341,29 @@ class Run:
             self._note_uses()
         recv = self._take(op.recv, op.message)
         after = last_uses(send, recv)
-        data = send.data[: self._messages[op.send.name].nbytes], recv.data[: op.message.nbytes]
-        start = None if self.observer is None else self.observer.mark()
+        header = self._pool.header if isinstance(op.route, Hop) else 0
+        data = send.part(self._messages[op.send.name].nbytes, header)
+        into = recv.part(op.message.nbytes, header)
+        post = partial(transport.post, op.channel, op.step, op.route, data, into, after=after)
+        if self.observer is None:
+            exchanged(send, recv, post())
+            return
+        start = self.observer.mark()
         with self._part("post"):
-            end = transport.post(op.channel, op.step, op.route, *data, after=after)
+            end = post()
         exchanged(send, recv, end)
-        if self.observer is not None and transport.world_size > 1:
+        if transport.world_size > 1:
             self._posted[op.channel] = start
             self.observer.arrival(start, end)
 
     def wait(self, op: ops.Wait) -> None:
         transport = self._among(op.ranks)
+        if self.observer is None:
+            transport.wait(op.channel)
+            return
         with self._part("wait"):
             transport.wait(op.channel)
-        if self.observer is not None and transport.world_size > 1:
+        if transport.world_size > 1:
             self.observer.landed(self._posted.pop(op.channel))
 
     def join(self, op: ops.Join) -> None:

@@ -241,8 +241,9 @@ SLOWDOWN = MAX_CTAS / 132
 
 # Measured with a stub driver (bench/results/NOTES.md), for Python, Triton's launcher and torch's
 # operators: 28 us for a forward step (one launch, one wait), 67 us for a backward step (two
-# launches, two sums), 17 us for a post without NCCL. Assumed: 25 us for NCCL's group of two.
-HOST = Host(launch=25e-6, copy=8e-6, post=42e-6, wait=3e-6)
+# launches, two sums); measured without NCCL and driver: 6 us for a post. Assumed: 25 us for NCCL's
+# group of two.
+HOST = Host(launch=25e-6, copy=8e-6, post=31e-6, wait=3e-6)
 
 
 def builtin_cluster(

@@ -319,6 +319,7 @@ class _Bench:
     ) -> Callable[[], None]:
         """A call that posts an exchange of `part` bytes per rank, runs `meanwhile`, and waits."""
         ranks, transport = self.world_size, self.transport
+        part += transport.pool(self.device).header if op == "shift" else 0
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
         send = whole[:part] if op in ("shift", "all_gather") else whole
         size = part if op in ("shift", "reduce_scatter") else ranks * part

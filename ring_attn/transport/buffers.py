@@ -15,23 +15,53 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ring_attn.core.messages import Message
 from ring_attn.transport import streams
 from ring_attn.transport.streams import Event
+
+# Bytes before a message on NCCL, for the identity of its call; see `ranks.headers`.
+HEADER_BYTES = 64
+
+# Views kept by a buffer: more than a few programs have.
+MOST_VIEWS = 32
 
 
 @dataclass(slots=True, eq=False)
 class Block:
     """A message buffer and its last uses."""
 
-    data: Tensor  # (nbytes,) uint8
+    data: Tensor  # (nbytes,) uint8, behind the header
     # After the last operator on `data`, or the last exchange into it.
     written: Event | None = None
     # Ends of the exchanges that have sent `data` since then.
     sent: list[Event] = field(default_factory=list)
+    # Parts of the buffer and tensors in it, since to make them takes longer than to launch a copy.
+    views: dict[object, Any] = field(default_factory=dict)
+
+    def part(self, nbytes: int, header: int = 0) -> Tensor:
+        """The first bytes of `data`, behind so many bytes of the header."""
+        key = nbytes, header
+        if key not in self.views:
+            storage = self.data.storage_offset() - header
+            self.views[key] = self.data.as_strided((header + nbytes,), (1,), storage)
+        part: Tensor = self.views[key]
+        return part
+
+    def tensors(self, message: Message) -> tuple[Tensor, ...]:
+        """The tensors of a message, to compute with."""
+        known: tuple[Message, tuple[Tensor, ...]] | None = self.views.get(id(message))
+        if len(self.views) > MOST_VIEWS:
+            self.views.clear()
+        # A message that is kept here keeps its id.
+        if known is None or known[0] is not message:
+            known = message, message.views(self.data[: message.nbytes])
+            self.views[id(message)] = known
+        return known[1]
 
 
 def last_uses(send: Block, recv: Block) -> list[Event]:
@@ -53,8 +83,9 @@ class Pool:
     two calls in a row have not taken. Elsewhere a pool serves one call.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.lasts = device, streams.are_used(device)
+    def __init__(self, device: torch.device, header: int = 0) -> None:
+        """Makes an empty pool, of buffers behind so many bytes of a header."""
+        self._device, self.lasts, self.header = device, streams.are_used(device), header
         self._free: dict[int, deque[Block]] = {}
         self._calls = 0
         # By size: the last call that took a buffer.
@@ -72,9 +103,10 @@ class Pool:
         free = self._free.get(nbytes)
         if free:
             return free.popleft()
-        data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        whole = torch.empty(self.header + nbytes, dtype=torch.uint8, device=self._device)
         # Queued operators may still use the memory.
-        return Block(data, streams.record(self._device) if self.lasts else None)
+        written = streams.record(self._device) if self.lasts else None
+        return Block(whole[self.header :], written)
 
     def give(self, block: Block) -> None:
         """Takes back a buffer; its recorded uses may still run."""

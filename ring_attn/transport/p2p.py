@@ -21,7 +21,7 @@ import json
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,11 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import groups, refusals
-from ring_attn.core.program import Channel, Collective
+from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import (
+    After,
     Agreement,
     Batch,
     Ranks,
@@ -45,7 +46,7 @@ from ring_attn.transport.base import (
     gather_texts,
     rank_name,
 )
-from ring_attn.transport.buffers import Pool
+from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import DifferentError
@@ -87,6 +88,7 @@ class P2PTransport(Transport):
         self._shared, self._options, self._timeout_s = shared, options, timeout_s
         self._global_ranks = tuple(shared.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
+        self._lanes: dict[Channel, Lane] = {}
 
     @property
     def global_ranks(self) -> Ranks:
@@ -137,7 +139,7 @@ class P2PTransport(Transport):
                 shared.headers.begin(identity, device, total, pool)
             yield number
             if queued:
-                shared.headers.end(identity)
+                shared.headers.end()
         except BaseException as error:
             mark_counted(error)
             shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
@@ -257,25 +259,53 @@ class P2PTransport(Transport):
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
 
-    def _exchange(self, batch: Batch) -> Event | None:
-        sends, receives = batch.sends, batch.receives
-        device, peer = batch.device, receives[0][0]
-        medium = self._shared.medium(device, self._timeout_s)
-        nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
-        if isinstance(medium, Gloo):
-            return self._start(batch, peer, nbytes, partial(self._send_tagged, medium, batch))
-        lane, headers = self._lane(batch.channel, device), self._shared.headers
-        rows, begun = headers.incoming(len(receives))
-        receives = receives + [(r, row) for (r, _), row in zip(receives, rows, strict=True)]
-        sends = sends + [(r, headers.outgoing) for r, _ in sends]
+    def post(
+        self,
+        channel: Channel,
+        step: int,
+        route: Hop | Collective,
+        send: Tensor,
+        recv: Tensor,
+        *,
+        after: After = None,
+    ) -> Event | None:
+        if isinstance(route, Hop) and streams.are_used(send.device):
+            return self._hop(Batch(channel, step, send.device, after), route, send, recv)
+        return super().post(channel, step, route, send, recv, after=after)
+
+    def _hop(self, batch: Batch, hop: Hop, send: Tensor, recv: Tensor) -> Event | None:
+        """Starts one send and one receive of NCCL, whose messages begin with a header."""
+        lane, headers = self._lane(batch.channel, batch.device), self._shared.headers
         nccl: Any = lane.communicator
-        starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
-        starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
-        return self._start_on_lane(batch, lane, peer, nbytes, starts, begun)
+        to, source = hop
+        both = partial(nccl.recv, [recv], source, 0), partial(nccl.send, [send], to, 0)
+        marks = headers.is_first(lane, SEND, to)
+        row = headers.incoming(1) if headers.is_first(lane, RECEIVE, source) else None
+
+        def start() -> None:
+            if marks:
+                send[:HEADER_BYTES].copy_(headers.outgoing)
+            coalesced(nccl, both).wait()
+            if row is not None:
+                row[0].copy_(recv[:HEADER_BYTES])
+
+        nbytes = send.nbytes - HEADER_BYTES, recv.nbytes - HEADER_BYTES
+        return self._start_on_lane(
+            batch, lane, source, nbytes, start, first=marks or row is not None
+        )
+
+    def _exchange(self, batch: Batch) -> Event | None:
+        medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
+        assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
+        sent, received = (sum(x.nbytes for _, x in xs) for xs in (batch.sends, batch.receives))
+        start = partial(self._send_tagged, medium, batch)
+        return self._start(batch, peer, (sent, received), start)
 
     def _send_tagged(self, gloo: Gloo, batch: Batch) -> list[Started]:
+        assert self._shared.call is not None, "a call has begun"
+        seed = self._shared.call.seed ^ self._scope
+
         def tag(x: Tensor) -> int:
-            seed = self._shared.seed ^ self._scope
             return message_tag(seed, batch.channel, batch.step, x.nbytes)
 
         # Receives first: `wait` takes the works in this order, and compute needs received data.
@@ -286,7 +316,7 @@ class P2PTransport(Transport):
     def _collective(
         self, batch: Batch, route: Collective, send: Tensor, recv: Tensor
     ) -> Event | None:
-        """Starts one of NCCL's collectives, together with an all-gather of the headers."""
+        """Starts one of NCCL's collectives; with a call's first, an all-gather of the headers."""
         if self.world_size == 1:
             recv.copy_(send)
             return None
@@ -294,7 +324,6 @@ class P2PTransport(Transport):
             return super()._collective(batch, route, send, recv)
         lane, headers = self._lane(batch.channel, send.device), self._shared.headers
         nccl: Any = lane.communicator
-        incoming, begun = headers.incoming(self.world_size)
         nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
         if route.op == "all_gather":
             start = partial(nccl._allgather_base, recv, send)
@@ -304,8 +333,15 @@ class P2PTransport(Transport):
             counts = list(route.send_counts), list(route.recv_counts)
             start = partial(nccl.alltoall_base, recv, send, counts[1], counts[0])
             nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
-        starts = [start, partial(nccl._allgather_base, incoming.view(-1), headers.outgoing)]
-        return self._start_on_lane(batch, lane, int(self.rank == 0), nbytes, starts, begun)
+        starts, first = [start], headers.is_first(lane)
+        if first:
+            incoming = headers.incoming(self.world_size).view(-1)
+            starts.append(partial(nccl._allgather_base, incoming, headers.outgoing))
+
+        def together() -> None:
+            coalesced(nccl, starts).wait()
+
+        return self._start_on_lane(batch, lane, int(self.rank == 0), nbytes, together, first=first)
 
     def _start_on_lane(
         self,
@@ -313,19 +349,24 @@ class P2PTransport(Transport):
         lane: Lane,
         peer: int,
         nbytes: tuple[int, int],
-        starts: Sequence[Callable[[], object]],
-        begun: list[Event],
+        start: Callable[[], None],
+        *,
+        first: bool,
     ) -> Event | None:
-        """Starts NCCL's operations as one exchange, behind the events `begun` too."""
-        together = partial(coalesced, lane.communicator, starts)
-        after = None if batch.after is None else [*batch.after, *begun]
-        run = partial(lane.run, batch.step, peer, together, after)
+        """Starts an exchange; the first with a rank waits for the memory of its headers, too."""
+        headers, after = self._shared.headers, batch.after
+        if first and after is not None:
+            after = [*after, *headers.ready]
+        run = partial(lane.run, batch.step, peer, start, after, headers.call)
         return self._start(batch, peer, nbytes, run)
 
     def _lane(self, channel: Channel, device: torch.device) -> Lane:
-        medium = self._shared.medium(device, self._timeout_s)
-        assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
-        return medium.lane(self._members, channel, self._options, self._timeout_s, device)
+        if channel not in self._lanes or self._shared.failed is not None:
+            medium = self._shared.medium(device, self._timeout_s)
+            assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
+            options, seconds = self._options, self._timeout_s
+            self._lanes[channel] = medium.lane(self._members, channel, options, seconds, device)
+        return self._lanes[channel]
 
     def _start(
         self,

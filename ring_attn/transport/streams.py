@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 Stream = torch.cuda.Stream
-Event = torch.cuda.Event
 Work = Callable[[], object]
+
+_numbers = count()
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """A moment of a stream; later moments of one stream have greater numbers."""
+
+    event: torch.cuda.Event
+    stream_id: int
+    number: int
+
 
 # torch has so many streams a device, and gives them out in turn, again and again.
 POOL = 32
@@ -65,12 +78,17 @@ def use(stream: Stream) -> AbstractContextManager[object]:
 
 def record(device: torch.device) -> Event:
     """An event after all work queued so far on the device's current stream."""
+    return record_on(current(device))
+
+
+def record_on(stream: Stream) -> Event:
+    """An event after all work queued so far on a stream."""
     event = torch.cuda.Event()
-    event.record(current(device))
-    return event
+    event.record(stream)
+    return Event(event, stream.stream_id, next(_numbers))
 
 
-def moment(stream: Stream) -> Event:
+def moment(stream: Stream) -> torch.cuda.Event:
     """An event on a stream that notes the time."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
@@ -79,7 +97,24 @@ def moment(stream: Stream) -> Event:
 
 def wait(event: Event, device: torch.device) -> None:
     """Makes the device's current stream wait for an event."""
-    event.wait(current(device))
+    event.event.wait(current(device))
+
+
+class Waits:
+    """What a stream has waited for: it waits for no event that is implied by an earlier wait."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        # By other stream: the number of the last event of it.
+        self._last: dict[int, int] = {}
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Makes the stream wait for events of its device."""
+        for event in events:
+            other = event.stream_id
+            if other != self._stream.stream_id and event.number > self._last.get(other, -1):
+                event.event.wait(self._stream)
+                self._last[other] = event.number
 
 
 def side_by_side(device: torch.device, side: Stream | None, first: Work, *others: Work) -> None:

@@ -39,6 +39,7 @@ class Stream:
 
     def __init__(self, cuda: Cuda, queue: Queue) -> None:
         self._cuda, self.queue = cuda, queue
+        self.stream_id = id(queue)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.queue is self.queue

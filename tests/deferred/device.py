@@ -98,6 +98,7 @@ class Memory:
     initial: np.ndarray | None
     stream: Queue | None
     on_device: bool = False  # the device's, or an operator used it with such memory
+    pinned: bool = False
     lent_to: list[Queue] = field(default_factory=list)  # other streams that use it
 
 
@@ -125,6 +126,7 @@ class Recorder(TorchDispatchMode):
         assert self.cuda.current == HOME, "pinned for another device"
         copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
         self.given(copy)
+        self.memories[self._memory(copy)].pinned = True
         return copy
 
     def given(self, *tensors: Tensor) -> None:
@@ -139,6 +141,9 @@ class Recorder(TorchDispatchMode):
         for memory in memories:
             memory.on_device = found
         return found
+
+    def _pinned(self, refs: Iterable[Ref]) -> bool:
+        return all(self.memories[ref.memory].pinned for ref in refs)
 
     def stop(self) -> None:
         """Ends the record: drops operators on the host's tensors, ignores memory freed later."""
@@ -232,7 +237,7 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [x for x in tree_leaves((args, kwargs)) if _has_bytes(x)]
         refs = [self.ref(x) for x in given]
-        if name in SYNCHRONISE and self._on_device(refs):
+        if name in SYNCHRONISE and self._on_device(refs) and not self._pinned(refs):
             raise HostSyncError(f"the host would wait for {func}")
         # Record the arguments before the call: an operator may change sizes in place.
         recorded = tree_map(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
@@ -244,7 +249,13 @@ class Recorder(TorchDispatchMode):
         for x in fresh:
             if x.untyped_storage().data_ptr() not in self._ids:
                 self._adopt(x, self.cuda.home)
-        writes = [self.ref(x) for x in _written(func, args, kwargs) if _has_bytes(x)]
+        changed = [x for x in _written(func, args, kwargs) if _has_bytes(x)]
+        writes = [self.ref(x) for x in changed]
+        for x, ref in zip(changed, writes, strict=True):
+            if self._pinned([ref]):  # the host never knows how far the device has got
+                initial = self.memories[ref.memory].initial
+                assert initial is not None
+                ctypes.memmove(x.untyped_storage().data_ptr(), initial.tobytes(), initial.nbytes)
         if (not fresh and not writes) or name == "detach_":
             return out  # a view
         made = [self.ref(x) for x in fresh]
@@ -271,7 +282,7 @@ class HostReads(TorchFunctionMode):
             return self._recorder.pinned(args[0])
         if name in READ_BY_HOST and _has_bytes(args[0]):
             memory = self._recorder.memories[self._recorder.ref(args[0]).memory]
-            if memory.on_device:
+            if memory.on_device and not memory.pinned:
                 raise HostSyncError(f"the host would wait for Tensor.{name}")
         return func(*args, **(kwargs or {}))
 

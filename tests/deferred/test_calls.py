@@ -132,8 +132,8 @@ def wait_for_nothing(self: P2PTransport, channel: Channel) -> None:
         self._pending.pop(channel)
 
 
-def post_at_once(self: Lane, step: int, peer: int, start: Any, after: Any) -> Event:
-    return RUN(self, step, peer, start, [])
+def post_at_once(self: Lane, step: int, peer: int, start: Any, after: Any, call: Any) -> Event:
+    return RUN(self, step, peer, start, [], call)
 
 
 def send_a_copy(self: P2PTransport, *given: Any, after: Any = None) -> Event | None:
@@ -192,8 +192,8 @@ def behind_attention(program: Program) -> list[tuple[int, int]]:
     return found
 
 
-def behind_everything(self: Lane, step: int, peer: int, start: Any, after: Any) -> Event:
-    return RUN(self, step, peer, start, None)
+def behind_everything(self: Lane, step: int, peer: int, start: Any, *others: Any) -> Event:
+    return RUN(self, step, peer, start, None, others[-1])
 
 
 def test_shards_do_not_wait_for_attention() -> None:

@@ -39,7 +39,9 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 def mutants() -> Iterator[tuple[str, str]]:
     """Names and sources of modules with one change each."""
-    for function in ast.parse(SOURCE).body:
+    body = ast.parse(SOURCE).body
+    body += [part for node in body if isinstance(node, ast.ClassDef) for part in node.body]
+    for function in body:
         # `are_used` is replaced on this device, whose tensors are on the CPU.
         if isinstance(function, ast.FunctionDef) and function.name != "are_used":
             inside = (node for statement in function.body for node in ast.walk(statement))
@@ -62,6 +64,7 @@ TESTS: list[Callable[[], None]] = [
     lambda: with_recorder(test_streams.test_every_event_is_of_the_tensors_device),
     lambda: with_recorder(test_streams.test_no_two_callers_hold_one_stream),
     lambda: with_recorder(test_streams.test_works_run_side_by_side),
+    lambda: with_recorder(test_streams.test_a_stream_waits_once_for_what_is_implied),
     lambda: with_recorder(test_streams.test_two_threads_hold_two_streams),
     lambda: test_cached.test_other_streams_wait_for_what_is_cached("tables"),
     test_calls.test_dq_runs_beside_dk_and_dv,
@@ -86,6 +89,7 @@ def test_a_change_of_any_line_is_found() -> None:
         made = {"mock": mock}
         exec(compile(source, "mutant", "exec"), made)
         functions = {x: f for x, f in made.items() if x in vars(streams) and inspect.isfunction(f)}
+        functions["Waits"] = made["Waits"]
         del functions["are_used"]
         tried += 1
         with mock.patch.multiple(streams, **functions):

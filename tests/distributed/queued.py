@@ -25,6 +25,11 @@ from tests.stand_in import Parts, StandIn
 class Moment:
     """A stream, an event or a group of operations: nothing is left to be waited for."""
 
+    stream_id = 0
+
+    def __init__(self) -> None:
+        self.event = self
+
     def wait(self) -> bool:
         return True
 
@@ -85,7 +90,7 @@ def install() -> None:
     streams.are_used = lambda device: True
     compute = Moment()
     streams.current = lambda device: compute
-    streams.new = streams.record = lambda device: Moment()
+    streams.new = streams.record = streams.record_on = lambda place: Moment()
     streams.use = lambda stream: nullcontext()
     streams.wait = lambda event, device: None
     streams.lend = lambda x: None

@@ -19,7 +19,9 @@ from ring_attn.torch_private import coalesced
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.formation import MissingRanksError, RollCall, hashed, meet
-from ring_attn.transport.ranks.group import rank_group
+from ring_attn.transport.ranks.group import NOTHING, rank_group
+from ring_attn.transport.ranks.headers import UNKNOWN, Compared
+from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Lane, Late
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
@@ -143,21 +145,25 @@ def test_a_communicator_that_is_never_made() -> None:
 
 
 def test_a_late_exchange_is_named() -> None:
-    """The device is in the second exchange, while the host has posted a third."""
-    streams = mock.MagicMock(pinned=lambda x, device: x)
-    with mock.patch.object(media, "streams", streams):
+    """Exchanges end with their call, and only one that is late in a call under way is asked for."""
+    ends = [mock.Mock(**{"event.query.return_value": False}) for _ in range(4)]
+    calls = [Compared(Identity(n, n, "forward", NOTHING), torch.tensor(UNKNOWN)) for n in (1, 2)]
+    places = {"new": mock.Mock(), "use": mock.MagicMock(), "record_on": mock.Mock(side_effect=ends)}
+    with mock.patch.multiple(media.streams, **places):
         lane = Lane((1, 4, 6), "gradients", 0.0, None, CPU)
         assert lane.late() is None
-        for step in range(3):
-            lane.run(step, 2, mock.Mock, ())
-        flags = lane._flags
-        flags.copy_(torch.tensor([2, 1]))
+        for step in range(4):
+            lane.run(step, 2, mock.Mock(), (), calls[step // 2])
+        late = lane.late(60.0)
+        assert late is None and not any(end.event.query.called for end in ends)
         late = lane.late()
-        assert late is not None and late[:3] == (1, "gradients", 6) and late.begun
-        flags.copy_(torch.tensor([2, 2]))
-        late = lane.late()
-        assert late is not None and late.step == 2 and not late.begun
-        flags.copy_(torch.tensor([3, 3]))
+        assert late is not None and late[:3] == (0, "gradients", 6)
+        ends[0].event.query.return_value = True
+        assert lane.late()[0] == 1
+        calls[0].result.fill_(0)
+        ends[1].event.query.side_effect = AssertionError("its call has ended")
+        assert lane.late()[0] == 2
+        calls[1].result.fill_(0)
         assert lane.late() is None
 
 
@@ -171,7 +177,7 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     assert shared._board is not None
     texts = []
     if rank == 0:
-        late = Late(3, "shards", 1, 47.0, True)
+        late = Late(3, "shards", 1, 47.0)
         # Only the medium of this group: the watch looks at other groups meanwhile.
         with (
             mock.patch.object(ranks_group.logger, "error") as said,

@@ -57,11 +57,11 @@ def test_headers_of_more_exchanges_than_a_buffer_holds(queued: None, wrong: int 
     with poisoned_empty():
         headers.begin(call, CPU, None, Pool(CPU))
         for exchange in range(200):
-            rows, _ = headers.incoming(3)
+            rows = headers.incoming(3)
             rows.copy_(headers.outgoing)
             if exchange == wrong:
                 rows[1, 5] += 1
-        headers.end(call)
+        headers.end()
     assert (headers.found() is None) == (wrong is None)
 
 

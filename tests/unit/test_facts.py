@@ -200,7 +200,7 @@ def test_a_step_is_part_of_an_identity() -> None:
         for step in (None, 0, 1, 2**40):
             set_step(step)
             call = Identity(3, 2, "forward", NOTHING)
-            seeds.add(call.seed())
+            seeds.add(call.seed)
             words.add(call.words())
             assert call.report().get("step", ("None",))[0] == str(step)
     finally:

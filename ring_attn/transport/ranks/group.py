@@ -29,7 +29,7 @@ from ring_attn.core.values import regular_file
 from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement, rank_name
-from ring_attn.transport.buffers import Pool
+from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
@@ -117,9 +117,8 @@ class RankGroup:
         self.global_rank = self.global_ranks[self.rank]
         # The first error, after which no call is possible.
         self.failed: RuntimeError | None = None
-        # The call under way, the seed of its messages' tags, or their headers without tags.
+        # The call under way, and headers of its messages where these have no tags.
         self.call: Identity | None = None
-        self.seed = 0
         self.headers = Headers()
         # Whether there were calls since all ranks have compared theirs.
         self.unchecked = False
@@ -167,7 +166,7 @@ class RankGroup:
 
     def begin(self, call: Identity) -> None:
         self._calls.append(call)
-        self.call, self.seed, self.unchecked = call, call.seed(), True
+        self.call, self.unchecked = call, True
 
     def end(self) -> None:
         self.call = self.waiting = None
@@ -256,7 +255,7 @@ class RankGroup:
     def pool(self, device: torch.device) -> Pool:
         stream = streams.current(device)
         if stream not in self._pools:
-            self._pools[stream] = Pool(device)
+            self._pools[stream] = Pool(device, HEADER_BYTES)
         return self._pools[stream]
 
     def side(self, device: torch.device) -> Stream | None:
@@ -382,11 +381,10 @@ class RankGroup:
         Keeps the connections: without them the device would go on with data that has not arrived.
         """
         peer = self.global_ranks[late.peer]
-        own = "has come to it" if late.begun else "has not come to it, and computes or waits"
         text = (
             f"ring step {late.step}: {rank_name(self.global_rank)} posted an exchange with "
             f"{rank_name(peer)} on channel {late.channel!r} {late.seconds:.0f} s ago, and it has "
-            f"not ended; this rank's device {own}"
+            "not ended; one of the two devices has not come to it, or cannot reach the other"
         )
         reason = board.why(self._calls, peer)
         text = text if reason is None else f"{text}; {reason}"

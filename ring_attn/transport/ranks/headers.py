@@ -1,27 +1,50 @@
-"""Identities that travel as 64 bytes beside each message on NCCL, which has no tags.
+"""Identities of calls, which travel in front of messages on NCCL, where messages have no tags.
 
-The device compares the headers that came with this rank's own, once per call, and the host does not
-wait. The host reads a call's result at the start of the group's next call, of a later call if the
-device has not finished by then, or in a check, which waits for it.
+Messages between two ranks on one channel arrive in the order in which they are sent. So where the
+first message of a call is of the same call on its receiver, all others are, too: only the headers
+of first messages are written and compared. The device compares them once per call, and the host
+does not wait. The host reads a call's result at the start of the group's next call, of a later call
+if the device has not finished by then, or in a check, which waits for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from ring_attn.transport import streams
-from ring_attn.transport.buffers import Block, Pool
+from ring_attn.transport.buffers import HEADER_BYTES, Block, Pool
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.streams import Event
 
-WORDS = 8
-HEADER_BYTES = 8 * WORDS
+WORDS = HEADER_BYTES // 8
 
-# Headers per buffer; a call with more exchanges takes several buffers.
+# Headers per buffer; a call with more first messages takes several buffers.
 ROWS = 256
+
+# What the host reads where the device has not compared yet.
+UNKNOWN = -1
+
+
+class Compared:
+    """One call, and whether its messages were of another call, once the device knows."""
+
+    def __init__(self, call: Identity, result: Tensor) -> None:
+        """Takes a number in pinned memory, which the device will overwrite."""
+        self._call, self.result = call, result
+        self._differs: int | None = None
+
+    def __str__(self) -> str:
+        return str(self._call)
+
+    def differs(self) -> bool | None:
+        """None before the device has compared; by then it has ended all exchanges of the call."""
+        if self._differs is None and (found := self.result.item()) != UNKNOWN:
+            self._differs = int(found)
+        return None if self._differs is None else self._differs != 0
 
 
 class Headers:
@@ -29,12 +52,16 @@ class Headers:
 
     def __init__(self) -> None:
         self._own: Tensor | None = None
-        self._begun: Event | None = None
         self._pool: Pool | None = None
         # The call's buffers, and the number of used rows in each buffer.
         self._blocks: list[Block] = []
         self._rows: list[int] = []
-        self._results: deque[tuple[str, Tensor, Event]] = deque()
+        # Where messages of the call have gone or come from.
+        self._known: set[Hashable] = set()
+        # What an exchange waits for before it uses headers.
+        self.ready: list[Event] = []
+        self.call: Compared
+        self._calls: deque[Compared] = deque()
 
     def begin(
         self, call: Identity, device: torch.device, values: Tensor | None, pool: Pool
@@ -44,32 +71,42 @@ class Headers:
         `values` is a checksum, 0-dim int64, of tensors that must be equal on all ranks; other
         ranks' headers are received into buffers of the pool.
         """
-        words = torch.tensor([*call.words(), *(WORDS - 6) * (0,)])
-        own = streams.pinned(words, device).to(device, non_blocking=True)
+        words = torch.tensor([*call.words(), *(WORDS - 6) * (0,), UNKNOWN])
+        words = streams.pinned(words, device)
+        own, result = words.to(device, non_blocking=True)[:WORDS], words[WORDS]
         if values is not None:
             own[6] = values
-        self._own, self._pool = own.view(torch.uint8), pool
-        self._begun = streams.record(device)
-        self._blocks, self._rows = [], []
+        self._own, self._pool, self.call = own.view(torch.uint8), pool, Compared(call, result)
+        self._blocks, self._rows, self.ready = [], [], [streams.record(device)]
+        self._known.clear()
 
     @property
     def outgoing(self) -> Tensor:
-        """The 64 bytes that this rank sends with each message."""
+        """The 64 bytes of this rank's call."""
         assert self._own is not None, "a call has begun"
         return self._own
 
-    def incoming(self, count: int) -> tuple[Tensor, list[Event]]:
-        """(count, 64) bytes to receive other ranks' headers, and events to wait for before that."""
+    def is_first(self, *place: Hashable) -> bool:
+        """Whether the call has sent nothing to that place before, or received nothing from it."""
+        if place in self._known:
+            return False
+        self._known.add(place)
+        return True
+
+    def incoming(self, count: int) -> Tensor:
+        """(count, 64) bytes for other ranks' headers, to use after `ready`."""
         if not self._blocks or self._rows[-1] + count > ROWS:
             assert self._pool is not None, "a call has begun"
-            self._blocks.append(self._pool.take(max(count, ROWS) * HEADER_BYTES))
+            block = self._pool.take(max(count, ROWS) * HEADER_BYTES)
+            self._blocks.append(block)
             self._rows.append(0)
-        block, taken = self._blocks[-1], self._rows[-1]
-        rows = block.data.view(-1, HEADER_BYTES)[taken : taken + count]
+            if block.written is not None:
+                self.ready.append(block.written)
+        taken = self._rows[-1]
         self._rows[-1] += count
-        return rows, [event for event in (self._begun, block.written) if event is not None]
+        return self._blocks[-1].data.view(-1, HEADER_BYTES)[taken : taken + count]
 
-    def end(self, call: Identity) -> None:
+    def end(self) -> None:
         """Compares all headers on the device, after the waits for all exchanges of a call."""
         if not self._blocks:
             return
@@ -77,29 +114,28 @@ class Headers:
             block.data.view(-1, HEADER_BYTES)[:taken]
             for block, taken in zip(self._blocks, self._rows, strict=True)
         ]
-        differs = torch.cat([block.ne(self.outgoing).any().view(1) for block in rows]).any()
-        device = differs.device
-        result = streams.pinned(torch.empty((), dtype=torch.bool), device)
-        result.copy_(differs, non_blocking=True)
-        event = streams.record(device)
+        found = rows[0] if len(rows) == 1 else torch.cat(rows)
+        differs = found.ne(self.outgoing).any()
+        self.call.result.copy_(differs, non_blocking=True)
+        event = streams.record(differs.device)
         assert self._pool is not None, "a call has begun"
         for block in self._blocks:
             block.written = event
             self._pool.give(block)
-        self._results.append((str(call), result, event))
+        self._calls.append(self.call)
 
     @property
     def settled(self) -> bool:
         """Whether the device has compared all calls that have ended on the host."""
-        return all(event.query() for _, _, event in self._results)
+        return all(call.differs() is not None for call in self._calls)
 
     def found(self) -> str | None:
         """The first error among the calls that the device has compared so far, or None."""
-        while self._results:
-            call, differs, event = self._results[0]
-            if not event.query():
+        while self._calls:
+            differs = self._calls[0].differs()
+            if differs is None:
                 return None
-            self._results.popleft()
-            if differs.item():
+            call = self._calls.popleft()
+            if differs:
                 return f"{call} met messages of another call"
         return None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ TAG_BITS = 0x7FFFFFFF
 _MESSAGE = struct.Struct("<BIQ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Identity:
     """Identity of one call of this rank."""
 
@@ -55,6 +56,7 @@ class Identity:
         kind = zlib.crc32(self.kind.encode())
         return (self.sequence, self.number, kind, *digest, -1 if self.step is None else self.step)
 
+    @cached_property
     def seed(self) -> int:
         """The number from which the message tags are computed."""
         return zlib.crc32(struct.pack("<7q", *self.words(), self.values))

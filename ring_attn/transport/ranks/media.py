@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -37,6 +37,7 @@ from ring_attn.transport.ranks.formation import (
     meet,
     unconnected,
 )
+from ring_attn.transport.ranks.headers import Compared
 from ring_attn.transport.streams import Event
 
 logger = logging.getLogger("ring_attn")
@@ -108,29 +109,26 @@ class Late(NamedTuple):
     channel: Channel
     peer: int  # the sender's rank in the group
     seconds: float  # since the post
-    begun: bool  # by this rank's device
 
 
-# Larger than the number of exchanges ever queued, so that the numbers of queued ones are distinct.
-NUMBERS = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Posted:
     """An exchange that has not ended."""
 
-    number: int  # among the channel's exchanges, modulo NUMBERS
     step: int
     peer: int  # index of the sender among the channel's ranks
     since: float  # time of the post, of `time.monotonic`
+    end: Event
+    call: Compared
 
 
 class Lane:
     """A channel among some ranks, on a device with streams: exchanges run one after another.
 
     The host waits for no exchange, and a thread that queried a CUDA event would break a graph
-    capture in another thread. So the device writes the number of each exchange into pinned memory,
-    before the exchange begins and after its end.
+    capture in another thread. So exchanges end for the host with their call, whose result the
+    device writes into pinned memory. Only where an exchange has passed its time limit in a call
+    that has not ended, its event is queried.
     """
 
     def __init__(
@@ -145,50 +143,46 @@ class Lane:
         self.communicator = communicator
         self._members, self._channel, self._seconds = members, channel, seconds
         self._device, self._stream = device, streams.new(device)
-        # Allocated on this stream, the only one that uses the numbers.
-        with streams.use(self._stream):
-            self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
-        self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32), device)
+        self._waits = streams.Waits(self._stream)
         self._posted: deque[Posted] = deque()
-        self._last = 0
 
     def run(
-        self, step: int, peer: int, start: Callable[[], dist.Work], after: Sequence[Event] | None
+        self,
+        step: int,
+        peer: int,
+        start: Callable[[], object],
+        after: Iterable[Event] | None,
+        call: Compared,
     ) -> Event:
-        """Starts an exchange after some events; returns the event of its end.
+        """Starts an exchange of a call after some events; returns the event of its end.
 
         `peer` is an index in `members`; `after` None means all work queued on the current stream.
         """
         moments = [streams.record(self._device)] if after is None else after
-        self._last = (self._last + 1) % NUMBERS
-        number = self._numbers[self._last]
         with streams.use(self._stream):
-            for moment in moments:
-                streams.wait(moment, self._device)
-            self._posted.append(Posted(self._last, step, peer, time.monotonic()))
-            self._flags[0].copy_(number, non_blocking=True)
-            # A wait with a timeout would block the host.
-            start().wait()
-            end = streams.record(self._device)
-            self._flags[1].copy_(number, non_blocking=True)
+            self._waits.add(moments)
+            start()
+            end = streams.record_on(self._stream)
+        self._posted.append(Posted(step, peer, time.monotonic(), end, call))
         return end
 
     def late(self, limit: float | None = None) -> Late | None:
-        """The oldest exchange under way, if it has passed a limit in seconds; see `Medium.late`."""
-        begun, ended = self._flags.tolist()
-        numbers = [exchange.number for exchange in list(self._posted)]
-        if ended in numbers:
-            for _ in range(numbers.index(ended) + 1):
-                self._posted.popleft()
-        if not self._posted:
-            return None
-        first = self._posted[0]
-        seconds = time.monotonic() - first.since
-        if seconds <= (self._seconds if limit is None else limit):
-            return None
-        seen = numbers[: numbers.index(begun) + 1] if begun in numbers else []
-        peer = self._members[first.peer]
-        return Late(first.step, self._channel, peer, seconds, first.number in seen)
+        """The oldest exchange under way, if it has passed a limit in seconds; see `Medium.late`.
+
+        With a limit of the caller, the exchange may have ended in a call that has not.
+        """
+        posted = self._posted
+        while posted and posted[0].call.differs() is not None:
+            posted.popleft()
+        while posted:
+            first = posted[0]
+            seconds = time.monotonic() - first.since
+            if seconds <= (self._seconds if limit is None else limit):
+                return None
+            if limit is not None or not first.end.event.query():
+                return Late(first.step, self._channel, self._members[first.peer], seconds)
+            posted.popleft()
+        return None
 
 
 How = Literal["abort", "shutdown"]
