@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -115,7 +116,8 @@ def fails_while_another_waits() -> float:
         shared.fail("out of memory")  # as an error within a call does
     else:
         lane = next(iter(shared._media["cpu"]._lanes.values()))  # type: ignore[attr-defined]
-        lane._posted.append(Posted(9999, 0, ODD, time.monotonic()))
+        never: Any = SimpleNamespace(differs=lambda: None)
+        lane._posted.append(Posted(0, ODD, time.monotonic(), end=never, call=never))
         while shared.failed is None and time.monotonic() - start < TIMEOUT:
             time.sleep(0.1)
         assert "out of memory" in ended(lambda: call(None, x)).text
