@@ -284,7 +284,7 @@ class P2PTransport(Transport):
 
         def start() -> None:
             if marks:
-                send[:HEADER_BYTES].copy_(headers.outgoing)
+                headers.mark(send)
             coalesced(nccl, both).wait()
             if row is not None:
                 row[0].copy_(recv[:HEADER_BYTES])

@@ -30,7 +30,7 @@ class Moment:
     def __init__(self) -> None:
         self.event = self
 
-    def wait(self) -> bool:
+    def wait(self, *_: object) -> bool:
         return True
 
     def wait_event(self, event: Moment) -> None:

@@ -58,6 +58,8 @@ class Headers:
         self._rows: list[int] = []
         # Where messages of the call have gone or come from.
         self._known: set[Hashable] = set()
+        # Messages of the call that begin with its header, by their place in memory.
+        self._marked: dict[int, tuple[Tensor, Event]] = {}
         # What an exchange waits for before it uses headers.
         self.ready: list[Event] = []
         self.call: Compared
@@ -79,6 +81,7 @@ class Headers:
         self._own, self._pool, self.call = own.view(torch.uint8), pool, Compared(call, result)
         self._blocks, self._rows, self.ready = [], [], [streams.record(device)]
         self._known.clear()
+        self._marked.clear()
 
     @property
     def outgoing(self) -> Tensor:
@@ -92,6 +95,17 @@ class Headers:
             return False
         self._known.add(place)
         return True
+
+    def mark(self, message: Tensor) -> None:
+        """Writes this rank's header in front of a message, once for all channels that send it."""
+        place = message.data_ptr()
+        if place in self._marked:
+            _, written = self._marked[place]
+            streams.wait(written, message.device)
+            return
+        message[:HEADER_BYTES].copy_(self.outgoing)
+        # The message is kept until the call ends: no other gets its place.
+        self._marked[place] = message, streams.record(message.device)
 
     def incoming(self, count: int) -> Tensor:
         """(count, 64) bytes for other ranks' headers, to use after `ready`."""
@@ -108,6 +122,7 @@ class Headers:
 
     def end(self) -> None:
         """Compares all headers on the device, after the waits for all exchanges of a call."""
+        self._marked.clear()
         if not self._blocks:
             return
         rows = [
