@@ -48,6 +48,9 @@ def test_every_event_is_of_the_tensors_device(recorder: Recorder) -> None:
     moment = streams.moment(side)
     assert moment.enable_timing and moment.after == side.queue.tail != event.event.after
     assert recorder.cuda.current == OTHER
+    for device, current in ((GPU, HOME), (torch.device("cpu"), OTHER)):
+        with streams.on(device):
+            assert recorder.cuda.current == current
 
 
 def test_no_two_callers_hold_one_stream(recorder: Recorder) -> None:
