@@ -47,6 +47,7 @@ from ring_attn.tools.arguments import (
 )
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import checked_device, rank_device, run_ranks, send_part, timed_on_ranks
+from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
 WORLD_SIZES = (1, 2, 4)
@@ -233,8 +234,11 @@ def _nonnegative(
 def measure(setting: Setting) -> Measured:
     bench = _Bench(setting)
     tiles = [_sent(sample) for sample in bench.tiles()]
-    messages = [_sent(sample) for sample in bench.messages()] if bench.world_size > 1 else []
-    slowdown = bench.slowdown() if bench.world_size > 1 else 0.0
+    if bench.world_size == 1:
+        return tiles, [], bench.memory_bandwidth(), 0.0
+    with bench.transport.call("calibrate", Agreement({}), bench.device):
+        messages = [_sent(sample) for sample in bench.messages()]
+        slowdown = bench.slowdown()
     return tiles, messages, bench.memory_bandwidth(), slowdown
 
 
