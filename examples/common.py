@@ -1,4 +1,4 @@
-"""What the examples share: the start of ranks, a text, and a small transformer."""
+"""Parts that the examples share: the start of ranks, a text, and a small transformer."""
 
 import os
 import sys

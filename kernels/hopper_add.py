@@ -27,7 +27,7 @@ PART = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [64, 64],
 
 
 class Context(NamedTuple):
-    """What all warps of a program know."""
+    """Values that all warps of a program have."""
 
     shared: Any
     work: Any

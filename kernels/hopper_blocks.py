@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """What any block of a launch may need."""
+    """Values of a launch that its blocks use."""
 
     HAS_LO: Any
     HAS_HI: Any

@@ -101,7 +101,7 @@ class Shared(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """What a consumer needs for all visits of a run."""
+    """Values that a consumer uses in all visits of a run."""
 
     shared: Any
     runs_ptr: Any

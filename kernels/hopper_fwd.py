@@ -108,7 +108,7 @@ class State(NamedTuple):
 
 
 class Folding(NamedTuple):
-    """What a consumer needs for all blocks of a task."""
+    """Values that a consumer uses in all blocks of a task."""
 
     q: Any
     shared: Any

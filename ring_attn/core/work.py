@@ -316,7 +316,7 @@ def _tiles_of_pieces(
 ) -> Iterator[tuple[Tensor, _Tiles]]:
     """Yields pairs of ranks, and tiles, of pieces with their runs of segments `[begin, end)`."""
     k_start, k_stop, lo, hi = columns
-    # Of its run a piece sees [full_from, full_to) entirely: most segments, where ranks are many.
+    # A piece sees [full_from, full_to) of its run entirely: most of it, where ranks are many.
     full_from = full_to = end
     if kv.stride == 1:
         last = pieces.start + pieces.length - 1

@@ -24,7 +24,7 @@ from ring_attn.core.values import check_flag, check_int, check_one_of
 
 
 class Core(Protocol):
-    """What a `Strategy` asks of its core; `strategies.base.StrategyCode` has the rest."""
+    """Members of a core that a `Strategy` uses; `strategies.base.StrategyCode` has the rest."""
 
     name: str
     options: tuple[str, ...]

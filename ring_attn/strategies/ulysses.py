@@ -86,7 +86,7 @@ class Ulysses(StrategyCode):
         return ()
 
     def fullest_ranks(self, call: Call) -> set[int]:
-        """Of the groups of the fullest ranks, a member with each number of heads."""
+        """A member with each number of heads, of the groups of the fullest ranks."""
         spec, degree = call.spec, call.strategy.ulysses_degree
         shares = [(x.num, x.num_kv) for x in share_heads(spec.nheads, spec.nheads_kv, degree)]
         members = [shares.index(share) for share in set(shares)]

@@ -32,12 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import groups, refusals
-from ring_attn.core.program import Channel, Collective, Hop
+from ring_attn.core.program import Channel, Collective
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import (
-    After,
     Agreement,
     Batch,
     Ranks,
@@ -259,25 +258,20 @@ class P2PTransport(Transport):
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
 
-    def post(
-        self,
-        channel: Channel,
-        step: int,
-        route: Hop | Collective,
-        send: Tensor,
-        recv: Tensor,
-        *,
-        after: After = None,
-    ) -> Event | None:
-        if isinstance(route, Hop) and streams.are_used(send.device):
-            return self._hop(Batch(channel, step, send.device, after), route, send, recv)
-        return super().post(channel, step, route, send, recv, after=after)
+    def _exchange(self, batch: Batch) -> Event | None:
+        if streams.are_used(batch.device):
+            return self._hop(batch)
+        medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
+        assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
+        sent, received = (sum(x.nbytes for _, x in xs) for xs in (batch.sends, batch.receives))
+        start = partial(self._send_tagged, medium, batch)
+        return self._start(batch, peer, (sent, received), start)
 
-    def _hop(self, batch: Batch, hop: Hop, send: Tensor, recv: Tensor) -> Event | None:
+    def _hop(self, batch: Batch) -> Event | None:
         """Starts one send and one receive of NCCL, whose messages begin with a header."""
         lane, headers = self._lane(batch.channel, batch.device), self._shared.headers
         nccl: Any = lane.communicator
-        to, source = hop
+        ((to, send),), ((source, recv),) = batch.sends, batch.receives
         both = partial(nccl.recv, [recv], source, 0), partial(nccl.send, [send], to, 0)
         marks = headers.is_first(lane, SEND, to)
         row = headers.incoming(1) if headers.is_first(lane, RECEIVE, source) else None
@@ -293,13 +287,6 @@ class P2PTransport(Transport):
         return self._start_on_lane(
             batch, lane, source, nbytes, start, first=marks or row is not None
         )
-
-    def _exchange(self, batch: Batch) -> Event | None:
-        medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
-        assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
-        sent, received = (sum(x.nbytes for _, x in xs) for xs in (batch.sends, batch.receives))
-        start = partial(self._send_tagged, medium, batch)
-        return self._start(batch, peer, (sent, received), start)
 
     def _send_tagged(self, gloo: Gloo, batch: Batch) -> list[Started]:
         assert self._shared.call is not None, "a call has begun"

@@ -101,7 +101,7 @@ def wait(event: Event, device: torch.device) -> None:
 
 
 class Waits:
-    """What a stream has waited for: it waits for no event that is implied by an earlier wait."""
+    """Waits of a stream for events, without those that an earlier wait implies."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
