@@ -321,6 +321,21 @@ def test_a_refusal_is_told_at_once() -> None:
     assert says(got.text, "refused|ValueError: softcap"), got
 
 
+@pytest.mark.parametrize("last", [0, 2, 3])
+@on_ranks(WORLD_SIZE)
+def test_many_refusals_hide_no_call(last: int) -> None:
+    """A rank refuses more calls than it reports, then makes the others' next one."""
+    rank, group = dist.get_rank(), dist.new_group()
+    call(group)
+    start = time.monotonic()
+    for _ in range(20 if rank == ODD else last):
+        with refused(ValueError, "softmax_scale"):
+            call(group, softmax_scale=float("nan"))
+    with pytest.raises(RuntimeError, match="call: global rank|left its call|failed before"):
+        call(group)
+    assert time.monotonic() - start < TIMEOUT
+
+
 @on_ranks(WORLD_SIZE)
 def test_a_refusal_before_the_first_call_is_told_at_once() -> None:
     """The others wait for all ranks to connect; a call that all refuse stops no later one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from ring_attn.torch_private import Store
@@ -34,7 +34,7 @@ class Board:
 
     def tell_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
         """Writes down this rank's last calls, and the rank for which it waits."""
-        reports = {call.sequence: call.report() for call in calls}
+        reports = [(call.sequence, call.last, call.report()) for call in calls]
         note = json.dumps({"calls": reports, "waits_for": waits_for})
         self._store.set(f"{self._prefix}/calls/{self._rank}", note)
 
@@ -76,11 +76,11 @@ class Board:
     def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
         """How a peer's calls differ from these; None if unknown."""
         note = self._read(f"calls/{peer}")
-        reports = note["calls"] if note else {}
-        for call in calls:
-            report = call.report()
-            theirs = reports.get(str(call.sequence), report)
-            differs = difference({self._rank: report, peer: theirs})
+        reports = note["calls"] if note else []
+        for call, (first, last, theirs) in product(calls, reports):
+            if call.last < first or last < call.sequence:
+                continue
+            differs = difference({self._rank: call.report(), peer: theirs})
             if differs is not None:
                 told = "; ".join(differs.values())
                 ours = rank_name(self._rank)

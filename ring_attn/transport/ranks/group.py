@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -43,7 +43,7 @@ from ring_attn.transport.ranks.formation import (
     poll,
 )
 from ring_attn.transport.ranks.headers import Headers
-from ring_attn.transport.ranks.identity import Identity
+from ring_attn.transport.ranks.identity import REFUSED, Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
 from ring_attn.transport.ranks.watch import PERIOD_S
 from ring_attn.transport.streams import Stream
@@ -199,12 +199,19 @@ class RankGroup:
         if was_counted(error):
             return
         mark_counted(error)
-        place, why = (next(self.sequence), next(self.numbers)), describe_error(error)
-        self._calls.append(Identity(*place, "refused", NOTHING, note=f" by {why}"))
+        note = f" by {describe_error(error)}"
+        with self._lock:
+            call = Identity(next(self.sequence), next(self.numbers), REFUSED, NOTHING, note=note)
+            before = self._calls[-1] if self._calls else None
+            if before and before.kind == REFUSED and before.last == call.sequence - 1:
+                # One after another, they must not push out the calls that other ranks compare.
+                self._calls[-1] = replace(before, times=before.times + 1)
+            else:
+                self._calls.append(call)
         calls = list(self._calls)
         if self.failed is None and self.world_size > 1 and not _forked:
             self._in_time(self._tell_refusal)
-            self._reported = calls[-1].sequence, None
+            self._reported = calls[-1].last, None
             if not self._met:
                 self._refused = Waiting(time.monotonic(), self.global_ranks[0])
                 watch.add(self)
@@ -365,7 +372,7 @@ class RankGroup:
             if waited_for is not None and (waiting is None or waiting.peer != waited_for):
                 self._tell_calls(board, calls, None)
             return
-        if self._reported != (calls[-1].sequence, waiting.peer):
+        if self._reported != (calls[-1].last, waiting.peer):
             self._tell_calls(board, calls, waiting.peer)
         reason = board.why(calls, waiting.peer)
         if reason is not None:
@@ -373,7 +380,7 @@ class RankGroup:
 
     def _tell_calls(self, board: Board, calls: list[Identity], waits_for: int | None) -> None:
         board.tell_calls(calls, waits_for)
-        self._reported = calls[-1].sequence, waits_for
+        self._reported = calls[-1].last, waits_for
 
     def _tell_late(self, late: Late, board: Board) -> None:
         """Reports an exchange that has not ended, before torch's watchdog ends the process.

@@ -32,6 +32,9 @@ from ring_attn.transport.step import current_step
 # gloo's tags are 32 bits, of which torch takes the lower 31.
 TAG_BITS = 0x7FFFFFFF
 
+# Kind of a call that a rank has counted but not made.
+REFUSED = "refused"
+
 _MESSAGE = struct.Struct("<BIQ")
 
 
@@ -46,6 +49,7 @@ class Identity:
     values: int = 0  # 0 on CUDA, where only the device knows the checksum
     step: int | None = field(default_factory=current_step)
     note: str = ""  # for error messages of other ranks; need not be equal
+    times: int = 1  # calls refused one after another are one identity, with the first one's note
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
@@ -61,9 +65,16 @@ class Identity:
         """The number from which the message tags are computed."""
         return zlib.crc32(struct.pack("<7q", *self.words(), self.values))
 
+    @property
+    def last(self) -> int:
+        """Sequence of the last call that this identity stands for."""
+        return self.sequence + self.times - 1
+
     def report(self) -> Report:
         """The call by argument, for other ranks."""
-        call, texts = f"{self.kind} {self.number}", {}
+        # Not numbered: of calls refused one after another, any may meet a peer's call.
+        call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
+        texts = {}
         if self.step is not None:
             texts["step"] = str(self.step)
         if self.values:
