@@ -64,7 +64,7 @@ bench: $(READY)  ## time and memory of the ring: ring-attn bench ring
 
 # TRITON=3.6.0 puts that version beside the environment, and before it.
 aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; TRITON=3.6.0 for another
-	$(TRITON:%=PYTHONPATH=.aot/%) $(BIN)/ring-attn aot $(ARGS)
+	$(TRITON:%=PYTHONPATH=.aot/%) $(BIN)/python -m dev aot $(ARGS)
 
 .aot/%/.ready: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*

@@ -40,7 +40,7 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.tools.arguments import (
+from ring_attn.cli.arguments import (
     format_size,
     new_table,
     parse_dtype,
@@ -49,7 +49,7 @@ from ring_attn.tools.arguments import (
     parse_sizes,
     show,
 )
-from ring_attn.tools.launch import DEVICES
+from ring_attn.cli.launch import DEVICES
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0

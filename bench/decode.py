@@ -22,7 +22,7 @@ import torch
 from ring_attn.bench import cells
 from ring_attn.bench.cells import Setting, add_cell_arguments, run_cells
 from ring_attn.bench.implementations import SDPA_BACKENDS
-from ring_attn.tools.arguments import parse_sizes
+from ring_attn.cli.arguments import parse_sizes
 
 ON_GPU = Setting(
     seqlens=(8192, 32768, 131072, 1 << 20),

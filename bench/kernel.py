@@ -25,7 +25,7 @@ import torch
 from ring_attn.bench import cells
 from ring_attn.bench.cells import MODES, Setting, add_cell_arguments, run_cells
 from ring_attn.bench.implementations import IMPLEMENTATIONS
-from ring_attn.tools.arguments import names_of, parse_size
+from ring_attn.cli.arguments import names_of, parse_size
 
 FULL = Setting(
     seqlens=tuple(1024 << n for n in range(8)),

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.table import Table
 
 from ring_attn.bench.timing import quantiles
+from ring_attn.cli.arguments import add_common, new_table, parse_report
 from ring_attn.core.values import regular_file
-from ring_attn.tools.arguments import add_common, new_table, parse_report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture

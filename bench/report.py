@@ -15,8 +15,7 @@ from rich.table import Table
 from ring_attn.bench import outputs as files
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.timing import gpu_state
-from ring_attn.core.dtypes import dtype_name
-from ring_attn.tools.arguments import (
+from ring_attn.cli.arguments import (
     command_line,
     is_first_rank,
     progress,
@@ -24,7 +23,8 @@ from ring_attn.tools.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.tools.env import machine
+from ring_attn.cli.env import machine
+from ring_attn.core.dtypes import dtype_name
 
 S = TypeVar("S")
 R = TypeVar("R")

@@ -44,6 +44,16 @@ from ring_attn.bench.ring_implementations import (
     TorchTemplate,
 )
 from ring_attn.bench.timing import quantiles, turned
+from ring_attn.cli.arguments import (
+    names_of,
+    new_table,
+    parse_dtype,
+    parse_size,
+    parse_sizes,
+    show,
+    with_options,
+)
+from ring_attn.cli.launch import DEVICES, rank_device, run_ranks, send_part
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
@@ -54,16 +64,6 @@ from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Inputs, Verdict, check, random_qkv
-from ring_attn.tools.arguments import (
-    names_of,
-    new_table,
-    parse_dtype,
-    parse_size,
-    parse_sizes,
-    show,
-    with_options,
-)
-from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3)

@@ -32,12 +32,7 @@ import ring_attn
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
-from ring_attn.core.layout import Segment, SequenceLayout
-from ring_attn.planning.choice import Choice
-from ring_attn.planning.devices import Cluster, load_cluster, to_json
-from ring_attn.planning.planner import explain
-from ring_attn.strategies.strategy import Strategy
-from ring_attn.tools.arguments import (
+from ring_attn.cli.arguments import (
     is_first_rank,
     new_table,
     parse_input,
@@ -45,8 +40,13 @@ from ring_attn.tools.arguments import (
     parse_sizes,
     show,
 )
-from ring_attn.tools.calibrate import calibrate
-from ring_attn.tools.launch import run_ranks, send_part, timed_on_ranks
+from ring_attn.cli.calibrate import calibrate
+from ring_attn.cli.launch import run_ranks, send_part, timed_on_ranks
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.planning.choice import Choice
+from ring_attn.planning.devices import Cluster, load_cluster, to_json
+from ring_attn.planning.planner import explain
+from ring_attn.strategies.strategy import Strategy
 
 WORLD_SIZES = (2, 4)
 # A shape is repeated for SECONDS, from ITERS to MOST_ITERS times: short calls vary most.

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ring_attn.cli.arguments import format_size, show
 from ring_attn.core.values import regular_file
-from ring_attn.tools.arguments import format_size, show
 
 Report = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ ring's sums are those of a single pass. The kinds are
 A kind without a config takes that of the first kind in its line. Steps without a mask or a ragged
 end ("whole") need fewer registers, softcap's tanh needs more.
 
-The configs are chosen by their registers, shared memory and spills, which `ring-attn aot` reports
+The configs are chosen by their registers, shared memory and spills, which `make aot` reports
 (bench/results/aot_*.json); no GPU has timed them yet. Comments name every spill of a 16-bit config.
 """
 

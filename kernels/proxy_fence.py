@@ -18,7 +18,7 @@ def _has_wgmma():
 def proxy_fence():
     """Makes loads by cp.async visible to the wgmma that follows.
 
-    Triton 3.6 and 3.7 leave this fence out of some loops; `ring-attn aot` checks for it. Not for
+    Triton 3.6 and 3.7 leave this fence out of some loops; `make aot` checks for it. Not for
     sm_100, where triton refuses to pipeline the loads of a loop with inline assembly.
     """
     if _has_wgmma():

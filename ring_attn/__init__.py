@@ -12,12 +12,11 @@ from ring_attn import profiling
 from ring_attn.api import ring_attention, select_backend, tree_decode, unshard
 from ring_attn.connections import check, prepare
 from ring_attn.core import masks
-from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import TransportOptions
 from ring_attn.decode import next_rank
 from ring_attn.models import tensor_parallel
+from ring_attn.models.batch import shard_batch
 from ring_attn.models.gradients import sync_gradients
 from ring_attn.neighbours import halo
 from ring_attn.planning import balance
@@ -25,6 +24,7 @@ from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats
 from ring_attn.strategies.strategy import Strategy
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.step import set_step
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import sys
 
-from ring_attn.tools.cli import main
+from ring_attn.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

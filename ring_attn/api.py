@@ -24,7 +24,7 @@ from ring_attn.call import (
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_flag
 from ring_attn.first_use import proven_backend
 from ring_attn.planning.agreement import agreed_strategy
@@ -33,6 +33,7 @@ from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.debug import debug_enabled
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import new_p2p, open_p2p, tell_refusal
 
 

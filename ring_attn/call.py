@@ -30,10 +30,11 @@ from ring_attn import groups, refusals
 from ring_attn.backends import get_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import FlashArguments, Mask
-from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_one_of
 from ring_attn.strategies.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
 from ring_attn.torch_private import group_by_name, is_traced_as_constant, specialized
+from ring_attn.transport.options import TransportOptions
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]

@@ -9,11 +9,12 @@ from ring_attn import groups
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.rehearse import connect
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.strategy import Strategy, resolve_strategy
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import check_calls, group_device, new_p2p
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import check_int, check_number, check_type
 from ring_attn.torch_private import flattened
+from ring_attn.transport.options import TransportOptions
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9

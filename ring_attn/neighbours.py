@@ -26,12 +26,12 @@ from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.program import Collective
-from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import as_int
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.cached import Cached
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
 # (layout, rows before, rows after, rank)

@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
-from ring_attn.tools import launch
+from ring_attn.cli import launch
 from tests.distributed.pool import Pool, Pools, forkserver
 
 # When the first test could begin, by time.monotonic().

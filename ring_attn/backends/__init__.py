@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ring_attn.backends.base import Backend, architecture
+from ring_attn.backends.rates import PORTABLE, attained, rates_of
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.rates import PORTABLE, attained, rates_of
 from ring_attn.core.sizes import merged_bytes
 from ring_attn.core.spec import AttentionSpec
 
@@ -78,7 +78,7 @@ class BackendChoice:
         reasons: for every backend, None if it can run the call, else the reason why not.
         why: why this backend was chosen among the usable ones, in a sentence.
         tflops: speeds by which backends were compared, if they were: TFLOP/s in a ring's steps of
-            8k rows, from published figures (`ring_attn.core.rates`), not measured here.
+            8k rows, from published figures (`ring_attn.backends.rates`), not measured here.
     """
 
     name: str

@@ -32,8 +32,8 @@ from ring_attn.backends.base import (
     greatest,
 )
 from ring_attn.backends.kept_launches import KeptLaunches, enqueue
+from ring_attn.backends.rates import GLUON_BWD_KV_HEADS
 from ring_attn.backends.triton_support import why_not
-from ring_attn.core.rates import GLUON_BWD_KV_HEADS
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind
 

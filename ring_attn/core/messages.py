@@ -15,15 +15,58 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attn.core.spec import ALIGNMENT, Packet
+# Vector loads and TMA need tensors aligned to 16 bytes. Also the least size of a message, since
+# transports differ on empty ones.
+ALIGNMENT = 16
+
 
 # An int for one rank, or an int64 tensor (world_size,) for every rank.
 Number = Any
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Tensors of given shapes and dtypes, one after another in a byte buffer."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First byte of each tensor, and the end of the last."""
+        offsets = [0]
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            size = prod(shape) * dtype.itemsize
+            offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return tuple(offsets)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return max(self.offsets[-1], ALIGNMENT)
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as views of a (>= nbytes,) uint8 buffer."""
+        typed = {dtype: buffer[: self.nbytes].view(dtype) for dtype in set(self.dtypes)}
+        return tuple(
+            typed[dtype].as_strided(
+                shape, strides, typed[dtype].storage_offset() + start // dtype.itemsize
+            )
+            for shape, strides, dtype, start in zip(
+                self.shapes, self._strides, self.dtypes, self.offsets, strict=False
+            )
+        )
+
+    @cached_property
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))) for shape in self.shapes
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.messages import Packet
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
 from ring_attn.core.work import needed_rows, travelling_rows

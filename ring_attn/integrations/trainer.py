@@ -47,10 +47,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from ring_attn import groups
-from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
+from ring_attn.models.batch import shard_batch
 from ring_attn.transport.p2p import check_all, tell_refusal
 from ring_attn.transport.ranks.identity import checksum
 from ring_attn.transport.step import set_step

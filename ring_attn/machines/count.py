@@ -13,11 +13,12 @@ from ring_attn.backends.base import Backend
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Gathered, Message, Number, Records
 from ring_attn.core.program import Array, Buffer, Entry, Op, Operand, Program, View, part_of_heads
-from ring_attn.core.spec import MAX_CTAS, AttentionSpec
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.strategies.base import Call, result_arrays
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.tree_decode import DecodeCall
+from ring_attn.transport.options import MAX_CTAS
 
 
 def bytes_sent(program: Program) -> Number:

@@ -47,12 +47,12 @@ from ring_attn.call import (
     check_execution,
 )
 from ring_attn.core.layout import Layouts, SequenceLayout
-from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 from ring_attn.strategies.strategy import Strategy, resolve_strategy
 from ring_attn.torch_private import tree_map_only
+from ring_attn.transport.options import TransportOptions
 
 Inside = Literal["global", "local"]
 Options = Mapping[str, Any]

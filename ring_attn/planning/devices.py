@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from ring_attn.core.rates import FA3, RATES, Rate, rates_of
-from ring_attn.core.spec import MAX_CTAS, AttentionSpec
+from ring_attn.backends.rates import FA3, RATES, Rate, rates_of
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import (
     check_cost,
     check_size,
@@ -34,6 +34,7 @@ from ring_attn.core.values import (
     env_int,
     regular_file,
 )
+from ring_attn.transport.options import MAX_CTAS
 
 GB = 1e9
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
+from ring_attn.backends.rates import Rate
 from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller, check_fit

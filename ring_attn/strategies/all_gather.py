@@ -42,11 +42,11 @@ import torch
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Gathered, Number, Parcels, Records
+from ring_attn.core.messages import Gathered, Number, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet
-from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import (

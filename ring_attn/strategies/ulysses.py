@@ -37,10 +37,10 @@ from ring_attn.backends.base import why_not_alike
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import Layouts, SequenceLayout
-from ring_attn.core.messages import Bytes, Message, Number, Parcels, packet_of, room_of
+from ring_attn.core.messages import Bytes, Message, Number, Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
-from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import with_first_row
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import SAVED, Call, StrategyCode, input_arrays

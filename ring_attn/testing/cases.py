@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.cli.env import backend_reasons
 from ring_attn.core import masks as masks_of
 from ring_attn.core.dtypes import BY_NAME
 from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
@@ -22,7 +23,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing.inputs import random_qkv, random_sinks
-from ring_attn.tools.env import backend_reasons
 
 # The strategies of `ring_attention`, a hybrid around all_gather, and the planner's choice.
 STRATEGIES = (*NAMES, "hybrid all_gather", "auto")

@@ -24,7 +24,7 @@ from ring_attn.core.oracle import (
     dense_gradients,
     plain_gradients,
 )
-from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines import run
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
@@ -32,6 +32,7 @@ from ring_attn.strategies.strategy import resolve_strategy
 from ring_attn.testing.cases import Case
 from ring_attn.testing.inputs import poisoned_empty, strided
 from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p
 
 # A rank waits this many seconds for another rank.

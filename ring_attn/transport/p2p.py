@@ -33,7 +33,6 @@ from torch import Tensor
 
 from ring_attn import groups, refusals
 from ring_attn.core.program import Channel, Collective
-from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
 from ring_attn.transport.base import (
@@ -47,6 +46,7 @@ from ring_attn.transport.base import (
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import DifferentError
 from ring_attn.transport.ranks.group import (

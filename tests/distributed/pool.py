@@ -38,7 +38,7 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "torch._inductor.compile_fx",
     "ring_attn.testing",
-    "ring_attn.tools.launch",
+    "ring_attn.cli.launch",
 ]
 # Preloaded if a test module has loaded transformers: the import takes longer than ten ranks' start.
 PRELOAD_TRANSFORMERS = [

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ring_attn
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.choice import Problem
@@ -25,6 +25,7 @@ from ring_attn.planning.devices import Cluster, Link, cpu_cluster, to_json
 from ring_attn.planning.planner import choose
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Case, run_all_ranks
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p
 from tests.distributed.pool import Pools, on_ranks
 from tests.refusals import refused

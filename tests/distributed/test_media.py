@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ring_attn import TransportOptions, ring_attention
 from ring_attn.core.program import CHANNELS, Channel
-from ring_attn.core.spec import MAX_CTAS
 from ring_attn.testing.cases import strategy_of
 from ring_attn.torch_private import coalesced
+from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.formation import MissingRanksError, RollCall, hashed, meet

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ring_attn.tools.cli import main
+from ring_attn.cli.main import main
 from tests.integration.commands import printed_by
 
 

@@ -17,8 +17,8 @@ from ring_attn.bench.outputs import (
     figures,
     label,
 )
-from ring_attn.tools import arguments
-from ring_attn.tools.cli import main
+from ring_attn.cli import arguments
+from ring_attn.cli.main import main
 
 DECODE = "bench decode --device cpu --quick --seqlen 64,128 --iters 3"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ring_attn.bench.strategies import SHAPES, Row, chosen_shapes, explained, judged
+from ring_attn.cli.main import main
 from ring_attn.planning.devices import cpu_cluster, to_json
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.tools.cli import main
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

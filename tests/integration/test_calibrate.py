@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ring_attn.cli.main import main
 from ring_attn.planning.devices import load_cluster
-from ring_attn.tools.cli import main
 
 
 def test_a_calibration_is_written_and_read(

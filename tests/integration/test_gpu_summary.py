@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ring_attn.bench import summary
-from ring_attn.tools.cli import main
+from ring_attn.cli.main import main
 from tests.integration.test_bench_kernel import RUN as BENCH
 from tests.integration.test_tune import TINY as TUNE
 

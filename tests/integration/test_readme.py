@@ -15,8 +15,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ring_attn
+from ring_attn.cli import main as cli
 from ring_attn.planning.devices import builtin_cluster
-from ring_attn.tools import cli
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ring_attn.bench.judge import Judge
+from ring_attn.cli import tune
+from ring_attn.cli.tune import Kernels, Row, Tuning, best, label
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.tools import tune
-from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
 

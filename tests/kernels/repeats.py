@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 from triton.runtime import driver as drivers
 
+from dev.compiled import CompileTarget
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
@@ -31,7 +32,6 @@ from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import Inputs, random_qkv
-from ring_attn.tools.compiled import CompileTarget
 from tests.bounds import run, whole
 from tests.kernels.calls import cut_keys
 

@@ -1,4 +1,4 @@
-"""`ring-attn aot`: each rule fails only the kernel that breaks it, and the command reports it."""
+"""`make aot`: each rule fails only the kernel that breaks it, and the command reports it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from dev import aot
+from dev.__main__ import COMMANDS
+from dev.code_rules import Expected, failures
+from dev.compiled import OPCODES, Compiled, order_of_sums
+from dev.loops import Loop, loops_of
+from ring_attn.cli.main import main
 from ring_attn.kernels.configs import INTERPRETER
-from ring_attn.tools import aot
-from ring_attn.tools.cli import main
-from ring_attn.tools.code_rules import Expected, failures
-from ring_attn.tools.compiled import OPCODES, Compiled, order_of_sums
-from ring_attn.tools.loops import Loop, loops_of
 from tests.kernels.toys import die_at_one
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +76,9 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
 def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     path = tmp_path / "aot.json"
     words = ["aot", "--quick", "--kernel", "delta", "part_table", "merge", "merge_tree"]
-    printed = run_compiling("-m", "ring_attn", *words, "--json", str(path))
+    printed = run_compiling("-m", "dev", *words, "--json", str(path))
     report = json.loads(path.read_text())
-    assert report["command"] == f"ring-attn {' '.join(words)}"
+    assert report["command"] == f"python -m dev {' '.join(words)}"
     found = {(row["arch"], row["head_dim"], row["dtype"]) for row in report["rows"]}
     assert found == {("sm_90", 64, "bfloat16")}
     assert {row["kernel"] for row in report["rows"]} == set(words[3:])
@@ -230,7 +231,7 @@ def test_a_failure_is_named_and_ends_with_1(
     bad = replace(good, variant="only causal", failures=("spills 24 bytes per thread",))
     monkeypatch.setattr(aot, "compile_all", lambda cells, jobs: iter((good, bad)))
     monkeypatch.setattr(aot, "interpreting", lambda: False)
-    assert main(["aot", "--quick", "--quiet"]) == 1
+    assert main(["aot", "--quick", "--quiet"], commands=COMMANDS) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "FAIL sm_90 fwd only causal head_dim 64 float16 64x64 4 warps 2 stages: spills" in text
     assert "middle full" not in text and "1 failed" in text

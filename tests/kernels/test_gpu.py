@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.backends.rates import GLUON_BWD_KV_HEADS
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.rates import GLUON_BWD_KV_HEADS
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import next_rank
 from ring_attn.kernels import configs

@@ -22,10 +22,10 @@ import torch
 
 from ring_attn import backends
 from ring_attn.backends.base import BackwardInputs
+from ring_attn.backends.rates import PORTABLE, attained, rates_of
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core import masks
 from ring_attn.core.mask import Mask
-from ring_attn.core.rates import PORTABLE, attained, rates_of
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.kernels import configs, gluon_guard, hopper_fwd
 from ring_attn.kernels.configs import Config
@@ -309,7 +309,7 @@ def test_what_bulk_copies_cannot_take_is_copied() -> None:
 
 COMPILE = """
 import dataclasses, json
-from ring_attn.tools import aot
+from dev import aot
 causal = aot.Variant("hopper_fwd", "causal")
 cell = next(x for x in aot.cells("sm_90", "64", "bfloat16") if x.variant == causal)
 print(json.dumps(dataclasses.asdict(aot.compile_cell(cell))))

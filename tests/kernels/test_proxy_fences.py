@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ring_attn.tools.proxy_fences import missing_fences
+from dev.proxy_fences import missing_fences
 
 COPY = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;"
 VECTOR = "@%p2 cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x4, %r2;"

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from dev.aot import Cell, Row, judged
+from dev.code_rules import PRODUCTS, Expected
+from dev.compiled import Compiled
 from ring_attn.kernels.launch import Launch
-from ring_attn.tools.aot import Cell, Row, judged
-from ring_attn.tools.code_rules import PRODUCTS, Expected
-from ring_attn.tools.compiled import Compiled
 
 SIZE = 1024
 

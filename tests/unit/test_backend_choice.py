@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, flash_attn, get_backend
-from ring_attn.core.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, RATES
+from ring_attn.backends.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs
 from ring_attn.kernels.gluon_guard import gluon_missing

@@ -20,16 +20,17 @@ import torch.distributed as dist
 
 import ring_attn
 from ring_attn import testing
-from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
-from ring_attn.tools import aot, cli, env, launch, verify
-from ring_attn.tools.arguments import (
+from ring_attn.cli import env, launch, verify
+from ring_attn.cli import main as cli
+from ring_attn.cli.arguments import (
     command_line,
     format_size,
     parse_dtype,
     parse_size,
     write_json,
 )
-from ring_attn.tools.launch import map_in_processes, run_ranks
+from ring_attn.cli.launch import map_in_processes, run_ranks
+from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,7 @@ def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_loads_no_subcommand() -> None:
     code = (
-        "import sys\nfrom ring_attn.tools import cli\n"
+        "import sys\nfrom ring_attn.cli import main as cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
         "loaded = {'rich', *(c.module for c in cli.COMMANDS)} & set(sys.modules)\n"
         "assert not loaded, loaded"
@@ -110,8 +111,6 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["tune", "--budget", "nan"], "argument --budget: 'nan' is not a number of seconds"),
         (["tune", "--device", "cpu", "--heads", "4/2,8/2"], "--heads"),
         (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
-        (["aot"], "TRITON_INTERPRET=1"),
-        (["aot", "--kernel", "fwd", "bwd"], "'bwd'"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -121,7 +120,6 @@ def test_a_mistake_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(aot, "interpreting", lambda: True)
     try:
         status: object = cli.main(words)
     except SystemExit as stop:
@@ -242,7 +240,7 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
     script = tmp_path / "twice.py"
     script.write_text(
         "import torch.distributed as dist\n"
-        "from ring_attn.tools.launch import run_ranks\n"
+        "from ring_attn.cli.launch import run_ranks\n"
         "print([run_ranks(dist.get_rank, 1) for _ in range(2)] == [[0]] * 2)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_attn.cli.calibrate import TileSample, fit_rate, largest_error
 from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
@@ -21,7 +22,6 @@ from ring_attn.planning.devices import (
     load_cluster,
     to_json,
 )
-from ring_attn.tools.calibrate import TileSample, fit_rate, largest_error
 
 # FlashAttention 3 on an H100, bf16, 64:8 heads of 128, TFLOP/s by mask area: 2k to 32k rows.
 FA3 = {

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ring_attn.bench.outputs import read_report
+from ring_attn.cli import launch
 from ring_attn.core.values import env_int
 from ring_attn.models.checkpoint import open_checkpoint
 from ring_attn.planning.devices import find_cluster, load_cluster
-from ring_attn.tools import launch
 from tests.refusals import refused
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import chunked
 from ring_attn.machines.actions import schedule_of
@@ -22,7 +23,6 @@ from ring_attn.planning.planner import explain
 from ring_attn.strategies.registry import program_of, register, registered
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
-from ring_attn.tools import cli
 from tests.unit.test_programs import assert_schedule_is_that_of_each, calls_of, sent
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_strategy.py"

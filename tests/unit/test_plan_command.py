@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_attn.cli import main as cli
+from ring_attn.cli import plan as command
+from ring_attn.cli import plan_report as report
 from ring_attn.machines.check import Fault
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
-from ring_attn.tools import cli
-from ring_attn.tools import plan as command
-from ring_attn.tools import plan_report as report
 from tests.integration.commands import options_of
 
 SMALL = ["--seqlen", "4k", "--world-size", "4", "--heads", "8", "--kv-heads", "2"]

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attn.core.messages import Records
-from ring_attn.core.spec import ALIGNMENT, Packet
+from ring_attn.core.messages import ALIGNMENT, Packet, Records
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.core.program import Channel
-from ring_attn.core.spec import MAX_CTAS, TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import streams
 from ring_attn.transport.base import Ranks
+from ring_attn.transport.options import MAX_CTAS, TransportOptions
 from ring_attn.transport.ranks.formation import (
     RollCall,
     bounded,

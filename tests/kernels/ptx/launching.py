@@ -155,7 +155,7 @@ def _compile(launch: Launch, arch: str, instrument: str) -> Compiled:
     from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from ring_attn.tools.compiled import compiled_kernel
+    from dev.compiled import compiled_kernel
 
     module, name = launch.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ring_attn.tools import ptx
+from dev import ptx
 
 # Strings; operands of a call: result, function, and arguments; and moves of parameters.
 TEXT = re.compile(r"\.global \.align 1 \.b8 (\w+)\[\d+\] = \{([\d, ]+)\};")

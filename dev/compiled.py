@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dev.loops import Loop, loops_of
+from dev.proxy_fences import missing_fences
 from ring_attn.kernels.launch import Launch
-from ring_attn.tools.loops import Loop, loops_of
-from ring_attn.tools.proxy_fences import missing_fences
 
 # A wavefront of CDNA has 64 lanes.
 WARP_SIZE = {"cuda": 32, "hip": 64}

@@ -24,6 +24,20 @@ from pathlib import Path
 
 import torch
 
+from ring_attn.cli import plan_report as report
+from ring_attn.cli.arguments import (
+    add_common,
+    command_line,
+    format_size,
+    parse_dtype,
+    parse_report,
+    parse_size,
+    parse_sizes,
+    shortened,
+    table_console,
+    with_options,
+    write_json,
+)
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.values import regular_file
 from ring_attn.machines.check import check_calls
@@ -41,20 +55,6 @@ from ring_attn.planning.planner import call_of, explain, rated_cluster, schedule
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import program_of, registered
 from ring_attn.strategies.strategy import NAMES
-from ring_attn.tools import plan_report as report
-from ring_attn.tools.arguments import (
-    add_common,
-    command_line,
-    format_size,
-    parse_dtype,
-    parse_report,
-    parse_size,
-    parse_sizes,
-    shortened,
-    table_console,
-    with_options,
-    write_json,
-)
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")

@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn import __version__, select_backend
+from ring_attn.cli.arguments import add_common, new_table, write_json
+from ring_attn.cli.launch import num_cores
 from ring_attn.core.dtypes import BY_NAME
-from ring_attn.tools.arguments import add_common, new_table, write_json
-from ring_attn.tools.launch import num_cores
 
 # Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")

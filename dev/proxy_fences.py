@@ -11,7 +11,7 @@ import re
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ring_attn.tools.ptx import Code, Statement, parse
+from dev.ptx import Code, Statement, parse
 
 COPY = re.compile(r"cp\.async\.c[ag]\.")
 COMMIT, WAIT, BULK = "cp.async.commit_group", "cp.async.wait_group", "cp.async.bulk"

@@ -44,6 +44,9 @@ from ring_attn.bench.judge import Judge, worst_of
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, watch_for
+from ring_attn.cli.arguments import format_size, names_of, new_table, parse_size, show
+from ring_attn.cli.env import machine
+from ring_attn.cli.launch import map_in_processes, num_cores
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
@@ -51,9 +54,6 @@ from ring_attn.core.tiles import pair_tiles
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon
-from ring_attn.tools.arguments import format_size, names_of, new_table, parse_size, show
-from ring_attn.tools.env import machine
-from ring_attn.tools.launch import map_in_processes, num_cores
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.

@@ -18,7 +18,7 @@ from multiprocessing import active_children
 from typing import NamedTuple, NoReturn
 
 from ring_attn import __version__
-from ring_attn.tools.arguments import is_first_rank, write_if_interrupted, write_so_far
+from ring_attn.cli.arguments import is_first_rank, write_if_interrupted, write_so_far
 from ring_attn.transport.debug import debug_enabled
 
 PROG = "ring-attn"
@@ -33,20 +33,19 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("env", "ring_attn.tools.env", "show what is installed and which backends can run"),
+    Command("env", "ring_attn.cli.env", "show what is installed and which backends can run"),
     Command(
-        "verify", "ring_attn.tools.verify", "check every result against dense attention in float64"
+        "verify", "ring_attn.cli.verify", "check every result against dense attention in float64"
     ),
-    Command("plan", "ring_attn.tools.plan", "predict the best strategy and the costs of each step"),
+    Command("plan", "ring_attn.cli.plan", "predict the best strategy and the costs of each step"),
     Command(
         "bench strategies", "ring_attn.bench.strategies", "time every strategy, and auto's choice"
     ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
     Command("bench decode", "ring_attn.bench.decode", "time of a query against long caches"),
-    Command("calibrate", "ring_attn.tools.calibrate", "measure this machine for the simulator"),
-    Command("aot", "ring_attn.tools.aot", "compile and check every kernel without a GPU"),
-    Command("tune", "ring_attn.tools.tune", "find the fastest configs of the kernels on a GPU"),
+    Command("calibrate", "ring_attn.cli.calibrate", "measure this machine for the simulator"),
+    Command("tune", "ring_attn.cli.tune", "find the fastest configs of the kernels on a GPU"),
 )
 
 EXIT_USAGE = 2
@@ -62,39 +61,44 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, prog: str = PROG, commands: Sequence[Command] = COMMANDS
+) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: the words after `ring-attn`; None takes them from the command line.
+        argv: the words after `prog`; None takes them from the command line.
+        prog: the name of the command.
+        commands: its subcommands.
 
     Returns:
         The exit status: 0, 1 if a check failed, 2 if the command cannot run as asked.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    command = _find(words)
+    command = _find(words, commands)
     if command is None:
-        return _without_command(words)
+        return _without_command(words, prog, commands)
+    name = f"{prog} {command.name}"
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     write_if_interrupted(None, dict)
     try:
-        return _run(command, words)
+        return _run(name, command.module, words[len(command.name.split()) :])
     except KeyboardInterrupt as ended:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second ^C
-        _end_by(signal.Signals(ended.args[0] if ended.args else signal.SIGINT), command)
+        _end_by(signal.Signals(ended.args[0] if ended.args else signal.SIGINT), name)
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
-def _end_by(number: signal.Signals, command: Command) -> NoReturn:
+def _end_by(number: signal.Signals, name: str) -> NoReturn:
     """Ends this process at once, with one line, whatever threads and libraries still do."""
     for process in active_children():
         process.kill()
-    line = f"{PROG} {command.name}: interrupted by {number.name}"
+    line = f"{name}: interrupted by {number.name}"
     try:
         path = write_so_far(number.name)
         line += f"; what was measured so far is in {path}" if path else ""
@@ -106,16 +110,15 @@ def _end_by(number: signal.Signals, command: Command) -> NoReturn:
     os._exit(128 + number)
 
 
-def _run(command: Command, words: list[str]) -> int:
+def _run(name: str, module_name: str, options: list[str]) -> int:
     try:
-        module = import_module(command.module)
+        module = import_module(module_name)
         parser = Parser(
-            prog=f"{PROG} {command.name}",
+            prog=name,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)
-        options = words[len(command.name.split()) :]
         for word in options:
             if word.endswith("=--"):
                 # argparse would ignore the value.
@@ -131,37 +134,37 @@ def _run(command: Command, words: list[str]) -> int:
         if debug_enabled():
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        print(f"{PROG} {command.name}: {text}", file=sys.stderr)
+        print(f"{name}: {text}", file=sys.stderr)
         return EXIT_USAGE
     return status
 
 
-def _find(words: list[str]) -> Command | None:
-    for command in COMMANDS:
+def _find(words: list[str], commands: Sequence[Command]) -> Command | None:
+    for command in commands:
         parts = command.name.split()
         if words[: len(parts)] == parts:
             return command
     return None
 
 
-def _without_command(words: list[str]) -> int:
+def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> int:
     """Prints help or the version; else an error that lists the commands."""
     parser = Parser(
-        prog=PROG,
-        description=_usage_text(),
-        usage=f"{PROG} COMMAND [options]",
+        prog=prog,
+        description=_usage_text(prog, commands),
+        usage=f"{prog} COMMAND [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
     options, rest = parser.parse_known_args(words)
-    names = ", ".join(command.name for command in COMMANDS)
+    names = ", ".join(command.name for command in commands)
     given = f", got {' '.join(rest)!r}" if rest else ""
     parser.error(f"needs a command: one of {names}{given}")
 
 
-def _usage_text() -> str:
-    width = max(len(command.name) for command in COMMANDS)
-    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+def _usage_text(prog: str, commands: Sequence[Command]) -> str:
+    width = max(len(command.name) for command in commands)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in commands]
     return "\n".join(
         [
             "Exact attention over a sequence that is split across ranks.",
@@ -169,6 +172,6 @@ def _usage_text() -> str:
             "commands:",
             *lines,
             "",
-            f"{PROG} COMMAND --help shows a command's options.",
+            f"{prog} COMMAND --help shows a command's options.",
         ]
     )

@@ -16,6 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from ring_attn.cli.arguments import new_table
 from ring_attn.core.program import CHANNELS
 from ring_attn.core.work import pair_work
 from ring_attn.machines.actions import Compute, Transfer
@@ -23,7 +24,6 @@ from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice, describe, format_bytes, format_seconds
 from ring_attn.planning.planner import call_of, core_of
 from ring_attn.strategies.registry import code_of
-from ring_attn.tools.arguments import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ring_attn.tools.compiled import Compiled
+from dev.compiled import Compiled
 
 # Most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
 # specifications per compute capability, maximum per thread block (the system reserves 1 KiB).

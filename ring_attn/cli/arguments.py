@@ -206,7 +206,9 @@ def command_line() -> str:
             kept.append(word)
         elif not equals:
             next(words, None)
-    return shlex.join(["ring-attn", *kept])
+    program = Path(sys.argv[0])
+    module = ("python", "-m", program.parent.name)
+    return shlex.join([*(module if program.name == "__main__.py" else ("ring-attn",)), *kept])
 
 
 def is_first_rank() -> bool:

@@ -26,15 +26,8 @@ from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
-from ring_attn.core.program import Collective, Hop
-from ring_attn.core.rates import Rate
-from ring_attn.core.sizes import flops
-from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
-from ring_attn.core.tiles import Tile
-from ring_attn.groups import check_group
-from ring_attn.planning import devices
-from ring_attn.planning.devices import Cluster, Device, Link
-from ring_attn.tools.arguments import (
+from ring_attn.backends.rates import Rate
+from ring_attn.cli.arguments import (
     add_common,
     command_line,
     parse_dtype,
@@ -45,9 +38,17 @@ from ring_attn.tools.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.tools.env import machine
-from ring_attn.tools.launch import checked_device, rank_device, run_ranks, send_part, timed_on_ranks
+from ring_attn.cli.env import machine
+from ring_attn.cli.launch import checked_device, rank_device, run_ranks, send_part, timed_on_ranks
+from ring_attn.core.program import Collective, Hop
+from ring_attn.core.sizes import flops
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.tiles import Tile
+from ring_attn.groups import check_group
+from ring_attn.planning import devices
+from ring_attn.planning.devices import Cluster, Device, Link
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
 WORLD_SIZES = (1, 2, 4)

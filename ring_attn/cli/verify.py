@@ -28,6 +28,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn import select_backend
+from ring_attn.cli.arguments import (
+    add_common,
+    new_table,
+    parse_size,
+    progress,
+    table_console,
+    write_if_interrupted,
+    write_json,
+)
+from ring_attn.cli.env import backend_reasons, machine
+from ring_attn.cli.launch import DEVICES, checked_device, rank_device, run_ranks, send_part
 from ring_attn.core.values import env_int
 from ring_attn.testing import (
     LAYOUTS,
@@ -41,17 +52,6 @@ from ring_attn.testing import (
     run_rank,
     usable_backends,
 )
-from ring_attn.tools.arguments import (
-    add_common,
-    new_table,
-    parse_size,
-    progress,
-    table_console,
-    write_if_interrupted,
-    write_json,
-)
-from ring_attn.tools.env import backend_reasons, machine
-from ring_attn.tools.launch import DEVICES, checked_device, rank_device, run_ranks, send_part
 
 DEFAULT_WORLD_SIZE = 4
 

@@ -20,18 +20,18 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from dev.code_rules import SHARED_BYTES, Expected, failures
+from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
+from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size
+from ring_attn.cli.launch import map_in_processes
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable, make_step_table, transposed
 from ring_attn.kernels.turn_table import TurnTable, make_turn_table
-from ring_attn.tools.arguments import add_common, new_table, parse_dtype, parse_size
-from ring_attn.tools.code_rules import SHARED_BYTES, Expected, failures
-from ring_attn.tools.compiled import Compiled, CompileError, compile_launch, interpreting
-from ring_attn.tools.launch import map_in_processes
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 # Head dims of q and k; after a slash that of v, if it differs.

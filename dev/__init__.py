@@ -1,0 +1,1 @@
+"""What only makers of the package need: the compiler over all kernels, and its rules."""

@@ -1,0 +1,11 @@
+"""`python -m dev aot`: commands that only makers of the package need."""
+
+import sys
+
+from ring_attn.cli.main import Command, main
+
+PROG = "python -m dev"
+COMMANDS = (Command("aot", "dev.aot", "compile and check every kernel without a GPU"),)
+
+if __name__ == "__main__":
+    sys.exit(main(prog=PROG, commands=COMMANDS))
