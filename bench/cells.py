@@ -19,20 +19,20 @@ from rich.table import Table
 from ring_attn.bench.implementations import (
     IMPLEMENTATIONS,
     OURS,
-    Attention,
     Data,
-    Problem,
+    Implementation,
+    Shape,
     forget_compiled,
     make,
     reason,
     unavailable,
 )
-from ring_attn.bench.judge import Judge, worst_of
+from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
-    Call,
-    Sample,
+    TimedCall,
+    Timing,
     Watch,
     free_memory,
     peak_tflops,
@@ -66,7 +66,7 @@ STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 
 @dataclass(frozen=True)
-class Setting:
+class CellSetting:
     """The cells of a run, and the options of their measurement."""
 
     seqlens: tuple[int, ...]
@@ -84,7 +84,7 @@ class Setting:
     device: torch.device = torch.device("cpu")
     budget: float | None = None
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Shape]:
         """Every cell; cells of one table are consecutive."""
         queries = 1 if self.decoding else None
         for (heads, kv_heads), head_dim, causal, seqlen in product(
@@ -92,11 +92,11 @@ class Setting:
         ):
             sizes = seqlen, heads, kv_heads, head_dim
             for batch in self.batches or (max(1, self.tokens // seqlen),):
-                yield Problem(batch, *sizes, causal, self.dtype, self.device, queries)
+                yield Shape(batch, *sizes, causal, self.dtype, self.device, queries)
 
 
 @dataclass(frozen=True)
-class Row:
+class CellRow:
     """Times of an implementation on a cell in a mode; None where there is no time.
 
     Attributes:
@@ -126,7 +126,7 @@ class Row:
     note: str = ""
 
 
-class Cells(Report[Setting, Row]):
+class Cells(Report[CellSetting, CellRow]):
     """Measures one cell after another, and saves the report after each.
 
     Attributes:
@@ -134,7 +134,7 @@ class Cells(Report[Setting, Row]):
         peak: the device's TFLOP/s by the datasheet; in decoding GB/s of a copy; None if unknown.
     """
 
-    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+    def __init__(self, setting: CellSetting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
         device = setting.device
         self.unavailable = {
@@ -179,18 +179,18 @@ class Cells(Report[Setting, Row]):
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
-    def _noted(self, problem: Problem, note: str) -> list[Row]:
+    def _noted(self, problem: Shape, note: str) -> list[CellRow]:
         """The rows of a cell without times."""
         sizes = (*table_of(problem), problem.seqlen, problem.batch)
-        return [Row(name, self.setting.mode, *sizes, note=note) for name in self._names]
+        return [CellRow(name, self.setting.mode, *sizes, note=note) for name in self._names]
 
-    def _measured(self, problem: Problem) -> list[Row]:
+    def _measured(self, problem: Shape) -> list[CellRow]:
         """Builds, checks, then times all implementations that can run a cell."""
         forget_compiled()
         free_memory(self.setting.device)
         try:
             data = problem.data()
-            judge = Judge(problem, data, backward=self._backward)
+            judge = OracleJudge(problem, data, backward=self._backward)
         except torch.OutOfMemoryError as error:
             return self._noted(problem, f"cannot be judged: {reason(error)}")
         rows, calls = {row.impl: row for row in self._noted(problem, "")}, {}
@@ -198,7 +198,7 @@ class Cells(Report[Setting, Row]):
             rows[name], attention = self._judge(rows[name], problem, data, judge)
             if attention is not None:
                 stages = [attention.forward, attention.backward]
-                calls[name] = Call(stages[: 1 + self._backward], attention.release)
+                calls[name] = TimedCall(stages[: 1 + self._backward], attention.release)
         del judge
 
         def failed(name: str, error: Exception) -> None:
@@ -211,11 +211,11 @@ class Cells(Report[Setting, Row]):
         return [row for of_name in timed for row in of_name]
 
     def _judge(
-        self, row: Row, problem: Problem, data: Data, judge: Judge
-    ) -> tuple[Row, Attention | None]:
+        self, row: CellRow, problem: Shape, data: Data, judge: OracleJudge
+    ) -> tuple[CellRow, Implementation | None]:
         """Checks an implementation, on the short sequence once per table, and builds it."""
 
-        def build(problem: Problem, data: Data) -> Attention:
+        def build(problem: Shape, data: Data) -> Implementation:
             backend = self.setting.backend
             return make(row.impl, problem, data, backend=backend, backward=self._backward)
 
@@ -232,7 +232,7 @@ class Cells(Report[Setting, Row]):
             except Exception as error:
                 return replace(row, note=self._failed(row, error, warned)), None
 
-    def _timed(self, row: Row, problem: Problem, samples: Sequence[Sample]) -> list[Row]:
+    def _timed(self, row: CellRow, problem: Shape, samples: Sequence[Timing]) -> list[CellRow]:
         """The rows of each mode; the row itself without samples."""
         rows = []
         for mode in MODES[self.setting.mode] if samples else ():
@@ -248,7 +248,7 @@ class Cells(Report[Setting, Row]):
             )  # fmt: skip
         return rows or [row]
 
-    def _failed(self, row: Row, error: Exception, warned: Sequence[Any]) -> str:
+    def _failed(self, row: CellRow, error: Exception, warned: Sequence[Any]) -> str:
         """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
         why = reason(error, [str(warning.message) for warning in warned])
         if row.impl in OURS and not isinstance(error, REFUSALS):
@@ -264,7 +264,7 @@ def copy_gbps(device: torch.device, watch: Watch) -> float | None:
         return None
     x = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    samples = time_in_turn({"copy": Call([lambda: y.copy_(x)])}, watch, COPY_ITERS)["copy"]
+    samples = time_in_turn({"copy": TimedCall([lambda: y.copy_(x)])}, watch, COPY_ITERS)["copy"]
     return 2 * COPY_BYTES / statistics.median(sample.ms[0] for sample in samples) / 1e6
 
 
@@ -283,7 +283,7 @@ def title(what: Any, *, cell: bool = True) -> str:
     return f"{heads}, {mask}" + (f", {what.batch} x {format_size(what.seqlen)}" if cell else "")
 
 
-def tables(rows: Sequence[Row], unit: str) -> list[Table]:
+def tables(rows: Sequence[CellRow], unit: str) -> list[Table]:
     """A table per number of heads, head dim and mask; a line per cell and implementation."""
     all_tables: list[Table] = []
     for key in dict.fromkeys(map(table_of, rows)):
@@ -310,7 +310,7 @@ def tables(rows: Sequence[Row], unit: str) -> list[Table]:
     return all_tables
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[CellRow]) -> list[str]:
     """A line for each note, with the cells that it concerns."""
     cells: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
@@ -319,7 +319,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
 
 
-def _figures(row: Row | None) -> list[str]:
+def _figures(row: CellRow | None) -> list[str]:
     if row is None or row.median_ms is None:
         return ["", ""]
     share = "" if row.share is None else f" ({row.share:.0%})"
@@ -327,7 +327,7 @@ def _figures(row: Row | None) -> list[str]:
     return [f"{ms} ({p20}-{p80})", f"{show(row.rate, '.3g')}{share}"]
 
 
-# -- options; each is stored under the name of its field of `Setting`
+# -- options; each is stored under the name of its field of `CellSetting`
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -342,7 +342,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
-def add_cell_arguments(parser: argparse.ArgumentParser, default: Setting) -> None:
+def add_cell_arguments(parser: argparse.ArgumentParser, default: CellSetting) -> None:
     """Adds the options of `Cells`; `default` is the setting on a GPU."""
     add = parser.add_argument
     lens = ",".join(map(format_size, default.seqlens))
@@ -351,11 +351,11 @@ def add_cell_arguments(parser: argparse.ArgumentParser, default: Setting) -> Non
     add_device_arguments(parser)
 
 
-def setting_of(args: argparse.Namespace, gpu: Setting, cpu: Setting) -> Setting:
+def setting_of(args: argparse.Namespace, gpu: CellSetting, cpu: CellSetting) -> CellSetting:
     """The options that are given, and the rest of the default for the device."""
     device = parse_device(args.device)
     default = cpu if device.type == "cpu" else gpu
-    names = [field.name for field in fields(Setting)]
+    names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return replace(default, **given | {"device": device})
 
@@ -388,7 +388,7 @@ def parse_device(name: str | None) -> torch.device:
     return device
 
 
-def run_cells(args: argparse.Namespace, setting: Setting) -> int:
+def run_cells(args: argparse.Namespace, setting: CellSetting) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
     bench = Cells(setting, Outputs.of(args))
     bench.run()

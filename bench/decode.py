@@ -20,11 +20,11 @@ from dataclasses import replace
 import torch
 
 from ring_attn.bench import cells
-from ring_attn.bench.cells import Setting, add_cell_arguments, run_cells
+from ring_attn.bench.cells import CellSetting, add_cell_arguments, run_cells
 from ring_attn.bench.implementations import SDPA_BACKENDS
 from ring_attn.cli.arguments import parse_sizes
 
-ON_GPU = Setting(
+ON_GPU = CellSetting(
     seqlens=(8192, 32768, 131072, 1 << 20),
     batches=(1, 8),
     head_dims=(128,),
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cell_arguments(parser, ON_GPU)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> CellSetting:
     """The setting from the options; --quick has the first default length and batch only."""
     defaults = (ON_GPU, ON_CPU)
     if args.quick:

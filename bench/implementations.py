@@ -60,7 +60,7 @@ REASON_CHARS = 160
 
 
 @dataclass(frozen=True)
-class Problem:
+class Shape:
     batch: int
     seqlen: int
     heads: int
@@ -126,7 +126,7 @@ class Data:
         return Inputs(*(x.transpose(1, 2).contiguous() for x in self.rows_first))
 
 
-class Attention:
+class Implementation:
     """An implementation of attention: a forward, then its backward.
 
     Attributes:
@@ -154,10 +154,10 @@ class Attention:
         self.out, self.lse, self.grads = None, None, ()
 
 
-class Ours(Attention):
+class OurKernels(Implementation):
     """The ring's driver on one rank: one backend computes the whole attention."""
 
-    def __init__(self, problem: Problem, data: Data, backend: str) -> None:
+    def __init__(self, problem: Shape, data: Data, backend: str) -> None:
         one = SequenceLayout.contiguous
         layouts = one(problem.rows, 1), one(problem.seqlen, 1)
         self._call = make_call(Strategy(), problem.spec, layouts, problem.mask, 0, backend=backend)
@@ -175,10 +175,10 @@ class Ours(Attention):
         *self.grads, _ = run.backward(self._call, self._saved, self._inputs.dout, self._alone)
 
 
-class Parts(Attention):
+class DecodeParts(Implementation):
     """Decoding: a backend attends to parts of the keys in parallel, as in `tree_decode`."""
 
-    def __init__(self, problem: Problem, data: Data, backend: str) -> None:
+    def __init__(self, problem: Shape, data: Data, backend: str) -> None:
         chosen = choose_backend(problem.spec, backend, Purpose(decoding=True))
         self._backend = get_backend(chosen.name)
         if not self._backend.decodes:
@@ -195,7 +195,7 @@ class Parts(Attention):
         return [out.to(self._inputs.q.dtype)]
 
 
-class Differentiable(Attention):
+class Differentiable(Implementation):
     """A function of q, k, v that returns out, under autograd.
 
     `backward`: whether the forward saves tensors for a backward.
@@ -233,10 +233,10 @@ def unavailable(name: str, device: torch.device) -> str | None:
     return None
 
 
-def make(name: str, problem: Problem, data: Data, *, backend: str, backward: bool) -> Attention:
+def make(name: str, problem: Shape, data: Data, *, backend: str, backward: bool) -> Implementation:
     """Builds one of IMPLEMENTATIONS or OURS on a problem's data; errors of the package pass."""
     if name in OURS:
-        return (Parts if name == "parts" else Ours)(problem, data, backend)
+        return (DecodeParts if name == "parts" else OurKernels)(problem, data, backend)
     if name in FLASH_PACKAGES:
         function = _flash(FLASH_PACKAGES[name], problem.causal)
         return Differentiable(function, data.rows_first, backward=backward)
@@ -244,7 +244,7 @@ def make(name: str, problem: Problem, data: Data, *, backend: str, backward: boo
     return HeadsFirst(function, data.heads_first, backward=backward)
 
 
-def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
+def _sdpa(backend: str, problem: Shape) -> Callable[..., Tensor]:
     """torch's attention with one backend, over (batch, heads, rows, dim)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -259,7 +259,7 @@ def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
     return run
 
 
-def _flex(problem: Problem) -> Callable[..., Tensor]:
+def _flex(problem: Shape) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     cuda = problem.device.type == "cuda"

@@ -21,7 +21,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ring_attn.bench.implementations import Attention, Data, Problem
+from ring_attn.bench.implementations import Data, Implementation, Shape
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients
 
@@ -32,15 +32,15 @@ SAMPLED_ROWS, SAMPLED_KEYS = 32, 256
 GRADIENTS = ("dq", "dk", "dv")
 
 # For each result: float64's, plain PyTorch's, and the terms of each sum.
-Figures = Mapping[str, tuple[Tensor, ...]]
+Results = Mapping[str, tuple[Tensor, ...]]
 
-Make = Callable[[Problem, Data], Attention]
+Make = Callable[[Shape, Data], Implementation]
 
 
-class Judge:
+class OracleJudge:
     """The oracle of a problem, which checks every implementation."""
 
-    def __init__(self, problem: Problem, data: Data, *, backward: bool, seed: int = 1) -> None:
+    def __init__(self, problem: Shape, data: Data, *, backward: bool, seed: int = 1) -> None:
         """`seed` chooses the rows, the keys and the short sequence."""
         short = replace(problem, batch=1, seqlen=min(problem.seqlen, WHOLE_SEQLEN))
         everything = range(short.rows), range(short.seqlen)
@@ -62,7 +62,7 @@ class Part:
     def __init__(
         self,
         suffix: str,
-        problem: Problem,
+        problem: Shape,
         data: Data,
         rows: Sequence[int],
         keys: Sequence[int],
@@ -98,7 +98,7 @@ class Part:
             verdicts.append(_zero_elsewhere(got["dq"], self._rows))
         return verdicts
 
-    def _oracle(self, mask: Mask) -> Figures:
+    def _oracle(self, mask: Mask) -> Results:
         """The figures, one batch entry and kv head at a time, to bound the scores' memory."""
         q, k, v, dout = self._data.rows_first
         whole = (q[:, self._rows], k, v, dout[:, self._rows])
@@ -128,7 +128,7 @@ def _of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
     return Mask.of(len(rows), mask.seqlen_k, slices)
 
 
-def _figures(inputs: Inputs, mask: Mask, keys: Tensor) -> Figures:
+def _figures(inputs: Inputs, mask: Mask, keys: Tensor) -> Results:
     """The three tensors of every result; dk and dv only of `keys`."""
     oracle, plain = dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
     by_name = {"lse": (oracle.lse, plain.lse, oracle.terms["lse"])}

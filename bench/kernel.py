@@ -23,11 +23,11 @@ from dataclasses import replace
 import torch
 
 from ring_attn.bench import cells
-from ring_attn.bench.cells import MODES, Setting, add_cell_arguments, run_cells
+from ring_attn.bench.cells import MODES, CellSetting, add_cell_arguments, run_cells
 from ring_attn.bench.implementations import IMPLEMENTATIONS
 from ring_attn.cli.arguments import names_of, parse_size
 
-FULL = Setting(
+FULL = CellSetting(
     seqlens=tuple(1024 << n for n in range(8)),
     head_dims=(128, 64, 256),
     heads=((32, 8), (64, 8)),
@@ -37,7 +37,7 @@ FULL = Setting(
     backend="triton",
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
-ON_CPU = Setting((256, 512), (64,), ((4, 2),), torch.float32, tokens=512, iters=3)
+ON_CPU = CellSetting((256, 512), (64,), ((4, 2),), torch.float32, tokens=512, iters=3)
 QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cell_arguments(parser, FULL)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> CellSetting:
     """The setting from the options; defaults depend on --quick and the device."""
     gpu, cpu = (QUICK, QUICK_ON_CPU) if args.quick else (FULL, ON_CPU)
     setting = cells.setting_of(args, gpu, cpu)

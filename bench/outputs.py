@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
 Row = Mapping[str, Any]
-Key = tuple[tuple[str, Any], ...]
+RowKey = tuple[tuple[str, Any], ...]
 
 # Entries of a setting that do not change the meaning of a figure.
 EFFORT = {"iters", "warmup", "budget", "repeats", "samples", "baselines", "implementations"}
@@ -95,13 +95,13 @@ def read_report(path: Path) -> Mapping[str, Any]:
 class Figure(NamedTuple):
     """Milliseconds: the median of the samples, and their 20 % and 80 % quantiles."""
 
-    key: Key
+    key: RowKey
     median: float
     low: float
     high: float
 
 
-def label(key: Key) -> str:
+def label(key: RowKey) -> str:
     """The values of a key as text; numbers and flags after their names."""
     words = (str(v) if isinstance(v, str) else f"{n} {v}".replace("_", " ") for n, v in key)
     return ", ".join(words)

@@ -40,7 +40,7 @@ from ring_attn.bench.ring_implementations import (
     Impl,
     Ours,
     RingAttentionPytorch,
-    Setting,
+    RingSetting,
     TorchTemplate,
 )
 from ring_attn.bench.timing import quantiles, turned
@@ -74,7 +74,7 @@ BASELINES: dict[str, type[Impl]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class RingRow:
     """Figures of an implementation in a mode; None where they do not apply."""
 
     impl: str
@@ -98,7 +98,7 @@ class Row:
 class Sweep:
     seqlens: tuple[int, ...]
     world_sizes: tuple[int, ...]
-    each: Setting
+    each: RingSetting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
-class Ring(Report[Sweep, Row]):
+class RingReport(Report[Sweep, RingRow]):
     """The rows of rank 0, and the samples that it sends during the run."""
 
     def __init__(self, setting: Sweep, outputs: Outputs | None = None) -> None:
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = Ring(setting_of(args), Outputs.of(args))
+    bench = RingReport(setting_of(args), Outputs.of(args))
     bench.run(args.device)
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
     lines = [note for note in notes if "cannot run" in note or "wrong" in note]
@@ -173,7 +173,7 @@ def setting_of(args: argparse.Namespace) -> Sweep:
     seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
     seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
     each = with_options(
-        Setting,
+        RingSetting,
         args,
         seqlen=seqlens[0],
         world_size=world_sizes[0],
@@ -185,19 +185,19 @@ def setting_of(args: argparse.Namespace) -> Sweep:
     return Sweep(tuple(seqlens), tuple(world_sizes), each)
 
 
-def measure(setting: Setting) -> tuple[list[Row], list[str]]:
+def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
     """Measures on every rank; returns rows and failures."""
     inputs = _inputs(setting)
-    rows: list[Row] = []
+    rows: list[RingRow] = []
     impls: list[Impl] = [Ours(setting, inputs)]
     for name in setting.baselines:
         reason = BASELINES[name].reason_against(setting)
         if reason:
             sizes = setting.world_size, setting.seqlen
-            rows.append(Row(name, setting.mode, *sizes, note=f"cannot run: {reason}"))
+            rows.append(RingRow(name, setting.mode, *sizes, note=f"cannot run: {reason}"))
         else:
             impls.append(BASELINES[name](setting, inputs))
-    judge = Judge(setting, inputs)
+    judge = RingJudge(setting, inputs)
     verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
     times = _timed(impls, setting)
     for impl in impls:
@@ -208,7 +208,7 @@ def measure(setting: Setting) -> tuple[list[Row], list[str]]:
     return rows, _failures(rows, verdicts["ours"])
 
 
-def _inputs(setting: Setting) -> Inputs:
+def _inputs(setting: RingSetting) -> Inputs:
     """The whole sequence's, the same on every rank."""
     return random_qkv(
         seqlen_q=setting.seqlen, nheads=setting.heads, nheads_kv=setting.kv_heads,
@@ -216,7 +216,7 @@ def _inputs(setting: Setting) -> Inputs:
     )  # fmt: skip
 
 
-def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[Any]]]:
+def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, list[Any]]]:
     """Figures of `_one` for each repetition, by implementation and mode."""
     by_impl: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
     for repetition in range(setting.warmup + setting.iters):
@@ -266,17 +266,17 @@ def _peak(impl: Impl, mode: str) -> int:
     return int(most)
 
 
-class Judge:
+class RingJudge:
     """Attention in float64 and in the inputs' dtype, by torch's fused operator, on rank 0.
 
     The fused operator does not store the scores, so it works at the measured lengths.
     """
 
-    def __init__(self, setting: Setting, inputs: Inputs) -> None:
+    def __init__(self, setting: RingSetting, inputs: Inputs) -> None:
         exact = [x.double() for x in inputs]
         self._oracle, self._plain = (_results(Dense(setting, x), setting) for x in (exact, inputs))
 
-    def verdicts(self, impl: Impl, setting: Setting) -> list[Verdict]:
+    def verdicts(self, impl: Impl, setting: RingSetting) -> list[Verdict]:
         """Checks out and the gradients of one run; the same verdicts on every rank."""
         names, got = ("out", "dq", "dk", "dv"), _results(impl, setting)
         # Ranks above 0 have no results.
@@ -286,7 +286,7 @@ class Judge:
         return verdicts[0]
 
 
-def _results(impl: Impl, setting: Setting) -> list[Tensor]:
+def _results(impl: Impl, setting: RingSetting) -> list[Tensor]:
     impl.run(setting.mode)
     return impl.whole()
 
@@ -294,17 +294,17 @@ def _results(impl: Impl, setting: Setting) -> list[Tensor]:
 def _row(
     impl: Impl,
     mode: str,
-    setting: Setting,
+    setting: RingSetting,
     times: dict[str, dict[str, list[Any]]],
     peak: int | None,
     verdicts: Sequence[Verdict],
-) -> Row:
+) -> RingRow:
     ms, waits, sent = (list(x) for x in zip(*times[impl.name][mode], strict=True))
     p20, median, p80 = quantiles(ms)
     ours = impl.name == "ours"
     work, planned_bytes, planned_peak = _planned(setting, mode)
     judged = verdicts[: 1 if mode == "fwd" else None]
-    return Row(
+    return RingRow(
         impl.name,
         mode,
         setting.world_size,
@@ -323,7 +323,7 @@ def _row(
     )
 
 
-def _planned(setting: Setting, mode: str) -> tuple[int, int, int]:
+def _planned(setting: RingSetting, mode: str) -> tuple[int, int, int]:
     """FLOPs of all ranks, bytes sent by the busiest rank, and most bytes that a rank holds."""
     directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
     sizes = (1, setting.heads, setting.kv_heads, setting.head_dim, setting.head_dim)
@@ -345,7 +345,7 @@ def _planned(setting: Setting, mode: str) -> tuple[int, int, int]:
     )
 
 
-def _step_overhead(setting: Setting) -> Row:
+def _step_overhead(setting: RingSetting) -> RingRow:
     """Host time of a step with almost nothing to compute or send: 16 rows, 1 head of 16."""
     rows, steps = 16, setting.world_size
     x = torch.randn(1, rows, 1, 16, device=rank_device(), dtype=setting.dtype)
@@ -364,10 +364,10 @@ def _step_overhead(setting: Setting) -> Row:
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     median, p20, p80 = worst.tolist()
     note = "one step of a forward of 16 rows, 1 head of 16"
-    return Row("ours", "step_overhead", steps, rows * steps, median, p20, p80, note=note)
+    return RingRow("ours", "step_overhead", steps, rows * steps, median, p20, p80, note=note)
 
 
-def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
+def _failures(rows: Iterable[RingRow], verdicts: Iterable[Verdict]) -> list[str]:
     """Reasons to reject our measurements: wrong results, or other bytes than planned."""
     wrong = [f"ours: {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong + [
@@ -377,7 +377,7 @@ def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
     ]
 
 
-def _tables(bench: Ring) -> list[Table]:
+def _tables(bench: RingReport) -> list[Table]:
     """Two tables that fit a terminal: times, and bytes held and sent."""
     each, rows = bench.setting.each, bench.rows
     dense = {(r.mode, r.world_size, r.seqlen): r.median_ms for r in rows if r.impl == "dense"}

@@ -29,7 +29,7 @@ Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Setting:
+class RingSetting:
     world_size: int
     seqlen: int
     heads: int
@@ -58,14 +58,14 @@ class Impl(Differentiable):
 
     name: str
 
-    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, setting: RingSetting, inputs: Sequence[Tensor]) -> None:
         self.setting, self.stats, self.sequence = setting, TransportStats(), setting.sequence
         attend = self.attention()
         shards = [self.shard(x).contiguous() for x in inputs]
         super().__init__(attend, shards, backward=setting.mode != "fwd")
 
     @classmethod
-    def reason_against(cls, setting: Setting) -> str | None:
+    def reason_against(cls, setting: RingSetting) -> str | None:
         """Why the implementation cannot run the setting; None if it can."""
         return None
 
@@ -134,7 +134,7 @@ class TorchTemplate(Impl):
     name = "torch-template"
 
     @classmethod
-    def reason_against(cls, setting: Setting) -> str | None:
+    def reason_against(cls, setting: RingSetting) -> str | None:
         """Why torch's ring cannot run the setting, according to its source."""
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
@@ -190,7 +190,7 @@ class RingAttentionPytorch(Impl):
     name = "ring-attention-pytorch"
 
     @classmethod
-    def reason_against(cls, setting: Setting) -> str | None:
+    def reason_against(cls, setting: RingSetting) -> str | None:
         """Why the package cannot run the setting, according to its documentation."""
         if setting.seqlen % setting.world_size:
             return "needs a length that divides by the ranks"

@@ -49,8 +49,8 @@ from ring_attn.planning.planner import explain
 from ring_attn.strategies.strategy import Strategy
 
 WORLD_SIZES = (2, 4)
-# A shape is repeated for SECONDS, from ITERS to MOST_ITERS times: short calls vary most.
-ITERS, MOST_ITERS, SECONDS, WARMUP = 7, 35, 4.0, 1
+# A shape is repeated for SECONDS, from ITERS to MAX_ITERS times: short calls vary most.
+ITERS, MAX_ITERS, SECONDS, WARMUP = 7, 35, 4.0, 1
 QUICK_ITERS = 2
 
 # Auto's choice should be within this share of the best.
@@ -129,7 +129,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """Times of a strategy over a shape; `predicted_ms` is None if it was not simulated."""
 
     shape: str
@@ -142,7 +142,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Setting:
+class StrategySetting:
     """The calls to measure; `iters` None repeats for SECONDS."""
 
     shapes: tuple[Shape, ...]
@@ -152,7 +152,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ShapeVerdict:
     """Auto's choice and the best fixed strategy, over one shape."""
 
     shape: str
@@ -174,15 +174,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
     add("--shapes", help="comma-separated words; only shapes with one of them in their names")
-    iters = f"repetitions (for {SECONDS:g} s, {ITERS} to {MOST_ITERS})"
+    iters = f"repetitions (for {SECONDS:g} s, {ITERS} to {MAX_ITERS})"
     add("--iters", type=parse_size, help=iters)
     cluster = "a file of ring-attn calibrate; default: calibrates first"
     add("--cluster", metavar="FILE", type=parse_input, help=cluster)
     add_outputs(parser)
 
 
-class Strategies(Report[Setting, Row]):
-    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+class Strategies(Report[StrategySetting, StrategyRow]):
+    def __init__(self, setting: StrategySetting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
         self.clusters: dict[str, Any] = {}
 
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and counts the cases with auto within 10 % of the best."""
     shapes = chosen_shapes(args.shapes, quick=args.quick)
     iters = args.iters or (QUICK_ITERS if args.quick else None)
-    setting = Setting(shapes, args.world_sizes, iters, args.quick)
+    setting = StrategySetting(shapes, args.world_sizes, iters, args.quick)
     bench = Strategies(setting, Outputs.of(args))
     for world_size in setting.world_sizes:
         if args.cluster is None:
@@ -273,7 +273,7 @@ def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
             shape, choice = setting.shapes[index], choices[index]
             usable = [c for c in choice.candidates if not c.refused]
             bench.rows += [
-                Row(
+                StrategyRow(
                     shape.name, world_size, candidate.label, 1e3 * candidate.seconds,
                     statistics.median(samples), tuple(samples), candidate is choice.best,
                 )
@@ -287,7 +287,7 @@ def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
         )
 
 
-def judged(rows: Sequence[Row]) -> list[Verdict]:
+def judged(rows: Sequence[StrategyRow]) -> list[ShapeVerdict]:
     verdicts = []
     for shape, world_size in dict.fromkeys((row.shape, row.world_size) for row in rows):
         of_case = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
@@ -295,7 +295,7 @@ def judged(rows: Sequence[Row]) -> list[Verdict]:
         best = min(of_case, key=lambda row: row.median_ms)
         ring = next((row.median_ms for row in of_case if row.strategy == BASELINE), None)
         verdicts.append(
-            Verdict(
+            ShapeVerdict(
                 shape, world_size, auto.strategy, auto.median_ms, best.strategy, best.median_ms,
                 auto.predicted_ms, ring,
             )
@@ -303,7 +303,7 @@ def judged(rows: Sequence[Row]) -> list[Verdict]:
     return verdicts
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> Table:
+def verdict_table(verdicts: Sequence[ShapeVerdict]) -> Table:
     table = new_table(
         "forward and backward, medians of the slowest rank",
         ("shape", "ranks", "auto", "best fixed"),
@@ -368,5 +368,5 @@ def interleaved(calls: Sequence[Callable[[], None]], iters: int | None) -> list[
     if iters is None:
         # All ranks have the slowest rank's times, so they choose the same number.
         (round_ms,) = map(sum, zip(*repeated(range(1)), strict=True))
-        iters = min(max(int(1e3 * SECONDS / round_ms), ITERS), MOST_ITERS)
+        iters = min(max(int(1e3 * SECONDS / round_ms), ITERS), MAX_ITERS)
     return repeated(range(iters))

@@ -22,7 +22,7 @@ from typing import Any
 from ring_attn.cli.arguments import format_size, show
 from ring_attn.core.values import regular_file
 
-Report = Mapping[str, Any]
+ReportJson = Mapping[str, Any]
 
 # Most lines of failures, and most characters of a line: what a terminal shows at once.
 FAILURES, WIDTH = 8, 110
@@ -47,16 +47,16 @@ def screen(folder: Path) -> tuple[list[str], bool]:
     return [*lines, f"please send this screen in an issue; {folder}/ has all rows"], not failures
 
 
-def _report(path: Path, failures: list[str]) -> Report | None:
+def _report(path: Path, failures: list[str]) -> ReportJson | None:
     try:
-        report: Report = json.loads(regular_file(path).read_text(encoding="utf-8"))
+        report: ReportJson = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         failures.append(f"{path.name} cannot be read, so its step did not end: {error}")
         return None
     return report
 
 
-def _machine(report: Report) -> list[str]:
+def _machine(report: ReportJson) -> list[str]:
     here = report["machine"]
     versions = {name: version for name, version in here["versions"].items() if version}
     driver = (report["gpu_state"].get("before") or {}).get("driver_version")
@@ -94,7 +94,7 @@ def _tests(path: Path, failures: list[str]) -> list[str]:
     return [f"tests: {', '.join(f'{counts[x]} {x}' for x in names)}; {seconds:.0f} s"]
 
 
-def _kernels(report: Report) -> Iterator[str]:
+def _kernels(report: ReportJson) -> Iterator[str]:
     """TFLOP/s of each cell, a column for each implementation that has figures."""
     rows = [row for row in report["rows"] if row["rate"] is not None]
     columns = [*dict.fromkeys(row["impl"] for row in rows)]
@@ -119,7 +119,7 @@ def _kernels(report: Report) -> Iterator[str]:
     yield f"bench kernel: {len(cells)} figures of ours and others, {late} rows beyond the budget"
 
 
-def _tuned(report: Report) -> Iterator[str]:
+def _tuned(report: ReportJson) -> Iterator[str]:
     """The fastest config of each kind, and by how much it is faster than ours."""
     timed = [row for row in report["rows"] if row["speed"]]
     best = {row["kind"]: row for row in sorted(timed, key=lambda row: row["speed"])}

@@ -48,7 +48,7 @@ FLUSH_BYTES = 256 << 20
 SPIN_CYCLES_PER_MS = 2_000_000
 
 # The kernel spins for this multiple of the host's time, within these bounds: a first call compiles.
-HEAD_START_FACTOR, LEAST_HEAD_START_MS, MOST_HEAD_START_MS = 1.5, 1.0, 100.0
+HEAD_START_FACTOR, LEAST_HEAD_START_MS, MAX_HEAD_START_MS = 1.5, 1.0, 100.0
 
 # Repetitions end at the time limit, but there are at least LEAST_ITERS. The first only warms up,
 # unless it takes longer than SLOW_MS, so that start-up costs are negligible.
@@ -106,24 +106,24 @@ Watch = HostWatch | CudaWatch
 
 def head_start_ms(host_ms: float) -> float:
     """Milliseconds that keep the host ahead in a call that it enqueues in `host_ms`."""
-    return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MOST_HEAD_START_MS)
+    return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MAX_HEAD_START_MS)
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """Stages to time one by one, and an untimed function that cleans up after them."""
 
     stages: Sequence[Callable[[], object]]
     after: Callable[[], object] = lambda: None
 
 
-class Sample(NamedTuple):
+class Timing(NamedTuple):
     """Milliseconds of one call: of each stage, and of the host for all stages."""
 
     ms: tuple[float, ...]
     host_ms: float
 
 
-def time_call(watch: Watch, call: Call, host_ms: float) -> Sample:
+def time_call(watch: Watch, call: TimedCall, host_ms: float) -> Timing:
     """Times a call that the host enqueued in `host_ms` the last time."""
     watch.ready(head_start_ms(host_ms))
     start = time.perf_counter()
@@ -134,24 +134,24 @@ def time_call(watch: Watch, call: Call, host_ms: float) -> Sample:
     took = 1e3 * (time.perf_counter() - start)
     watch.done()
     call.after()
-    return Sample(tuple(watch.ms(*pair) for pair in pairwise(marks)), took)
+    return Timing(tuple(watch.ms(*pair) for pair in pairwise(marks)), took)
 
 
 def time_in_turn(
-    calls: Mapping[str, Call],
+    calls: Mapping[str, TimedCall],
     watch: Watch,
     iters: int,
     *,
     seconds: float = float("inf"),
     failed: Callable[[str, Exception], None] | None = None,
-) -> dict[str, list[Sample]]:
+) -> dict[str, list[Timing]]:
     """Times all calls in turn within every repetition.
 
     `iters` repetitions follow the warm-up; after `seconds` none starts, except the first
     LEAST_ITERS. `failed` is called with the name and the error of a call that raises, which then
     has no samples; None lets the error pass.
     """
-    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    samples: dict[str, list[Timing]] = {name: [] for name in calls}
     host_ms = dict.fromkeys(calls, 0.0)
     started = time.monotonic()
     for repetition in range(-1, iters):

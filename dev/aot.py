@@ -1,7 +1,7 @@
 """Compiles every kernel in every tile configuration without a GPU, and checks the machine code.
 
 A cell is one kernel, variant, configuration, head dim, dtype and architecture. A cell fails if the
-compiled kernel spills more registers than allowed (`Expected`), in all or in one loop, needs more
+compiled kernel spills more registers than allowed (`Limits`), in all or in one loop, needs more
 shared memory than the architecture has, uses no tensor cores, has products that may read before a
 proxy fence, has wgmma instructions that ptxas serialised, is not warp-specialised though it should
 be, or adds in another order than another variant with the same tile. No kernel runs on a GPU or is
@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from dev.code_rules import SHARED_BYTES, Expected, failures
+from dev.code_rules import SHARED_BYTES, Limits, failures
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
@@ -112,32 +112,32 @@ class Variant:
 # compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
 # addresses. The 6 loads and stores are of a visit with 64 dims in a ragged window, of 580
 # instructions.
-GLUON_BWD = Expected(warp_specialize=True, exposed=0, spilled=44, within=6, around=4, beside=4)
+GLUON_BWD = Limits(warp_specialize=True, exposed=0, spilled=44, within=6, around=4, beside=4)
 
-WITHOUT_PRODUCTS = Expected(products=None)
+WITHOUT_PRODUCTS = Limits(products=None)
 
 # Kernels, their requirements, and their most used variants and those that need most registers: the
 # band and the options that are set.
 KERNELS = {
     "fwd": (
-        Expected(),
+        Limits(),
         ("full", "full first last", "causal", "window ragged", "causal first last",
          "causal last softcap sinks"),
     ),
     "hopper_fwd": (
-        Expected(warp_specialize=True, exposed=0),
+        Limits(warp_specialize=True, exposed=0),
         ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
          "causal first last", "window ragged"),
     ),
     "hopper_bwd": (GLUON_BWD, ("full", "causal", "window ragged")),
     "dkdv": (
-        Expected(),
+        Limits(),
         ("full", "causal", "window ragged", "causal softcap", "full few", "causal few",
          "window ragged few"),
     ),
-    "dq": (Expected(), ("full", "causal", "window ragged", "causal softcap")),
+    "dq": (Limits(), ("full", "causal", "window ragged", "causal softcap")),
     "delta": (WITHOUT_PRODUCTS, ("full",)),
-    "decode": (Expected(products="any"), ("full first", "full ragged first softcap")),
+    "decode": (Limits(products="any"), ("full first", "full ragged first softcap")),
     "part_table": (WITHOUT_PRODUCTS, ("full",)),
     "merge": (WITHOUT_PRODUCTS, ("full",)),
     "merge_tree": (WITHOUT_PRODUCTS, ("full sinks",)),
@@ -166,7 +166,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledRow:
     """Result of a cell; `report` is None if the cell did not compile."""
 
     kernel: str
@@ -202,7 +202,7 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
 
     def takes(variant: Variant) -> bool:
         if variant.few:
-            return few in configs.FEW
+            return few in configs.FEW_PROGRAMS
         return {"hopper_fwd": gluon, "hopper_bwd": one_pass}.get(variant.kernel, True)
 
     return tuple(filter(takes, VARIANTS))
@@ -220,7 +220,7 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
         return (merge_tree.config_of(head_dim),)
     column = configs.column(arch)
     if variant.few:
-        return (configs.FEW[column, configs.bucket(head_dim)],)
+        return (configs.FEW_PROGRAMS[column, configs.bucket(head_dim)],)
     return (configs.frozen(variant.kind, column, head_dim, dtype),)
 
 
@@ -240,7 +240,7 @@ def variant_launch(
         rows = rows_of(HEADS), rows_of(HEADS)
         return flash_bwd.delta_launch(*rows, stats(), stats(), stats(), config)
     if variant.kernel == "part_table":  # for one query with 8 heads
-        split = decode.Parts(0, ROWS // PARTS, PARTS)
+        split = decode.CacheParts(0, ROWS // PARTS, PARTS)
         return decode.part_table((0, 1, 0, ROWS - 1, None, None), 8, split, config, meta)[1]
     if variant.kernel == "merge":
         count = ROWS // PARTS * KV_HEADS // HEADS
@@ -305,9 +305,7 @@ def _table(variant: Variant, config: Config) -> StepTable:
     return make_step_table(seen, config.BLOCK_M, config.BLOCK_N, cpu, descending=True)
 
 
-def judged(
-    launch: Launch, arch: str, expected: Expected
-) -> tuple[Compiled | None, tuple[str, ...]]:
+def judged(launch: Launch, arch: str, expected: Limits) -> tuple[Compiled | None, tuple[str, ...]]:
     """Compiles a launch; returns its report (None if that failed) and its failures."""
     try:
         report = compile_launch(launch, arch)
@@ -316,7 +314,7 @@ def judged(
     return report, failures(report, arch, expected)
 
 
-def compile_cell(cell: Cell) -> Row:
+def compile_cell(cell: Cell) -> CompiledRow:
     expected = KERNELS[cell.variant.kernel][0]
     if cell.variant.kernel == "hopper_bwd" and cell.head_dim == 64:
         # There are no registers to run the product with p beside p: of 64 exponentials 30 to 64
@@ -332,18 +330,18 @@ def compile_cell(cell: Cell) -> Row:
     return _row(cell, *judged(cell.launch(), cell.arch, expected))
 
 
-def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[Row]:
+def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[CompiledRow]:
     """Rows in the order of the cells; a compiler that crashes its process fails only one cell."""
     lost = ("does not compile: the process died",)
     return map_in_processes(compile_cell, all_cells, jobs, lambda cell: _row(cell, None, lost))
 
 
-def other_orders(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+def other_orders(rows: Sequence[CompiledRow]) -> Iterator[tuple[CompiledRow, str]]:
     """Rows that add in another order than another variant of the same kernel and tile.
 
     Variants are steps of one call: if their orders differ, a ring has not the bits of one rank.
     """
-    firsts: dict[object, Row] = {}
+    firsts: dict[object, CompiledRow] = {}
     for row in rows:
         kind = (row.kernel, row.arch, row.head_dims, row.dtype, row.tile, row.num_warps)
         first = firsts.setdefault(kind, row) if row.report else row
@@ -351,9 +349,9 @@ def other_orders(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
             yield row, f"adds in another order than {first.variant!r}"
 
 
-def _row(cell: Cell, report: Compiled | None, wrong: tuple[str, ...]) -> Row:
+def _row(cell: Cell, report: Compiled | None, wrong: tuple[str, ...]) -> CompiledRow:
     config = cell.config
-    return Row(
+    return CompiledRow(
         cell.variant.kernel, cell.variant.label, cell.arch, cell.head_dim, cell.dtype,
         f"{config.BLOCK_M}x{config.BLOCK_N}", config.num_warps, config.num_stages,
         report, wrong, cell.head_dim_v,
@@ -375,7 +373,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Selection:
     """The cells to compile: all kernels for all architectures, head dims and dtypes listed."""
 
     arch: Sequence[str]
@@ -400,12 +398,12 @@ def run(args: argparse.Namespace) -> int:
     if interpreting():
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
     archs, head_dims, dtypes = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
-    setting = Setting(
+    setting = Selection(
         args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
         args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
-    bench = Report[Setting, Row](setting, Outputs(args.json, quiet=args.quiet))
+    bench = Report[Selection, CompiledRow](setting, Outputs(args.json, quiet=args.quiet))
     with bench.progress(len(chosen)) as begin:
         for row in compile_all(chosen, args.jobs):
             begin(_name(row), 1)
@@ -419,14 +417,14 @@ def run(args: argparse.Namespace) -> int:
     return bench.finish(tables, [f"triton {triton.__version__}: {counts}"])
 
 
-def _name(row: Row) -> str:
+def _name(row: CompiledRow) -> str:
     return (
         f"{row.arch} {row.kernel} {row.variant} head_dim {row.head_dims} {row.dtype} "
         f"{row.tile} {row.num_warps} warps {row.num_stages} stages"
     )
 
 
-def _results(rows: Sequence[Row]) -> Table:
+def _results(rows: Sequence[CompiledRow]) -> Table:
     """One line per cell; the JSON also counts the instructions."""
     table = new_table(
         "compiled",

@@ -31,7 +31,7 @@ HMMA = "HMMA"
 
 
 @dataclass(frozen=True)
-class Expected:
+class Limits:
     """Requirements on a compiled kernel.
 
     Attributes:
@@ -55,7 +55,7 @@ class Expected:
     beside: int = 0
 
 
-def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]:
+def failures(report: Compiled, arch: str, expected: Limits) -> tuple[str, ...]:
     """Messages for all requirements that a compiled kernel fails."""
     own = PRODUCTS.get(arch, HMMA)
     products = {"own": (own,), "any": (own, HMMA), None: ()}[expected.products]
@@ -91,7 +91,7 @@ def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]
     return tuple(text for failed, text in checks if failed)
 
 
-def _in_loops(report: Compiled, expected: Expected) -> Iterator[tuple[bool, str]]:
+def _in_loops(report: Compiled, expected: Limits) -> Iterator[tuple[bool, str]]:
     """For each rule of loops, whether one breaks it, and the message."""
     innermost = [loop for loop in report.loops if loop.products and not loop.around]
     if expected.exposed is not None:

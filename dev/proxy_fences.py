@@ -25,12 +25,12 @@ WIDE = re.compile(r"\], (0x10|16)\b")  # a copy of 16 bytes
 # A value that all threads store to one address is a message to specialised warps, not a tile.
 ONE_ADDRESS = re.compile(r"^\[ ?global_smem\b")
 # More groups than any kernel has in flight: bounds them in a loop without a wait.
-MOST_GROUPS = 32
+MAX_GROUPS = 32
 REGISTER = re.compile(r"%\w+")
 PRODUCT = re.compile(r"wgmma\.mma_async|tcgen05\.mma\.")
 
 
-class State(NamedTuple):
+class Pending(NamedTuple):
     """Facts that may hold before an instruction.
 
     Attributes:
@@ -48,9 +48,9 @@ class State(NamedTuple):
     stored: frozenset[int] = frozenset()
     exchanged: frozenset[int] = frozenset()
 
-    def joined(self, other: State) -> State:
+    def joined(self, other: Pending) -> Pending:
         groups = zip_longest(self.groups, other.groups, fillvalue=False)
-        return State(
+        return Pending(
             self.copies or other.copies,
             tuple(ours or theirs for ours, theirs in groups),
             self.unfenced | other.unfenced,
@@ -58,14 +58,14 @@ class State(NamedTuple):
             self.exchanged & other.exchanged,
         )
 
-    def after(self, ins: Statement, results: frozenset[str]) -> State:
+    def after(self, ins: Statement, results: frozenset[str]) -> Pending:
         """The facts behind an instruction; `results` are all registers that products write."""
         if COPY.match(ins.opcode):
             # A guarded narrow copy is of a vector such as lse, which no product reads.
             vector = bool(ins.guard) and not WIDE.search(ins.operands)
             return self._replace(copies=self.copies or not vector)
         if ins.opcode == COMMIT:
-            groups = (self.copies, *self.groups)[:MOST_GROUPS]
+            groups = (self.copies, *self.groups)[:MAX_GROUPS]
             return self._replace(copies=False, groups=groups)
         if ins.opcode == WAIT:
             left = int(ins.operands, 0)
@@ -80,7 +80,7 @@ class State(NamedTuple):
             lines = {ins.line}
             return self._replace(unfenced=self.unfenced | lines, stored=self.stored | lines)
         if ins.opcode == NEXT_TASK:
-            return State()
+            return Pending()
         if ins.opcode == BARRIER:
             return self._replace(stored=frozenset(), exchanged=self.stored)
         if LOAD.match(ins.opcode):
@@ -103,7 +103,7 @@ def missing_fences(ptx: str) -> tuple[str, ...]:
         if ins.opcode.startswith("wgmma.mma_async")
         for register in REGISTER.findall(ins.operands.partition("}")[0])
     )
-    states: dict[int, State] = {0: State()}
+    states: dict[int, Pending] = {0: Pending()}
     changed = [0]
     while changed:
         at = changed.pop()
@@ -117,7 +117,7 @@ def missing_fences(ptx: str) -> tuple[str, ...]:
     return tuple(
         f"line {ins.line}: {ins.opcode} without fence.proxy.async after line {max(unfenced)}"
         for at, ins in enumerate(code.statements)
-        if PRODUCT.match(ins.opcode) and (unfenced := states.get(at, State()).unfenced)
+        if PRODUCT.match(ins.opcode) and (unfenced := states.get(at, Pending()).unfenced)
     )
 
 

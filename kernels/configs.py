@@ -109,7 +109,7 @@ FLOAT32: tuple[Sizes, ...] = ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 # and half the warps they make twice as many programs, with the same instructions per warp. The q
 # rows are the same, and so are the bits. On sm_90 128 dims spill 16 to 36 bytes: with a mask two
 # loads a block.
-FEW: dict[tuple[str, int], Config] = {
+FEW_PROGRAMS: dict[tuple[str, int], Config] = {
     ("sm_80", 64): Config(32, 64, 4, 2),
     ("sm_80", 128): Config(64, 32, 4, 2),
     ("sm_90", 64): Config(64, 64, 4, 3),
@@ -222,7 +222,7 @@ def filling(config: Config, programs: int, sms: int, few: Config | None) -> Conf
 def few_programs(x: Tensor, headdim_v: int) -> Config | None:
     if x.dtype == torch.float32:
         return None
-    return FEW.get((architecture(x.device), bucket(max(x.size(-1), headdim_v))))
+    return FEW_PROGRAMS.get((architecture(x.device), bucket(max(x.size(-1), headdim_v))))
 
 
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:

@@ -44,7 +44,7 @@ MERGED_AT_ONCE = 16
 MERGE = Config(0, 0, 4, 1)
 
 
-class Parts(NamedTuple):
+class CacheParts(NamedTuple):
     """Columns [start + i * length, start + (i + 1) * length) for each part i of `num_parts`."""
 
     start: int
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
     num_parts: int
 
 
-def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
+def choose_parts(first: int, last: int, programs: int, num_sms: int) -> CacheParts:
     """Just enough parts of the columns [first, last) to fill a GPU of `num_sms`.
 
     `programs` of one part: kv heads x blocks of rows x batch.
@@ -61,11 +61,11 @@ def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
     wanted = -(-PROGRAMS_PER_SM * num_sms // programs)
     length = max(LEAST_PART, -(-(last - start) // wanted))
     length = -(-length // PART_UNIT) * PART_UNIT
-    return Parts(start, length, -(-(last - start) // length))
+    return CacheParts(start, length, -(-(last - start) // length))
 
 
 def part_rectangles(
-    rectangles: Sequence[Rectangle], num_rows: int, group: int, parts: Parts
+    rectangles: Sequence[Rectangle], num_rows: int, group: int, parts: CacheParts
 ) -> list[Rectangle]:
     """Rectangles without bounds for the stacked rows of all parts, `group` rows for each query."""
     pieces = list[Rectangle]()
@@ -127,7 +127,7 @@ def part_table_kernel(
 
 
 def part_table(
-    rectangle: Rectangle, num_rows: int, parts: Parts, config: Config, device: torch.device
+    rectangle: Rectangle, num_rows: int, parts: CacheParts, config: Config, device: torch.device
 ) -> tuple[StepTable, Launch]:
     """The table of parts whose rows all see the rectangle's columns, and the launch that fills it.
 

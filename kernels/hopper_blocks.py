@@ -31,7 +31,7 @@ start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Named tuples, which triton passes like other tuples, and not its aggregates: a field of an
 # aggregate has one type, but triton turns an argument that is 1 or None into a constant.
-class Ring(NamedTuple):
+class BufferRing(NamedTuple):
     """Buffers in shared memory that one side fills and the other frees, in turn."""
 
     buffers: Any  # (stages, *block)
@@ -39,7 +39,7 @@ class Ring(NamedTuple):
     empty: Any  # the same, when the buffer is free again
 
 
-class Place(NamedTuple):
+class BlockRows(NamedTuple):
     """ROWS rows from `row` on, as far as `row_stop`, of a head of (batch, rows, heads, dim)."""
 
     batch: Any

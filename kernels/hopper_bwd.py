@@ -58,9 +58,9 @@ from .flash_fwd import pointers, scales
 from .hopper_add import ADDED, ADDED_ROWS, CONSUMERS, PART, PART_DIMS, Context, add_in_turns
 from .hopper_blocks import (
     ROWS,
+    BlockRows,
+    BufferRing,
     Flags,
-    Place,
-    Ring,
     await_empty,
     await_full,
     block_descriptor,
@@ -75,14 +75,14 @@ from .hopper_blocks import (
     start_copy,
     store_place,
 )
-from .hopper_tasks import Work, load_task
+from .hopper_tasks import TaskTables, load_task
 from .launch import Launch
 from .step_table import column_range
 from .tasks import step_schedule
 from .turn_table import TurnTable, load_visited
 
 
-class Shared(NamedTuple):
+class BwdShared(NamedTuple):
     """Shared memory of a program."""
 
     k: Any  # buffers of a half for each consumer
@@ -318,7 +318,7 @@ def _consume(
             full_first = gl.where(partial, last, full_first)
             full_last = gl.where(partial, last, full_last)
         if DKV:
-            place = Place(batch, kv_head, row, num_rows_kv, num_rows_kv, work.num_heads)
+            place = BlockRows(batch, kv_head, row, num_rows_kv, num_rows_kv, work.num_heads)
             dk = load_place(dk_ptr, place, HEAD_DIM, G_LAYOUT)
             dv = load_place(dv_ptr, place, HEAD_DIM, G_LAYOUT)
         else:
@@ -341,7 +341,7 @@ def _consume(
             row = first_row + INDEX * ROWS
             run = load_visited(runs_ptr, i + zero)
             # Not stored: rows outside the run, whose sums are zeros, or NaN if the run has NaN.
-            target = Place(batch, kv_head, row, run[5], num_rows_kv, work.num_heads + zero)
+            target = BlockRows(batch, kv_head, row, run[5], num_rows_kv, work.num_heads + zero)
             store_place(dk_ptr, dk, target, run[4])
             store_place(dv_ptr, dv, target, run[4])
 
@@ -384,7 +384,7 @@ def hopper_bwd_kernel(
     v_buffers = make_buffers(v_desc, CONSUMERS)
     q_buffers = make_buffers(q_desc, STAGES)
     dout_buffers = make_buffers(dout_desc, STAGES)
-    shared = Shared(
+    shared = BwdShared(
         k=k_buffers,
         v=v_buffers,
         statistics=gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], STATISTICS),
@@ -395,8 +395,8 @@ def hopper_bwd_kernel(
         kv_full=make_barriers(1, 1),
         kv_empty=make_barriers(1, CONSUMERS),
         # A buffer of q is full when its copy and its statistics are there.
-        q=Ring(q_buffers, make_barriers(STAGES, 2), make_barriers(STAGES, CONSUMERS)),
-        dout=Ring(dout_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        q=BufferRing(q_buffers, make_barriers(STAGES, 2), make_barriers(STAGES, CONSUMERS)),
+        dout=BufferRing(dout_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
         ds_full=make_barriers(1, CONSUMERS),
         dq_full=make_barriers(1, CONSUMERS),
         dq_empty=make_barriers(1, 1),
@@ -406,7 +406,7 @@ def hopper_bwd_kernel(
     fence_async_shared()
     # The first of the turns counts the tasks taken so far.
     task = gl.atomic_add(turns_ptr, 1, sem="relaxed")
-    work = Work(blocks_ptr, runs_ptr, num_blocks, heads_together, nheads_kv)
+    work = TaskTables(blocks_ptr, runs_ptr, num_blocks, heads_together, nheads_kv)
     context = Context(shared, work, pieces_ptr, task)
     descs = (q_desc, k_desc, v_desc, dout_desc)
     statistics = (minus_lse_ptr, delta_ptr, num_rows)

@@ -58,9 +58,9 @@ from .configs import Config
 from .flash_fwd import Carried, pointers, scales
 from .hopper_blocks import (
     ROWS,
+    BlockRows,
+    BufferRing,
     Flags,
-    Place,
-    Ring,
     as_operand,
     await_empty,
     await_full,
@@ -78,14 +78,14 @@ from .hopper_blocks import (
     store_place,
     store_place_stats,
 )
-from .hopper_tasks import Tasks, Work, draw_task, first_task, hand_over, load_task, next_task
+from .hopper_tasks import Tasks, TaskTables, draw_task, first_task, hand_over, load_task, next_task
 from .launch import Launch
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_run
 from .tasks import step_schedule
 
 
-class Shared(NamedTuple):
+class FwdShared(NamedTuple):
     """Shared memory of a program."""
 
     q: Any  # a ring with a buffer for each consumer
@@ -96,7 +96,7 @@ class Shared(NamedTuple):
     drawn: Any  # a ring of one: the next task's number
 
 
-class State(NamedTuple):
+class CarriedPointers(NamedTuple):
     """Pointers to a `Carried`."""
 
     acc_ptr: Any
@@ -295,7 +295,7 @@ def _consume(
             m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
             l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
         else:
-            place = Place(batch, head, row, row_stop, num_rows, work.num_heads)
+            place = BlockRows(batch, head, row, row_stop, num_rows, work.num_heads)
             acc, m_i, l_i = load_state(state, place, HEAD_DIM_V, S_LAYOUT, O_LAYOUT)
 
         if first_run < last_run:
@@ -314,7 +314,7 @@ def _consume(
         # Computed again: pointers kept during the loops would take registers from the products.
         batch, head, row_start, row_stop, _, _ = load_task(work, task + opaque_zero(task))
         row = row_start + INDEX * ROWS
-        target = Place(batch, head, row, row_stop, num_rows, work.num_heads)
+        target = BlockRows(batch, head, row, row_stop, num_rows, work.num_heads)
         if LAST:
             m_o = gl.convert_layout(m_i, O_ROWS)
             l_o = gl.convert_layout(l_i, O_ROWS)
@@ -372,19 +372,19 @@ def hopper_fwd_kernel(
     k_buffers = make_buffers(k_desc, STAGES)
     v_buffers = make_buffers(v_desc, STAGES)
     drawn = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    shared = Shared(
-        q=Ring(q_buffers, make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1)),
-        k=Ring(k_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
-        v=Ring(v_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+    shared = FwdShared(
+        q=BufferRing(q_buffers, make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1)),
+        k=BufferRing(k_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        v=BufferRing(v_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
         landed=make_barriers(1, 1),
         turns=make_barriers(CONSUMERS, 1),
-        drawn=Ring(drawn, make_barriers(1, 1), make_barriers(1, CONSUMERS)),
+        drawn=BufferRing(drawn, make_barriers(1, 1), make_barriers(1, CONSUMERS)),
     )
     # Copies run outside the warps: this fence makes the barriers above visible to them.
     fence_async_shared()
-    work = Work(blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
+    work = TaskTables(blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
     tasks = Tasks(work, num_tasks, num_programs, counter_ptr)
-    state = State(acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
+    state = CarriedPointers(acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
     to_fold = (shared, tasks, state, num_rows, (inner_scale, outer_scale))
     FLAGS: gl.constexpr = Flags(HAS_LO, HAS_HI, RAGGED, SOFTCAP)

@@ -16,7 +16,7 @@ from .step_table import load_block_row
 from .tasks import block_and_head
 
 
-class Work(NamedTuple):
+class TaskTables(NamedTuple):
     """The tables of a launch's tasks."""
 
     blocks_ptr: Any

@@ -68,7 +68,7 @@ def make_turn_table(
     runs: list[tuple[int, ...]] = []
     blocks: list[tuple[int, ...]] = []
     pieces: list[tuple[int, int]] = []
-    turns = _Turns()
+    turns = _LastRuns()
     for row in sorted(parts, reverse=True):
         # By the first column that a row sees: cutting the sequence does not change this order.
         seen = sorted(
@@ -85,7 +85,7 @@ def make_turn_table(
     return TurnTable(blocks_there, runs_there, len(blocks), *known, pieces_there, partial)
 
 
-class _Turns:
+class _LastRuns:
     """The last run that has visited each block of columns, in intervals of blocks."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ SOFTCAP = 20.0
 KV_HEADS, GROUP = 4, 8
 
 # Characters of an error's text: a compiler's has pages.
-MOST_CHARACTERS = 400
+MAX_CHARACTERS = 400
 
 # Files with the version of a GPU's driver.
 DRIVERS = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version"
@@ -156,7 +156,7 @@ def _told(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     inner = "" if type(error).__name__ == kind else f"{type(error).__name__}: "
-    return f"{kind}: {inner}{' '.join(str(error).split())[:MOST_CHARACTERS]}"
+    return f"{kind}: {inner}{' '.join(str(error).split())[:MAX_CHARACTERS]}"
 
 
 @cache

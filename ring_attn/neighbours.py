@@ -35,7 +35,7 @@ from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
 # (layout, rows before, rows after, rank)
-Place = tuple[SequenceLayout, int, int, int]
+PlanKey = tuple[SequenceLayout, int, int, int]
 
 
 def halo(
@@ -114,7 +114,7 @@ def _halo(
     refusals.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
-    place: Place = SequenceLayout.from_numbers(layout), left, right, rank
+    place: PlanKey = SequenceLayout.from_numbers(layout), left, right, rank
     described = {
         "dtype": x.dtype, "dim and shape": tuple(shape), "layout": place[0], "left": left,
         "right": right, "back": back,
@@ -204,7 +204,7 @@ def _exchanged(
 
 
 @lru_cache(maxsize=256)
-def _plan(place: Place, device: torch.device) -> Cached[_Plan]:
+def _plan(place: PlanKey, device: torch.device) -> Cached[_Plan]:
     layout, left, right, rank = place
     ranks, num_own = range(layout.world_size), layout.shard_len(rank)
     owners, rows = torch.full((2, layout.seqlen), -1)
@@ -248,7 +248,7 @@ def _plan(place: Place, device: torch.device) -> Cached[_Plan]:
     return Cached(plan, (plan.around, *chain(*plan.sums), *plan.sent), device)
 
 
-def _lengths(place: Place) -> list[int]:
+def _lengths(place: PlanKey) -> list[int]:
     layout, left, right, rank = place
     return [run.length + left + right for run in _runs(layout, rank)]
 

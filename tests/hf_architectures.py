@@ -27,7 +27,7 @@ from ring_attn.testing import check
 from tests.hf_models import VOCAB, all_in_float64
 
 SEQLEN = 64
-MOST_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 30_000_000
 
 # Names of sizes in configs.
 NAMES = {
@@ -113,7 +113,7 @@ def make(architecture: Architecture, implementation: str) -> Any:
     arguments = options(config) | SPECIAL.get(architecture.model_class, {})
     with torch.device("meta"):
         model = model_class(config(**arguments))
-    if sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
+    if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
         raise ValueError("too large")
     torch.manual_seed(0)
     made = model_class._from_config(

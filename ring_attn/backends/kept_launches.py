@@ -26,7 +26,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 # Number of cached tables, and of cached launches: more than the steps of a few models.
-MOST_KEPT = 1024
+MAX_KEPT = 1024
 
 # Triton compiles a separate kernel for a tensor whose address is not a multiple of this.
 ALIGNMENT = 16
@@ -57,7 +57,7 @@ class KeptLaunches:
         table = make()
         tensors = [x for x in vars(table).values() if isinstance(x, Tensor)]
         self.tables[key] = tiles, Cached(table, tensors, device)
-        if len(self.tables) > MOST_KEPT:
+        if len(self.tables) > MAX_KEPT:
             self.tables.popitem(last=False)
         return table
 
@@ -93,7 +93,7 @@ class KeptLaunches:
             repeat = Repeat(launch, compiled, len(addresses))
             # The launch has waited for its tables, so whoever waits for the launch has, too.
             self.repeats[key] = tiles, Cached(repeat, repeat.kept, inputs[0].device)
-            if len(self.repeats) > MOST_KEPT:
+            if len(self.repeats) > MAX_KEPT:
                 # Another device's backward, in another thread, may drop the same entry.
                 self.repeats.pop(next(iter(self.repeats)), None)
 

@@ -39,14 +39,14 @@ from ring_attn.core.tiles import MaskKind
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
-    from ring_attn.kernels.decode import Parts
+    from ring_attn.kernels.decode import CacheParts
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import StepTable
 
 # At most this many rows (counting each query head of a kv head) count as decoding, which reads keys
 # in parts. With more rows, blocks of rows fill the GPU.
-MOST_DECODED_ROWS = 64
+MAX_DECODED_ROWS = 64
 
 
 @dataclass
@@ -184,7 +184,7 @@ class TritonBackend(Backend):
 
         batch, rows, nheads, _ = q.shape
         group = nheads // k.size(2)
-        if rows * group > MOST_DECODED_ROWS:
+        if rows * group > MAX_DECODED_ROWS:
             state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
             return self.finalize(state, torch.float32)
         k, v = _unit_stride(k), _unit_stride(v)
@@ -214,7 +214,7 @@ class TritonBackend(Backend):
         group = spec.nheads // spec.nheads_kv
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         results = statistics * (spec.headdim_v + 1)
-        if rows * group > MOST_DECODED_ROWS:
+        if rows * group > MAX_DECODED_ROWS:
             rounded = 0 if spec.dtype == spec.accum_dtype else statistics * spec.headdim_v
             return self.forward_bytes(spec, rows, (tiles,)) + rounded
         q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
@@ -371,7 +371,7 @@ class TritonBackend(Backend):
 
     def _parts(
         self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int
-    ) -> tuple[Config, Parts]:
+    ) -> tuple[Config, CacheParts]:
         """The config and the parts of the keys, for `rows` rows of each of `heads` kv heads."""
         from ring_attn.kernels import decode
         from ring_attn.kernels.tasks import num_sms
@@ -416,7 +416,7 @@ class TritonBackend(Backend):
         device: torch.device,
         rows: int,
         group: int,
-        parts: Parts,
+        parts: CacheParts,
     ) -> StepTable:
         """The step table for decoding, with one set of rows for each part of the keys."""
         from ring_attn.kernels.decode import part_rectangles, part_table

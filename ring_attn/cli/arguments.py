@@ -31,7 +31,7 @@ T = TypeVar("T")
 # Width of a table whose output is not a terminal.
 TABLE_WIDTH = 180
 
-MOST_SIZE = 1 << 50
+MAX_SIZE = 1 << 50
 
 # Options that name files; they do not change the measurements.
 FILES = ("--json", "--plot", "--compare")
@@ -43,10 +43,10 @@ def parse_size(text: str) -> int:
     """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k"."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmg]?)", text.strip().lower())
     size = Fraction(match[1]) * SUFFIXES[match[2]] if match else Fraction(0)
-    if not 1 <= size <= MOST_SIZE or size.denominator != 1:
+    if not 1 <= size <= MAX_SIZE or size.denominator != 1:
         raise argparse.ArgumentTypeError(
             f"{shortened(text)} is not a size: give a positive number such as 113, 8k (8192) or "
-            f"1M (1048576), up to {format_size(MOST_SIZE)}"
+            f"1M (1048576), up to {format_size(MAX_SIZE)}"
         )
     return size.numerator
 

@@ -55,7 +55,7 @@ WORLD_SIZES = (1, 2, 4)
 ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)
 MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 14, 1 << 17)
 # Small tiles and messages are measured more often, as short times vary more.
-REPEATS, QUICK_REPEATS, MESSAGE_REPEATS, MOST_REPEATS = 3, 2, 15, 15
+REPEATS, QUICK_REPEATS, MESSAGE_REPEATS, MAX_REPEATS = 3, 2, 15, 15
 COPIED = 1 << 22
 
 # The overlapped transfer of `slowdown` takes about this share of the compute's time.
@@ -73,7 +73,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Setting:
+class CalibrationSetting:
     """The measurements to take, the same on every rank."""
 
     spec: AttentionSpec
@@ -165,7 +165,7 @@ def calibrate(
     spec = AttentionSpec(kind, dtype, 1, heads, heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
     chosen = choose_backend(spec, backend, Purpose(backward=True)).name
-    setting = Setting(spec, chosen, *sizes)
+    setting = CalibrationSetting(spec, chosen, *sizes)
     ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind, on_part=on_sample)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
@@ -232,7 +232,7 @@ def _nonnegative(
 # -- within a rank
 
 
-def measure(setting: Setting) -> Measured:
+def measure(setting: CalibrationSetting) -> Measured:
     bench = _Bench(setting)
     tiles = [_sent(sample) for sample in bench.tiles()]
     if bench.world_size == 1:
@@ -251,7 +251,7 @@ def _sent(sample: Sample) -> Sample:
 class _Bench:
     """Times attention, messages and copies, from a barrier until the last rank is done."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: CalibrationSetting) -> None:
         self.setting, self.spec = setting, setting.spec
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = rank_device()
@@ -280,7 +280,7 @@ class _Bench:
                 edge += 0 if lo is None else min(rows - 1 + lo, rows)
                 forward, backward = self.calls(tile)
                 repeats = self.setting.repeats * self.setting.rows[-1] // rows
-                repeats = min(repeats, MOST_REPEATS)
+                repeats = min(repeats, MAX_REPEATS)
                 shape = (kind, tile.area, rows, edge, forward_pair)
                 yield TileSample(False, *shape, self.seconds(forward, repeats))
                 shape = (kind, tile.area, (rows + cols) // 2, edge, backward_pair)

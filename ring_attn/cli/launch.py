@@ -73,8 +73,8 @@ def run_ranks(
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise ValueError(f"threads must be at least 1 and at most {MOST_THREADS}, got {threads}")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads must be at least 1 and at most {MAX_THREADS}, got {threads}")
     device = checked_device(device, nproc)
     if under_torchrun():
         world_size = env_int("WORLD_SIZE", 1)
@@ -103,7 +103,7 @@ def send_part(part: Any) -> None:
 
 
 # Upper limit of the threads of a rank: more than any machine has cores.
-MOST_THREADS = 4096
+MAX_THREADS = 4096
 
 # Memory of a rank without tensors: Python, torch and the process group.
 RANK_BYTES = 150 << 20
@@ -172,10 +172,10 @@ def checked_device(device: str | None, nproc: int) -> str:
 LOOPBACK = "127.0.0.1"
 
 # A function, its arguments, the threads of a rank and the device.
-Work = tuple[Callable[..., Any], tuple[Any, ...], int, str]
+RankWork = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 
 
-def _launch(work: Work, nproc: int, on_part: Callable[[Any], object] | None) -> list[Any]:
+def _launch(work: RankWork, nproc: int, on_part: Callable[[Any], object] | None) -> list[Any]:
     threads, pickled = work[2], pickle.dumps(work)
     # This process holds the store, so that it outlives rank 0.
     # It listens on the loopback only: anyone who reaches it could write to it.

@@ -60,19 +60,19 @@ BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
 
 # At this size a table of all pairs of ranks takes 0.1 GiB; a plan holds about 25 such tables.
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 
 # Most rows, and bytes per row: more pairs (rows x rows) or bytes would overflow 64 bits.
-MOST_ROWS, MOST_ROW = 1 << 31, 1 << 26
+MAX_ROWS, MAX_ROW = 1 << 31, 1 << 26
 
-# MOST_MEETINGS limits documents x ranks^2: every striped shard has rows of every document.
-MOST_HEADS, MOST_DOCUMENTS, MOST_MEETINGS = 4096, 1 << 16, 1 << 25
+# MAX_MEETINGS limits documents x ranks^2: every striped shard has rows of every document.
+MAX_HEADS, MAX_DOCUMENTS, MAX_MEETINGS = 4096, 1 << 16, 1 << 25
 
 # Most ranks whose programs --check checks, and most lines to print of a program or of faults.
-MOST_CHECKED, MOST_LINES = 128, 60
+MAX_CHECKED, MAX_LINES = 128, 60
 
 # Most ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
-MOST_RANK_STEPS = 1 << 21
+MAX_RANK_STEPS = 1 << 21
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,9 +147,9 @@ def run_plan(args: argparse.Namespace) -> int:
     finally:
         gc.enable()
     count, too_many = choice.best.steps * args.world_size, ""
-    if count > MOST_RANK_STEPS:
+    if count > MAX_RANK_STEPS:
         too_many = f"{count} ranks x steps are too many for a table and a timeline"
-        too_many += f" ({MOST_RANK_STEPS})"
+        too_many += f" ({MAX_RANK_STEPS})"
     if args.plot is not None and too_many:
         raise ValueError(f"--plot cannot be drawn: {too_many}")
     simulations = {} if too_many else simulated(choice.problem, choice.best)
@@ -175,8 +175,8 @@ def checked(choice: Choice, *, quiet: bool) -> bool:
         count += sum(len(program_of(call, backward=backward).ops) for call in calls)
         faults += check_calls(calls, backward=backward)
         if not quiet:
-            print(shortened_lines(draw(program_of(calls[0], backward=backward)), MOST_LINES))
-    for fault in faults[:MOST_LINES]:
+            print(shortened_lines(draw(program_of(calls[0], backward=backward)), MAX_LINES))
+    for fault in faults[:MAX_LINES]:
         print(fault)
     print(f"checked {count} ops of {len(calls)} ranks: {len(faults)} faults")
     return not faults
@@ -199,18 +199,18 @@ def check_bounds(args: argparse.Namespace) -> None:
     if args.documents is not None:
         documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
     heads = args.batch * args.nheads
-    if args.check and args.world_size > MOST_CHECKED:
+    if args.check and args.world_size > MAX_CHECKED:
         raise ValueError(
-            f"--check takes at most {MOST_CHECKED} ranks, as it lists the tiles of every pair; got "
+            f"--check takes at most {MAX_CHECKED} ranks, as it lists the tiles of every pair; got "
             f"{args.world_size}"
         )
     for option, value, most in (
-        ("--world-size", args.world_size, MOST_RANKS),
-        ("--seqlen", args.seqlen, MOST_ROWS),
-        ("--heads", args.nheads, MOST_HEADS),
-        ("--batch x heads x head dim", heads * args.headdim, MOST_ROW),
-        ("--batch x heads x head dim of v", heads * (args.headdim_v or 0), MOST_ROW),
-        ("documents", documents, MOST_DOCUMENTS),
+        ("--world-size", args.world_size, MAX_RANKS),
+        ("--seqlen", args.seqlen, MAX_ROWS),
+        ("--heads", args.nheads, MAX_HEADS),
+        ("--batch x heads x head dim", heads * args.headdim, MAX_ROW),
+        ("--batch x heads x head dim of v", heads * (args.headdim_v or 0), MAX_ROW),
+        ("documents", documents, MAX_DOCUMENTS),
     ):
         if value > most:
             raise ValueError(
@@ -218,10 +218,10 @@ def check_bounds(args: argparse.Namespace) -> None:
                 f"to plan; got {value}"
             )
     meetings = documents * args.world_size**2
-    if args.layout in ("auto", "striped") and meetings > MOST_MEETINGS:
+    if args.layout in ("auto", "striped") and meetings > MAX_MEETINGS:
         raise ValueError(
             f"{documents} documents x {args.world_size} x {args.world_size} ranks can be "
-            f"{format_size(MOST_MEETINGS)} at most with striped shards, which takes about 20 s to "
+            f"{format_size(MAX_MEETINGS)} at most with striped shards, which takes about 20 s to "
             "plan; give --layout zigzag, contiguous or balanced"
         )
 

@@ -39,11 +39,11 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.cells import add_device_arguments, parse_device
-from ring_attn.bench.implementations import Attention, Data, Problem, reason
-from ring_attn.bench.judge import Judge, worst_of
+from ring_attn.bench.implementations import Data, Implementation, Shape, reason
+from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
-from ring_attn.bench.timing import Call, free_memory, quantiles, time_in_turn, watch_for
+from ring_attn.bench.timing import TimedCall, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.cli.arguments import format_size, names_of, new_table, parse_size, show
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import map_in_processes, num_cores
@@ -69,7 +69,7 @@ PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
 ITERS, REPEATS = 12, 20
 
 # Most processes that build at once; each has its own context on the GPU.
-MOST_JOBS = 12
+MAX_JOBS = 12
 
 # The shares of a kind's time after which building stops, and checking stops.
 BUILD_SHARE, CHECK_SHARE = 0.5, 0.7
@@ -79,7 +79,7 @@ BUDGET = 600.0
 
 
 @dataclass(frozen=True)
-class Row:
+class TuneRow:
     """Figures of a kind's config; None where there is no figure.
 
     `max_ratio` is the greatest error / bound; above 1 the config is wrong. `speed` is relative to
@@ -112,7 +112,7 @@ def kernel_of(kind: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TuneSetting:
     """Device, heads, kernels and sizes of a search, and its time limit."""
 
     heads: int
@@ -136,10 +136,10 @@ class Setting:
         kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
-    def problem_of(self, kind: str) -> Problem:
+    def problem_of(self, kind: str) -> Shape:
         """The problem of a kind: with a causal mask, without a mask, or one token."""
         decodes, whole = kind == "decode", kind.endswith("_whole")
-        return Problem(
+        return Shape(
             1, self.full_rows if whole else self.causal_rows, self.heads, self.kv_heads,
             self.head_dim, not (decodes or whole), self.dtype, self.device, 1 if decodes else None,
         )  # fmt: skip
@@ -149,10 +149,10 @@ class Setting:
         return f"{heads}, {dtype_name(self.dtype)}"
 
 
-class Kernels(Attention):
+class Kernels(Implementation):
     """The whole attention on the Triton backend, with chosen configs."""
 
-    def __init__(self, problem: Problem, data: Data, chosen: Mapping[str, Config]) -> None:
+    def __init__(self, problem: Shape, data: Data, chosen: Mapping[str, Config]) -> None:
         """`chosen`, by kind, replace the frozen configs."""
         layouts = [SequenceLayout.contiguous(n, 1) for n in (problem.rows, problem.seqlen)]
         self._tiles = pair_tiles(*layouts, problem.mask, 0, 0)
@@ -206,21 +206,21 @@ class Kernels(Attention):
         return [self._sums[index] for index in which]
 
 
-def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> Row:
+def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> TuneRow:
     """The row of a config before it is built; `frozen` is None if another kernel is the default."""
     name = f"gluon {label(config)}" if gluon else label(config)
-    return Row(kind, name, config, gluon, config == frozen)
+    return TuneRow(kind, name, config, gluon, config == frozen)
 
 
-def configs_of(row: Row) -> dict[str, Config]:
+def configs_of(row: TuneRow) -> dict[str, Config]:
     """The config of a row, by the kind's name in the backend."""
     return {GLUON if row.gluon else row.kind: row.config}
 
 
-class Tuning(Report[Setting, Row]):
+class Tuning(Report[TuneSetting, TuneRow]):
     """Searches one kind after another, and saves the report after each."""
 
-    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+    def __init__(self, setting: TuneSetting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
         self._arch = configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
@@ -275,12 +275,12 @@ class Tuning(Report[Setting, Row]):
                 self.failures.append(f"{kind}, the frozen config: {row.note}")
         self.rows += rows
 
-    def _candidates(self, kind: str) -> list[Row]:
+    def _candidates(self, kind: str) -> list[TuneRow]:
         """The frozen config, then the search space; for a forward in Gluon, those configs too."""
         setting = self.setting
         sizes = (self._arch, setting.head_dim, setting.dtype)
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
-        in_gluon, frozen = list[Row](), configs.frozen(kind, *sizes)
+        in_gluon, frozen = list[TuneRow](), configs.frozen(kind, *sizes)
         default: Config | None = frozen
         if kernel_of(kind) == "fwd" and takes_gluon(GLUON, x, setting.head_dim):
             gluon, default = configs.search_space(GLUON, *sizes), None
@@ -288,17 +288,19 @@ class Tuning(Report[Setting, Row]):
         space = [frozen, *configs.search_space(kind, *sizes)]
         return in_gluon + list(dict.fromkeys(candidate(kind, c, default) for c in space))
 
-    def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
+    def _measure(
+        self, problem: Shape, data: Data, rows: Sequence[TuneRow], end: float
+    ) -> list[TuneRow]:
         """Builds, checks and times candidates of one kind, the frozen config first."""
         start = time.monotonic()
         rows = self._built(problem, rows, start + BUILD_SHARE * (end - start))
         last_check = start + CHECK_SHARE * (end - start)
-        judge = Judge(problem, data, backward=rows[0].kind != "decode")
+        judge = OracleJudge(problem, data, backward=rows[0].kind != "decode")
         rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
         del judge
         return self._timed(problem, data, rows, end)
 
-    def _built(self, problem: Problem, rows: Sequence[Row], deadline: float) -> list[Row]:
+    def _built(self, problem: Shape, rows: Sequence[TuneRow], deadline: float) -> list[TuneRow]:
         """Builds all configs; notes those that do not compile or crash their process."""
         tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
         notes: Iterator[str] = map(build, tasks)
@@ -310,15 +312,15 @@ class Tuning(Report[Setting, Row]):
         ]
 
     def _checked(
-        self, row: Row, problem: Problem, data: Data, judge: Judge, deadline: float
-    ) -> Row:
+        self, row: TuneRow, problem: Shape, data: Data, judge: OracleJudge, deadline: float
+    ) -> TuneRow:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
             return row
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
 
-        def build(problem: Problem, data: Data) -> Kernels:
+        def build(problem: Shape, data: Data) -> Kernels:
             return Kernels(problem, data, configs_of(row))
 
         def results() -> list[Tensor]:
@@ -334,11 +336,13 @@ class Tuning(Report[Setting, Row]):
             return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
 
-    def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
+    def _timed(
+        self, problem: Shape, data: Data, rows: Sequence[TuneRow], end: float
+    ) -> list[TuneRow]:
         """Times all rows without a note."""
         right = {row.name: row for row in rows if not row.note}
         calls = {
-            name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
+            name: TimedCall([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
             for name, row in right.items()
         }
         notes: dict[str, str] = {}
@@ -373,7 +377,7 @@ class Tuning(Report[Setting, Row]):
         return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
 
 
-def build(task: tuple[Problem, Row, float]) -> str:
+def build(task: tuple[Shape, TuneRow, float]) -> str:
     """Runs a config once, which puts it into triton's cache on disk; returns the error, or ""."""
     problem, row, deadline = task
     if time.monotonic() > deadline:  # all processes share this clock
@@ -385,14 +389,14 @@ def build(task: tuple[Problem, Row, float]) -> str:
     return ""
 
 
-def best(rows: Sequence[Row]) -> list[Row]:
+def best(rows: Sequence[TuneRow]) -> list[TuneRow]:
     """The fastest row of every timed kind that keeps a ring's results equal bit for bit.
 
     For that, the kinds of a kernel must fold blocks of one length; a kind that was not timed keeps
     its frozen config, and so its length. Both kinds of the forward in Gluon share one config.
     """
     decoding = [row for row in rows if row.kind == "decode" and row.speed]
-    fastest: list[Row] = []
+    fastest: list[TuneRow] = []
     for kernel, block in FOLDED.items():
         of_kernel = [row for row in rows if kernel_of(row.kind) == kernel]
         kinds = {kind: [r for r in of_kernel if r.kind == kind and r.speed] for kind in KINDS}
@@ -426,7 +430,7 @@ def _extras(config: Config) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
+def table(rows: Sequence[TuneRow], title: str) -> Table:
     """The fastest configs of each kind, and the frozen one; the JSON has all."""
     shown_table = new_table(
         title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
@@ -458,7 +462,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_arguments(parser)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> TuneSetting:
     """The setting from the options; a CPU gets small sizes, only to test the search.
 
     Raises:
@@ -477,10 +481,10 @@ def setting_of(args: argparse.Namespace) -> Setting:
     head_dims = head_dims or (128 if gpu else 16,)
     if len(heads) > 1 or len(head_dims) > 1:
         raise ValueError(f"one pair of --heads and one --head-dim, got {(heads, head_dims)}")
-    jobs = min(MOST_JOBS, num_cores()) if args.jobs is None else args.jobs
+    jobs = min(MAX_JOBS, num_cores()) if args.jobs is None else args.jobs
     if jobs < 0:
         raise ValueError(f"--jobs must be at least 0, got {jobs}")
-    setting = Setting(
+    setting = TuneSetting(
         heads=heads[0][0],
         kv_heads=heads[0][1],
         head_dim=head_dims[0],

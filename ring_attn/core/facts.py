@@ -20,7 +20,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 
 # A call as a text and a digest of each of its arguments, by name.
-Report = dict[str, tuple[str, str]]
+Facts = dict[str, tuple[str, str]]
 
 # Differing values are shown up to this many characters.
 SHOWN = 300

@@ -33,7 +33,7 @@ Layouts = tuple["SequenceLayout", "SequenceLayout"]
 KINDS = (*LAYOUTS, "boundaries", "segments")
 
 # `str` of a layout lists at most this many segments, and counts more.
-MOST_SHOWN = 32
+MAX_SHOWN = 32
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ class SequenceLayout:
     def __str__(self) -> str:
         if self.cuts is not None:
             return f"boundaries({list(self.cuts)})"
-        if self.parts is not None and sum(map(len, self.parts)) > MOST_SHOWN:
+        if self.parts is not None and sum(map(len, self.parts)) > MAX_SHOWN:
             count = sum(map(len, self.parts))
             return f"segments(seqlen={self.seqlen}, world_size={self.world_size}, {count} of them)"
         if self.parts is not None:

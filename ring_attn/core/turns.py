@@ -31,10 +31,10 @@ from ring_attn.core.tiles import Traveller
 from ring_attn.core.work import needed_rows
 
 # With more pairs than this, only the simple plan is made: a greedy plan takes a second by then.
-MOST_PAIRS = 1 << 18
+MAX_PAIRS = 1 << 18
 
 
-class Pairs(NamedTuple):
+class TurnPairs(NamedTuple):
     """Senders and receivers of a turn.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
 @lru_cache(maxsize=64)
 def turns_of(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
-) -> tuple[Pairs, ...]:
+) -> tuple[TurnPairs, ...]:
     """The turns in which every rank gets the rows that it needs."""
     rows = needed_rows(layout_q, layout_kv, mask, travels)
     # One line for each sender.
@@ -62,7 +62,7 @@ def turns_of(
     most = max((int((rows > 0).sum(dim).max()) for dim in (0, 1)), default=0)
     number = torch.searchsorted(distances, distance)
     turns = len(distances)
-    if most < turns and len(sender) <= MOST_PAIRS:
+    if most < turns and len(sender) <= MAX_PAIRS:
         order = rows[sender, receiver].argsort(descending=True, stable=True)
         sender, receiver = sender[order], receiver[order]
         greedy = torch.tensor(_first_free(sender.tolist(), receiver.tolist(), world_size))
@@ -88,7 +88,7 @@ def _first_free(senders: list[int], receivers: list[int], world_size: int) -> li
     return turns
 
 
-def _completed(line: Tensor) -> Pairs:
+def _completed(line: Tensor) -> TurnPairs:
     """A permutation: ranks that only receive send empty messages to ranks that only send."""
     ranks = torch.arange(len(line))
     full = sends = line >= 0
@@ -96,4 +96,4 @@ def _completed(line: Tensor) -> Pairs:
     receives[line[sends]] = True
     line = line.where(sends, ranks)
     line[receives & ~sends] = ranks[sends & ~receives]
-    return Pairs(line, full)
+    return TurnPairs(line, full)

@@ -105,7 +105,7 @@ def context_parallel(
         for buffer, shard in zip(buffers, shards, strict=True):
             _move(buffer, shard)
     try:
-        with _Routed(mesh, layout):
+        with _RoutedModule(mesh, layout):
             yield
     finally:
         with torch.no_grad():
@@ -180,7 +180,7 @@ def set_rotate_method(rotate_method: str) -> None:
 _strategy = _STRATEGIES["allgather"]
 
 
-class _Routed(route_sdpa):
+class _RoutedModule(route_sdpa):
     """Routes attention to the ranks of a mesh, with torch's order of the rows."""
 
     def __init__(self, mesh: DeviceMesh, layout: SequenceLayout | None) -> None:

@@ -37,8 +37,8 @@ IGNORED = -100
 
 UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"
 
-Span = tuple[int, int]
-Row = tuple[int, tuple[Span, ...]]
+KeyRange = tuple[int, int]
+MaskRow = tuple[int, tuple[KeyRange, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BatchMask:
     """
 
     seqlen: int
-    rows: tuple[Row, ...]
+    rows: tuple[MaskRow, ...]
     beyond_windows: bool = False
 
 
@@ -190,7 +190,7 @@ def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
     return None if real is None else tuple(real.sum(1).tolist())
 
 
-def _spans(blocks: Tensor) -> Iterator[tuple[Span, ...]]:
+def _spans(blocks: Tensor) -> Iterator[tuple[KeyRange, ...]]:
     """The runs of each row that are blocks; refuses a block of several runs."""
     for ids in blocks.cpu():
         edges = [0, *(torch.nonzero(ids.diff()).flatten() + 1).tolist(), len(ids)]
@@ -248,7 +248,7 @@ def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
 
 
 @lru_cache(maxsize=256)
-def mask_of(seqlen: int, rows: tuple[Row, ...], rule: Rule, cuts: tuple[int, ...] | None,
+def mask_of(seqlen: int, rows: tuple[MaskRow, ...], rule: Rule, cuts: tuple[int, ...] | None,
             beyond_windows: bool) -> Mask:  # fmt: skip
     """The mask of a batch whose rows, of `seqlen` and documents `cuts` each, are concatenated."""
     each = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
@@ -256,7 +256,7 @@ def mask_of(seqlen: int, rows: tuple[Row, ...], rule: Rule, cuts: tuple[int, ...
 
 
 def _mask_of_row(
-    seqlen: int, row: Row, rule: Rule, cuts: tuple[int, ...] | None, beyond_windows: bool
+    seqlen: int, row: MaskRow, rule: Rule, cuts: tuple[int, ...] | None, beyond_windows: bool
 ) -> Mask:
     length, spans = row
     cuts = cuts or (0, length)

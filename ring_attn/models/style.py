@@ -55,8 +55,8 @@ from ring_attn.torch_private import tree_map_only
 from ring_attn.transport.options import TransportOptions
 
 Inside = Literal["global", "local"]
-Options = Mapping[str, Any]
-Key = int | str
+CallOptions = Mapping[str, Any]
+OutputKey = int | str
 
 # Arguments of `ring_attention` that change the result; the others choose how to compute it.
 OPTIONS = tuple(MathOptions.__annotations__)
@@ -113,7 +113,7 @@ class ContextParallel(ParallelStyle):
     degree: int | None = None
     layout: Layout = "contiguous"
     inside: Inside = "global"
-    replace: Options | Callable[[nn.Module], Options] | None = None
+    replace: CallOptions | Callable[[nn.Module], CallOptions] | None = None
     seq_dim: int = 1
     head_dim: int = 2
     qkv_indices: Sequence[int] | None = None
@@ -280,7 +280,7 @@ class _ParallelAttention:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        arguments: dict[Key, Any] = dict(enumerate(args))
+        arguments: dict[OutputKey, Any] = dict(enumerate(args))
         arguments.update(kwargs)
         keys = [self._key(i, len(args), kwargs, module) for i in range(3)]
         qkv = [arguments[key] for key in keys]
@@ -305,7 +305,7 @@ class _ParallelAttention:
 
     # -- arguments and outputs
 
-    def _key(self, i: int, num: int, kwargs: dict[str, Any], module: nn.Module) -> Key:
+    def _key(self, i: int, num: int, kwargs: dict[str, Any], module: nn.Module) -> OutputKey:
         """Position or name of one of q, k, v in a call with `num` positional arguments."""
         index, name = self.parameters[i]
         if name is not None and name in kwargs:
@@ -406,7 +406,9 @@ class _ParallelAttention:
 
     # -- replace=
 
-    def _replaced(self, module: nn.Module, qkv: list[Tensor], others: Sequence[Key]) -> Tensor:
+    def _replaced(
+        self, module: nn.Module, qkv: list[Tensor], others: Sequence[OutputKey]
+    ) -> Tensor:
         if others:
             raise NotImplementedError(
                 f"{type(module).__name__} is replaced by ring_attention, which does not know its "
@@ -490,7 +492,7 @@ def _parameters_of_qkv(
     return [(positional.index(n) if n in positional else None, n) for n in style.qkv_names]
 
 
-def _check_options(options: Options) -> None:
+def _check_options(options: CallOptions) -> None:
     if not isinstance(options, Mapping):
         raise TypeError(
             f"replace must be options of ring_attention by name, got {type(options).__name__}"

@@ -24,7 +24,7 @@ WAYS = ("exposed", "late", "compute", "moves", "host")
 
 
 @dataclass(frozen=True)
-class Direction:
+class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
 
     Times but `seconds` are those of the rank with the longest, and so are bytes and messages (a
@@ -47,17 +47,17 @@ class Direction:
     slowest_link: str | None
     slowest_exposed: float
 
-    def __add__(self, other: Direction) -> Direction:
+    def __add__(self, other: DirectionCost) -> DirectionCost:
         """Adds all but the slowest link: the slower of the two links remains."""
         slowest = max(self, other, key=lambda direction: direction.slowest_exposed)
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
                 if not f.name.startswith("slowest")}  # fmt: skip
-        return Direction(
+        return DirectionCost(
             **sums, slowest_link=slowest.slowest_link, slowest_exposed=slowest.slowest_exposed
         )
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Direction:
+    def of(cls, simulation: Simulation) -> DirectionCost:
         """Costs of a simulation: of each time, the greatest over the ranks."""
         by_kind = {usage.link: usage.nbytes for usage in simulation.links}
         worst = simulation.slowest_link
@@ -79,11 +79,11 @@ class Direction:
 class Prediction:
     """Simulated costs of both directions of a call; `backward` is None for a forward alone."""
 
-    forward: Direction
-    backward: Direction | None
+    forward: DirectionCost
+    backward: DirectionCost | None
 
     @cached_property
-    def total(self) -> Direction:
+    def total(self) -> DirectionCost:
         return self.forward if self.backward is None else self.forward + self.backward
 
 

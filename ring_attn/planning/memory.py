@@ -20,9 +20,9 @@ from ring_attn.machines.count import communicator_bytes, peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, programs
 
-# A step of more tiles than MOST_TILES is taken as one tile around them; only calls of more than
-# MOST_RANKS ranks or slices of the mask are simplified.
-MOST_TILES, MOST_RANKS = 256, 16
+# A step of more tiles than MAX_TILES is taken as one tile around them; only calls of more than
+# MAX_RANKS ranks or slices of the mask are simplified.
+MAX_TILES, MAX_RANKS = 256, 16
 
 _ANY_TILE = (Tile(0, 1, 0, 1),)
 
@@ -36,7 +36,7 @@ class Peak(NamedTuple):
 
 def peak_of(call: Call, *, backward: bool = True) -> Peak:
     directions = (False, True) if backward else (False,)
-    few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
+    few = call.world_size <= MAX_RANKS and len(call.mask.slices) <= MAX_RANKS
     peaks = []
     for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
@@ -91,11 +91,11 @@ class _RoughRank(OneRank):
         return int(areas.argmax())
 
     def _pair_tiles(self, pair: tuple[int, int]) -> tuple[Tile, ...]:
-        """The tiles between two ranks; if they could be more than `MOST_TILES`, one around all."""
+        """The tiles between two ranks; if they could be more than `MAX_TILES`, one around all."""
         num_tiles = len(self.mask.slices)
         for layout, rank in zip(self.layouts, pair, strict=True):
             num_tiles *= len(layout.segments(rank))
-        if num_tiles <= MOST_TILES:
+        if num_tiles <= MAX_TILES:
             return pair_tiles(*self.layouts, self.mask, *pair)
         work = pair_work(*self.layouts, self.mask)
         if not work.area[pair]:

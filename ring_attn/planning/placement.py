@@ -55,16 +55,16 @@ SPREAD_FROM = 8
 
 # Most documents per rank that are cut only because no rank has room for them. Further documents
 # stay whole, even above the bounds, and the placement counts as unbalanced.
-MOST_FORCED = 2
+MAX_FORCED = 2
 
 # The time grows with documents x ranks: 2,000 documents take 22 s on 4,096 ranks.
-MOST_RANKS = 1 << 14
+MAX_RANKS = 1 << 14
 
 # Fraction of the tolerance (bound - mean) that a rank may miss to have one run instead of two.
 RUN_TOLERANCE = Fraction(1, 8)
 
 Window = tuple[int, int]
-Run = tuple[int, int]
+RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def pack(
     if not rows:
         raise ValueError("lengths must be of at least one document, got none")
     check_int("world_size", world_size, least=1)
-    if world_size > MOST_RANKS:
-        raise ValueError(f"world_size must be at most {MOST_RANKS:,}, got {world_size:,}")
+    if world_size > MAX_RANKS:
+        raise ValueError(f"world_size must be at most {MAX_RANKS:,}, got {world_size:,}")
     check_int("align", align, least=1)
     check_max_balance(max_balance)
     left, right = check_window(window_size, causal)
@@ -244,7 +244,7 @@ class _Cut:
 
     index: int
     length: int
-    runs: dict[int, list[Run]]
+    runs: dict[int, list[RowRange]]
 
 
 class _Placement:
@@ -276,7 +276,7 @@ class _Placement:
             needed = max(needed, _parts(pairs, mean))
         if needed <= 1 or min(ranks, blocks) == 1:
             rank = self._rank_for(rows, pairs)
-            if rank is None and self.num_forced >= MOST_FORCED * ranks:
+            if rank is None and self.num_forced >= MAX_FORCED * ranks:
                 rank = self._rank_for(rows, -sum(self.pairs))
             if rank is None and min(ranks, blocks) == 1:
                 rank = self._levels[0][1]
@@ -409,7 +409,7 @@ class _Document:
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
 
-    def run(self, start: int, stop: int) -> Run:
+    def run(self, start: int, stop: int) -> RowRange:
         return min(start * self.align, self.length), min(stop * self.align, self.length)
 
     def of_ends(self, count: int) -> tuple[int, int]:
@@ -417,7 +417,7 @@ class _Document:
         head, tail = self.run(0, count), self.run(self.blocks - count, self.blocks)
         return self.pairs(*head), self.pairs(*tail)
 
-    def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[Run]]:
+    def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
         """Each rank's runs: `counts` blocks with about `aims` pairs.
 
         The ranks whose pairs per block are farthest from the mean choose first.
@@ -425,7 +425,7 @@ class _Document:
         mean = sum(aims) / self.blocks
         ranks = [i for i, count in enumerate(counts) if count]
         ranks.sort(key=lambda i: (-abs(aims[i] / counts[i] - mean), i))
-        shares: list[list[Run]] = [[] for _ in counts]
+        shares: list[list[RowRange]] = [[] for _ in counts]
         start, stop, wanted = 0, self.blocks, max(1, sum(aims[i] for i in ranks))
         for i in ranks:
             head = counts[i]
@@ -497,7 +497,7 @@ def _levelled(
     return shares
 
 
-def _rows_seen(runs: Sequence[Run], length: int, window: Window) -> int:
+def _rows_seen(runs: Sequence[RowRange], length: int, window: Window) -> int:
     """Number of keys that the queries of ordered runs see."""
     left, right = window
     seen = end = 0

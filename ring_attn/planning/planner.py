@@ -37,7 +37,7 @@ from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_
 from ring_attn.planning.choice import (
     Candidate,
     Choice,
-    Direction,
+    DirectionCost,
     Prediction,
     Problem,
     describe,
@@ -56,7 +56,7 @@ Effort = Literal["best", "names", "all"]
 
 # Most ranks x steps to simulate for one choice: two rings of 4096 ranks. Further candidates are
 # listed as not simulated.
-MOST_RANK_STEPS = 1 << 25
+MAX_RANK_STEPS = 1 << 25
 
 # Predictions are off by some percent (bench/results/NOTES.md), so candidates this near to the
 # fastest count as equal and the first in order wins, a ring before all others. A ring holds least
@@ -64,7 +64,7 @@ MOST_RANK_STEPS = 1 << 25
 TIE = 0.025
 
 # Candidates with more steps are simulated last.
-MANY_STEPS = 16
+MAX_EARLY_STEPS = 16
 
 # -- the public function
 
@@ -358,9 +358,9 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
 
     def priority(index: int) -> tuple[bool, float, int]:
         candidate = candidates[index]
-        return candidate.steps > MANY_STEPS, candidate.at_least, index
+        return candidate.steps > MAX_EARLY_STEPS, candidate.at_least, index
 
-    best, left = float("inf"), MOST_RANK_STEPS
+    best, left = float("inf"), MAX_RANK_STEPS
 
     def simulate_one(index: int) -> None:
         nonlocal best, left
@@ -417,7 +417,7 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
     cluster = rated_cluster(problem, candidate)
-    forward, *backward = [Direction.of(simulate(schedule, cluster)) for schedule in schedules]
+    forward, *backward = [DirectionCost.of(simulate(schedule, cluster)) for schedule in schedules]
     return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
 
 

@@ -78,7 +78,7 @@ from ring_attn.strategies.strategy import Named, Strategy
 # KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
 # fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads
 # that is worth a quarter to a half of the time, while transfers take 2 %.
-MANY_ROWS = 128 * 132
+SPLIT_FROM_ROWS = 128 * 132
 
 
 class Ring(StrategyCode):
@@ -368,7 +368,7 @@ class _InOrder(_Sums):
         call = steps.call
         rows = max(call.layouts[1].shard_lens) * call.spec.batch * call.spec.nheads_kv
         apart = not get_backend(call.backend).in_one_pass(call.spec)
-        self._split = apart and rows >= MANY_ROWS
+        self._split = apart and rows >= SPLIT_FROM_ROWS
 
     def compute(self, index: int, work: ops.Differentiate) -> Iterator[Op]:
         """Computes dQ while the sums are under way, and then dK and dV.

@@ -39,7 +39,7 @@ from ring_attn.transport.p2p import open_p2p
 TRANSPORT = TransportOptions(timeout=60.0)
 
 # Calls a function with the same arguments on every rank of a process group; results by rank.
-Launch = Callable[..., Sequence[Any]]
+Launcher = Callable[..., Sequence[Any]]
 
 
 class Sent(NamedTuple):
@@ -97,7 +97,7 @@ class AllRanks:
 def run_all_ranks(
     case: Case,
     world_size: int,
-    transport: Launch | None = None,
+    transport: Launcher | None = None,
     *,
     device: torch.device | str = "cpu",
 ) -> AllRanks:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.facts import Report, digest, facts, shown
+from ring_attn.core.facts import Facts, digest, facts, shown
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport import streams
 from ring_attn.transport.buffers import Pool
@@ -25,9 +25,9 @@ from ring_attn.transport.streams import Event, Stream
 After = Sequence[Event] | None
 Ranks = tuple[int, ...]
 # A message names at most so many ranks.
-MOST_RANKS = 16
+MAX_RANKS = 16
 
-Parts = list[tuple[int, Tensor]]  # messages to or from other ranks
+RankMessages = list[tuple[int, Tensor]]  # messages to or from other ranks
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class Batch:
     step: int
     device: torch.device
     after: After = None
-    sends: Parts = field(default_factory=list)
-    receives: Parts = field(default_factory=list)
+    sends: RankMessages = field(default_factory=list)
+    receives: RankMessages = field(default_factory=list)
     finish: Callable[[], None] | None = None
 
 
@@ -68,9 +68,9 @@ def rank_name(rank: int | Sequence[int]) -> str:
     """What every message about a process group calls a rank, or several: by global ranks."""
     if isinstance(rank, int):
         return f"global rank {rank}"
-    if len(rank) <= MOST_RANKS:
+    if len(rank) <= MAX_RANKS:
         return f"global ranks {list(rank)}"
-    first = ", ".join(map(str, rank[: MOST_RANKS - 1]))
+    first = ", ".join(map(str, rank[: MAX_RANKS - 1]))
     return f"global ranks [{first}, ... {rank[-1]}], {len(rank)} in all"
 
 
@@ -82,7 +82,7 @@ class Agreement:
         self.values = dict(values)
 
     @cached_property
-    def report(self) -> Report:
+    def report(self) -> Facts:
         """Each value as a text and as the digest of its facts, to send to other ranks."""
         return {name: (shown(value), digest(value)) for name, value in self.values.items()}
 

@@ -28,7 +28,7 @@ from ring_attn.transport.streams import Event
 HEADER_BYTES = 64
 
 # Views kept by a buffer: more than a few programs have.
-MOST_VIEWS = 32
+MAX_VIEWS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Block:
     def tensors(self, message: Message) -> tuple[Tensor, ...]:
         """The tensors of a message, to compute with."""
         known: tuple[Message, tuple[Tensor, ...]] | None = self.views.get(id(message))
-        if len(self.views) > MOST_VIEWS:
+        if len(self.views) > MAX_VIEWS:
             self.views.clear()
         # A message that is kept here keeps its id.
         if known is None or known[0] is not message:

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from ring_attn.core.facts import Report, first_difference
+from ring_attn.core.facts import Facts, first_difference
 from ring_attn.transport.base import rank_name
 
 
@@ -20,7 +20,7 @@ def debug_enabled() -> bool:
     return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
-def difference(reports: Mapping[int, Report]) -> dict[str, str] | None:
+def difference(reports: Mapping[int, Facts]) -> dict[str, str] | None:
     """A sentence for each differing argument, with the ranks' values; None if all are equal.
 
     `reports` are calls by global rank. A rank that refuses the call reports its "error" only.

@@ -18,7 +18,7 @@ from ring_attn.core.program import Channel
 from ring_attn.transport.base import Batch, Ranks, Transport, TransportStats
 
 T = TypeVar("T")
-Key = tuple[Ranks, Channel, int, int]  # ranks of the transport, channel, sender, receiver
+MessageKey = tuple[Ranks, Channel, int, int]  # ranks of the transport, channel, sender, receiver
 
 
 class _Exchange:
@@ -26,13 +26,13 @@ class _Exchange:
 
     def __init__(self, world_size: int) -> None:
         self.turn = threading.Condition()
-        self.sent: dict[Key, Tensor] = {}
+        self.sent: dict[MessageKey, Tensor] = {}
         self.failed: BaseException | None = None
         self._running = world_size
-        # Key -> whether its message is waited for, or that it is received, by each waiting rank.
-        self._waits: dict[tuple[int, Key], bool] = {}
+        # Whether a message is waited for, or that it is received, by each waiting rank and key.
+        self._waits: dict[tuple[int, MessageKey], bool] = {}
 
-    def until(self, rank: int, key: Key, *, sent: bool) -> None:
+    def until(self, rank: int, key: MessageKey, *, sent: bool) -> None:
         """Lets other ranks run until a message is `sent` or received; raises if one has failed."""
         self._waits[rank, key] = sent
         self._check_some_can_run()
@@ -100,7 +100,7 @@ class LocalTransport(Transport):
         self._pending[batch.channel] = batch
         self.stats.messages += 1
 
-    def _key(self, channel: Channel, sender: int, receiver: int) -> Key:
+    def _key(self, channel: Channel, sender: int, receiver: int) -> MessageKey:
         return self._members, channel, self._members[sender], self._members[receiver]
 
 

@@ -56,7 +56,7 @@ GROUP_TIMEOUT = 45.0
 GRACE = 5.0
 # The threads of each gloo group wake up 100 times a second: with 137 groups four idle ranks took
 # 60 % of a core. torch keeps meshes of destroyed groups, so the ranks are replaced.
-MOST_GROUPS = 16
+MAX_GROUPS = 16
 # Seconds from the request to stop until a process is stopped by a signal.
 STOP = 5.0
 
@@ -248,7 +248,7 @@ class Pools:
     def __call__(self, world_size: int) -> Pool:
         """The pool of that size; a new pool if the last has failed or has too many groups."""
         pool = self._pools.get(world_size)
-        if pool is not None and not pool.closed and pool.num_groups > MOST_GROUPS:
+        if pool is not None and not pool.closed and pool.num_groups > MAX_GROUPS:
             pool.close()
         if pool is None or pool.closed:
             pool = self._pools[world_size] = Pool(world_size, queued=self.queued)

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.scale import simulate
 
 # One server of torch's store takes some 25,000 requests a second.
-MOST_REQUESTS = 64
+MAX_REQUESTS = 64
 LONGEST_KEY = 64
 
 
@@ -15,7 +15,7 @@ LONGEST_KEY = 64
 def test_requests_and_keys_are_constant(world_size: int) -> None:
     formed = simulate(world_size, 60.0)
     assert {one.why for one in formed} == {""} and len(formed) == world_size
-    assert max(one.requests for one in formed) <= MOST_REQUESTS
+    assert max(one.requests for one in formed) <= MAX_REQUESTS
     assert max(one.longest for one in formed) <= LONGEST_KEY
 
 
@@ -23,5 +23,5 @@ def test_requests_and_keys_are_constant(world_size: int) -> None:
 def test_one_rank_names_the_missing_ones_for_all(missing: tuple[int, ...]) -> None:
     ended = simulate(65, 2.0, missing)
     assert all(f"global ranks {[*missing]} did not come within 2 s" in one.why for one in ended)
-    assert max(one.requests for one in ended) <= MOST_REQUESTS
+    assert max(one.requests for one in ended) <= MAX_REQUESTS
     assert max(one.longest for one in ended) <= LONGEST_KEY

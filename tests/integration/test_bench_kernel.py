@@ -14,8 +14,15 @@ from torch import Tensor
 
 from ring_attn.bench import cells, kernel, timing
 from ring_attn.bench.cells import Cells
-from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
-from ring_attn.bench.judge import Judge
+from ring_attn.bench.implementations import (
+    Data,
+    Implementation,
+    OurKernels,
+    Shape,
+    make,
+    unavailable,
+)
+from ring_attn.bench.judge import OracleJudge
 from tests.integration.commands import options_of
 
 CPU = torch.device("cpu")
@@ -23,15 +30,15 @@ TINY = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --iters 
 RUN = f"bench kernel {TINY}"
 
 
-def problem(**changes: Any) -> Problem:
+def problem(**changes: Any) -> Shape:
     sizes: dict[str, Any] = {
         "batch": 2, "seqlen": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "causal": True,
         "dtype": torch.float32, "device": CPU,
     }  # fmt: skip
-    return Problem(**{**sizes, **changes})
+    return Shape(**{**sizes, **changes})
 
 
-def setting(words: str) -> cells.Setting:
+def setting(words: str) -> cells.CellSetting:
     return kernel.setting_of(options_of(kernel, words))
 
 
@@ -79,7 +86,7 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host_ms", "head_start"), [(0.5, 1.0), (4.0, 6.0), (1e4, timing.MOST_HEAD_START_MS)]
+    ("host_ms", "head_start"), [(0.5, 1.0), (4.0, 6.0), (1e4, timing.MAX_HEAD_START_MS)]
 )
 def test_the_device_waits_for_as_long_as_the_host_needs(
     host_ms: float, head_start: float, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +97,7 @@ def test_the_device_waits_for_as_long_as_the_host_needs(
         clock.now += 1e-3 * host_ms
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
-    samples = timing.time_in_turn({"ours": timing.Call([enqueue])}, clock, 2)["ours"]
+    samples = timing.time_in_turn({"ours": timing.TimedCall([enqueue])}, clock, 2)["ours"]
     assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
     # The warm-up is not among the samples.
     assert [sample.host_ms for sample in samples] == pytest.approx([host_ms] * 2)
@@ -99,13 +106,13 @@ def test_the_device_waits_for_as_long_as_the_host_needs(
 def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
     ran: list[str] = []
 
-    def call(name: str) -> timing.Call:
+    def call(name: str) -> timing.TimedCall:
         def run() -> None:
             ran.append(name)
             if name == "b" and ran.count("b") == 2:
                 raise ArithmeticError("made to fail")
 
-        return timing.Call([run, lambda: None], after=lambda: ran.append(f"{name} is over"))
+        return timing.TimedCall([run, lambda: None], after=lambda: ran.append(f"{name} is over"))
 
     failed: list[str] = []
     samples = timing.time_in_turn(
@@ -122,9 +129,9 @@ def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
 def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Steps()
     monkeypatch.setattr(timing.time, "monotonic", lambda: len(clock.head_starts))
-    samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=4.5)
+    samples = timing.time_in_turn({"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=4.5)
     assert len(samples["a"]) == 4
-    samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=0.0)
+    samples = timing.time_in_turn({"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=0.0)
     assert len(samples["a"]) == timing.LEAST_ITERS
 
 
@@ -164,7 +171,9 @@ def test_a_budget_ends_the_run_and_says_what_is_left(
 def test_a_wrong_result_of_ours_is_a_failure(
     report_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in (self.out, *self.grads)])
+    monkeypatch.setattr(
+        OurKernels, "results", lambda self: [1.01 * x for x in (self.out, *self.grads)]
+    )
     report = report_of(f"bench kernel {TINY} --causal --implementations ours", 1)
     assert report["rows"][0]["note"].startswith("wrong") and report["rows"][0]["max_ratio"] > 1
     assert "ours, 4/2 heads of 16, causal, 2 x 64" in capsys.readouterr().out
@@ -173,7 +182,7 @@ def test_a_wrong_result_of_ours_is_a_failure(
 def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     report_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def raising(name: str, *args: Any, **options: Any) -> Attention:
+    def raising(name: str, *args: Any, **options: Any) -> Implementation:
         if name == "torch-flash":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         raise ArithmeticError("made to fail")
@@ -188,7 +197,7 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     assert "made to fail" in capsys.readouterr().err  # the traceback
     monkeypatch.undo()
     exhausted = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr(Judge, "__init__", exhausted)
+    monkeypatch.setattr(OracleJudge, "__init__", exhausted)
     notes = [row["note"] for row in report_of(words)["rows"]]  # an oracle without memory
     assert notes == ["cannot be judged: out of memory"] * 2
 
@@ -230,13 +239,13 @@ def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], si
     one = problem()
     data = one.data()
 
-    class Wrong(Ours):
+    class Wrong(OurKernels):
         def results(self) -> list[Tensor]:
             found = [x.clone() for x in super().results()]
             found[which][place] += size
             return found
 
-    found = Judge(one, data, backward=True).verdicts(
+    found = OracleJudge(one, data, backward=True).verdicts(
         lambda p, d: Wrong(p, d, "reference"), whole=False
     )
     assert not all(verdict.ok for verdict in found)
@@ -258,8 +267,8 @@ def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.Monk
     assert unavailable("flash-attn-3", CPU) == "runs on CUDA, got cpu"
     one = problem()
 
-    def build(problem: Problem, data: Data) -> Attention:
+    def build(problem: Shape, data: Data) -> Implementation:
         return make("flash-attn-3", problem, data, backend="", backward=True)
 
-    judge = Judge(one, one.data(), backward=True)
+    judge = OracleJudge(one, one.data(), backward=True)
     assert all(verdict.ok for verdict in judge.verdicts(build))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ring_attn
 from ring_attn import SequenceLayout
 from ring_attn.bench import ring, ring_implementations
-from ring_attn.bench.ring_implementations import RingAttentionPytorch, Setting
+from ring_attn.bench.ring_implementations import RingAttentionPytorch, RingSetting
 from ring_attn.testing import Verdict
 from tests.distributed.pool import Pools
 from tests.integration.commands import options_of
@@ -57,11 +57,11 @@ def test_several_lengths_and_numbers_of_ranks(report_of: Any) -> None:
     assert refused == ["cannot run: has no striped order"] * 4
 
 
-def setting(words: str) -> Setting:
+def setting(words: str) -> RingSetting:
     return ring.setting_of(options_of(ring, words)).each
 
 
-def judged(setting: Setting) -> list[Verdict]:
+def judged(setting: RingSetting) -> list[Verdict]:
     """Verdicts on the adapter's out, dq, dk, dv over the stand-in, against float64."""
 
     def ring_flash_attn(
@@ -77,7 +77,7 @@ def judged(setting: Setting) -> list[Verdict]:
     inputs = ring._inputs(setting)
     with mock.patch.dict(sys.modules, modules):
         peer = RingAttentionPytorch(setting, inputs)
-    return ring.Judge(setting, inputs).verdicts(peer, setting)
+    return ring.RingJudge(setting, inputs).verdicts(peer, setting)
 
 
 @pytest.mark.dist

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ring_attn.bench.strategies import SHAPES, Row, chosen_shapes, explained, judged
+from ring_attn.bench.strategies import SHAPES, StrategyRow, chosen_shapes, explained, judged
 from ring_attn.cli.main import main
 from ring_attn.planning.devices import cpu_cluster, to_json
 from ring_attn.strategies.strategy import Strategy
@@ -36,8 +36,8 @@ def test_every_layout_of_a_batch_has_all_its_documents() -> None:
 
 
 def test_auto_is_judged_against_the_best() -> None:
-    def row(shape: str, strategy: str, ms: float, auto: bool = False) -> Row:
-        return Row(shape, 2, strategy, ms, ms, (ms,), auto)
+    def row(shape: str, strategy: str, ms: float, auto: bool = False) -> StrategyRow:
+        return StrategyRow(shape, 2, strategy, ms, ms, (ms,), auto)
 
     rows = [row("a", "ring", 2.0), row("a", "ulysses", 3.0, True), row("b", "ring", 1.0, True)]
     assert [(v.auto, v.best, v.ratio) for v in judged(rows)] == [

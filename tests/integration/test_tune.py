@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.bench.judge import Judge
+from ring_attn.bench.judge import OracleJudge
 from ring_attn.cli import tune
-from ring_attn.cli.tune import Kernels, Row, Tuning, best, label
+from ring_attn.cli.tune import Kernels, TuneRow, Tuning, best, label
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
@@ -23,7 +23,7 @@ TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 -
 SMALL, NO_TILE = Config(32, 32, 4, 1), Config(48, 64, 4, 1)
 
 
-def setting(words: str) -> tune.Setting:
+def setting(words: str) -> tune.TuneSetting:
     return tune.setting_of(options_of(tune, words))
 
 
@@ -33,9 +33,9 @@ def tuning(words: str, monkeypatch: pytest.MonkeyPatch, *space: Config) -> Tunin
     return Tuning(setting(words))
 
 
-def row(kind: str, config: Config, speed: float | None, **others: Any) -> Row:
+def row(kind: str, config: Config, speed: float | None, **others: Any) -> TuneRow:
     ms = None if speed is None else 2.0 / speed
-    return Row(kind, label(config), config, speed=speed, median_ms=ms, **others)
+    return TuneRow(kind, label(config), config, speed=speed, median_ms=ms, **others)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -43,7 +43,7 @@ def test_our_kernels_in_other_configs_are_an_attention(causal: bool) -> None:
     kinds = ("fwd", "dkdv", "dq") if causal else ("fwd_whole", "dkdv_whole", "dq_whole")
     one = setting(TINY).problem_of(kinds[0])
     chosen = dict(zip(kinds, (SMALL, Config(32, 64, 4, 1), SMALL), strict=True))
-    judge = Judge(one, one.data(), backward=True)
+    judge = OracleJudge(one, one.data(), backward=True)
     verdicts = judge.verdicts(lambda p, d: Kernels(p, d, chosen))
     assert len(verdicts) == 12 and all(verdict.ok for verdict in verdicts), verdicts
 

@@ -180,7 +180,7 @@ def check_unaligned() -> None:
 def check_kept() -> None:
     """The number of kept launches is bounded, and they hold no tensors of finished calls."""
     backend, inputs, kept = TritonBackend(), draw(), []
-    with mock.patch("ring_attn.backends.kept_launches.MOST_KEPT", 3):
+    with mock.patch("ring_attn.backends.kept_launches.MAX_KEPT", 3):
         for n in range(1, 6):
             run(backend, inputs, [whole(Mask(ROWS, ROWS, window_size=(n, 0)))])
             kept.append(len(backend._launches.repeats))

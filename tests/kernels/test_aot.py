@@ -14,7 +14,7 @@ import pytest
 
 from dev import aot
 from dev.__main__ import COMMANDS
-from dev.code_rules import Expected, failures
+from dev.code_rules import Limits, failures
 from dev.compiled import OPCODES, Compiled, order_of_sums
 from dev.loops import Loop, loops_of
 from ring_attn.cli.main import main
@@ -150,7 +150,7 @@ def test_a_loop_may_spill_as_often_as_its_kind_may(loop: Loop, kind: str) -> Non
     report = replace(GOOD, loops=(loop,))
     others = {name: 2 for name in PLACES if name != kind}
     for allowed, told in ((2, 0), (1, 1)):
-        expected = Expected(**others, **{kind: allowed})
+        expected = Limits(**others, **{kind: allowed})
         assert len(failures(report, "sm_90", expected)) == told
 
 
@@ -194,7 +194,7 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
 def test_rules(
     found: dict[str, Any], arch: str, expected: dict[str, Any], told: str | None
 ) -> None:
-    texts = failures(replace(GOOD, **found), arch, Expected(**expected))
+    texts = failures(replace(GOOD, **found), arch, Limits(**expected))
     assert texts == () if told is None else len(texts) == 1 and told in texts[0]
 
 
@@ -218,7 +218,7 @@ def test_the_order_of_sums_is_of_reductions_and_products(other: dict[str, Any], 
 
 
 def test_variants_of_one_tile_must_add_in_one_order() -> None:
-    row = aot.Row("fwd", "middle full", "sm_80", 64, "float16", "64x64", 4, 2, GOOD, ())
+    row = aot.CompiledRow("fwd", "middle full", "sm_80", 64, "float16", "64x64", 4, 2, GOOD, ())
     masked = replace(row, variant="middle causal", report=replace(GOOD, order="other"))
     lost, apart = replace(masked, report=None), replace(masked, tile="32x64")
     assert [found for found, _ in aot.other_orders([lost, row, apart, masked])] == [masked]
@@ -227,7 +227,7 @@ def test_variants_of_one_tile_must_add_in_one_order() -> None:
 def test_a_failure_is_named_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = aot.Row("fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, GOOD, ())
+    good = aot.CompiledRow("fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, GOOD, ())
     bad = replace(good, variant="only causal", failures=("spills 24 bytes per thread",))
     monkeypatch.setattr(aot, "compile_all", lambda cells, jobs: iter((good, bad)))
     monkeypatch.setattr(aot, "interpreting", lambda: False)

@@ -45,14 +45,14 @@ def test_kernels_for_few_programs_or_in_gluon_have_the_same_columns() -> None:
     """Equal columns give equal bits (test_hopper.py)."""
     for headdim, (config, *_) in configs.GLUON.items():
         assert config.BLOCK_N == configs.frozen("fwd", "sm_90", headdim, torch.float16).BLOCK_N
-    for (arch, headdim), few in configs.FEW.items():
+    for (arch, headdim), few in configs.FEW_PROGRAMS.items():
         config = configs.frozen("dkdv", arch, headdim, torch.bfloat16)
         assert configs.filling(config, 131, 132, few) == few != config
         assert few.BLOCK_M == config.BLOCK_M and few.num_warps * 2 == config.num_warps
         for programs, other in ((132, few), (1, None)):
             assert configs.filling(config, programs, 132, other) == config
     config = configs.frozen("dkdv_softcap", "sm_90", 128, torch.bfloat16)
-    assert configs.filling(config, 1, 132, configs.FEW["sm_90", 64]) == config
+    assert configs.filling(config, 1, 132, configs.FEW_PROGRAMS["sm_90", 64]) == config
 
 
 @pytest.mark.parametrize("arch", configs.ARCHITECTURES)

@@ -271,7 +271,7 @@ def test_tables_are_made_once_for_a_plan_and_have_a_bound(monkeypatch: pytest.Mo
     kept = dict(backend._launches.tables)
     assert same(run(backend, inputs, steps), first)
     assert dict(backend._launches.tables) == kept
-    monkeypatch.setattr(kept_launches, "MOST_KEPT", 4)
+    monkeypatch.setattr(kept_launches, "MAX_KEPT", 4)
     backend, config, device = TritonBackend(), blocks(32, 16), torch.device(DEVICE)
     latest = whole(Mask(33, 33))
     kept = backend._table(latest, config, device)

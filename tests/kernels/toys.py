@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dev.aot import Cell, Row, judged
-from dev.code_rules import PRODUCTS, Expected
+from dev.aot import Cell, CompiledRow, judged
+from dev.code_rules import PRODUCTS, Limits
 from dev.compiled import Compiled
 from ring_attn.kernels.launch import Launch
 
@@ -77,17 +77,17 @@ TOYS: dict[str, tuple[str, Launch, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def die_at_one(cell: Cell) -> Row:
+def die_at_one(cell: Cell) -> CompiledRow:
     """Kills its process for a cell with head dim 1; for any other cell, returns the cell's row."""
     if cell.head_dim == 1:
         os._exit(3)
-    return Row("toy", "", cell.arch, cell.head_dim, cell.dtype, "", 4, 1, None, ())
+    return CompiledRow("toy", "", cell.arch, cell.head_dim, cell.dtype, "", 4, 1, None, ())
 
 
 def main() -> None:
     reports: dict[str, Compiled] = {}
     for name, (arch, launched, failing) in TOYS.items():
-        report, failures = judged(launched, arch, Expected())
+        report, failures = judged(launched, arch, Limits())
         assert len(failures) == len(failing), (name, failures)
         assert all(map(str.startswith, failures, failing)), (name, failures)
         if report is not None:

@@ -249,7 +249,7 @@ def test_auto_layout_has_four() -> None:
 
 
 def test_a_choice_simulates_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "MOST_RANK_STEPS", 16)
+    monkeypatch.setattr(planner, "MAX_RANK_STEPS", 16)
     choice = plan(effort="names")
     simulated = [c for c in choice.candidates if c.prediction is not None]
     assert 0 < sum(8 * c.steps for c in simulated) <= 16

@@ -19,10 +19,10 @@ from ring_attn.transport.ranks.formation import Bell, append
 from ring_attn.transport.ranks.identity import Identity
 
 # A note holds at most this many characters of an error's text.
-MOST_CHARACTERS = 600
+MAX_CHARACTERS = 600
 
 # A rank that waits reads the calls of at most so many ranks that have refused one.
-MOST_REFUSALS = 8
+MAX_REFUSALS = 8
 
 
 class Board:
@@ -66,7 +66,7 @@ class Board:
         Does not believe the first `old` refusals.
         """
         ranks = dict.fromkeys(rank for rank in self.refusals()[old:] if rank != self._rank)
-        reasons = (self.difference(calls, rank) for rank in islice(ranks, MOST_REFUSALS))
+        reasons = (self.difference(calls, rank) for rank in islice(ranks, MAX_REFUSALS))
         return next((reason for reason in reasons if reason is not None), None)
 
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
@@ -91,7 +91,7 @@ class Board:
         """Writes down why this rank's call ended; returns False if another rank failed before."""
         if self._read("failed") is not None:
             return False
-        note = json.dumps({"rank": self._rank, "text": text[:MOST_CHARACTERS]})
+        note = json.dumps({"rank": self._rank, "text": text[:MAX_CHARACTERS]})
         self._store.set(f"{self._prefix}/failed", note)
         self.bell.ring()
         return True

@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ring_attn.core.facts import Report
+from ring_attn.core.facts import Facts
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.step import current_step
@@ -70,7 +70,7 @@ class Identity:
         """Sequence of the last call that this identity stands for."""
         return self.sequence + self.times - 1
 
-    def report(self) -> Report:
+    def report(self) -> Facts:
         """The call by argument, for other ranks."""
         # Not numbered: of calls refused one after another, any may meet a peer's call.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"

@@ -42,7 +42,7 @@ LANES = 32
 # The first KiB is reserved for the system.
 SHARED_BASE = 1 << 10
 GRANULE = 2
-MOST_MBARRIERS = 64
+MAX_MBARRIERS = 64
 # Parts of the note of an access: the thread's number plus 1, or 0 for no single thread; agent; and
 # clock. Notes of reads leave the agent out.
 TAG_BITS, CLOCK_BIT = 11, 32
@@ -64,7 +64,7 @@ class Clocks:
         self.num_warps, self.num_strands, self.cta = num_warps, 2 * num_warps, cta
         self.copies, self.products = 2 * num_warps, 3 * num_warps
         self.mbarriers = 4 * num_warps
-        self.elsewhere = self.mbarriers + MOST_MBARRIERS
+        self.elsewhere = self.mbarriers + MAX_MBARRIERS
         self.num_agents = self.elsewhere + num_ctas * self.num_strands
         self.seen = np.zeros((self.num_strands, self.num_agents), np.int32)
         self.fenced = np.zeros_like(self.seen)
