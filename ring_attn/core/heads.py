@@ -81,15 +81,15 @@ def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
     longest = -(-nheads // degree)
     best: dict[int, tuple[_Cost, tuple[int, ...]]] = {nheads: ((0, 0, 0, 0), (nheads,))}
     for ranks_left in range(1, degree + 1):
-        behind, best = best, {}
+        rest, best = best, {}
         most_before = (degree - ranks_left) * longest
         for start in range(max(0, nheads - ranks_left * longest), min(nheads, most_before) + 1):
             # Longer shares come first, and so win at equal cost.
             best[start] = min(
                 (
-                    (_sum(_cost(start, stop, group), behind[stop][0]), (start, *behind[stop][1]))
+                    (_sum(_cost(start, stop, group), rest[stop][0]), (start, *rest[stop][1]))
                     for stop in range(min(start + longest, nheads), start - 1, -1)
-                    if stop in behind
+                    if stop in rest
                 ),
                 key=lambda candidate: candidate[0],
             )

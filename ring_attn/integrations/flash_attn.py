@@ -237,7 +237,7 @@ def named_function(
     """Makes a function of the tensors of a form, `documents` (types by name) and `Options`.
 
     The function calls `call(form, tensors, documents, options, ...)`, and has the further
-    parameters of `call` behind its own.
+    parameters of `call` after its own.
     """
     types = {**dict.fromkeys(TENSORS[form], Tensor), **documents}
     required = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x]) for x in types]

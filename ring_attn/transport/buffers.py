@@ -35,7 +35,7 @@ MAX_VIEWS = 32
 class Block:
     """A message buffer and its last uses."""
 
-    data: Tensor  # (nbytes,) uint8, behind the header
+    data: Tensor  # (nbytes,) uint8, after the header
     # After the last operator on `data`, or the last exchange into it.
     written: Event | None = None
     # Ends of the exchanges that have sent `data` since then.
@@ -44,7 +44,7 @@ class Block:
     views: dict[object, Any] = field(default_factory=dict)
 
     def part(self, nbytes: int, header: int = 0) -> Tensor:
-        """The first bytes of `data`, behind so many bytes of the header."""
+        """The first bytes of `data`, after so many bytes of the header."""
         key = nbytes, header
         if key not in self.views:
             storage = self.data.storage_offset() - header
@@ -84,7 +84,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, header: int = 0) -> None:
-        """Makes an empty pool, of buffers behind so many bytes of a header."""
+        """Makes an empty pool, of buffers after so many bytes of a header."""
         self._device, self.lasts, self.header = device, streams.are_used(device), header
         self._free: dict[int, deque[Block]] = {}
         self._calls = 0
