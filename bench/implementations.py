@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.machines import run

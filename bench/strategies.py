@@ -42,7 +42,8 @@ from ring_attn.cli.arguments import (
 )
 from ring_attn.cli.calibrate import calibrate
 from ring_attn.cli.launch import run_ranks, send_part, timed_on_ranks
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.segments import Segment
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain

@@ -12,8 +12,9 @@ from ring_attn import profiling
 from ring_attn.api import ring_attention, select_backend, tree_decode, unshard
 from ring_attn.connections import check, prepare
 from ring_attn.core import masks
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.decode import next_rank
 from ring_attn.models import tensor_parallel
 from ring_attn.models.batch import shard_batch
@@ -28,7 +29,8 @@ from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.step import set_step
 
 if TYPE_CHECKING:
-    from ring_attn.models.style import ContextParallel, parallelize
+    from ring_attn.models.parallelize import parallelize
+    from ring_attn.models.style import ContextParallel
 
 __version__ = "0.1.0"
 
@@ -66,9 +68,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Imports, at their first use, what takes long or needs other packages."""
     if name in ("ContextParallel", "parallelize"):
-        from ring_attn.models import style
-
-        return getattr(style, name)
+        return getattr(import_module("ring_attn.models.parallelize"), name)
     if name in ("integrations", "testing"):
         return import_module(f"ring_attn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,9 @@ from ring_attn import groups, refusals
 from ring_attn.backends import Purpose
 from ring_attn.call import Request
 from ring_attn.core.dtypes import own_dtypes
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ring_attn import groups, refusals
 from ring_attn.call import Group
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.program import Collective
+from ring_attn.core.segments import Segment
 from ring_attn.core.values import as_int
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name

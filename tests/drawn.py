@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn.core import masks as masks_of
-from ring_attn.core.layout import LAYOUTS, Layouts, Segment, SequenceLayout
+from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.mask import Mask, Slice
+from ring_attn.core.segments import Segment
 from ring_attn.testing import masks as table
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=150)

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ring_attn.compiling import kept
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment, check_cover, check_segments
+from ring_attn.core.segments import joined as joined_segments
 from ring_attn.core.values import as_int, as_ints, as_tuple, check_dim, check_one_of, check_type
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -34,26 +36,6 @@ KINDS = (*LAYOUTS, "boundaries", "segments")
 
 # `str` of a layout lists at most this many segments, and counts more.
 MAX_SHOWN = 32
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`length` positions `start, start + stride, ...`, held as consecutive rows of a shard."""
-
-    start: int
-    length: int
-    stride: int = 1
-
-    def positions(self) -> Tensor:
-        """(length,) int64 global positions."""
-        stop = self.start + self.length * self.stride
-        return torch.arange(self.start, stop, self.stride, device="cpu")
-
-    def rows_between(self, start: int, stop: int) -> tuple[int, int]:
-        """Rows `[first, last)` of the segment whose positions lie in `[start, stop)`."""
-        first = max(0, -((self.start - start) // self.stride))
-        last = min(self.length, -((self.start - stop) // self.stride))
-        return first, max(first, last)
 
 
 @dataclass(frozen=True)
@@ -177,7 +159,7 @@ class SequenceLayout:
         if not parts:
             raise ValueError("parts must be the segments of at least one rank, got none")
         for rank, segments in enumerate(parts):
-            _check_segments(rank, segments)
+            check_segments(rank, segments)
         strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
         if not strides:
             # Only single positions: keep their stride if all agree on it.
@@ -185,7 +167,7 @@ class SequenceLayout:
             strides = list(declared) if len(declared) == 1 else [1]
         if len(strides) > 1:
             raise ValueError(f"all segments must have one stride, got {strides}")
-        joined = tuple(_joined(segments, strides[0]) for segments in parts)
+        joined = tuple(joined_segments(segments, strides[0]) for segments in parts)
         seqlen = sum(s.length for segments in joined for s in segments)
         cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
         runs = tuple(
@@ -193,7 +175,7 @@ class SequenceLayout:
         )
         if runs == joined:
             return cls.boundaries(cuts)
-        _check_cover(joined, strides[0], seqlen)
+        check_cover(joined, strides[0], seqlen)
         return cls._new("segments", seqlen, len(joined), parts=joined)
 
     @classmethod
@@ -266,7 +248,7 @@ class SequenceLayout:
             held = [[*segments] for segments in _segments(self)]
             held[rank] += added
             return SequenceLayout.from_segments(held)
-        tail = _joined([*self.parts[rank][-1:], *added], stride)
+        tail = joined_segments([*self.parts[rank][-1:], *added], stride)
         parts, lens = [*self.parts], [*self.shard_lens]
         parts[rank], lens[rank] = (*parts[rank][:-1], *tail), lens[rank] + count
         # Skips the checks of `from_segments`, whose time grows with the number of segments.
@@ -441,59 +423,9 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
     return seqlen, world_size
 
 
-def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
-    label = f"each of rank {rank}'s parts"
-    start, length, stride = (f"{field} of {label}" for field in ("start", "length", "stride"))
-    for segment in segments:
-        check_type(label, segment, Segment)
-        as_int(start, segment.start)
-        as_int(length, segment.length, least=0)
-        as_int(stride, segment.stride)
-
-
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:
     size, longer = seqlen // parts, seqlen % parts  # dynamo has no divmod of symbols
     return [part * size + min(part, longer) for part in range(parts + 1)]
-
-
-def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
-    """The segments in one stride, without empty ones, adjacent ones joined."""
-    joined: list[Segment] = []
-    for segment in segments:
-        last = joined[-1] if joined else None
-        if last and last.start + last.length * stride == segment.start:
-            joined[-1] = Segment(last.start, last.length + segment.length, stride)
-        elif segment.length:
-            joined.append(Segment(segment.start, segment.length, stride))
-    return tuple(joined)
-
-
-def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -> None:
-    """Refuses segments that do not hold every position of `[0, seqlen)` once."""
-    for rank, segments in enumerate(parts):
-        for s in segments:
-            last = s.start + (s.length - 1) * stride
-            if s.start < 0 or s.length < 1 or stride < 1 or last >= seqlen:
-                raise ValueError(
-                    f"segments must hold each position of 0..{seqlen - 1} once, as there are "
-                    f"{seqlen} rows in all; rank {rank} has {s}"
-                )
-    # All positions of a segment have one remainder; among the segments of a remainder, each must
-    # start where the previous one ended.
-    ends = list(range(min(stride, seqlen)))
-    for s in sorted((s for segments in parts for s in segments), key=lambda s: s.start):
-        expected = ends[s.start % stride]
-        if s.start != expected:
-            wrong = min(s.start, expected)
-            times = sum(
-                wrong in range(s.start, s.start + s.length * stride, stride)
-                for segments in parts
-                for s in segments
-            )
-            raise ValueError(
-                f"segments must hold each position once, {wrong} is held {times} times"
-            )
-        ends[s.start % stride] = s.start + s.length * stride
 
 
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:

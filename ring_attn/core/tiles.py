@@ -27,8 +27,9 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
+from ring_attn.core.segments import Segment
 
 Traveller = Literal["kv", "q"]
 

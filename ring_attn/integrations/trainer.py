@@ -1,7 +1,5 @@
 """Hugging Face's Trainer, or TRL's SFTTrainer, on sequences that are split over ranks.
 
-    trainer = split_sequence(Trainer)(model=model, args=args, train_dataset=data)
-
 A whole program, for `torchrun --nproc-per-node 4 train.py`:
 
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

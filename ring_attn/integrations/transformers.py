@@ -16,10 +16,9 @@ loop, with `input_ids` and `labels` in `batch`:
     ).loss
     loss.backward()  # then sum loss and gradients over the ranks
 
-`labels` makes the model compute a loss. With `shift_labels` its loss function does not shift, and
-with `num_items_in_batch` it divides this rank's sum by the number of labels of all ranks. (DDP and
-FSDP average gradients: multiply the loss by the number of ranks there. Heads that divide by their
-own count, as BERT's do, lack this keyword: compute the loss from their logits.)
+With `shift_labels` the model's loss does not shift, and with `num_items_in_batch` it divides this
+rank's sum by the number of labels of all ranks. (DDP and FSDP average gradients: multiply the loss
+by the number of ranks. Heads without this keyword, as BERT's: compute the loss from their logits.)
 
 The model's forward passes `sequence_layout` on to the attention; leave it out if all ranks have
 equally many rows in the registered layout. Mark packed documents by transformers' `cu_seq_lens_q`
@@ -70,11 +69,13 @@ from ring_attn.integrations.transformers_masks import (
     scales_by_row_index,
 )
 from ring_attn.integrations.transformers_models import (
+    causal_of,
     check_config,
     count_call,
     first_position,
     registered,
     watch_models,
+    window_of,
 )
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.p2p import tell_refusal
@@ -185,8 +186,8 @@ class Registration:
             count_call(kwargs, PLACED)
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
             check_config(module)
-            causal = _causal(module, is_causal, query.size(2))
-            rule = Rule(causal, _window(module, kwargs, causal), chunk_of(module))
+            causal = causal_of(module, is_causal, query.size(2))
+            rule = Rule(causal, window_of(module, kwargs, causal), chunk_of(module))
             q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
             placed = _placed(kwargs.get(LAYOUT), self.layout)
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
@@ -426,42 +427,6 @@ def _check_arguments(
                 name, "it is not known here; register(ignore=...) if it is not for the attention"
             )
             raise NotImplementedError(f"{name} reached the attention: {reason}")
-
-
-def _causal(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
-    """Causality of the call, else of the module; refuses a config that contradicts the module."""
-    of_module = bool(getattr(module, "is_causal", True))
-    of_config = getattr(getattr(module, "config", None), "is_causal", None)
-    if is_causal is None:
-        if of_module and of_config is False:
-            raise ValueError(
-                "config.is_causal is False and the attention module says True: pass "
-                "is_causal=False to the forward, too"
-            )
-        return of_module
-    # Some models pass is_causal=False for a single row, as in decoding; a tiny shard has one too.
-    if of_module and rows == 1 and of_config is not False:
-        return True
-    return bool(is_causal)
-
-
-def _window(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[int, int]:
-    """(left, right) of a layer; transformers' window of n includes the query: n - 1 other keys."""
-    size = kwargs.get("sliding_window")
-    if size is not None:
-        return (size - 1, 0 if causal else size - 1)
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None)
-    if types and layer is not None:
-        slides = types[layer] == "sliding_attention"
-    else:
-        slides = "sliding_window" not in kwargs and bool(getattr(config, "sliding_window", None))
-    if slides:  # only masks would have the window, and none is made here
-        raise NotImplementedError(
-            f"layer {layer} has a sliding window that {type(module).__name__} does not pass to its "
-            "attention function"
-        )
-    return (-1, -1)
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:

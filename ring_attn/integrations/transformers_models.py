@@ -248,3 +248,39 @@ def _runs_compiled(model: nn.Module) -> bool:
     return any(
         part._compiled_call_impl is not None or "forward" in vars(part) for part in model.modules()
     )
+
+
+def causal_of(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
+    """Causality of the call, else of the module; refuses a config that contradicts the module."""
+    of_module = bool(getattr(module, "is_causal", True))
+    of_config = getattr(getattr(module, "config", None), "is_causal", None)
+    if is_causal is None:
+        if of_module and of_config is False:
+            raise ValueError(
+                "config.is_causal is False and the attention module says True: pass "
+                "is_causal=False to the forward, too"
+            )
+        return of_module
+    # Some models pass is_causal=False for a single row, as in decoding; a tiny shard has one too.
+    if of_module and rows == 1 and of_config is not False:
+        return True
+    return bool(is_causal)
+
+
+def window_of(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[int, int]:
+    """(left, right) of a layer; transformers' window of n includes the query: n - 1 other keys."""
+    size = kwargs.get("sliding_window")
+    if size is not None:
+        return (size - 1, 0 if causal else size - 1)
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if types and layer is not None:
+        slides = types[layer] == "sliding_attention"
+    else:
+        slides = "sliding_window" not in kwargs and bool(getattr(config, "sliding_window", None))
+    if slides:  # only masks would have the window, and none is made here
+        raise NotImplementedError(
+            f"layer {layer} has a sliding window that {type(module).__name__} does not pass to its "
+            "attention function"
+        )
+    return (-1, -1)

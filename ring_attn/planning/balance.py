@@ -38,7 +38,14 @@ from torch import Tensor
 from ring_attn.core import values
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.planning.partition import cheapest_cuts, even_cuts, least_maximum
+from ring_attn.planning.partition import (
+    as_costs,
+    as_integers,
+    cheapest_cuts,
+    even_cuts,
+    exact_sums,
+    least_maximum,
+)
 from ring_attn.refusals import check_cu_seqlens, check_window
 
 # Positions inside documents that `by_documents` considers, besides all ends of documents. It covers
@@ -152,7 +159,7 @@ def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) 
         (0, 4, 6)
     """
     _check_counts(world_size=world_size, align=align)
-    sums = _sums(_checked_costs("cost", cost))
+    sums = exact_sums(as_costs("cost", cost))
     return _balanced(sums, _places(len(sums) - 1, align), world_size)[0]
 
 
@@ -178,8 +185,8 @@ def by_separators(
         (0, 3, 5, 10)
     """
     _check_counts(world_size=world_size)
-    ids = _integers("token_ids", token_ids)
-    ends = _integers("separators", values.as_tuple("separators", separators))
+    ids = as_integers("token_ids", token_ids)
+    ends = as_integers("separators", values.as_tuple("separators", separators))
     if not len(ends):
         raise ValueError("separators must hold at least one token id, got none")
     items = torch.ones_like(ids) if work is None else _work("work", work)
@@ -187,7 +194,7 @@ def by_separators(
         raise ValueError(f"work is over {items.numel()} positions, token_ids over {ids.numel()}")
     after = torch.isin(ids, ends).nonzero().flatten() + 1
     cuts = sorted({0, *after.tolist(), ids.numel()})
-    sums = _sums(items)
+    sums = exact_sums(items)
     layout, greatest = _balanced(sums, cuts, world_size)
     if max_balance is not None:
         check_max_balance(max_balance)
@@ -232,14 +239,14 @@ def by_documents(
     """
     _check_counts(world_size=world_size, align=align)
     check_max_balance(max_balance)
-    boundaries = check_cu_seqlens("cu_seqlens", _integers("cu_seqlens", cu_seqlens))
+    boundaries = check_cu_seqlens("cu_seqlens", as_integers("cu_seqlens", cu_seqlens))
     assert boundaries is not None, "only None gives None"
     seqlen = boundaries[-1]
     window = check_window(window_size, causal)
     mask = Mask(seqlen, seqlen, causal, window, boundaries, boundaries)
     if not seqlen:
         return SequenceLayout.boundaries([0] * (world_size + 1))
-    sums = _sums(visible_keys(mask))
+    sums = exact_sums(visible_keys(mask))
     anywhere = _places(seqlen, align)
     at_any = [sums[place] for place in anywhere]
     best = least_maximum(at_any, world_size)
@@ -338,7 +345,7 @@ def least_world_size(
     return Size(ranks, -(-seqlen // ranks))
 
 
-def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
+def halo_rows(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
     """Numbers of KV rows right before and right after a rank's shard that its queries see.
 
     With a window these are exactly the rows that travel to this rank. Each rank of the layout must
@@ -346,7 +353,7 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
 
     Example:
         >>> layout = SequenceLayout.contiguous(1000, 4)
-        >>> halo(layout, Mask(1000, 1000, causal=True, window_size=(96, -1)), rank=2)
+        >>> halo_rows(layout, Mask(1000, 1000, causal=True, window_size=(96, -1)), rank=2)
         (96, 0)
     """
     values.check_type("layout", layout, SequenceLayout)
@@ -374,7 +381,7 @@ def check_halo(layout: SequenceLayout, mask: Mask) -> None:
     values.check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
         sides = zip(
-            halo(layout, mask, rank), (rank - 1, rank + 1), ("before", "after"), strict=True
+            halo_rows(layout, mask, rank), (rank - 1, rank + 1), ("before", "after"), strict=True
         )
         for rows, neighbour, side in sides:
             if rows and rows >= layout.shard_len(neighbour):
@@ -445,23 +452,6 @@ def _apportioned(wanted: list[int], unit: int, space: list[int], blocks: int) ->
     return counts
 
 
-# -- numbers
-
-
-def _sums(costs: Tensor) -> list[int]:
-    """The exact sums before each position of (n,) costs, in some unit; n + 1 of them.
-
-    A float is an integer of 53 bits times a power of two: the smallest power here is the unit.
-    """
-    if not costs.is_floating_point():
-        return list(accumulate(costs.tolist(), initial=0))
-    mantissa, exponent = torch.frexp(costs)
-    least = int(exponent[costs > 0].min()) if bool((costs > 0).any()) else 0
-    integers = (mantissa * 2.0**53).long().tolist()
-    shifts = (exponent - least).clamp(min=0).tolist()
-    return list(accumulate((m << e for m, e in zip(integers, shifts, strict=True)), initial=0))
-
-
 def _max_over_mean(shares: Sequence[float]) -> float:
     total = math.fsum(shares)
     return max(shares) * len(shares) / total if total else 1.0
@@ -471,7 +461,7 @@ def _max_over_mean(shares: Sequence[float]) -> float:
 
 
 def _work(name: str, work: Mask | Tensor | Sequence[float]) -> Tensor:
-    return visible_keys(work) if isinstance(work, Mask) else _checked_costs(name, work)
+    return visible_keys(work) if isinstance(work, Mask) else as_costs(name, work)
 
 
 def _check_counts(least: int = 1, **counts: int) -> None:
@@ -490,38 +480,3 @@ def _check_length(length: int, layout: SequenceLayout) -> None:
         raise ValueError(
             f"mask or costs are over {length} positions, the layout over {layout.seqlen}"
         )
-
-
-def _integers(name: str, integers: Tensor | Sequence[int]) -> Tensor:
-    """(n,) int64 on the host."""
-    if not isinstance(integers, Tensor):
-        integers = torch.tensor(values.as_ints(name, integers), dtype=torch.int64, device="cpu")
-    values.check_tensor(name, integers)
-    if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
-        raise TypeError(f"{name} must be integers, got {integers.dtype}")
-    if integers.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {tuple(integers.shape)}")
-    return integers.to("cpu", torch.int64)
-
-
-def _checked_costs(name: str, cost: Tensor | Sequence[float]) -> Tensor:
-    """(seqlen,) int64 or float64 on the host, finite and not negative."""
-    if not isinstance(cost, Tensor):
-        cost = values.as_tuple(name, cost)
-        for value in cost:
-            values.check_number(f"each of {name}", value)
-        whole = all(isinstance(value, int) for value in cost)
-        cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64, device="cpu")
-    values.check_tensor(name, cost)
-    if cost.is_complex() or cost.dtype == torch.bool:
-        raise TypeError(f"{name} must be real numbers, got {cost.dtype}")
-    if cost.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, one for each token, got shape {tuple(cost.shape)}")
-    cost = cost.detach().to("cpu", torch.float64 if cost.is_floating_point() else torch.int64)
-    wrong = ~(cost.isfinite() & (cost >= 0))
-    if bool(wrong.any()):
-        index = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{name} must be finite and not negative, got {cost[index].item()} at {index}"
-        )
-    return cost

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
 from operator import sub
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn.core import values
 
 # `cheapest_cuts` seeks each cut within this many parts' work of its position for equal parts. With
 # 5 % imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
@@ -117,3 +124,55 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
         chosen.append(way[2])
         way = way[3]
     return chosen[::-1]
+
+
+# -- costs as exact integers
+
+
+def exact_sums(costs: Tensor) -> list[int]:
+    """The exact sums before each position of (n,) costs, in some unit; n + 1 of them.
+
+    A float is an integer of 53 bits times a power of two: the smallest power here is the unit.
+    """
+    if not costs.is_floating_point():
+        return list(accumulate(costs.tolist(), initial=0))
+    mantissa, exponent = torch.frexp(costs)
+    least = int(exponent[costs > 0].min()) if bool((costs > 0).any()) else 0
+    integers = (mantissa * 2.0**53).long().tolist()
+    shifts = (exponent - least).clamp(min=0).tolist()
+    return list(accumulate((m << e for m, e in zip(integers, shifts, strict=True)), initial=0))
+
+
+def as_integers(name: str, integers: Tensor | Sequence[int]) -> Tensor:
+    """(n,) int64 on the host."""
+    if not isinstance(integers, Tensor):
+        integers = torch.tensor(values.as_ints(name, integers), dtype=torch.int64, device="cpu")
+    values.check_tensor(name, integers)
+    if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
+        raise TypeError(f"{name} must be integers, got {integers.dtype}")
+    if integers.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {tuple(integers.shape)}")
+    return integers.to("cpu", torch.int64)
+
+
+def as_costs(name: str, cost: Tensor | Sequence[float]) -> Tensor:
+    """(seqlen,) int64 or float64 on the host, finite and not negative."""
+    if not isinstance(cost, Tensor):
+        cost = values.as_tuple(name, cost)
+        for value in cost:
+            values.check_number(f"each of {name}", value)
+        whole = all(isinstance(value, int) for value in cost)
+        cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64, device="cpu")
+    values.check_tensor(name, cost)
+    if cost.is_complex() or cost.dtype == torch.bool:
+        raise TypeError(f"{name} must be real numbers, got {cost.dtype}")
+    if cost.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, one for each token, got shape {tuple(cost.shape)}")
+    cost = cost.detach().to("cpu", torch.float64 if cost.is_floating_point() else torch.int64)
+    wrong = ~(cost.isfinite() & (cost >= 0))
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name} must be finite and not negative, got {cost[index].item()} at {index}"
+        )
+    return cost

@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.segments import Segment
 from ring_attn.core.values import as_int, as_tuple, check_int
 from ring_attn.planning.balance import Balance, check_max_balance
 from ring_attn.refusals import check_window
@@ -87,17 +87,6 @@ class Packing:
     crossing: tuple[int, ...]
     num_cut: int
 
-    def kv_bytes(
-        self, nheads_kv: int, headdim: int, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[int, ...]:
-        """Bytes of keys and values that each rank receives in a forward, if each is sent once.
-
-        Most strategies send more, as a ring forwards rows: `ring_attn.explain` has their bytes.
-        """
-        check_int("nheads_kv", nheads_kv, least=1)
-        check_int("headdim", headdim, least=1)
-        return tuple(2 * n * nheads_kv * headdim * dtype.itemsize for n in self.crossing)
-
     def __str__(self) -> str:
         return (
             f"{len(self.order)} documents, {self.layout.seqlen} rows on {self.layout.world_size} "
@@ -145,8 +134,6 @@ def pack(
         >>> print(packing)
         5 documents, 10100 rows on 2 ranks: 1 cut, work 1.001 and rows 1.010 of the mean at most, \
 6750 KV rows cross
-        >>> packing.kv_bytes(nheads_kv=8, headdim=128)
-        (18432000, 9216000)
         >>> packing.order, packing.cu_seqlens
         ((1, 3, 0, 2, 4), (0, 9000, 9500, 9800, 10000, 10100))
         >>> tokens = [torch.full((n,), i) for i, n in enumerate([300, 9000, 200, 500, 100])]

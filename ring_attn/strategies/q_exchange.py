@@ -29,10 +29,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ring_attn.core import program as ops
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Message, Number, Packet, message_of, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.ranks import Ranks
+from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.base import (
     SAVED,

@@ -29,10 +29,10 @@ import torch
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.core import program as ops
-from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, Packet, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
+from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.strategies.base import result_arrays

@@ -30,7 +30,7 @@ from ring_attn import (
     tree_decode,
     unshard,
 )
-from ring_attn.core.layout import Segment
+from ring_attn.core.segments import Segment
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from tests.distributed.pool import ended, everyone, on_ranks

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.integrations import flash_attn
 from ring_attn.integrations import ring_flash_attn as names
 from ring_attn.integrations.ring_flash_attn import utils

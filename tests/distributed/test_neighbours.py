@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from ring_attn import SequenceLayout, halo, stats
-from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.profiling import collect
 from ring_attn.testing import LAYOUTS, layouts_of
 from tests.cold import assert_compiles

@@ -24,8 +24,8 @@ from ring_attn import (
     ring_attention,
     tree_decode,
 )
-from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import assert_compiles, bits_of, compile_cold
 from tests.distributed.pool import on_ranks

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallelize_module
 
-from ring_attn import SequenceLayout, Strategy, TransportOptions
+from ring_attn import ContextParallel, SequenceLayout, Strategy, TransportOptions, parallelize
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.models.style import ContextParallel, parallelize
 from ring_attn.testing import Case, Heads, expected, random_sinks
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport.p2p import open_p2p

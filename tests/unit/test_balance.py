@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ring_attn import balance
 from ring_attn.core.dtypes import DTYPES
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.planning import partition
 from ring_attn.planning.balance import (
@@ -28,7 +29,7 @@ from ring_attn.planning.balance import (
     by_separators,
     check_halo,
     crossing_rows,
-    halo,
+    halo_rows,
     least_world_size,
     local_rows,
     visible_keys,
@@ -302,7 +303,7 @@ def test_the_halo_is_what_travels(cu: tuple[int, ...], window: Window) -> None:
             for row in range(tile.kv.start, tile.kv.stop)
             if other != rank
         }
-        before, after = halo(LAYOUT, mask, rank)
+        before, after = halo_rows(LAYOUT, mask, rank)
         assert {*range(first - before, first), *range(last, last + after)} == needed
 
 
@@ -313,7 +314,11 @@ def test_shorter_overlaps_are_taken() -> None:
     check_halo(LAYOUT, Mask(97, 97, True, (-1, -1), cu, cu))
     # An empty shard needs nothing.
     empty = SequenceLayout.boundaries([0, 4, 4, 12])
-    assert [halo(empty, Mask(12, 12, True), rank) for rank in range(3)] == [(0, 0), (0, 0), (4, 0)]
+    assert [halo_rows(empty, Mask(12, 12, True), rank) for rank in range(3)] == [
+        (0, 0),
+        (0, 0),
+        (4, 0),
+    ]
 
 
 # -- local_rows
@@ -349,10 +354,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: balance_of(LAYOUT, [float("inf")] * 97), "work|inf at 0"),
     (lambda: by_cost(T(3, 2), 2), "cost|1-D|(3, 2)"),
     (lambda: balance_of(LAYOUT, [1, 2]), "2 positions|97"),
-    (lambda: halo(LAYOUT, Mask(97, 96), 0), "96 positions|97"),
-    (lambda: halo(LAYOUT, Mask(97, 97), 4), "rank|[0, 4)"),
-    (lambda: halo(SequenceLayout.zigzag(12, 2), Mask(12, 12, True), 0), "one run"),
-    (lambda: halo(SequenceLayout.striped(12, 2), Mask(12, 12, True), 0), "one run"),
+    (lambda: halo_rows(LAYOUT, Mask(97, 96), 0), "96 positions|97"),
+    (lambda: halo_rows(LAYOUT, Mask(97, 97), 4), "rank|[0, 4)"),
+    (lambda: halo_rows(SequenceLayout.zigzag(12, 2), Mask(12, 12, True), 0), "one run"),
+    (lambda: halo_rows(SequenceLayout.striped(12, 2), Mask(12, 12, True), 0), "one run"),
     (lambda: check_halo(LAYOUT, Mask(97, 97, False, (15, 0))), "rank 3 needs 15|before|2 holds 15"),
     (lambda: check_halo(LAYOUT, Mask(97, 97, False, (0, 16))), "rank 1 needs 16|after|2 holds 15"),
     (lambda: check_halo(GAP, Mask(12, 12, True, (2, -1))), "rank 3 needs 2|before|2 holds 0"),

@@ -13,8 +13,8 @@ import torch
 from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
 from ring_attn.call import Request
 from ring_attn.core.facts import digest, facts, first_difference, shown
-from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Slice
+from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import _planned
 from ring_attn.ops import _make_call

@@ -22,7 +22,7 @@ PACKAGE = "ring_attn"
 # else of ours; a backend no other backend. Imports inside functions count.
 ROWS = [
     "core core.dtypes core.values core.heads core.state torch_private",
-    "core.mask core.spec core.messages transport.options compiling",
+    "core.mask core.spec core.segments core.messages transport.options compiling",
     "core.masks core.layout backends.rates strategies.strategy",
     "core.facts core.oracle core.tiles core.program",
     "core.work",

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.segments import Segment
 from ring_attn.models.batch import shard_batch
 from tests.cold import compile_cold
 from tests.drawn import layouts, reproducible

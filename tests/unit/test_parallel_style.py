@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ring_attn.models.style import ContextParallel, parallelize
+from ring_attn import ContextParallel, parallelize
 from tests.refusals import refused
 
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn.core import work as module
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import documents, from_dense
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank
+from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import (
     MaskKind,

@@ -25,8 +25,8 @@ from ring_attn import (
     select_backend,
     shard_batch,
 )
-from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import Segment
 from ring_attn.models.tensor_parallel import (
     LLAMA_TP_PLAN,
     TensorParallelConfig,
@@ -131,7 +131,7 @@ GOOD = [
         cu_seqlens=[0, 4, 12], world_size=2, window_size=(-1, -1), max_balance=1.05,
     ),
     partial(balance.by_memory, seqlen=12, free_bytes=[100, 100], bytes_per_token=4, align=1),
-    partial(balance.halo, layout=RUNS, mask=CAUSAL, rank=0),
+    partial(balance.halo_rows, layout=RUNS, mask=CAUSAL, rank=0),
     partial(balance.check_halo, layout=RUNS, mask=CAUSAL),
     partial(balance.local_rows, layout=RUNS, rank=0, start=0, stop=3),
     # -- tensor parallelism

@@ -41,7 +41,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.compiling import left_out_of_graphs
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.segments import Segment
 from ring_attn.core.values import as_int, check_type
 from ring_attn.integrations.flash_attn import (
     Options,

@@ -1,0 +1,81 @@
+"""Segments: runs of positions with a stride, of which shards consist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.values import as_int, check_type
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` positions `start, start + stride, ...`, held as consecutive rows of a shard."""
+
+    start: int
+    length: int
+    stride: int = 1
+
+    def positions(self) -> Tensor:
+        """(length,) int64 global positions."""
+        stop = self.start + self.length * self.stride
+        return torch.arange(self.start, stop, self.stride, device="cpu")
+
+    def rows_between(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows `[first, last)` of the segment whose positions lie in `[start, stop)`."""
+        first = max(0, -((self.start - start) // self.stride))
+        last = min(self.length, -((self.start - stop) // self.stride))
+        return first, max(first, last)
+
+
+def check_segments(rank: int, segments: Sequence[Segment]) -> None:
+    label = f"each of rank {rank}'s parts"
+    start, length, stride = (f"{field} of {label}" for field in ("start", "length", "stride"))
+    for segment in segments:
+        check_type(label, segment, Segment)
+        as_int(start, segment.start)
+        as_int(length, segment.length, least=0)
+        as_int(stride, segment.stride)
+
+
+def joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
+    """The segments in one stride, without empty ones, adjacent ones joined."""
+    found: list[Segment] = []
+    for segment in segments:
+        last = found[-1] if found else None
+        if last and last.start + last.length * stride == segment.start:
+            found[-1] = Segment(last.start, last.length + segment.length, stride)
+        elif segment.length:
+            found.append(Segment(segment.start, segment.length, stride))
+    return tuple(found)
+
+
+def check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -> None:
+    """Refuses segments that do not hold every position of `[0, seqlen)` once."""
+    for rank, segments in enumerate(parts):
+        for s in segments:
+            last = s.start + (s.length - 1) * stride
+            if s.start < 0 or s.length < 1 or stride < 1 or last >= seqlen:
+                raise ValueError(
+                    f"segments must hold each position of 0..{seqlen - 1} once, as there are "
+                    f"{seqlen} rows in all; rank {rank} has {s}"
+                )
+    # All positions of a segment have one remainder; among the segments of a remainder, each must
+    # start where the previous one ended.
+    ends = list(range(min(stride, seqlen)))
+    for s in sorted((s for segments in parts for s in segments), key=lambda s: s.start):
+        expected = ends[s.start % stride]
+        if s.start != expected:
+            wrong = min(s.start, expected)
+            times = sum(
+                wrong in range(s.start, s.start + s.length * stride, stride)
+                for segments in parts
+                for s in segments
+            )
+            raise ValueError(
+                f"segments must hold each position once, {wrong} is held {times} times"
+            )
+        ends[s.start % stride] = s.start + s.length * stride
