@@ -20,7 +20,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all ptx lint format run verify bench aot abi gpu wheel clean
+.PHONY: help setup test test-slow test-all ptx lint format run verify bench aot abi gpu docs wheel clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,9 +85,17 @@ gpu:  ## on a machine with a GPU, in 10 minutes: its tests, kernels' speed and t
 	-$(PYTHON) -m ring_attn tune --budget 140 --json gpu-results/tune.json
 	@$(PYTHON) -m ring_attn.bench.summary gpu-results
 
+# The tools come beside the torch of the environment; nothing of CUDA is installed.
+docs: $(VENV)/.docs  ## build the site of docs/ into docs/_build, with its pictures and reference
+	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench,docs]'
+	@touch $@
+
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
 	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove what builds and tools leave; the environment stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ring_attn kernels bench examples tests -name __pycache__ -prune -exec rm -rf {} +

@@ -87,13 +87,13 @@ def split_sequence(trainer_class: Any) -> Any:
             language models with a registered `attn_implementation`.
 
     Returns:
-        The class. Its constructor raises:
-        ValueError: the model has another attention implementation, the group is not consecutive
-            ranks or does not divide their number, or accelerate's context parallelism is on.
-        NotImplementedError: options that need the logits or labels of the whole sequence, or would
-            give wrong results: compute_metrics, compute_loss_func, label smoothing, NEFTune, Liger
-            kernels, DeepSpeed, accelerate's tensor parallelism, and losses other than transformers'
-            causal one, which the first step compares with the cross-entropy of its logits.
+        The class. Its constructor raises ValueError if the model has another attention
+        implementation, the group is not consecutive ranks or does not divide their number, or
+        accelerate's context parallelism is on; and NotImplementedError for options that need the
+        logits or labels of the whole sequence, or would give wrong results: compute_metrics,
+        compute_loss_func, label smoothing, NEFTune, Liger kernels, DeepSpeed, accelerate's tensor
+        parallelism, and losses other than transformers' causal one, which the first step compares
+        with the cross-entropy of its logits.
 
     Raises:
         ImportError: transformers or accelerate is not installed.

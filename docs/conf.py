@@ -1,0 +1,126 @@
+"""Settings of the site, and what is made while it is built: pictures, and the commands' help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent)]
+os.environ["COLUMNS"] = "100"  # the width of the commands' help
+
+from ring_attn import __version__  # noqa: E402
+from ring_attn.cli.main import COMMANDS, main  # noqa: E402
+
+project = "ring_attn"
+version = release = __version__
+copyright = "the ring_attn authors, Apache-2.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["colon_fence", "attrs_inline"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"ring_attn {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+# The dark style of code needs no script: browsers ask for it.
+pygments_style = "friendly"
+
+default_role = "code"
+add_module_names = False
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+nitpicky = True
+# Names of other packages, of which the site has no index: it is built without a network.
+nitpick_ignore_regex = [("py:.*", r"(torch|transformers|collections|dataclasses|abc)\b.*")]
+# Types of our own that no page documents.
+nitpick_ignore_regex += [("py:class", r"ring_attn\.(call|core\.mask)\.\w+")]
+
+# Pictures of `ring-attn plan --plot`: its options, by the picture's name.
+CALL = "--seqlen 64k --heads 32 --kv-heads 8 --head-dim 128 --causal --layout zigzag --quick"
+PICTURES = {
+    "ring": f"{CALL} --world-size 4 --strategy ring",
+    "double_ring": f"{CALL} --world-size 8 --node-size 4 --strategy double_ring",
+    "all_gather": f"{CALL} --world-size 4 --strategy all_gather",
+    "ulysses": f"{CALL} --world-size 4 --strategy ulysses",
+    "exchange": f"{CALL} --world-size 4 --strategy exchange --window 8k,0 --layout contiguous",
+    "documents": f"{CALL} --world-size 4 --strategy ring --documents 9k,30k,4k",
+}
+
+
+def draw_pictures(folder: Path) -> None:
+    for name, options in PICTURES.items():
+        with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+            words = [*options.split(), "--cluster", "h100", "--plot", str(folder / f"{name}.svg")]
+            if main(["plan", *words]) != 0:
+                raise RuntimeError(f"ring-attn plan {options} failed")
+
+
+def write_commands(path: Path) -> None:
+    """A page with the help of every command."""
+    parts = ["# Commands and their options", "`ring-attn COMMAND --help` prints the same."]
+    for command in COMMANDS:
+        module = import_module(command.module)
+        parser = argparse.ArgumentParser(
+            prog=f"ring-attn {command.name}",
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        text = parser.format_help().rstrip()
+        parts.append(f"## ring-attn {command.name}\n\n````text\n{text}\n````")
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def make_generated(_app: Any) -> None:
+    folder = HERE / "generated"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    draw_pictures(folder)
+    write_commands(folder / "commands.md")
+
+
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Example)\b.*:")
+FIELDS = {"Args": "param", "Attributes": "ivar", "Raises": "raises"}
+
+
+def as_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Rewrites a docstring: its sections as fields, other indented parts (drawings) as they are."""
+    found: list[str] = []
+    section, literal = None, False
+    for line in lines:
+        text = line.strip()
+        if text and not line[0].isspace():
+            literal, start = False, SECTION.fullmatch(line)
+            section = start[1] if start else None
+            opening = {"Returns": ["", ":returns:"], "Example": ["", "Example:", ""]}
+            found += opening.get(section, [""]) if section else [line]
+        elif section in FIELDS and line.startswith("    ") and not line[4:5].isspace() and text:
+            names, _, rest = text.partition(":")
+            names = names.replace("*", r"\*")
+            found += [f":{FIELDS[section]} {name}:" for name in names.split(", ")]
+            found.append(f"    {rest.strip()}")
+        elif section == "Example":
+            found.append(line[4:])
+        elif section is None and text and not literal and found and not found[-1].strip():
+            literal = True
+            found += ["::", "", line]
+        else:
+            found.append(line)
+    lines[:] = [*found, ""]
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", make_generated)
+    app.connect("autodoc-process-docstring", as_rst)

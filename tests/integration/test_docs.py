@@ -1,0 +1,209 @@
+"""The pages of docs/ are true: their code runs, their commands parse, their links exist."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ring_attn
+from ring_attn.cli import env
+from ring_attn.cli import main as cli
+from tests import pages
+from tests.distributed.pool import Pools, RankError
+from tests.integration.test_readme import EACH_NAME
+from tests.pages import DOCS, Page
+from tests.public_names import MODULES
+
+ROOT = DOCS.parent
+PAGES = {str(page.path.relative_to(DOCS)): page for page in pages.pages()}
+EVERY = pytest.mark.parametrize("name", list(PAGES))
+
+
+def with_code(ranks: int | None) -> list[Any]:
+    """The pages with code for so many ranks; in one process for None."""
+    found = []
+    for name, page in PAGES.items():
+        if page.programs and page.settings.get("ranks") == ranks:
+            marks = [pytest.mark.slow] if page.settings.get("slow") else []
+            found.append(pytest.param(name, marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Pools]:
+    """Processes for all pages: started anew after a page that failed."""
+    pools = Pools(queued=False)
+    yield pools
+    pools.close()
+
+
+def run_rank(page: Page, port: int) -> None:
+    """Runs a page in a rank without a group, as torchrun starts it."""
+    if dist.is_initialized():  # the pool's group, at the first page
+        rank = str(dist.get_rank())
+        dist.destroy_process_group()
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ["MASTER_PORT"] = str(port)
+    with redirect_stderr(io.StringIO()):
+        pages.run(page, int(os.environ["RANK"]))
+    assert not dist.is_initialized(), "the page ends with dist.destroy_process_group()"
+
+
+def on_two_ranks(pools: Pools, page: Page) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pools(2).run(run_rank, page, store.port, timeout=240.0)
+
+
+@pytest.mark.parametrize("name", with_code(None))
+def test_code_in_one_process(name: str) -> None:
+    pages.run(PAGES[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", with_code(2))
+def test_code_on_two_ranks(two_ranks: Pools, name: str) -> None:
+    on_two_ranks(two_ranks, PAGES[name])
+
+
+# -- faults that the runner must find
+
+START = """---
+ranks: 2
+---
+```python
+import torch, torch.distributed as dist, ring_attn
+dist.init_process_group("gloo")
+q = torch.ones(1, 8, 2, 16)
+print(tuple(ring_attn.ring_attention(q, q, q).shape))
+```
+"""
+FAULTS = {
+    "wrong output": START + "```output\n(1, 16, 2, 16)\n```\n",
+    "a block that raises": START
+    + "```python\nring_attn.ring_attention(q, q, q, causl=True)\n```\n",
+    "a change that raises": START + "```diff\n-ring_attn.check()\n+ring_attn.chek()\n```\n",
+    "a group left open": START,
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_of_a_page_is_found(two_ranks: Pools, tmp_path: Path, fault: str) -> None:
+    with pytest.raises(RankError, match=r"broken\.md|destroy_process_group"):
+        on_two_ranks(two_ranks, Page(tmp_path / "broken.md", FAULTS[fault]))
+
+
+def test_blocks_are_found_with_their_output() -> None:
+    page = Page(Path("x.md"), START + "```output\nx\n```\n```sh\nmake a \\\n  b  # c\n```\n")
+    assert [(block.language, block.line, block.output) for block in page.blocks] == [
+        ("python", 4, "x\n"), ("output", 10, None), ("sh", 13, None)
+    ]  # fmt: skip
+    assert page.shell_lines() == [("make a    b", None)]
+    with pytest.raises(AssertionError, match="x.md:1"):
+        Page(Path("x.md"), "```\ncode\n```\n").blocks  # noqa: B018
+
+
+# -- commands
+
+
+def check_command(line: str) -> None:
+    """Checks a line of shell without running it: programs, options, extras, targets and files."""
+    words = shlex.split(line)
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]) or words[0] == "export":
+        words = words[1:]
+        if not words:
+            return
+    program, rest = words[0], words[1:]
+    if program == "ring-attn":
+        (command,) = [c for c in cli.COMMANDS if rest[: len(c.name.split())] == c.name.split()]
+        parser = cli.Parser(prog=line)
+        import_module(command.module).add_arguments(parser)
+        parser.parse_args(rest[len(command.name.split()) :])
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for named in re.findall(r"(?:ring-attn|\.)\[([a-z,]+)\]", line):
+            assert {*named.split(",")} <= {*extras["optional-dependencies"]}, line
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= {*targets}, line
+    else:
+        assert program in ("python", "torchrun"), f"{line}: a program that no test knows"
+        for word in rest:
+            if word.endswith(".py") and "/" in word:
+                assert (ROOT / word).exists(), line
+
+
+@EVERY
+def test_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, output in PAGES[name].shell_lines():
+        check_command(line)
+        if output is not None:
+            assert line.startswith("ring-attn "), f"{line}: only ring-attn is run"
+            with redirect_stdout(io.StringIO()) as printed:
+                assert cli.main(shlex.split(line)[1:]) in (0, 2)
+            text = printed.getvalue() + capsys.readouterr().err
+            pages.check_output(PAGES[name], 0, output, text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ring-attn plan --seqlen 4k --world 3 --bogus", "ring-attn demo", "pip install 'ring-attn[x]'",
+     "make tests", "python examples/none.py", "curl x"],
+)  # fmt: skip
+def test_a_wrong_command_is_found(line: str) -> None:
+    with pytest.raises((AssertionError, SystemExit, ValueError)):
+        check_command(line)
+
+
+# -- names and links
+
+
+@EVERY
+def test_links(name: str) -> None:
+    """Links within the site are checked by its build, too; of others only the form."""
+    text = PAGES[name].text
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if "://" in target:
+            assert re.fullmatch(r"https://[\w.-]+\.\w+(/[\w./#?=&~-]*)?", target), target
+        elif not target.startswith("#"):
+            path = target.partition("#")[0]
+            generated = path.removeprefix("../").startswith("generated/")
+            assert generated or (PAGES[name].path.parent / path).exists(), target
+
+
+def test_names_exist_after_import_alone() -> None:
+    """Those that the text names; blocks import by themselves."""
+    text = "".join(pages.FENCE.sub("", page.text) for page in PAGES.values())
+    names = {*re.findall(r"ring_attn(?:\.[A-Za-z_]\w*)+", text)} - {"ring_attn.attention.default"}
+    subprocess.run([sys.executable, "-c", EACH_NAME, *sorted(names)], check=True)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "".join(page.text for name, page in PAGES.items() if name.startswith("reference/"))
+    listed = {name.removeprefix("ring_attn.") for name in re.findall(r":: (\S+)", text)}
+    unlisted = {*ring_attn.__all__} - listed - {"integrations", "masks"}  # with their own modules
+    assert not unlisted
+    for module in MODULES[1:]:
+        short = module.replace("planning.", "").replace("models.tensor", "tensor")
+        assert short.removeprefix("ring_attn.") in listed, module
+
+
+def test_variables_are_documented() -> None:
+    text = PAGES["environment.md"].text
+    for variable in env.VARIABLES:
+        assert f"`{variable}" in text or not variable.startswith("RING_ATTN"), variable
