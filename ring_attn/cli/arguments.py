@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 T = TypeVar("T")
+
+# Seconds between lines of progress where no terminal shows a bar.
+LINE_S = 10.0
 
 # Width of a table whose output is not a terminal.
 TABLE_WIDTH = 180
@@ -107,7 +111,9 @@ def table_console() -> Any:
 
 @contextmanager
 def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """Shows the current part and the time left, in a terminal and unless quiet.
+    """Shows the current part and the time left, unless quiet.
+
+    Not in a terminal, writes a line to stderr every `LINE_S` seconds.
 
     Yields:
         A function to call at the start of a part, with its name and its share of `total`.
@@ -117,12 +123,19 @@ def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, fl
     console = table_console()
     columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
     hidden = quiet or not console.is_terminal
+    in_lines = hidden and not quiet and is_first_rank()
     with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
         task, done = shown.add_task("begins", total=total), 0.0
+        start = told = time.monotonic()
 
         def begin(name: str, share: float) -> None:
-            nonlocal done
+            nonlocal done, told
             shown.update(task, completed=done, description=name)
+            now = time.monotonic()
+            if in_lines and now - told >= LINE_S:
+                told, left = now, (now - start) * (total - done) / done if done else math.nan
+                line = f"{done / total:.0%} after {now - start:.0f} s, {left:.0f} s left: {name}"
+                print(line, file=sys.stderr, flush=True)
             done += share
 
         yield begin

@@ -5,10 +5,11 @@ rank computes its shard; rank 0 checks out, lse and every gradient against the b
 `ring_attn.testing`, which follows from plain PyTorch's error in the same dtype. The figures are
 error / bound: above 1 a case fails. All buffers start as NaN.
 
-    ring-attn verify --world-size 4
-    ring-attn verify --world-size 4 --strategy ring hybrid
+    ring-attn verify                                         a sample of the table, in a minute
+    ring-attn verify --all --world-size 3 --strategy ring hybrid
     torchrun --nproc-per-node 4 -m ring_attn verify
 
+A sample has every strategy with every layout, mask, backend and dtype; `--seed` draws another one.
 The exit status is 1 if a case failed or none passed. Cases that a backend refuses are listed with
 the reason; they neither fail nor pass.
 """
@@ -16,6 +17,8 @@ the reason; they neither fail nor pass.
 from __future__ import annotations
 
 import argparse
+import random
+import re
 import time
 import traceback
 from collections import Counter
@@ -38,7 +41,14 @@ from ring_attn.cli.arguments import (
     write_json,
 )
 from ring_attn.cli.env import backend_reasons, machine
-from ring_attn.cli.launch import DEVICES, checked_device, rank_device, run_ranks, send_part
+from ring_attn.cli.launch import (
+    DEVICES,
+    checked_device,
+    rank_device,
+    run_ranks,
+    send_part,
+    under_torchrun,
+)  # fmt: skip
 from ring_attn.core.values import env_int
 from ring_attn.testing import (
     LAYOUTS,
@@ -52,8 +62,12 @@ from ring_attn.testing import (
     run_rank,
     usable_backends,
 )
+from ring_attn.testing.cases import sample
 
 DEFAULT_WORLD_SIZE = 4
+
+# Cases of a sample: with 240, each strategy meets every layout and mask.
+SAMPLE, QUICK = 240, 40
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", nargs="+", metavar="NAME", help="default: all that can run here")
     layouts = f"some of {', '.join(LAYOUTS)} (default: all)"
     add("--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=layouts)
+    add("--all", action="store_true", help="every case of the table")
+    add("--seed", type=int, metavar="N", help="of the sample (default: drawn, and printed)")
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
     add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
     add_common(parser)
@@ -137,12 +153,18 @@ def run(args: argparse.Namespace) -> int:
         world_size = env_int("WORLD_SIZE", DEFAULT_WORLD_SIZE)
     device = checked_device(args.device, world_size)
     backends = _checked_backends(args.backend) or usable_backends(device)
-    wanted = cases(
-        args.quick,
+    if args.all and (args.quick or args.seed is not None):
+        raise ValueError("--all is every case: leave out --quick and --seed")
+    seed = args.seed
+    if seed is None:  # torchrun's ranks must draw the same cases
+        seed = 0 if under_torchrun() else random.randrange(1 << 16)
+    wanted = every = cases(
         backends=backends,
         layouts=args.layout or LAYOUTS,
         strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
+    if not args.all:
+        wanted = sample(every, QUICK if args.quick else SAMPLE, seed)
     started = time.perf_counter()
     judged: list[CaseResult] = []
 
@@ -161,6 +183,8 @@ def run(args: argparse.Namespace) -> int:
             run_cases, world_size, wanted, threads=args.threads, device=device, on_part=take
         )[0]
     report = payload(results)
+    if not args.all:
+        report["seed"] = seed
     write_json(args.json, report)
     _show(results, report, backends, quiet=args.quiet)
     counts = Counter(result.status for result in results)
@@ -244,12 +268,16 @@ def _table(results: Sequence[CaseResult]) -> Table:
 
 
 def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str]) -> Iterator[str]:
-    """A line for each backend and reason, including backends that were not tried."""
-    counts = Counter(
-        (r.case.strategy, r.case.backend, r.refused) for r in results if r.refused is not None
-    )
-    for (strategy, backend, reason), count in counts.items():
-        yield f"refused: {strategy} {backend}, {count} cases: {reason}"
+    """A line for each reason, and for each backend that was not tried."""
+    refused: dict[str, list[Case]] = {}
+    for result in results:
+        if result.refused is not None:
+            # Without what was given, which differs from case to case.
+            reason = re.sub(r", got [^;]*;", ";", result.refused)
+            refused.setdefault(reason, []).append(result.case)
+    for reason, found in refused.items():
+        names = ", ".join(sorted({f"{case.strategy} {case.backend}" for case in found}))
+        yield f"refused: {len(found)} cases of {names}: {reason}"
     for backend, answers in backend_reasons().items():
         if backend not in backends:
             here = {r for where, r in answers.items() if where.startswith(f"{device} ")}
@@ -263,6 +291,8 @@ def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
         f"{counts}: world size {report['world_size']} on {report['device']}, "
         f"{report['seconds']:.1f} s"
     )
+    if "seed" in report:
+        text += f"; a sample with --seed {report['seed']}, --all has every case"
     judged = [(v.ratio, v.name, r.case) for r in results for v in r.verdicts]
     if not judged:
         return text

@@ -6,9 +6,11 @@ strategy itself. `ring-attn verify` and the tests of the strategies use the same
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -322,6 +324,39 @@ def cases(
     return [
         case for strategy in strategies for case in make(tuple(backends), tuple(layouts), strategy)
     ]
+
+
+def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
+    """At most `count` of the cases, in their order, the same for one seed.
+
+    First come cases with a value that no earlier one has: each strategy, layout, mask, backend,
+    dtype, number of heads, length and option, as far as `count` goes. Then come new pairs: each
+    strategy with each layout, mask, and dtype of a backend, and each layout with each mask.
+    """
+    left = list(enumerate(every))
+    random.Random(seed).shuffle(left)
+    chosen: list[tuple[int, Case]] = []
+    for values_of in (_values, _pairs):
+        seen: set[object] = set()
+        for _, case in chosen:
+            seen |= values_of(case)
+        rest = []
+        for one in left:
+            new = values_of(one[1]) - seen
+            seen |= new
+            (chosen if new else rest).append(one)
+        left = rest
+    return [case for _, case in sorted([*chosen, *left][:count], key=itemgetter(0))]
+
+
+def _values(case: Case) -> set[object]:
+    fields = ("strategy", "layout", "mask", "backend", "dtype", "heads", "seqlen")
+    return {(name, getattr(case, name)) for name in fields} | set(case.options)
+
+
+def _pairs(case: Case) -> set[object]:
+    with_strategy = (case.layout, case.mask, (case.backend, case.dtype))
+    return {(case.strategy, x) for x in with_strategy} | {(case.layout, case.mask)}
 
 
 def usable_backends(device: str) -> tuple[str, ...]:

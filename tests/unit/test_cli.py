@@ -83,6 +83,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["nothing", "here"], "got 'nothing here'"),
         (["env", "--nope"], "unrecognized arguments: --nope"),
         (["verify", "--backend", "magic"], "--backend must be one of"),
+        (["verify", "--all", "--seed", "1"], "--all is every case"),
         (["verify", "--world-size", "0"], "argument --world-size: '0' is not a size"),
         (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
         (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
@@ -155,16 +156,20 @@ def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "verify.json"
     words = ["--world-size", "2", "--quick", "--layout", "zigzag", "--json", str(path)]
-    assert cli.main(["verify", *words, "--strategy", "all_gather", "hybrid"]) == 0
+    words += ["--strategy", "all_gather", "hybrid", "--backend", "reference", "--seed", "3"]
+    assert cli.main(["verify", *words]) == 0
     report = json.loads(path.read_text())
-    count = len(testing.MASKS) + len(testing.SCORES)
     # Two ranks have no divisor besides 1 and 2.
-    assert report["summary"] == {"passed": count, "failed": 0, "refused": count}
+    refused = sum(case["strategy"] == "hybrid" for case in report["cases"])
+    passed = len(report["cases"]) - refused
+    assert report["summary"] == {"passed": passed, "failed": 0, "refused": refused}
+    assert refused and passed and report["seed"] == 3
     for case in report["cases"]:
         assert (case["status"] == "refused") == (case["strategy"] == "hybrid")
         if case["strategy"] == "all_gather":
             assert set(case["results"]) == set(RESULTS_WITH_SINKS if case["sinks"] else RESULTS)
-    assert "0 failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 failed" in said and "--seed 3" in said and said.count("refused: ") == 1
 
 
 @pytest.mark.dist
@@ -173,7 +178,7 @@ def test_verify_of_a_backend_that_cannot_run_is_no_success(
 ) -> None:
     words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--backend", "flash_attn"]
     assert cli.main([*words, "--strategy", "ring"]) == 1
-    assert "refused: ring flash_attn" in capsys.readouterr().out
+    assert "cases of ring flash_attn: " in capsys.readouterr().out
 
 
 def wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ring_attn import testing
+from ring_attn.cli.verify import QUICK, SAMPLE
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import window
 from ring_attn.testing import (
@@ -33,6 +34,7 @@ from ring_attn.testing import (
     random_sinks,
     run_all_ranks,
 )
+from ring_attn.testing.cases import sample
 from ring_attn.transport.local import LocalTransport
 from tests.bounds import expect, textbook_backward, textbook_forward
 
@@ -226,6 +228,20 @@ def test_cases_cover_what_they_say() -> None:
     dtypes = product(backends, ("float16", "bfloat16", "float32"))
     assert {(c.backend, c.dtype) for c in everything} == {*dtypes, ("reference", "float64")}
     assert any(c.large_logits for c in everything) and any(c.noncontiguous for c in everything)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_has_every_pair(seed: int) -> None:
+    every = testing.cases(backends=("reference", "aten"))
+    found = sample(every, SAMPLE, seed)
+    assert found == sample(every, SAMPLE, seed) != sample(every, SAMPLE, seed + 1)
+    assert len(set(found)) == SAMPLE and set(found) <= set(every)
+    for names in (("strategy", "layout"), ("strategy", "mask"), ("layout", "mask")):
+        pairs, wanted = ({tuple(getattr(c, n) for n in names) for c in cs} for cs in (found, every))
+        assert pairs == wanted
+    few = sample(every, QUICK, seed)
+    for name in ("strategy", "layout", "mask", "dtype", "backend", "heads", "seqlen"):
+        assert {getattr(c, name) for c in few} == {getattr(c, name) for c in every}, name
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "q_exchange"])
