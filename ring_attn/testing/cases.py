@@ -340,7 +340,7 @@ def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
         seen: set[object] = set()
         for _, case in chosen:
             seen |= values_of(case)
-        rest = []
+        rest: list[tuple[int, Case]] = []
         for one in left:
             new = values_of(one[1]) - seen
             seen |= new
