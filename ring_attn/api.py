@@ -30,7 +30,7 @@ from ring_attn.first_use import proven_backend
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.strategies.strategy import Strategy, checked_strategy
 from ring_attn.torch_private import is_traced_as_constant
-from ring_attn.transport import streams
+from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.debug import debug_enabled
 from ring_attn.transport.options import TransportOptions
@@ -99,7 +99,8 @@ def ring_attention(
     """Exact attention over a sequence that is split across the ranks of a group.
 
     Every rank passes its own shard and gets the output for its own queries. Gradients equal those
-    of dense attention; second derivatives are refused.
+    of dense attention; second derivatives are refused. `torch.cuda.graph` captures a call after an
+    equal one: capture and replay alike on all ranks, for all groups in one order from one thread.
 
     Args:
         q: (batch, rows, nheads, headdim), or packed (rows, nheads, headdim) with `cu_seqlens`;
@@ -168,7 +169,7 @@ def ring_attention(
             option of another name, such as `is_causal`.
         NotImplementedError: dropout, ALiBi, forward-mode differentiation, transforms of
             `torch.func`, a call that the named backend does not support, `same_bits=True` where it
-            is impossible, or capture of a CUDA graph.
+            is impossible, or a capture in a CUDA graph before an equal call without one.
         ImportError: the named backend's package is not installed.
         RuntimeError: no process group; a rank is missing, died, stalled, left its call by an error,
             or is in another call; and every call on a process group after such an error.
@@ -241,11 +242,11 @@ def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
     "strategy='auto' cannot be compiled, as the ranks exchange messages to choose: pass "
     "ring_attn.explain(...).strategy, or compile without fullgraph=True"
 )
+@capture.a_call
 def _with_strategy(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> Arguments:
     """The arguments with the strategy that "auto" chooses."""
-    refusals.check_capture("ring_attention", q)
     call = arguments.call
     group, shape = call.process_group, call.mesh_shape
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
@@ -256,8 +257,7 @@ def _with_strategy(
         resolved.mask, backward=call.differentiated, same_bits=call.same_bits,
         layouts=resolved.layouts,
     )  # fmt: skip
-    with streams.on(q.device):
-        backend = proven_backend(spec, call.backend, purpose).name
+    backend = proven_backend(spec, call.backend, purpose).name
     ends = open_p2p(group, call.transport)
     if arguments.needs_even_rows:
         ends.check_even(rows, q.device)
@@ -367,7 +367,7 @@ def tree_decode(
         ValueError: shapes, layout, window or sinks do not fit, or there is no query.
         TypeError: a dtype or type that is not accepted.
         NotImplementedError: inputs that require a gradient (use `ring_attention`), a call that the
-            named backend does not support, or capture of a CUDA graph.
+            named backend does not support, or a capture in a CUDA graph before an equal call.
         ImportError: the named backend's package is not installed.
         RuntimeError: as `ring_attention`.
 
@@ -408,6 +408,7 @@ def tree_decode(
         raise
 
 
+@capture.a_call
 def select_backend(
     q: Tensor,
     k: Tensor,
@@ -473,8 +474,7 @@ def select_backend(
         several=len(documents) > 2 if mask is None else len(mask.slices) > 1,
         causal=right >= 0 if mask is None else mask.has_upper_bounds,
     )
-    with streams.on(q.device):
-        return proven_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
+    return proven_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:

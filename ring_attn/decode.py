@@ -23,11 +23,12 @@ from ring_attn.core.values import as_int, check_type
 from ring_attn.first_use import proven_backend
 from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import DecodeCall, decode_tiles, gather_numbers, make_call
-from ring_attn.transport import streams
+from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 
 
+@capture.a_call
 def attend(
     q: Tensor,
     k: Tensor,
@@ -46,10 +47,10 @@ def attend(
     groups.check_max_ctas(call.transport, group)
     # Checks the call before anything is sent.
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    with streams.on(q.device):
-        place = layout, mask, call, *call.place
-        decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
-    refusals.check_capture("tree_decode", q)
+    place = layout, mask, call, *call.place
+    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
+    if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
+        capture.refuse("the ranks tell each other their numbers of rows: pass a layout")
     ends = open_p2p(group, call.transport)
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
         own = (k.size(2), v.size(3)) if sizes_known else (0, 0)
@@ -58,8 +59,7 @@ def attend(
             k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-            with streams.on(q.device):
-                decode_call, agreement = _planned(spec, (q.size(1), 0), *place)
+            decode_call, agreement = _planned(spec, (q.size(1), 0), *place)
     with (
         own_dtypes(q.device.type),
         ends.call("decode", agreement, q.device, sinks=sinks, queries=q),

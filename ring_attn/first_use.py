@@ -37,6 +37,7 @@ from ring_attn.machines import run
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
+from ring_attn.transport import capture
 from ring_attn.transport.local import LocalTransport, run_local
 
 VARIABLE = "RING_ATTN_FIRST_USE"
@@ -129,6 +130,7 @@ def _is_on() -> bool:
 @cache
 def why_wrong(use: Use) -> str | None:
     """Why the kernels of a use are refused on the current GPU; None if they have passed."""
+    capture.refuse("kernels would be used for the first time: make the call once before")
     facts = {"use": str(use), **machine()}
     note = _notes() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"
     if _has_passed(note):

@@ -34,7 +34,7 @@ from ring_attn.first_use import proven_backend
 from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
-from ring_attn.transport import streams
+from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
@@ -53,7 +53,7 @@ _BACKWARD = (
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-# CUDA graphs replay kernels only, but a ring needs the host: Inductor must not capture the call.
+# Inductor must not capture the call: it does not ask whether all ranks capture the same one.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
@@ -61,14 +61,13 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 
 def _prepare(
-    spec: AttentionSpec, rows: tuple[int, int], arguments: Arguments, device: torch.device
+    spec: AttentionSpec, rows: tuple[int, int], arguments: Arguments
 ) -> tuple[Call, Agreement]:
     """The strategy's call for this rank, and the values that must be equal on all ranks."""
     call = arguments.call
     groups.check_max_ctas(call.transport, call.process_group)
     masked = arguments.documents(), arguments.given_mask()
-    with streams.on(device):
-        return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
+    return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
 
 
 # Cached here too: these values are faster to hash than the values by which plans are cached.
@@ -110,6 +109,7 @@ def _make_call(
 torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 
 
+@capture.a_call
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -119,12 +119,11 @@ def _attention(
     (nheads,), empty unless requested; and `saved`, empty unless the call is differentiated.
     """
     arguments = Arguments(*fields)
-    refusals.check_capture("ring_attention", q)
     call = arguments.call
     group = call.process_group
     try:
         spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments, q.device)
+        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
         transport = open_p2p(group, call.transport)
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
@@ -249,6 +248,7 @@ def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, t
 torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
 
 
+@capture.a_call
 def _attention_backward(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -258,7 +258,6 @@ def _attention_backward(
     `fields` are those of `Arguments`.
     """
     arguments = Arguments(*fields)
-    refusals.check_capture("ring_attention", dout)
     call = arguments.call
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
     heads = nheads, nheads_kv, headdim, headdim_v
@@ -266,7 +265,7 @@ def _attention_backward(
     spec = AttentionSpec(dout.device.type, dout.dtype, batch, *heads, *options)
     group = call.process_group
     try:
-        run, agreement = _prepare(spec, (rows, rows_kv), arguments, dout.device)
+        run, agreement = _prepare(spec, (rows, rows_kv), arguments)
         transport = open_p2p(group, call.transport)
         number, tensors = _in_order(_kept(arguments.text, *call.place), saved)
         forward = int(number.item() / _NUMBER_UNIT)

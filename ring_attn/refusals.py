@@ -24,6 +24,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.values import as_int, check_dim, check_flag, check_number, check_type
 from ring_attn.groups import check_group_device
 from ring_attn.torch_private import is_transformed
+from ring_attn.transport import capture
 
 T = TypeVar("T")
 
@@ -95,20 +96,12 @@ def check_plain(name: str, x: Tensor) -> None:
         )
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the current stream of the device."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def check_capture(name: str, x: Tensor) -> None:
     """Refuses a call while a CUDA graph is captured, since a replay does not run the host."""
-    if is_captured(x.device):
+    if capture.captures(x.device):
         raise NotImplementedError(
-            f"{name} cannot be captured in a CUDA graph, as the host posts its messages step by "
-            "step: capture the code around it, or compile without mode='reduce-overhead'"
+            f"{name} cannot be captured in a CUDA graph, as the host takes part in it: capture the "
+            "code around it, or compile without mode='reduce-overhead'"
         )
 
 
@@ -296,6 +289,7 @@ def _on_host(x: Tensor) -> tuple[int, ...]:
         return tuple(x.tolist())
     version, values = _host_values.get(x, (None, ()))
     if version != x._version:
+        capture.refuse("the host would read cu_seqlens: make the same call once before")
         values = tuple(x.tolist())
         _host_values[x] = x._version, values
     return values

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.tiles import Tile
+from ring_attn.transport import capture
 from ring_attn.transport.cached import Cached
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class KeptLaunches:
             self.tables.move_to_end(key)
             cached: T = self.tables[key][1].get()
             return cached
+        capture.refuse("a kernel's table would be copied: make the same call once before")
         table = make()
         tensors = [x for x in vars(table).values() if isinstance(x, Tensor)]
         self.tables[key] = tiles, Cached(table, tensors, device)
@@ -86,6 +88,10 @@ class KeptLaunches:
         if known is not None:
             enqueue(known[1].get().run, addresses, device)
             return
+        capture.refuse(
+            "a kernel would be loaded: make a call with the same shapes, strides and addresses, "
+            f"multiples of {ALIGNMENT}, once before"
+        )
         launch, compiled = enqueue(_first_run, make, device)
         if aligned and compiled is not None:
             from ring_attn.kernels.launch import Repeat

@@ -28,7 +28,7 @@ from ring_attn.profiling import Direction, Observer, is_observed, observe
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.tree_decode import DecodeCall, program
-from ring_attn.transport import streams
+from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Transport
 from ring_attn.transport.buffers import Block, Pool, exchanged, last_uses
 from ring_attn.transport.streams import Stream
@@ -148,7 +148,7 @@ def execute(
             Run(program, spec, scores, backend, dict(tensors), silent, sinks).all()
 
         transport.before_first((kind, program.backward, spec), call.backend, rehearse)
-    if not is_observed():
+    if capture.is_on() or not is_observed():
         run.all()
         return run
     direction: Direction = "backward" if program.backward else "forward"

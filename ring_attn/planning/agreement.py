@@ -24,6 +24,7 @@ from ring_attn.planning import planner
 from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
 from ring_attn.strategies.strategy import Strategy
+from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
 
 # Agreed strategies by transport (so that they are freed with its group), then by arguments. Batches
@@ -88,6 +89,7 @@ def agreed_strategy(
             )  # fmt: skip
             return planner.choose(problem, {"given": layouts}).strategy
 
+        capture.refuse("the ranks would choose a strategy: make the same call once before")
         device = torch.device(spec.device_type)
         known[key] = _from_rank_0(digest(key), chosen, transport, device)
         if len(known) > AGREEMENTS_KEPT:

@@ -8,9 +8,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ring_attn.transport import streams
+from ring_attn.transport import capture, streams
 
 T = TypeVar("T")
+
+# Tensors that graphs read. Nobody tells when a graph is gone, so they are kept for good.
+_read_by_graphs: set[Tensor] = set()
 
 
 class Cached(Generic[T]):
@@ -25,7 +28,13 @@ class Cached(Generic[T]):
             self._ready = {streams.current(device)}
 
     def get(self) -> T:
-        """The value, for work on the current stream."""
+        """The value, for work on the current stream.
+
+        A graph cannot wait for work before its capture; torch waits for that when capture begins.
+        """
+        if capture.is_on():
+            _read_by_graphs.update(self._tensors)
+            return self._value
         if self._queued and (stream := streams.current(self._device)) not in self._ready:
             streams.wait(self._made, self._device)
             for x in self._tensors:

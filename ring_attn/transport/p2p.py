@@ -21,6 +21,7 @@ import json
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ from torch import Tensor
 from ring_attn import groups, refusals
 from ring_attn.core.program import Channel, Collective
 from ring_attn.torch_private import coalesced, group_timeout
-from ring_attn.transport import streams
+from ring_attn.transport import capture, streams
 from ring_attn.transport.base import (
     Agreement,
     Batch,
@@ -65,6 +66,12 @@ PREPARE_S = 600.0
 
 ONE_BACKEND = "compute by one backend (a rank that leaves one out has warned why: pass backend=...)"
 
+# Kinds of calls for which the host does not wait, and which a CUDA graph may hold.
+CAPTURED = ("forward", "backward", "decode")
+
+# A captured call must equal one of so many before.
+CALLS_KNOWN = 1024
+
 COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 RECEIVE, SEND = "receive from", "send to"
@@ -88,6 +95,8 @@ class P2PTransport(Transport):
         self._global_ranks = tuple(shared.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
         self._lanes: dict[Channel, Lane] = {}
+        # Kinds and digests of the last calls.
+        self._made: deque[tuple[str, bytes]] = deque(maxlen=CALLS_KNOWN)
 
     @property
     def global_ranks(self) -> Ranks:
@@ -109,6 +118,8 @@ class P2PTransport(Transport):
         if self.world_size == 1:
             yield 0
             return
+        if capture.is_on():
+            self._check_captured(kind, agreement)
         if debug_enabled() and agreement is not COMPARING:
             texts = {"call": kind if number is None else f"{kind} {number}"}
             if (step := current_step()) is not None:
@@ -139,6 +150,7 @@ class P2PTransport(Transport):
             yield number
             if queued:
                 shared.headers.end()
+                self._made.append((kind, agreement.digest))
         except BaseException as error:
             mark_counted(error)
             shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
@@ -147,6 +159,13 @@ class P2PTransport(Transport):
             raise
         finally:
             shared.end()
+
+    def _check_captured(self, kind: str, agreement: Agreement) -> None:
+        """Refuses to capture a call for which the host waits, as it does in the first of a kind."""
+        if kind not in CAPTURED:
+            capture.refuse(f"the host would wait for other ranks, to {kind}")
+        if (kind, agreement.digest) not in self._made:
+            capture.refuse(f"make the same {kind} call once before the capture")
 
     def compare(
         self, texts: Mapping[str, str], device: torch.device, agreement: Agreement = NOTHING
@@ -431,7 +450,7 @@ def check_all() -> None:
     for group in list(_transports):
         shared = rank_group(group)
         queued = [device for device in shared.devices.values() if streams.are_used(device)]
-        captured = any(refusals.is_captured(device) for device in queued)
+        captured = any(capture.captures(device) for device in queued)
         if queued and shared.unchecked and not captured and groups.is_alive(group):
             check_calls(group)
 
@@ -465,7 +484,7 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
     if process_group is None or was_counted(error):
         return
     device = group_device(process_group)
-    if debug_enabled() and isinstance(error, Exception) and not refusals.is_captured(device):
+    if debug_enabled() and isinstance(error, Exception) and not capture.captures(device):
         known = options if isinstance(options, TransportOptions) else TransportOptions()
         with suppress(ValueError):
             report = {"error": f"{type(error).__name__}: {error}"}

@@ -26,6 +26,23 @@ class HostSyncError(AssertionError):
     """The host would wait for the device."""
 
 
+class CaptureError(AssertionError):
+    """CUDA would refuse the operation while a graph is captured, or the captured graph."""
+
+
+class Capture:
+    """The queues whose work a graph takes, and what was queued on them before."""
+
+    def __init__(self, first: int) -> None:
+        """Takes the number of nodes recorded before."""
+        self.first = first
+        self.before: dict[Queue, tuple[Node, ...]] = {}
+
+    def join(self, queue: Queue) -> None:
+        if queue not in self.before:
+            self.before[queue], queue.tail = queue.tail, ()
+
+
 class Queue:
     """What a stream is on its device."""
 
@@ -55,15 +72,23 @@ class Event:
     def __init__(self, cuda: Cuda, *, enable_timing: bool = False) -> None:
         self._cuda, self.enable_timing = cuda, enable_timing
         self.after: tuple[Node, ...] = ()
+        self.capture: Capture | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.after = (stream or self._cuda.current_stream()).queue.tail
+        queue = (stream or self._cuda.current_stream()).queue
+        self.after, self.capture = queue.tail, self._cuda.capture_of(queue)
 
     def wait(self, stream: Stream | None = None) -> None:
-        queue = (stream or self._cuda.current_stream()).queue
+        queue, capture = (stream or self._cuda.current_stream()).queue, self._cuda.capture
+        if self.capture is not None and self.capture is capture:
+            capture.join(queue)
+        elif self.capture is not None or self._cuda.capture_of(queue) is not None:
+            raise CaptureError("a graph and work outside of it wait for each other")
         queue.tail = (*queue.tail, *(node for node in self.after if node not in queue.tail))
 
     def query(self) -> bool:
+        if self.capture is not None or self._cuda.capture is not None:
+            raise CaptureError("an event is queried")
         return False  # the host never knows how far the device has got
 
     def synchronize(self) -> None:
@@ -74,6 +99,7 @@ class Cuda:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.current = recorder, OTHER
         self.captured: int | None = None  # a device whose current stream a graph captures
+        self.capture: Capture | None = None
         self._pools = {device: [Queue(device) for _ in range(POOL)] for device in (HOME, OTHER)}
         self._taken = dict.fromkeys(self._pools, 0)
         self._streams = {device: Stream(self, Queue(device)) for device in self._pools}
@@ -88,13 +114,21 @@ class Cuda:
             stream=self.stream,
             device=self.device,
             current_device=lambda: self.current,
-            is_current_stream_capturing=lambda: self.current == self.captured,
+            is_current_stream_capturing=self.is_capturing,
         )
 
     @property
     def home(self) -> Queue:
         """Where operators on the rank's tensors are queued now, whichever device is current."""
         return self._streams[HOME].queue
+
+    def is_capturing(self) -> bool:
+        here = self._streams[self.current].queue
+        return self.current == self.captured or self.capture_of(here) is not None
+
+    def capture_of(self, queue: Queue) -> Capture | None:
+        taken = self.capture is not None and queue in self.capture.before
+        return self.capture if taken else None
 
     def _index(self, device: torch.device | int | None) -> int:
         if device is None or isinstance(device, int):

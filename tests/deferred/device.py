@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ring_attn import neighbours, ops
-from tests.deferred.cuda import HOME, Cuda, HostSyncError, Queue, Stream
+from tests.deferred.cuda import HOME, Capture, CaptureError, Cuda, HostSyncError, Queue, Stream
 
 # Operators that only allocate memory, and operators that would make the host wait.
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-SYNCHRONISE = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+READ_ONE = {"item", "_local_scalar_dense", "is_nonzero"}
+SYNCHRONISE = READ_ONE | {"nonzero", "masked_select", "equal", "_unique2"}
 READ_BY_HOST = {"tolist", "numpy", "cpu", "__array__"}
 
 
@@ -100,6 +101,7 @@ class Memory:
     on_device: bool = False  # the device's, or an operator used it with such memory
     pinned: bool = False
     lent_to: list[Queue] = field(default_factory=list)  # other streams that use it
+    graph: Capture | None = None  # whose memory it is
 
 
 class Recorder(TorchDispatchMode):
@@ -124,6 +126,8 @@ class Recorder(TorchDispatchMode):
     def pinned(self, x: Tensor) -> Tensor:
         """Copies a tensor at once, on the host, for use by the device."""
         assert self.cuda.current == HOME, "pinned for another device"
+        if self.cuda.capture is not None:
+            raise CaptureError("memory is pinned")
         copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
         self.given(copy)
         self.memories[self._memory(copy)].pinned = True
@@ -167,6 +171,8 @@ class Recorder(TorchDispatchMode):
             if self.num_ops == self._fail_at:
                 raise PlantedError(f"at operator {self.num_ops}, {node.what}")
         stream = node.stream = stream or self.cuda.home
+        if self.cuda.capture is not None and self.cuda.capture_of(stream) is None:
+            raise CaptureError(f"{node.what} is queued outside of the graph")
         node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self.ended)))
         self.nodes.append(node)
         stream.tail = (node,)
@@ -202,20 +208,29 @@ class Recorder(TorchDispatchMode):
         initial = _bytes_of(storage) if stream is None else None
         address, number = storage.data_ptr(), len(self.memories)
         self.memories.append(Memory(storage.nbytes(), initial, stream))
+        self.memories[-1].graph = None if stream is None else self.cuda.capture
         self._ids[address] = number
         weakref.finalize(storage, self._give_back, address, number)
 
     def _give_back(self, address: int, number: int) -> None:
         del self._ids[address]
         memory = self.memories[number]
-        if not self._active or memory.stream is None:
+        capture = self.cuda.capture
+        # A graph's memory is used anew only within its capture.
+        if not self._active or memory.stream is None or memory.graph not in (None, capture):
             return
         # The node stands for the next user of the memory; no other node waits for it.
         node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
         node.run = _poison(number)
-        tails = [stream.tail for stream in (memory.stream, *memory.lent_to)]
+        queues = (memory.stream, *memory.lent_to)
+        if capture is memory.graph:
+            tails = [queue.tail for queue in queues]
+            self.nodes.append(node)
+        else:
+            tails = [capture.before.get(queue, queue.tail) for queue in queues]
+            self.nodes.insert(capture.first, node)
+            capture.first += 1
         node.after = tuple(dict.fromkeys((*chain(*tails), *self.ended)))
-        self.nodes.append(node)
 
     def scratch(self, like: Ref) -> Ref:
         """Allocates memory of the device for a tensor like `like`."""

@@ -23,7 +23,7 @@ from ring_attn.testing import Case, RankResult, Sent, put_together
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import formation, group, headers, media
-from tests.deferred.cuda import HOME, Queue
+from tests.deferred.cuda import HOME, CaptureError, Queue
 from tests.deferred.device import HostReads, Part, Recorder, Transfer
 from tests.deferred.program import Program
 from tests.stand_in import Parts, StandIn
@@ -61,6 +61,11 @@ class Communicator(StandIn):
         assert transfer is not None
         return self._start(transfer)
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connects, which no capture allows."""
+        if self.recorder.cuda.capture is not None:
+            raise CaptureError("a communicator is made")
+
     def shutdown(self) -> None:
         """Does nothing: ranks do not meet."""
 
@@ -93,10 +98,14 @@ class Communicator(StandIn):
         return None if self._group else self._start(transfer)
 
     def _start(self, transfer: Transfer) -> Work:
+        cuda = self.recorder.cuda
+        if (capture := cuda.capture_of(cuda.home)) is not None:
+            capture.join(self._queue)
         transfer.what = f"transfer {len(self._transfers)} of {self.options.group_name}"
         transfer.after = self.recorder.cuda.home.tail
         self.recorder.queue(transfer, self._queue)
-        self._transfers.append(transfer)
+        if cuda.capture is None:  # else no abort reaches the transfer
+            self._transfers.append(transfer)
         return Work(self.recorder, transfer)
 
 

@@ -44,18 +44,19 @@ class Kernel:
         return self
 
 
+def made_table() -> StepTable:
+    table = make_step_table(TILES, 4, 4, DEVICE, descending=True)
+    return replace(table, blocks=table.blocks.clone(), runs=table.runs.clone())
+
+
 def launches(repeated: bool) -> Callable[[int, Recorder], None]:
     """Launches with one table on three streams; the host drops the table before they end."""
 
     def work(_: int, recorder: Recorder) -> None:
         kept, kernel = KeptLaunches(), Kernel(recorder)
 
-        def made() -> StepTable:
-            table = make_step_table(TILES, 4, 4, DEVICE, descending=True)
-            return replace(table, blocks=table.blocks.clone(), runs=table.runs.clone())
-
         def table() -> Tensor:
-            return kept.table(TILES, ("blocks",), DEVICE, made).blocks
+            return kept.table(TILES, ("blocks",), DEVICE, made_table).blocks
 
         def launch(x: Tensor) -> Launch:
             return Launch(kernel, (1,), {"x_ptr": x, "table_ptr": table()}, {}, {})

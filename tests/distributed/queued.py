@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.transport import streams
+from ring_attn.transport import capture, streams
 from ring_attn.transport.ranks.media import Gloo
 from tests.stand_in import Parts, StandIn
 
@@ -89,6 +89,7 @@ def install() -> None:
     """Treats CPU tensors as CUDA's, in this process from now on."""
     streams.are_used = lambda device: True
     compute = Moment()
+    capture.captures = lambda device: False
     streams.current = lambda device: compute
     streams.new = streams.record = streams.record_on = lambda place: Moment()
     streams.use = lambda stream: nullcontext()

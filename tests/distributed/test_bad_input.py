@@ -28,7 +28,6 @@ from ring_attn import (
     halo,
     masks,
     prepare,
-    refusals,
     ring_attention,
     select_backend,
     sync_gradients,
@@ -36,7 +35,7 @@ from ring_attn import (
     unshard,
 )
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport import p2p
+from ring_attn.transport import capture, p2p
 from tests.distributed.pool import ended, on_ranks
 from tests.refusals import refused, says
 from tests.unit.test_wrong_values import KINDS, WRONG, defaults
@@ -279,7 +278,8 @@ def no_communication() -> Iterator[None]:
         names = ("new_group", "all_gather", "all_gather_object", "isend", "irecv")
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, refuse))
-        for name in ("call", "post", "gather"):
+        stack.enter_context(mock.patch.object(p2p.RankGroup, "occupy", refuse))
+        for name in ("post", "gather"):
             stack.enter_context(mock.patch.object(p2p.P2PTransport, name, refuse))
         yield
 
@@ -465,24 +465,24 @@ def test_lost_groups_are_named() -> None:
 
 
 @on_ranks(2)
-def test_capture_is_refused() -> None:
-    """Refuses calls on a device whose stream is being captured."""
+def test_a_capture_that_needs_the_host_is_refused() -> None:
+    """Refuses calls that this rank has not made before, and calls for which the host waits."""
     q, k, v = (one.requires_grad_() for one in good().values())
     layout = SequenceLayout.contiguous(2 * q.size(1), 2)
     backward = ring_attention(q, k, v).sum()
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("ring_attention", lambda: ring_attention(**good())),
-        ("ring_attention", lambda: ring_attention(**good(), strategy="auto")),
-        ("tree_decode", lambda: tree_decode(**good())),
-        ("tree_decode", lambda: tree_decode(**good(), window_size=(2, 0))),  # asks for lengths
+        ("same forward call", lambda: ring_attention(**good())),
+        ("choose a strategy", lambda: ring_attention(**good(), strategy="auto")),
+        ("same decode call", lambda: tree_decode(**good(), layout=layout)),
+        ("pass a layout", lambda: tree_decode(**good(), window_size=(2, 0))),
         ("unshard", lambda: unshard(q.detach(), layout)),
         ("halo", lambda: halo(q, layout, 1, 1)),
-        ("ring_attention", backward.backward),
+        ("same backward call", backward.backward),
     ]
-    for name, call in calls:
+    for words, call in calls:
         with (
-            refused(NotImplementedError, f"{name} cannot be captured in a CUDA graph"),
-            mock.patch.object(refusals, "is_captured", lambda device: True),
+            refused(NotImplementedError, f"cannot be captured in a CUDA graph|{words}"),
+            mock.patch.object(capture, "captures", lambda device: True),
             no_communication(),
         ):
             call()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ring_attn.core.values import regular_file
 from ring_attn.torch_private import group_store, group_timeout
-from ring_attn.transport import streams
+from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.ranks import watch
@@ -260,6 +260,8 @@ class RankGroup:
             raise RuntimeError(f"{text}timeout {seconds:g} s: {error}") from error
 
     def pool(self, device: torch.device) -> Pool:
+        if capture.is_on():
+            return Pool(device, HEADER_BYTES)  # of the graph's own memory
         stream = streams.current(device)
         if stream not in self._pools:
             self._pools[stream] = Pool(device, HEADER_BYTES)

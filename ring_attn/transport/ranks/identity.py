@@ -62,7 +62,7 @@ class Identity:
 
     @cached_property
     def seed(self) -> int:
-        """The number from which the message tags are computed."""
+        """A hash of the call: its message tags are computed from it, and graphs send it."""
         return zlib.crc32(struct.pack("<7q", *self.words(), self.values))
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ring_attn.core.program import Channel
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
-from ring_attn.transport import streams
+from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
 from ring_attn.transport.options import MAX_CTAS, TransportOptions
 from ring_attn.transport.ranks.formation import (
@@ -163,7 +163,8 @@ class Lane:
             self._waits.add(moments)
             start()
             end = streams.record_on(self._stream)
-        self._posted.append(Posted(step, peer, time.monotonic(), end, call))
+        if not capture.is_on():  # nobody watches replays
+            self._posted.append(Posted(step, peer, time.monotonic(), end, call))
         return end
 
     def late(self, limit: float | None = None) -> Late | None:

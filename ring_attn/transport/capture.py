@@ -1,0 +1,76 @@
+"""Calls that a CUDA graph captures, to be replayed without the host.
+
+A replay launches the kernels and NCCL's exchanges of the captured call again, on the same memory.
+What the host does is done once, at the capture: it may neither wait nor read results, and all that
+it makes for later calls must be there before, from an equal call that is not captured. Within a
+capture
+
+    events      belong to the graph: none from before is waited for, none is queried
+    buffers     are of the graph's own memory; tables from before are kept for good
+    messages    carry one header at all replays; nobody watches them, neither this package nor torch
+    figures     are not taken: `collect` and profilers' ranges are of calls that are not captured
+
+NCCL and torch ask of the user what nothing here can check: `torch.cuda.graph`, which waits for the
+device first; the same captures on all ranks, and the same replays; and all of them in one order
+from one thread, as CUDA can deadlock where threads launch graphs of several communicators.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ring_attn.transport import streams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Call(threading.local):
+    is_captured = False
+
+
+_call = _Call()
+
+
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream of the device."""
+    if not streams.are_used(device):
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def a_call(function: F) -> F:
+    """Runs a function on the GPU of its first tensor, and notes whether a graph captures it.
+
+    So code that knows no tensor, such as the choice of a backend, asks the right GPU.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        given = (x.device for x in (*args, *options.values()) if isinstance(x, Tensor))
+        device = next(given, torch.device("cpu"))
+        with streams.on(device):
+            before, _call.is_captured = _call.is_captured, captures(device)
+            try:
+                return function(*args, **options)
+            finally:
+                _call.is_captured = before
+
+    return cast(F, call)
+
+
+def is_on() -> bool:
+    """Whether the call under way in this thread is captured."""
+    return _call.is_captured
+
+
+def refuse(why: str) -> None:
+    """Refuses a captured call that needs the host."""
+    if is_on():
+        raise NotImplementedError(f"this call cannot be captured in a CUDA graph: {why}")
