@@ -1,7 +1,7 @@
 """The backends by name, and the choice among them.
 
-`auto` takes the fastest backend that supports the call, by the rates of `core.rates` for the GPU's
-architecture; without rates, as on CPUs, the first of `PREFERENCE`. The choice depends on the call,
+`auto` takes the fastest backend that supports the call, by the `rates` of the GPU's architecture;
+without rates, as on CPUs, the first of `PREFERENCE`. The choice depends on the call,
 the architecture and the packages, not on the number of ranks. Ranks compare their choices, and
 raise if these differ. A named backend runs, or raises with its reason.
 """

@@ -107,7 +107,7 @@ def _show(report: dict[str, Any]) -> None:
         "cpu": here["cpu"],
         "cores": f"{here['cores']} (torch uses {here['threads']} threads)",
         "memory": _gib(here["memory_bytes"]),
-        "devices": "\n".join(map(_gpu_text, here["devices"])) or "no GPU",
+        "devices": "\n".join(map(gpu_text, here["devices"])) or "no GPU",
         "distributed": ", ".join(here["distributed"]) or "not built into this torch",
     }
     for title, pairs, missing in (
@@ -172,7 +172,7 @@ def _gpus() -> list[dict[str, Any]]:
     ]
 
 
-def _gpu_text(gpu: dict[str, Any]) -> str:
+def gpu_text(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, {_gib(gpu['memory_bytes'])}, compute capability {gpu['capability']}"
 
 

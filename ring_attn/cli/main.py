@@ -33,6 +33,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("doctor", "ring_attn.cli.doctor", "check that this machine is ready"),
     Command("env", "ring_attn.cli.env", "show what is installed and which backends can run"),
     Command(
         "verify", "ring_attn.cli.verify", "check every result against dense attention in float64"

@@ -5,9 +5,9 @@
     time of a message  latency + bytes / bandwidth
     nothing begins     before the host has launched it
 
-`core.rates` has the rates and explains their columns. The figures of the built-in devices are from
-datasheets and published kernel measurements. `ring-attn calibrate` measures the machine at hand;
-`load_cluster` reads its file.
+`backends.rates` has the rates and explains their columns. The figures of the built-in devices are
+from datasheets and published kernel measurements. `ring-attn calibrate` measures the machine at
+hand; `load_cluster` reads its file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Device:
         memory_bytes: size of its memory; 0 if unknown.
         window_forward, window_backward: rates with a window, if measured: a backend may split its
             tiles into strips.
-        architecture: key of `core.rates`, for each backend's rates; "" uses only those above.
+        architecture: key of `backends.rates`, for each backend's rates; "" uses only those above.
         source: where the rates come from: "measured", "published: ..", "estimate: .." or "given".
     """
 

@@ -79,7 +79,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "needs a command: one of env, verify"),
+        ([], "needs a command: one of doctor, env"),
         (["nothing", "here"], "got 'nothing here'"),
         (["env", "--nope"], "unrecognized arguments: --nope"),
         (["verify", "--backend", "magic"], "--backend must be one of"),

@@ -46,6 +46,7 @@ ROWS = [
     "cli.env",
     "testing",
     "cli.verify cli.calibrate",
+    "cli.doctor",
     "bench",
     "cli",
     "cli.main",

@@ -1,0 +1,217 @@
+"""`ring-attn doctor`: whether this machine is ready, on one screen, and what mends what is not.
+
+    ring-attn doctor
+    torchrun --nnodes 2 --nproc-per-node 8 -m ring_attn doctor    also names ranks that differ
+
+It runs a ring of two ranks here and compares it with attention in float64, says which backend takes
+each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and noted first
+uses. Under torchrun its ranks are the ring. The exit status is 1 if something is wrong; what is
+only missing, such as an optional package, leaves it 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
+
+from ring_attn import first_use, select_backend
+from ring_attn.cli.arguments import add_common, write_json
+from ring_attn.cli.env import VARIABLES, gpu_text, machine
+from ring_attn.cli.launch import (
+    LAUNCH_ORDER,
+    checked_device,
+    rank_device,
+    run_ranks,
+    under_torchrun,
+)
+from ring_attn.cli.verify import CaseResult, run_case
+from ring_attn.core.mask import Mask
+from ring_attn.core.values import env_int
+from ring_attn.testing import Case
+
+RANKS = 2
+
+# Kinds of calls: words, dtype, whether a backward follows, and options of `select_backend`.
+DOCUMENTS = Mask(256, 256, True, (-1, -1), (0, 100, 256), (0, 100, 256))
+CALLS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
+    ("training", "bfloat16", True, {}),
+    ("training, same_bits=True", "bfloat16", True, {"same_bits": True}),
+    ("training on packed documents", "bfloat16", True, {"mask": DOCUMENTS}),
+    ("training with softcap", "bfloat16", True, {"softcap": 30.0}),
+    ("inference", "bfloat16", False, {}),
+    ("inference in float16", "float16", False, {}),
+    ("training in float32", "float32", True, {}),
+    ("training in float64", "float64", True, {}),
+)
+
+# Package -> what lacks without it, and the command that installs it.
+OPTIONAL = {
+    "triton": ("our kernels, on GPUs", "pip install triton"),
+    "flash_attn": ("a backend on GPUs", "pip install 'ring-attn[flash]'"),
+    "transformers": ("Hugging Face's models", "pip install 'ring-attn[hf]'"),
+}
+
+# Variables of NCCL -> a value that slows or breaks a ring, and why.
+HARMFUL = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one machine then exchange through the host's memory"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of one machine then exchange over the network"),
+    "NCCL_IB_DISABLE": ("1", "nodes then exchange over TCP"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: `state` is "ok", "note" (missing, or slow) or "wrong"."""
+
+    name: str
+    state: str
+    text: str
+    mend: str = ""  # what to do
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    world_size = env_int("WORLD_SIZE", RANKS) if under_torchrun() else RANKS
+    device = checked_device(None, world_size)
+    here = machine()
+    found = [*_machine(here, device), *_backends(device), *_nccl(here), *_proofs(here)]
+    try:
+        ranks = run_ranks(_on_rank, world_size, threads=1, device=device)
+    except RuntimeError as error:
+        text = f"{world_size} ranks on {device}: {str(error).strip().splitlines()[-1]}"
+        found.append(Finding("ring", "wrong", text, "ring-attn verify --quick shows all of it"))
+    else:
+        found += [_ring(ranks[0][1], world_size, device, time.perf_counter() - started)]
+        found += _differences([told for told, _ in ranks])
+    write_json(args.json, {
+        "command": "doctor", "machine": here, "findings": [*map(asdict, found)],
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    })  # fmt: skip
+    _show(found, quiet=args.quiet)
+    return int(any(finding.state == "wrong" for finding in found))
+
+
+def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
+    names = ("ring_attn", "python", "torch", "cuda", "rocm")
+    versions = ", ".join(f"{n} {here['versions'][n]}" for n in names if here["versions"][n])
+    yield Finding("versions", "ok", versions)
+    yield Finding("machine", "ok", f"{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB")
+    for package, (lacking, command) in OPTIONAL.items():
+        version = here["versions"].get(package)
+        if version is not None:
+            yield Finding(package, "ok", version)
+        elif package != "flash_attn" or here["devices"]:
+            yield Finding(package, "note", f"not installed: {lacking}", command)
+    if not here["devices"]:
+        built = here["versions"]["cuda"] or here["versions"]["rocm"]
+        mend = "" if built else "install a torch for your GPU, if there is one: pytorch.org"
+        yield Finding("GPUs", "note", "none that torch can use: ranks are on the CPU", mend)
+        return
+    for gpu in dict.fromkeys(map(gpu_text, here["devices"])):
+        count = sum(gpu_text(one) == gpu for one in here["devices"])
+        yield Finding("GPUs", "ok", f"{count} x {gpu}")
+    pairs = [*permutations(range(len(here["devices"])), 2)]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        text = f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory"
+        yield Finding(
+            "links", "note", f"{text}, such as {apart[0]}", "nvidia-smi topo -m shows why"
+        )
+    elif pairs:
+        yield Finding("links", "ok", "each GPU can read the memory of all others")
+    if device == "cpu":
+        yield Finding("ranks", "note", f"{len(here['devices'])} GPUs: the ring below is on the CPU")
+
+
+def _backends(device: str) -> Iterator[Finding]:
+    """The backend of each kind of call, those with one answer together."""
+    answers: dict[tuple[str, str], list[str]] = {}
+    for words, dtype, backward, options in CALLS:
+        q = torch.empty(1, 256, 8, 128, dtype=getattr(torch, dtype), device=device)
+        choice = select_backend(q.requires_grad_(backward), q, q, **options)
+        answers.setdefault((choice.name, choice.why), []).append(words)
+    for (name, why), calls in answers.items():
+        yield Finding("backend", "ok", f"{name} for {', '.join(calls)}: {why}")
+
+
+def _nccl(here: dict[str, Any]) -> Iterator[Finding]:
+    for name, (value, why) in HARMFUL.items():
+        if os.environ.get(name) == value:
+            yield Finding(name, "note", f"is {value}: {why}", f"unset {name}")
+    if here["devices"] and under_torchrun() and os.environ.get(LAUNCH_ORDER) != "1":
+        text = "is not 1: kernels of several communicators can wait for each other for ever"
+        yield Finding(LAUNCH_ORDER, "wrong", text, f"export {LAUNCH_ORDER}=1")
+
+
+def _proofs(here: dict[str, Any]) -> Iterator[Finding]:
+    if here["devices"]:
+        count = len(first_use.passed())
+        text = f"{count} kernels have passed their first use on this GPU with these versions"
+        yield Finding("first use", "ok", text)
+
+
+def _on_rank() -> tuple[dict[str, Any], CaseResult]:
+    """What may not differ between ranks, and the verdict about a ring of all of them."""
+    here = machine()
+    facts = {f"version of {name}": version for name, version in here["versions"].items()}
+    facts |= {"GPU": [gpu["name"] for gpu in here["devices"]][:1]}
+    ours = (name for name in VARIABLES if name.startswith(("RING_ATTN_", "NCCL_", "TORCH_NCCL")))
+    facts |= {name: os.environ.get(name) for name in ours}
+    told = {"rank": dist.get_rank(), "host": socket.gethostname(), "facts": facts}
+    dtype = "bfloat16" if rank_device().type == "cuda" else "float32"
+    return told, run_case(Case("causal", "zigzag", "ring", "auto", dtype, "gqa"))
+
+
+def _ring(result: CaseResult, world_size: int, device: str, seconds: float) -> Finding:
+    where = f"{world_size} ranks on {device}, {seconds:.1f} s"
+    if result.status != "passed":
+        wrong = [str(verdict) for verdict in result.verdicts if not verdict.ok]
+        text = result.error or result.refused or "; ".join(wrong)
+        return Finding("ring", "wrong", f"{where}: {text}", "ring-attn verify shows which calls")
+    most = max(verdict.ratio for verdict in result.verdicts)
+    return Finding("ring", "ok", f"{where}: largest error / bound {most:.2f}")
+
+
+def _differences(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
+    """The ranks that differ from most others, with their hosts."""
+    for name in ranks[0]["facts"]:
+        values = [repr(told["facts"][name]) for told in ranks]
+        usual = max(values, key=values.count)
+        for told, value in zip(ranks, values, strict=True):
+            if value != usual:
+                who = f"rank {told['rank']} on {told['host']}"
+                text = f"{who} has {value}, most ranks have {usual}"
+                # Settings of NCCL may follow the host's network.
+                state = "note" if "NCCL_" in name else "wrong"
+                yield Finding(name, state, text, "make all ranks alike")
+
+
+STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
+
+
+def _show(found: list[Finding], *, quiet: bool) -> None:
+    console = Console(highlight=False)
+    for finding in found:
+        if quiet and finding.state == "ok":
+            continue
+        mend = f"\n      -> {finding.mend}" if finding.mend else ""
+        line = f"{finding.state:<5} {finding.name}: {finding.text}{mend}"
+        console.print(Text.assemble((line[:5], STYLES[finding.state]), line[5:]))
+    wrong = sum(finding.state == "wrong" for finding in found)
+    print(f"{wrong} wrong" if wrong else "ready")

@@ -1,0 +1,55 @@
+"""`ring-attn doctor`: ready here; a failed ring, odd ranks and bad settings are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ring_attn.cli import doctor
+from ring_attn.cli.main import main
+
+Report = Callable[..., Any]
+
+
+def findings(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {one["name"]: (one["state"], one["text"]) for one in report["findings"]}
+
+
+@pytest.mark.dist
+def test_a_machine_that_is_ready(report_of: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ, NCCL_P2P_DISABLE="1"):
+        found = findings(report_of("doctor"))
+    assert found["ring"][0] == "ok" and "2 ranks on cpu" in found["ring"][1]
+    assert found["versions"][0] == "ok" and torch.__version__ in found["versions"][1]
+    assert found["NCCL_P2P_DISABLE"][0] == "note"
+    assert capsys.readouterr().out.endswith("ready\n")
+
+
+@pytest.mark.dist
+def test_a_ring_that_fails_is_wrong(
+    report_of: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The second rank does not find the function that the first one runs.
+    monkeypatch.setattr(doctor, "run_ranks", mock.Mock(side_effect=RuntimeError("lost\nby itself")))
+    state, text = findings(report_of("doctor --quiet", status=1))["ring"]
+    assert state == "wrong" and "by itself" in text
+    said = capsys.readouterr().out
+    assert "1 wrong" in said and "versions" not in said
+
+
+def doctor_on_an_odd_rank() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["RING_ATTN_CONFIGS"] = "other.json"
+    assert main(["doctor"]) == 1
+
+
+@pytest.mark.dist
+def test_the_rank_that_differs_is_named(under_torchrun: Callable[..., list[str]]) -> None:
+    first, *others = under_torchrun(3, doctor_on_an_odd_rank)
+    assert "RING_ATTN_CONFIGS: rank 1 on " in first and "other.json" in first
+    assert not any(others)
