@@ -30,13 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attn import drivers
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.machines import run
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
@@ -169,11 +169,11 @@ class OurKernels(Implementation):
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
-        self.out, self.lse, self._saved, _ = run.forward(self._call, q, k, v, self._alone)
+        self.out, self.lse, self._saved, _ = drivers.forward(self._call, q, k, v, self._alone)
         self.grads = ()
 
     def backward(self) -> None:
-        *self.grads, _ = run.backward(self._call, self._saved, self._inputs.dout, self._alone)
+        *self.grads, _ = drivers.backward(self._call, self._saved, self._inputs.dout, self._alone)
 
 
 class DecodeParts(Implementation):

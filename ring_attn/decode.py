@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import groups, refusals
+from ring_attn import drivers, groups, refusals
 from ring_attn.backends import Purpose
 from ring_attn.call import Request
 from ring_attn.core.dtypes import own_dtypes
@@ -21,7 +21,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.first_use import proven_backend
-from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import DecodeCall, decode_tiles, gather_numbers, make_call
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement, Transport
@@ -67,7 +66,7 @@ def attend(
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # No operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return run.decode(decode_call, tiles, q, k, v, ends, sinks)
+        return drivers.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
 # Cached: all layers share the values for a token, some of which are slow to hash.

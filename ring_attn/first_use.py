@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attn import drivers
 from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_one_of
-from ring_attn.machines import run
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
@@ -227,10 +227,10 @@ def _attended(
             backward=backward,
         )  # fmt: skip
         q, k, v, dout = (layout.shard(x, rank) for x in inputs)
-        done = run.forward(call, q, k, v, transport, sinks)
+        done = drivers.forward(call, q, k, v, transport, sinks)
         if not backward:
             return done.out, done.lse
-        return run.backward(call, done.saved, dout, transport, sinks)[:3]
+        return drivers.backward(call, done.saved, dout, transport, sinks)[:3]
 
     shards = zip(*run_local(RANKS, work), strict=True)
     if backward:
@@ -248,7 +248,7 @@ def _decoded(
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
         tiles = tree_decode.decode_tiles(layout.segments(rank), mask)
         k, v = (layout.shard(x, rank) for x in (inputs.k, inputs.v))
-        return run.decode(call, tiles, inputs.q, k, v, transport, sinks)
+        return drivers.decode(call, tiles, inputs.q, k, v, transport, sinks)
 
     out, lse = run_local(RANKS, work)[0]
     return {"out": out, "lse": lse}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import groups, refusals
+from ring_attn import drivers, groups, refusals
 from ring_attn.backends import Purpose
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype, own_dtypes
@@ -31,7 +31,6 @@ from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.first_use import proven_backend
-from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.transport import capture
@@ -131,7 +130,7 @@ def _attention(
             own_dtypes(q.device.type),
             transport.call("forward", agreement, q.device, sinks=sinks) as number,
         ):
-            out, lse, saved, most = machine.forward(run, q, k, v, transport, sinks)
+            out, lse, saved, most = drivers.forward(run, q, k, v, transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)
         raise
@@ -273,7 +272,7 @@ def _attention_backward(
             own_dtypes(dout.device.type),
             transport.call("backward", agreement, dout.device, sinks=sinks, number=forward),
         ):
-            grads = machine.backward(run, tensors, dout.contiguous(), transport, sinks)
+            grads = drivers.backward(run, tensors, dout.contiguous(), transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)
         raise

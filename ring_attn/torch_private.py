@@ -89,16 +89,18 @@ def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequenc
     return options
 
 
-def coalesced(communicator: Any, starts: Sequence[Callable[[], object]]) -> dist.Work:
+def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work:
     """Starts several operations as one NCCL group, in which no operation waits for another.
+
+    Each of `starts` is a method of the communicator with its arguments.
 
     After an error or an interrupt the group is closed too: a group left open would swallow all
     later operations of its thread, on every communicator.
     """
     try:
         communicator._start_coalescing()
-        for start in starts:
-            start()
+        for start, *given in starts:
+            start(*given)
     finally:
         work: dist.Work = communicator._end_coalescing()
     return work

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attn import drivers
 from ring_attn.api import ring_attention
 from ring_attn.call import AttentionOptions
 from ring_attn.core.layout import Layouts
@@ -25,7 +26,6 @@ from ring_attn.core.oracle import (
     plain_gradients,
 )
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines import run
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import resolve_strategy
@@ -228,10 +228,10 @@ def run_calls(
     def work(rank: int, transport: LocalTransport) -> RankResult:
         stats = transport.stats
         q, k, v, dout = _shards(inputs, layouts, rank, noncontiguous)
-        out, lse, saved, _ = run.forward(calls[rank], q, k, v, transport, sinks)
+        out, lse, saved, _ = drivers.forward(calls[rank], q, k, v, transport, sinks)
         forward = Sent(stats.bytes_sent, stats.messages)
         stats.reset()
-        dq, dk, dv, dsinks = run.backward(calls[rank], saved, dout, transport, sinks)
+        dq, dk, dv, dsinks = drivers.backward(calls[rank], saved, dout, transport, sinks)
         results = (out, lse, dq, dk, dv, *(() if dsinks is None else (dsinks,)))
         return RankResult(
             tuple(x.cpu() for x in results), (forward, Sent(stats.bytes_sent, stats.messages))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,18 @@ from ring_attn.transport.streams import Event
 # Bytes before a message on NCCL, for the identity of its call; see `ranks.headers`.
 HEADER_BYTES = 64
 
-# Views kept by a buffer: more than a few programs have.
-MAX_VIEWS = 32
+# Messages whose views a buffer keeps: more than a few programs have.
+MAX_MESSAGES = 32
+
+
+@dataclass(slots=True, eq=False)
+class Views:
+    """A message in a buffer; made once, since to make them takes longer than to launch a copy."""
+
+    message: Message
+    bytes: Tensor
+    framed: Tensor  # with the header in front
+    tensors: tuple[Tensor, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,44 +45,44 @@ class Block:
     """A message buffer and its last uses."""
 
     data: Tensor  # (nbytes,) uint8, after the header
+    header: int  # bytes of the header
     # After the last operator on `data`, or the last exchange into it.
     written: Event | None = None
     # Ends of the exchanges that have sent `data` since then.
     sent: list[Event] = field(default_factory=list)
-    # Parts of the buffer and tensors in it, since to make them takes longer than to launch a copy.
-    views: dict[object, Any] = field(default_factory=dict)
+    # Of the message that the buffer holds now, and its bytes without and with the header.
+    views: Views = field(init=False)
+    bytes: Tensor = field(init=False)
+    framed: Tensor = field(init=False)
+    _known: dict[int, Views] = field(default_factory=dict)
 
-    def part(self, nbytes: int, header: int = 0) -> Tensor:
-        """The first bytes of `data`, after so many bytes of the header."""
-        key = nbytes, header
-        if key not in self.views:
-            storage = self.data.storage_offset() - header
-            self.views[key] = self.data.as_strided((header + nbytes,), (1,), storage)
-        part: Tensor = self.views[key]
-        return part
-
-    def tensors(self, message: Message) -> tuple[Tensor, ...]:
-        """The tensors of a message, to compute with."""
-        known: tuple[Message, tuple[Tensor, ...]] | None = self.views.get(id(message))
-        if len(self.views) > MAX_VIEWS:
-            self.views.clear()
+    def hold(self, message: Message) -> None:
+        """Makes the buffer hold a message."""
+        views = self._known.get(id(message))
         # A message that is kept here keeps its id.
-        if known is None or known[0] is not message:
-            known = message, message.views(self.data[: message.nbytes])
-            self.views[id(message)] = known
-        return known[1]
+        if views is None or views.message is not message:
+            if len(self._known) > MAX_MESSAGES:
+                self._known.clear()
+            start, nbytes, header = self.data.storage_offset(), message.nbytes, self.header
+            part = self.data[:nbytes]
+            framed = part
+            if header:
+                framed = part.as_strided((header + nbytes,), (1,), start - header)
+            views = self._known[id(message)] = Views(message, part, framed)
+        self.views, self.bytes, self.framed = views, views.bytes, views.framed
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the message, to compute with."""
+        views = self.views
+        if views.tensors is None:
+            views.tensors = views.message.views(views.bytes)
+        return views.tensors
 
 
 def last_uses(send: Block, recv: Block) -> list[Event]:
     """Events that an exchange between two buffers must wait for."""
     return [event for event in (send.written, recv.written, *recv.sent) if event is not None]
-
-
-def exchanged(send: Block, recv: Block, end: Event | None) -> None:
-    """Records a posted exchange as the last use of its buffers; `end` is None without streams."""
-    if end is not None:
-        send.sent.append(end)
-        recv.written, recv.sent = end, []
 
 
 class Pool:
@@ -106,7 +115,7 @@ class Pool:
         whole = torch.empty(self.header + nbytes, dtype=torch.uint8, device=self._device)
         # Queued operators may still use the memory.
         written = streams.record(self._device) if self.lasts else None
-        return Block(whole[self.header :], written)
+        return Block(whole[self.header :], self.header, written)
 
     def give(self, block: Block) -> None:
         """Takes back a buffer; its recorded uses may still run."""

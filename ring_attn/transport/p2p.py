@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -282,16 +281,19 @@ class P2PTransport(Transport):
             return self._hop(batch)
         medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
         assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
-        sent, received = (sum(x.nbytes for _, x in xs) for xs in (batch.sends, batch.receives))
-        start = partial(self._send_tagged, medium, batch)
-        return self._start(batch, peer, (sent, received), start)
+        sent = received = 0
+        for _, x in batch.sends:
+            sent += x.nbytes
+        for _, x in batch.receives:
+            received += x.nbytes
+        return self._start(batch, peer, (sent, received), self._send_tagged, medium, batch)
 
     def _hop(self, batch: Batch) -> Event | None:
         """Starts one send and one receive of NCCL, whose messages begin with a header."""
         lane, headers = self._lane(batch.channel, batch.device), self._shared.headers
         nccl: Any = lane.communicator
         ((to, send),), ((source, recv),) = batch.sends, batch.receives
-        both = partial(nccl.recv, [recv], source, 0), partial(nccl.send, [send], to, 0)
+        both = (nccl.recv, [recv], source, 0), (nccl.send, [send], to, 0)
         marks = headers.is_first(lane, SEND, to)
         row = headers.incoming(1) if headers.is_first(lane, RECEIVE, source) else None
 
@@ -309,14 +311,13 @@ class P2PTransport(Transport):
 
     def _send_tagged(self, gloo: Gloo, batch: Batch) -> list[Started]:
         assert self._shared.call is not None, "a call has begun"
-        seed = self._shared.call.seed ^ self._scope
-
-        def tag(x: Tensor) -> int:
-            return message_tag(seed, batch.channel, batch.step, x.nbytes)
-
+        seed, works = self._shared.call.seed ^ self._scope, list[Started]()
         # Receives first: `wait` takes the works in this order, and compute needs received data.
-        works = [(gloo.receive(x, self._members[r], tag(x)), RECEIVE, r) for r, x in batch.receives]
-        works += [(gloo.send(x, self._members[r], tag(x)), SEND, r) for r, x in batch.sends]
+        both = (gloo.receive, RECEIVE, batch.receives), (gloo.send, SEND, batch.sends)
+        for start, what, messages in both:
+            for rank, x in messages:
+                tag = message_tag(seed, batch.channel, batch.step, x.nbytes)
+                works.append((start(x, self._members[rank], tag), what, rank))
         return works
 
     def _collective(
@@ -331,18 +332,19 @@ class P2PTransport(Transport):
         lane, headers = self._lane(batch.channel, send.device), self._shared.headers
         nccl: Any = lane.communicator
         nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
+        start: tuple[Any, ...]
         if route.op == "all_gather":
-            start = partial(nccl._allgather_base, recv, send)
+            start = nccl._allgather_base, recv, send
         elif route.op == "reduce_scatter":
-            start = partial(nccl._reduce_scatter_base, recv, send)
+            start = nccl._reduce_scatter_base, recv, send
         else:
             counts = list(route.send_counts), list(route.recv_counts)
-            start = partial(nccl.alltoall_base, recv, send, counts[1], counts[0])
+            start = nccl.alltoall_base, recv, send, counts[1], counts[0]
             nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
         starts, first = [start], headers.is_first(lane)
         if first:
             incoming = headers.incoming(self.world_size).view(-1)
-            starts.append(partial(nccl._allgather_base, incoming, headers.outgoing))
+            starts.append((nccl._allgather_base, incoming, headers.outgoing))
 
         def together() -> None:
             coalesced(nccl, starts).wait()
@@ -363,8 +365,8 @@ class P2PTransport(Transport):
         headers, after = self._shared.headers, batch.after
         if first and after is not None:
             after = [*after, *headers.ready]
-        run = partial(lane.run, batch.step, peer, start, after, headers.call)
-        return self._start(batch, peer, nbytes, run)
+        given = batch.step, peer, start, after, headers.call
+        return self._start(batch, peer, nbytes, lane.run, *given)
 
     def _lane(self, channel: Channel, device: torch.device) -> Lane:
         if channel not in self._lanes or self._shared.failed is not None:
@@ -379,7 +381,8 @@ class P2PTransport(Transport):
         batch: Batch,
         peer: int,
         nbytes: tuple[int, int],
-        start: Callable[[], list[Started] | Event],
+        start: Callable[..., list[Started] | Event],
+        *given: Any,
     ) -> Event | None:
         """Starts and counts an exchange; `nbytes` are the bytes sent and received."""
         channel, step = batch.channel, batch.step
@@ -389,7 +392,7 @@ class P2PTransport(Transport):
                 f"{channel!r}, where step {self._pending[channel][0]} has not been waited for"
             )
         try:
-            started = start()
+            started = start(*given)
         except RuntimeError as error:
             raise self._error(step, RECEIVE, peer, 0.0, error) from error
         self._pending[channel] = step, started, batch.finish, batch.device

@@ -142,7 +142,7 @@ def send_a_copy(self: P2PTransport, *given: Any, after: Any = None) -> Event | N
 
 
 def record_elsewhere(self: machine.Run) -> None:
-    with streams.use(streams.new(self._device)):
+    with streams.use(streams.new(self.device)):
         NOTE_USES(self)
 
 

@@ -124,8 +124,8 @@ def test_an_interrupt_leaves_no_group_open() -> None:
 
     one, other = (StandIn(None, 0, 2, None) for _ in range(2))
     with pytest.raises(KeyboardInterrupt):
-        coalesced(one, [partial(one.launch, partial(launch, "first")), interrupt])
-    coalesced(other, [partial(other.launch, partial(launch, "second"))])
+        coalesced(one, [(one.launch, partial(launch, "first")), (interrupt,)])
+    coalesced(other, [(other.launch, partial(launch, "second"))])
     assert launched[-1] == "second"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn import drivers
 from ring_attn.backends.rates import GLUON_BWD_KV_HEADS
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
@@ -20,7 +21,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import next_rank
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.machines import run as machine
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
@@ -215,7 +215,7 @@ def test_decode(seqlen_q: int) -> None:
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
         tiles = decode_tiles(layout.segments(rank), mask)
         shards = (layout.shard(x, rank) for x in (k, v))
-        return machine.decode(call, tiles, q, *shards, transport)
+        return drivers.decode(call, tiles, q, *shards, transport)
 
     results = run_local(layout.world_size, work)
     assert_holds(dict(zip(("out", "lse"), results[0], strict=True)), *expect(inputs, mask))

@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
+from ring_attn import drivers
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.machines import run
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
@@ -97,13 +98,13 @@ def test_layers_in_flight_hold_what_is_predicted(
 
     def layers(rank: int, transport: LocalTransport) -> tuple[Call, list[Counter[int]], int]:
         q, k, v, dout = (layout.shard(x, rank) for x in inputs)
-        spec = run.AttentionSpec.of(q, k, v)
+        spec = AttentionSpec.of(q, k, v)
         call = make_call(strategy, spec, (layout, layout), mask, rank, backend="reference")
         held = []
         for _ in range(3):
-            saved = [run.forward(call, q, k, v, transport).saved for _ in range(2)]
+            saved = [drivers.forward(call, q, k, v, transport).saved for _ in range(2)]
             for one in saved:
-                run.backward(call, one, dout, transport)
+                drivers.backward(call, one, dout, transport)
             pool = transport.pool(q.device)
             held.append(Counter({size: len(blocks) for size, blocks in pool._free.items()}))
         blocks = [block for free in pool._free.values() for block in free]

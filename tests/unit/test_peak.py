@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn import drivers
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.kept_launches import KeptLaunches
@@ -18,7 +19,7 @@ from ring_attn.core.messages import Gathered
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient
 from ring_attn.core.tiles import Tile, Traveller
-from ring_attn.machines import count, run
+from ring_attn.machines import count
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
@@ -76,10 +77,10 @@ def measured(call: Call, *, backward: bool) -> int:
     k, v = (torch.randn(1, rows, spec.nheads_kv, 64).to(spec.dtype) for _ in range(2))
 
     def work() -> object:
-        result = run.forward(call, q, k, v, transport)
+        result = drivers.forward(call, q, k, v, transport)
         if not backward:
             return result
-        return result, run.backward(call, result.saved, dout, transport)
+        return result, drivers.backward(call, result.saved, dout, transport)
 
     return peak_bytes(work)
 
@@ -259,5 +260,5 @@ def test_decoding_holds_what_is_predicted(
     steps = decode_program(call, tiles, 4, keys, 0, world_size)
     predicted = count.peak_of_programs([steps], call)
     transport: Any = Echo(world_size)
-    most = peak_bytes(lambda: run.decode(call, tiles, q, k, v, transport, given))
+    most = peak_bytes(lambda: drivers.decode(call, tiles, q, k, v, transport, given))
     assert abs(most - predicted) <= SHARE * predicted

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn import drivers
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.machines import run
@@ -196,10 +197,10 @@ def keep(case: Case, calls: list[Call], rank: int, transport: LocalTransport) ->
     layout, _ = case.build_layouts(len(calls))
     call: Call = calls[rank]
     q, k, v, dout = shards = [layout.shard(x, rank) for x in case.build_inputs()]
-    saved = run.forward(call, q, k, v, transport).saved
+    saved = drivers.forward(call, q, k, v, transport).saved
     assert sum(x.untyped_storage().nbytes() for x in saved) <= sum(x.nbytes for x in saved)
     before = [x.clone() for x in (*shards, *saved)]
-    rounded = run.backward(call, saved, dout, transport)[:3]
+    rounded = drivers.backward(call, saved, dout, transport)[:3]
     names = program_of(call, backward=False).saved
     program = code_of(call.strategy).program(call, call.ranks, backward=True, rounded=False)
     given = {**dict(zip(names, saved, strict=True)), "dout": dout}

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_attn import drivers
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
-from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, make_call
 from ring_attn.testing import (
@@ -66,7 +66,7 @@ def run(
             seen = visible_pairs(tile)
             assert seen.any(0).all() and seen.any(1).all()
         k, v = (layout.shard(x, rank) for x in (inputs.k, inputs.v))
-        out, lse = machine.decode(call, tiles, inputs.q, k, v, transport, sinks)
+        out, lse = drivers.decode(call, tiles, inputs.q, k, v, transport, sinks)
         return out, lse, (transport.stats.messages, transport.stats.bytes_sent)
 
     plans = pair_tiles.cache_info()
