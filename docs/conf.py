@@ -111,7 +111,7 @@ def as_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: l
             names = names.replace("*", r"\*")
             found += [f":{FIELDS[section]} {name}:" for name in names.split(", ")]
             found.append(f"    {rest.strip()}")
-        elif section == "Example":
+        elif section == "Example" or section in FIELDS:
             found.append(line[4:])
         elif section is None and text and not literal and found and not found[-1].strip():
             literal = True

@@ -42,9 +42,11 @@ def out() -> str:
 
 
 def batch() -> dict[str, Tensor]:
-    """One sequence of 101 tokens and its labels, the same on every rank."""
+    """One sequence, the same on every rank: 20 tokens of a prompt without labels, and 81 with."""
     ids = torch.randint(64, (1, 101), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids.clone()}
+    labels = ids.clone()
+    labels[:, :20] = -100
+    return {"input_ids": ids, "labels": labels}
 
 
 def model() -> Any:
