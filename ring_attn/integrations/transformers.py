@@ -125,7 +125,7 @@ class Registration:
 
     def unregister(self) -> None:
         """Removes the name; models that still use it will raise."""
-        package = _transformers()
+        package = transformers_package()
         package.AttentionInterface._global_mapping.pop(self.name, None)
         package.AttentionMaskInterface._global_mapping.pop(self.name, None)
         registered.pop(self.name, None)
@@ -373,7 +373,7 @@ def register(
         ...     ring.name
         'ring_zigzag'
     """
-    package = _transformers()
+    package = transformers_package()
     refusals.check_options("register", execution, ExecutionOptions)
     check_execution(execution)
     groups.check_group_type(group)
@@ -488,7 +488,7 @@ def _shown(positions: Tensor) -> str:
     return str(values) if len(values) <= 8 else f"{values[:4]} ... {values[-4:]}"
 
 
-def _transformers() -> ModuleType:
+def transformers_package() -> ModuleType:
     """The package transformers; refuses versions without the interface that this module needs."""
     try:
         import transformers

@@ -128,7 +128,6 @@ PREPARED = [
 
 PREPARE = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
 # Refusal by the adapters.
-ELSEWHERE = (NotImplementedError, "transformers.register")
 
 
 @pytest.mark.parametrize(("given", "expected"), PREPARED)
@@ -164,9 +163,16 @@ NOT_BUILT = NotImplementedError
         (PREPARE, (torch.tensor([0.0, 8.0]), True, 0, 2), TypeError, "cu_seqlens must be|int32"),
         (PREPARE, (torch.zeros(2, 2, dtype=INT32), True, 0, 2), ValueError, "1-D|two boundaries"),
         (PREPARE, (torch.tensor([1, 8]), True, 0, 2), ValueError, "must start at 0"),
-        (adapters.substitute_hf_flash_attn, (None, 1), *ELSEWHERE),
-        (ring_flash_attn.update_ring_flash_attn_params, (torch.tensor([0, 8]), None), *ELSEWHERE),
-        (adapters.use_ring_attn, (True,), *ELSEWHERE),
+        (adapters.substitute_hf_flash_attn, (None, 0), ValueError, "heads_k_stride"),
+        (adapters.substitute_hf_flash_attn, ("world", 1), TypeError, "group"),
+        (ring_flash_attn.update_ring_flash_attn_params, (None, None), TypeError, "cu_seqlens"),
+        (
+            ring_flash_attn.update_ring_flash_attn_params,
+            (torch.tensor([1, 8]), None),
+            ValueError,
+            "0",
+        ),
+        (adapters.use_ring_attn, (1,), TypeError, "flag"),
         (flash_attn.flash_attn_with_kvcache, (None, None), NOT_BUILT, "tree_decode"),
         (context_parallel.set_rotate_method, ("ring",), ValueError, "allgather|alltoall|'ring'"),
         (sdpa_attention, (X, X, X, torch.zeros(6, 6)), NOT_BUILT, "attn_mask|got (6, 6)"),

@@ -12,9 +12,8 @@ Names, parameters, their order and defaults, shapes and results are those of rin
     llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_{...} the sequence of all
                                                                      documents split in runs
 
-The other two of its 21 functions, `substitute_hf_flash_attn` and `update_ring_flash_attn_params`,
-patch transformers; here they raise, and name the replacement: see `adapters`. `utils` has parts for
-writing your own ring.
+`substitute_hf_flash_attn` and `update_ring_flash_attn_params` run transformers' models: see
+`adapters`. `utils` has parts for writing your own ring.
 
 Differences: `window_size` counts global positions, not positions within a shard; gradients have the
 dtypes of their inputs; every dtype, headdim and backend of `ring_attention` works, on CPUs too; the
