@@ -41,6 +41,7 @@ def start(main: Callable[[torch.device], bool], num_ranks: int) -> None:
 
 def _run_rank(local_rank: int, main: Callable[[torch.device], bool]) -> None:
     os.environ.setdefault("RANK", str(local_rank))
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", local_rank)

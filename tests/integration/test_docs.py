@@ -186,6 +186,14 @@ def test_links(name: str) -> None:
             assert generated or (PAGES[name].path.parent / path).exists(), target
 
 
+@EVERY
+def test_paths(name: str) -> None:
+    """Files that the text names, from the root of the repository."""
+    folders = "ring_attn|bench|examples|tests|kernels|docs"
+    for path in re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]*\w)", PAGES[name].text):
+        assert (ROOT / path).exists(), path
+
+
 def test_names_exist_after_import_alone() -> None:
     """Those that the text names; blocks import by themselves."""
     text = "".join(pages.FENCE.sub("", page.text) for page in PAGES.values())

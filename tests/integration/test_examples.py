@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import fsdp2
 import generate
 import mesh
+import own_mask
+import quickstart
 import train
 from common import Layer, Transformer, batches
-from ring_attn import SequenceLayout
+from ring_attn import SequenceLayout, masks, ring_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -49,6 +52,7 @@ def test_train() -> None:
 @pytest.mark.parametrize(
     "words",
     ["train.py --steps 2 --seqlen 66 --strategy all_gather", "mesh.py cp=3 --steps 2 --batch 2",
+     "own_mask.py --document 100", "fsdp2.py --cp 3 --steps 2 --batch 2",
      "generate.py --steps 2 --seqlen 65 --tokens 20"],
 )  # fmt: skip
 def test_three_ranks_under_torchrun(words: str) -> None:
@@ -169,3 +173,60 @@ def generated(wrong: bool) -> bool:
 def test_the_split_cache_gives_the_bytes_of_one_process(ranks: Any) -> None:
     assert ranks(2).run(generated, False) == [True, True]
     assert ranks(2).run(generated, True) == [False, False]
+
+
+# -- quickstart.py, own_mask.py, fsdp2.py
+
+
+def with_another_window(main: Callable[..., bool], *args: Any) -> bool:
+    """The verdict of an example in whose attention three rows miss the first key."""
+
+    def windowed(*qkv: Tensor, layout: SequenceLayout, **_: Any) -> Tensor:
+        mask = masks.window(layout.seqlen, layout.seqlen - 4)
+        return ring_attention(*qkv, mask=mask, layout=layout)
+
+    with mock.patch("ring_attn.ring_attention", windowed):
+        return main(*args)
+
+
+OWN_MASK = Namespace(document=300)
+
+
+@pytest.mark.gloo
+def test_quickstart_and_own_mask(ranks: Any) -> None:
+    assert ranks(2).run(quickstart.main) == [True, True]
+    assert ranks(2).run(with_another_window, quickstart.main) == [False, False]
+    assert ranks(2).run(own_mask.main, OWN_MASK, CPU) == [True, True]
+    assert ranks(2).run(with_another_window, own_mask.main, OWN_MASK, CPU) == [False, True]
+
+
+@pytest.mark.gloo
+def test_fsdp2(ranks: Any) -> None:
+    args = Namespace(cp=2, steps=3, seqlen=33, batch=2)
+    assert ranks(2).run(fsdp2.main, args, CPU) == [True, True]
+    assert ranks(2).run(with_another_window, fsdp2.main, args, CPU) == [False, True]
+
+
+# -- Hugging Face
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    ["quickstart.py", "huggingface_trainer.py --steps 3 --seqlen 65",
+     "trl_sft_packed.py --steps 3 --documents 30"],
+)  # fmt: skip
+def test_as_users_run_them(words: str) -> None:
+    assert "\nok" in run(words)
+
+
+@pytest.mark.slow
+def test_another_loss_fails() -> None:
+    import huggingface_trainer
+
+    model, (text,) = huggingface_trainer.make_model("sdpa"), huggingface_trainer.texts(1, 65)
+    with torch.no_grad():
+        loss = float(model.eval()(**{name: x[None] for name, x in text.items()}).loss)
+    assert huggingface_trainer.same_loss(model, [text], loss)
+    assert not huggingface_trainer.same_loss(model, [text], loss * 1.0001)

@@ -1,0 +1,91 @@
+"""FSDP2 and a ring: parameters are sharded over all ranks, sequences over the ranks of a ring.
+
+    python examples/fsdp2.py                                     one ring of 2 ranks
+    torchrun --nproc-per-node 4 examples/fsdp2.py --cp 2         2 rings of 2 ranks
+
+     axis of the mesh    its ranks have              parameters and gradients
+     dp                  different sequences         FSDP shards and sums them over both axes
+     cp                  rows of the same ones
+
+Three things differ from FSDP2 alone: the batch is cut by `shard_batch`, attention is a ring over
+mesh["cp"], and FSDP's mean over ranks becomes a sum, since each rank already has its share of one
+mean. Afterwards rank 0 trains the same model in one process; losses that are farther from float64
+than twice its own error, plus a rounding, end with status 1.
+"""
+
+import argparse
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ring_attn
+from common import Transformer, batches, start
+from ring_attn import SequenceLayout, testing
+from train import Trainer, make_ring, parts_of_loss
+
+
+def shard_model(model: Transformer, mesh: DeviceMesh) -> None:
+    for module in (*model.layers.values(), model):
+        sharded = fully_shard(module, mesh=mesh["dp", "cp"])
+        sharded.set_gradient_divide_factor(1.0)  # a sum, not a mean
+        # Otherwise FSDP hands the factor to an operator that only NCCL has.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def train(args: argparse.Namespace, device: torch.device) -> Tensor:
+    """The mean losses of all steps, (steps,) float64, on every rank."""
+    dp = dist.get_world_size() // args.cp
+    mesh = init_device_mesh(device.type, (dp, args.cp), mesh_dim_names=("dp", "cp"))
+    layout = SequenceLayout.zigzag(args.seqlen, args.cp)
+    model = make_ring(layout, group=mesh["cp"]).to(device)
+    shard_model(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+
+    means = []
+    for step, batch in enumerate(islice(batches(args.seqlen, device, args.batch), args.steps)):
+        ring_attn.set_step(step)
+        # The same sequences for all ranks of a ring, others for each ring; then this rank's rows.
+        mine = {name: x.chunk(dp)[mesh.get_local_rank("dp")] for name, x in batch.items()}
+        part = ring_attn.shard_batch(mine, layout, mesh.get_local_rank("cp"))
+        logits = model(part["input_ids"], part["position_ids"])
+        targets = args.batch * (args.seqlen - 1)  # of the whole batch
+        loss = parts_of_loss(logits, part["shift_labels"], targets).sum()
+        optimizer.zero_grad()
+        loss.backward()  # FSDP sums the gradients here
+        ring_attn.check(mesh["cp"])  # on NCCL: before gradients of calls that differed are used
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torch knows all shards' norm
+        optimizer.step()
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        means.append(mean.cpu())
+    return torch.stack(means)
+
+
+def main(args: argparse.Namespace, device: torch.device) -> bool:
+    losses, twins = train(args, device), []
+    if dist.get_rank() != 0:
+        return True
+    for dtype in (torch.float32, torch.float64):
+        model, data = Transformer().to(device, dtype), batches(args.seqlen, device, args.batch)
+        twin = Trainer(model, SequenceLayout.contiguous(args.seqlen, 1))
+        twins.append([twin.step(batch) for batch in islice(data, args.steps)])
+    plain, exact = torch.tensor(twins, dtype=torch.float64)
+    for step, (x, y) in enumerate(zip(losses, plain, strict=True)):
+        print(f"step {step}: loss {x:.6f} with FSDP, {y:.6f} in one process, {abs(x - y):.1e}")
+    verdict = testing.check("losses", losses.float(), exact, plain.float())
+    print(f"{'ok' if verdict.ok else 'FAILED'}: {verdict}, compared with float64")
+    return verdict.ok
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cp", type=int, default=2, help="ranks of a ring")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seqlen", type=int, default=257, help="bytes of each sequence")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of all rings together")
+    start(partial(main, parser.parse_args()), num_ranks=2)

@@ -1,0 +1,78 @@
+"""TRL's SFTTrainer on packed documents that are split over ranks.
+
+    python examples/trl_sft_packed.py                                2 ranks on this machine
+    torchrun --nproc-per-node 4 examples/trl_sft_packed.py           any number of ranks
+
+Needs the extra `trainer`, and trl: pip install 'ring-attn[trainer]' trl. Texts of any lengths are
+packed into sequences; documents never see each other, and may lie across ranks. Afterwards rank 0
+computes the loss of some documents in one process with torch's attention, one after another: if the
+two differ by more than float32 can round, the exit status is 1.
+"""
+
+import argparse
+import tempfile
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from common import batches, start
+from huggingface_trainer import make_model, same_loss
+from ring_attn.integrations.trainer import split_sequence
+from ring_attn.integrations.transformers import register
+
+
+def documents(count: int) -> Dataset:
+    """Pieces of 30 to 400 bytes; with a tokenizer of yours, rows of {"text": ...} will do."""
+    lengths = torch.randint(30, 400, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    return Dataset.from_list(
+        [
+            {"input_ids": next(batches(n, torch.device("cpu")))["input_ids"][0].tolist()}
+            for n in lengths
+        ]
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"<{i}>": i for i in range(256)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<0>")),
+        pad_token="<0>", eos_token="<1>",
+    )  # fmt: skip
+
+
+def main(args: argparse.Namespace, device: torch.device) -> bool:
+    data = documents(args.documents)
+    # All ranks share each packed sequence; `group=mesh["cp"]` would make several rings.
+    with register(layout="zigzag"), tempfile.TemporaryDirectory() as folder:
+        model = make_model("ring_attn")
+        # SFTTrainer's arguments stay; `packing` is what it says.
+        settings = SFTConfig(
+            folder, packing=True, eval_packing=False, max_length=512,
+            per_device_train_batch_size=1, per_device_eval_batch_size=1, max_steps=args.steps,
+            learning_rate=1e-3, logging_steps=max(1, args.steps // 5), save_strategy="no",
+            report_to=[], disable_tqdm=True, use_cpu=device.type == "cpu",
+            ddp_find_unused_parameters=False,
+            bf16=False, gradient_checkpointing=False,  # on in TRL unless said otherwise
+        )  # fmt: skip
+        trainer = split_sequence(SFTTrainer)(
+            model=model, args=settings, train_dataset=data, eval_dataset=data.select(range(6)),
+            processing_class=byte_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+    if dist.get_rank() != 0:
+        return True
+    rows = [torch.tensor(ids) for ids in data["input_ids"][:6]]
+    return same_loss(model, [{"input_ids": ids, "labels": ids} for ids in rows], loss)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--documents", type=int, default=60)
+    start(partial(main, parser.parse_args()), num_ranks=2)
