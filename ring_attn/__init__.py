@@ -19,7 +19,7 @@ from ring_attn.decode import next_rank
 from ring_attn.models import tensor_parallel
 from ring_attn.models.batch import shard_batch
 from ring_attn.models.gradients import sync_gradients
-from ring_attn.neighbours import halo
+from ring_attn.neighbours import halo, roll
 from ring_attn.planning import balance
 from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
@@ -53,6 +53,7 @@ __all__ = [
     "prepare",
     "profiling",
     "ring_attention",
+    "roll",
     "select_backend",
     "set_step",
     "shard_batch",

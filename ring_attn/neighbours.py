@@ -1,4 +1,4 @@
-"""`halo`: a shard with the neighbouring rows before and after each of its runs.
+"""`halo`: a shard with the neighbouring rows before and after each of its runs; `roll` shifts it.
 
 For layers other than attention that look a few positions back or ahead: convolutions of hybrid
 layers, predictions of several tokens across the edge of a shard.
@@ -27,7 +27,7 @@ from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.program import Collective
 from ring_attn.core.segments import Segment
-from ring_attn.core.values import as_int
+from ring_attn.core.values import as_int, check_type
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
@@ -100,6 +100,67 @@ def halo(
     lengths = _lengths((layout, left, right, rank))
     shape = (sum(lengths), *rows.shape[1:])
     return around.view(shape).movedim(0, dim).split(lengths, dim)
+
+
+def roll(
+    x: Tensor,
+    layout: SequenceLayout,
+    shift: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    fill: float = 0,
+    group: Group = None,
+    dim: int = 1,
+) -> Tensor:
+    """This rank's rows of a sequence that is shifted by `shift` positions, as the last axis rolls.
+
+    Every rank of the group must call it. The row at position p is the one that was at `p - shift`:
+    with `shift=-1` each row gets its next token, as predictions of several tokens need. Only the
+    rows that cross an edge of a run travel.
+
+    Args:
+        x: this rank's shard, (batch, rows, ...) with the sequence in `dim`; any dtype.
+        layout: how the sequence is split.
+        shift: number of positions, to the end of the sequence if positive.
+        cu_seqlens: boundaries of documents, which no row leaves or enters.
+        fill: the value of rows that come from outside of the sequence, or of the document.
+        group: as for `ring_attention`.
+        dim: the sequence dim.
+
+    Returns:
+        A tensor like x, differentiable.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `halo`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)
+        >>> ids = layout.shard(torch.arange(8)[None], rank)
+        >>> ring_attn.roll(ids, layout, shift=-1, fill=-100).tolist()  # on rank 1
+        [[3, 4, 5, 6]]
+    """
+    try:
+        shift = as_int("shift", shift)
+        check_type("layout", layout, SequenceLayout)
+        cuts = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens)
+        if cuts and cuts[-1] > layout.seqlen:
+            raise ValueError(
+                f"cu_seqlens must end within the layout's {layout.seqlen} rows, got {cuts[-1]}"
+            )
+    except Exception as error:
+        tell_refusal(error, group)
+        raise
+    sides = (shift, 0) if shift > 0 else (0, -shift)
+    runs = halo(x, layout, *sides, group=group, dim=dim)
+    start = max(0, -shift)
+    rows = [run.narrow(dim, start, run.size(dim) - abs(shift)) for run in runs]
+    rolled = torch.cat(rows, dim)
+    positions = layout.position_ids(dist.get_rank(groups.check_group(group)), x.device)
+    ends = torch.tensor(sorted({0, *(cuts or ()), layout.seqlen}), device=x.device)
+    own, source = (torch.searchsorted(ends, p, right=True) for p in (positions, positions - shift))
+    inside = (own == source).view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
+    return rolled.where(inside, torch.tensor(fill, dtype=x.dtype, device=x.device))
 
 
 # A custom operator, so that torch.compile keeps it whole in a graph.

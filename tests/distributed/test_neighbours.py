@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
-from ring_attn import SequenceLayout, halo, stats
+from ring_attn import SequenceLayout, halo, roll, stats
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.profiling import collect
@@ -68,6 +68,49 @@ def values_and_gradients(seqlen: int) -> None:
 def test_values_and_gradients(ranks: Any, world_size: int) -> None:
     for seqlen in (1, 33):
         ranks(world_size).run(values_and_gradients, seqlen)
+
+
+def rolled(whole: Tensor, shift: int, cuts: list[int], fill: float) -> Tensor:
+    """(batch, seqlen, ...) with each document shifted by itself."""
+    parts = []
+    for document in whole.split([b - a for a, b in pairwise([*cuts, whole.size(1)])], 1):
+        count = min(abs(shift), document.size(1))
+        outside = torch.full_like(document[:, :count], fill)
+        if shift > 0:
+            parts += [outside, document[:, : document.size(1) - count]]
+        else:
+            parts += [document[:, count:], outside]
+    return torch.cat(parts, 1)
+
+
+def rolls_like_one_process(seqlen: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for layout, shift in product(layouts(seqlen, world_size), (-1, 2, 0, -seqlen - 3)):
+        for cuts in ([0], [0, seqlen // 3, seqlen // 3, seqlen // 3 + 1, seqlen - seqlen // 4]):
+            torch.manual_seed(2)
+            whole = torch.randn(2, 3, seqlen, requires_grad=True)
+            x = layout.shard(whole.detach(), rank, 2).requires_grad_()
+            documents = torch.tensor(cuts, dtype=torch.int32) if len(cuts) > 1 else None
+            got = roll(x, layout, shift, cu_seqlens=documents, fill=0.5, dim=2)
+            want = rolled(whole.movedim(2, 1), shift, cuts, 0.5).movedim(1, 2)
+            assert torch.equal(got, layout.shard(want, rank, 2)), (layout, shift, cuts)
+            dout = torch.randn_like(want)
+            got.backward(layout.shard(dout, rank, 2))
+            (dx,) = torch.autograd.grad(want, whole, dout)
+            assert torch.equal(x.grad, layout.shard(dx, rank, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_roll(ranks: Any, world_size: int) -> None:
+    ranks(world_size).run(rolls_like_one_process, 29)
+
+
+@on_ranks(2)
+def test_roll_refuses_documents_beyond_the_layout() -> None:
+    layout, group = SequenceLayout.zigzag(8, 2), dist.new_group()
+    ids = layout.shard(torch.arange(8)[None], dist.get_rank())
+    with pytest.raises(ValueError, match="8 rows, got 9"):
+        roll(ids, layout, 1, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), group=group)
 
 
 @on_ranks(3)

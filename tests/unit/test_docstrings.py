@@ -23,6 +23,7 @@ NEED_RANKS = [
     "ring_attn.models.sdpa.route_sdpa",
     "ring_attn.models.sdpa.sdpa_attention",
     "ring_attn.neighbours.halo",
+    "ring_attn.neighbours.roll",
 ]
 
 # Importing this module runs the command line.
