@@ -137,8 +137,9 @@ def roll(
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
         >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)
         >>> ids = layout.shard(torch.arange(8)[None], rank)
-        >>> ring_attn.roll(ids, layout, shift=-1, fill=-100).tolist()  # on rank 1
-        [[3, 4, 5, 6]]
+        >>> rolled = ring_attn.roll(ids, layout, shift=-1, fill=-100)
+        >>> ring_attn.unshard(rolled, layout).tolist()
+        [[1, 2, 3, 4, 5, 6, 7, -100]]
     """
     try:
         shift = as_int("shift", shift)

@@ -22,8 +22,8 @@ NEED_RANKS = [
     "ring_attn.integrations.flash_attn.flash_attn_func",
     "ring_attn.models.sdpa.route_sdpa",
     "ring_attn.models.sdpa.sdpa_attention",
-    "ring_attn.neighbours.halo",
     "ring_attn.neighbours.roll",
+    "ring_attn.neighbours.halo",
 ]
 
 # Importing this module runs the command line.
