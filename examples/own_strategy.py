@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from ring_attn.call import Call
 from ring_attn.core.messages import room_of
 from ring_attn.core.program import (
     Array,
@@ -41,7 +42,7 @@ from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import gradient_packet, shard_packet
 from ring_attn.core.tiles import Grid
 from ring_attn.strategies import base
-from ring_attn.strategies.base import Call, StrategyCode
+from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import registered
 
 

@@ -26,7 +26,7 @@ from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.step import set_step
+from ring_attn.transport.ranks.identity import set_step
 
 if TYPE_CHECKING:
     from ring_attn.models.parallelize import parallelize

@@ -1,8 +1,9 @@
-"""The public functions: arguments -> `Request`; `ops` and `decode` run it."""
+"""The public functions: arguments -> a `Call`, as text; `ops` and `decode` run it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Unpack, overload
 
 import torch
@@ -14,12 +15,14 @@ from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
     Arguments,
     AttentionOptions,
+    Call,
     DecodeOptions,
     Group,
     Layout,
-    Request,
-    describe,
-    resolve,
+    LayoutNumbers,
+    asked,
+    sized,
+    with_strategy,
 )
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import SequenceLayout
@@ -28,13 +31,11 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_flag
 from ring_attn.first_use import proven_backend
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.strategies.strategy import Strategy, checked_strategy
-from ring_attn.torch_private import is_traced_as_constant
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.debug import debug_enabled
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import new_p2p, open_p2p, tell_refusal
+from ring_attn.transport.p2p import debug_enabled, new_p2p, open_p2p, tell_refusal
 
 
 @overload
@@ -184,43 +185,44 @@ def ring_attention(
     try:
         if unknown:
             refusals.check_options("ring_attention", unknown, AttentionOptions)
-        check_flag("return_lse", return_lse)
-        check_flag("return_max_logits", return_max_logits)
-        refusals.check_unsupported(dropout_p, alibi_slopes)
+        refusals.check_results(return_lse, return_max_logits, dropout_p)
+        if alibi_slopes is not None:
+            refusals.check_unsupported(0.0, alibi_slopes)
         refusals.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
-        refusals.check_sinks(sinks, q)
-        refusals.check_boundaries("cu_seqlens", cu_seqlens, q.device)
-        refusals.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
-        group_name, mesh_shape = _described(group, q.device.type)
-        call = Request(
-            causal=causal,
-            window_size=refusals.check_window(window_size, causal),
-            softmax_scale=refusals.check_scale(softmax_scale),
-            softcap=refusals.check_softcap(softcap),
-            group=group_name,
-            mesh_shape=mesh_shape,
-            layout=layout if isinstance(layout, str) else None,
-            strategy=strategy if isinstance(strategy, str) else checked_strategy(strategy),
-            backend=refusals.check_name("backend", backend),
-            same_bits=refusals.check_same_bits(same_bits),
-            transport=groups.check_transport(transport),
-            differentiated=refusals.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+        if sinks is not None:
+            refusals.check_sinks(sinks, q)
+        if cu_seqlens is not None or cu_seqlens_k is not None:
+            refusals.check_boundaries("cu_seqlens", cu_seqlens, q.device)
+            refusals.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
+        group_name, mesh_shape = groups.described(group, q.device.type)
+        differentiated = refusals.check_differentiated(q=q, k=k, v=v, sinks=sinks)
+        left, right = refusals.check_pair(window_size)
+        text = asked(
+            causal=causal, left=left, right=right, softmax_scale=softmax_scale, softcap=softcap,
+            group=group_name, mesh_shape=mesh_shape,
+            layout=layout if isinstance(layout, str) else None, strategy=strategy, backend=backend,
+            same_bits=same_bits, transport=transport, differentiated=differentiated,
             max_logits=return_max_logits,
-        )
-        pair = () if isinstance(layout, str) else refusals.check_layouts(layout)
-        numbers = (pair[0].numbers, pair[1].numbers) if pair else ((), ())
+        )  # fmt: skip
+        numbers: LayoutNumbers = ((), ())
+        if not isinstance(layout, str):
+            of_q, of_k = refusals.check_layouts(layout)
+            known = of_q.numbers
+            numbers = known, known if of_k is of_q else of_k.numbers
         if mask is not None:
             refusals.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
         slices = None if mask is None else mask.tensor
-        arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, call.text)
+        arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, text)
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
         # No operator takes a strided last dim: copies once here, not at every step.
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        k = k if k.stride(-1) == 1 else k.contiguous()
+        v = v if v.stride(-1) == 1 else v.contiguous()
         if strategy == "auto":
-            arguments = _with_strategy(q, k, v, sinks, arguments)
-        out, lse, most = ops.attend(q, k, v, sinks, arguments, call.differentiated)
+            arguments = _with_strategy(q, k, v, sinks, arguments, mesh_shape)
+        out, lse, most = ops.attend(q, k, v, sinks, arguments, differentiated)
         if packed:
             out, lse = out[0], lse[0]
         results = (out, *((lse,) * return_lse), *((most,) * return_max_logits))
@@ -230,52 +232,46 @@ def ring_attention(
         raise
 
 
-@is_traced_as_constant
-def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
-    """Torch's name of the group, and the shape of the mesh; constants in a compiled graph."""
-    process_group = groups.check_group(group)
-    groups.check_group_device(process_group, torch.device(device_type))
-    return process_group.group_name, groups.mesh_shape(group)
-
-
 @left_out_of_graphs(
     "strategy='auto' cannot be compiled, as the ranks exchange messages to choose: pass "
     "ring_attn.explain(...).strategy, or compile without fullgraph=True"
 )
 @capture.a_call
 def _with_strategy(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    arguments: Arguments,
+    mesh_shape: tuple[int, ...],
 ) -> Arguments:
     """The arguments with the strategy that "auto" chooses."""
-    call = arguments.call
-    group, shape = call.process_group, call.mesh_shape
+    # Any strategy stands for the one to be chosen.
+    group, call = arguments._replace(text=with_strategy(arguments.text, Strategy())).asked()
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-    rows = (q.size(1), k.size(1))
+    rows, world_size = (q.size(1), k.size(1)), group.size()
     masked = arguments.documents(), arguments.given_mask()
-    resolved = resolve(call, spec, rows, *masked, arguments.numbers, *call.place)
-    purpose = Purpose.of(
-        resolved.mask, backward=call.differentiated, same_bits=call.same_bits,
-        layouts=resolved.layouts,
-    )  # fmt: skip
-    backend = proven_backend(spec, call.backend, purpose).name
+    call = sized(call, spec, rows, *masked, arguments.numbers, world_size)
+    call = replace(call, backend=proven_backend(spec, call.backend, call.purpose).name)
     ends = open_p2p(group, call.transport)
     if arguments.needs_even_rows:
         ends.check_even(rows, q.device)
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
-        choice = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}
-        ends.compare({}, q.device, Agreement(describe(spec, resolved, call) | choice))
+        choice = {"strategy": "auto", "same_bits": call.same_bits}
+        ends.compare({}, q.device, Agreement(call.facts() | choice))
     strategy = agreed_strategy(
         spec,
-        *resolved,
+        call.layouts,
+        call.mask,
         ends,
-        backend=backend,
+        backend=call.backend,
         same_bits=call.same_bits,
         backward=call.differentiated,
-        node_size=shape[1] if len(shape) == 2 else None,
+        node_size=mesh_shape[1] if len(mesh_shape) == 2 else None,
         global_ranks=dist.get_process_group_ranks(group),
     )
-    return arguments._replace(text=call._replace(strategy=strategy, mesh_shape=()).text)
+    return arguments._replace(text=with_strategy(arguments.text, strategy))
 
 
 @overload
@@ -390,18 +386,15 @@ def tree_decode(
         check_flag("return_lse", return_lse)
         refusals.check_sinks(sinks, q)
         groups.check_group_device(process_group, q.device)
-        call = Request(
-            causal=causal,
-            window_size=refusals.check_window(window_size, causal),
-            softmax_scale=refusals.check_scale(softmax_scale),
-            softcap=refusals.check_softcap(softcap),
-            group=process_group.group_name,
-            backend=refusals.check_name("backend", backend),
-            transport=groups.check_transport(transport),
-        )
+        left, right = refusals.check_pair(window_size)
+        text = asked(
+            causal=causal, left=left, right=right, softmax_scale=softmax_scale, softcap=softcap,
+            group=process_group.group_name, backend=backend, transport=transport, decoding=True,
+        )  # fmt: skip
+        call = Call.from_text(text, process_group.rank(), process_group.size())
         if mask is not None:
             refusals.check_mask_alone(mask, not causal, window_size)
-        out, lse = decode.attend(q, k, v, sinks, layout, mask, call, sizes_known)
+        out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group, sizes_known)
         return (out, lse) if return_lse else out
     except BaseException as error:
         tell_refusal(error, group, transport)

@@ -1,23 +1,23 @@
-"""Requests: the options of a call of `ring_attention` or `tree_decode`, as one frozen value.
+"""The call: one frozen value, from the public functions to the kernels.
 
-    arguments -> Request -> text -> operator of torch.library -> Request -> Call -> programs
-
-A `strategies.base.Call` is a request with backend, strategy, layouts and mask chosen.
+    arguments -> asked: text -> operator of torch.library -> Call -> programs -> machines
 
 The public signature has every option with its default, and a TypedDict here has its type; overloads
 and adapters take options as `**options: Unpack[...]`. A new option is a parameter in api.py, a line
-in a TypedDict, a field of `Request`, and the code that uses it.
+in a TypedDict, in `asked` and in `Call`, and the code that uses it.
 
-A graph holds strings, numbers and tensors only. So a request enters the operators as
-self-contained text: one process can store a graph with it, and another load the graph. Only tensors
-and the numbers of layouts, which a compiler may treat as symbols, travel beside the text.
+A graph holds strings, numbers and tensors only. So a call enters the operators as self-contained
+text: one process can store a graph with it, and another load the graph. Only tensors and the
+numbers of layouts, which a compiler may treat as symbols, travel beside the text.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -27,10 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import groups, refusals
-from ring_attn.backends import get_backend
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.backends import Purpose, get_backend
+from ring_attn.compiling import remembered
+from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import FlashArguments, Mask
-from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.program import Program
+from ring_attn.core.ranks import OneRank
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_one_of
 from ring_attn.strategies.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
 from ring_attn.torch_private import group_by_name, is_traced_as_constant, specialized
@@ -121,66 +125,175 @@ def check_execution(options: ExecutionOptions) -> None:
 
 # -- the call
 
+# Of a call before its tensors are known.
+NO_TENSORS = AttentionSpec("", torch.float32, 0, 0, 0, 0, 0)
+NO_ROWS = SequenceLayout.contiguous(0, 1)
+NO_MASK = Mask(0, 0)
 
-class Request(NamedTuple):
-    """All options of a call, except tensors and layouts passed by value; as in `ring_attention`."""
 
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float | None
-    softcap: float
-    group: str  # torch's name of the process group
-    backend: str
-    transport: TransportOptions
-    mesh_shape: tuple[int, ...] = ()  # sizes of the mesh's axes if the group is a mesh
-    layout: str | None = None  # None if `Arguments` has the numbers of two layouts
-    strategy: str | Strategy = "ring"
+class GradientPlan(NamedTuple):
+    """The side that travels in a backward, if one does, and whether gradients are summed in order.
+
+    In order: dK and dV are summed in the order of the queries, as one process sums them.
+    """
+
+    travels: Traveller | None
+    in_order: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as plain data, equal on every rank except for `rank`.
+
+    Attributes:
+        spec, layouts, mask: of the tensors, which a graph knows when it runs; empty before that.
+            Decoding has tiles in place of layouts and mask.
+        softmax_scale: None is `headdim ** -0.5`.
+        backend: "auto" until it is chosen.
+        same_bits: the caller's choice; None leaves the choice to the strategy.
+        gradients: None leaves the choice to the strategy.
+        differentiated: whether a backward may follow.
+        causal, window_size, layout: what mask and layouts come from, unless given by value.
+        group: torch's name of the process group.
+    """
+
+    spec: AttentionSpec
+    layouts: Layouts
+    mask: Mask
+    rank: int
+    strategy: Strategy
+    softmax_scale: float | None = None
+    backend: str = "auto"
     same_bits: bool | None = None
-    differentiated: bool = False  # a backward may follow
+    gradients: GradientPlan | None = None
+    differentiated: bool = True
+    decoding: bool = False
+    softcap: float = 0.0
     max_logits: bool = False
-
-    @property
-    def text(self) -> str:
-        """The request as JSON, for `from_text`."""
-        if torch.compiler.is_compiling():
-            return _dumped(_plain(self))
-        return _text(self)
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    layout: str | None = None
+    group: str = ""
+    transport: TransportOptions = TransportOptions()
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def from_text(text: str) -> Request:
-        """The request from its `text`."""
+    def from_text(text: str, rank: int, world_size: int) -> Call:
+        """The call of an `asked` text on a rank, without tensors."""
         values: dict[str, Any] = json.loads(text)
-        if isinstance(values["strategy"], dict):
-            values["strategy"] = Strategy(**values["strategy"])
+        strategy, mesh_shape = values.pop("strategy"), values.pop("mesh_shape")
+        if isinstance(strategy, dict):
+            strategy = Strategy(**strategy)
+        values["strategy"] = resolve_strategy(strategy, world_size, mesh_shape)
         values["transport"] = TransportOptions(**values["transport"])
         values["window_size"] = tuple(values["window_size"])
-        values["mesh_shape"] = tuple(values["mesh_shape"])
-        return Request(**values)
+        return Call(NO_TENSORS, (NO_ROWS, NO_ROWS), NO_MASK, rank, **values)
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        return group_by_name(self.group)
+    def world_size(self) -> int:
+        return self.layouts[0].world_size
+
+    @cached_property
+    def scores(self) -> Scores:
+        scale = self.softmax_scale
+        scale = 1.0 / math.sqrt(self.spec.headdim) if scale is None else scale
+        return Scores(scale, self.spec.softcap)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """This process's rank in the call's group, and the number of ranks."""
-        group = self.process_group
-        return dist.get_rank(group), dist.get_world_size(group)
+    def purpose(self) -> Purpose:
+        """What of the call a backend's choice depends on, beside the spec."""
+        if self.decoding:
+            return Purpose(decoding=True)
+        given = self.differentiated, self.same_bits
+        return Purpose.of(self.mask, backward=given[0], same_bits=given[1], layouts=self.layouts)
 
-    def resolved_strategy(self, world_size: int) -> Strategy:
-        """The strategy, checked against the number of ranks."""
-        return resolve_strategy(self.strategy, world_size, self.mesh_shape)
+    @cached_property
+    def programs(self) -> dict[bool, Program]:
+        """The rank's programs made so far, by `backward`.
+
+        Kept on the call: hashing a call for a cache takes longer than posting a step.
+        """
+        return {}
+
+    @property
+    def ranks(self) -> OneRank:
+        return OneRank(self.layouts, self.mask, self.rank)
+
+    def facts(self) -> dict[str, object]:
+        """Values that must be equal on all ranks, by name."""
+        mask = self.mask
+        flash = mask.arguments or FlashArguments(False, (-1, -1), None, None)
+        return {
+            **vars(self.spec),
+            "seqlen_q": mask.seqlen_q,
+            "seqlen_k": mask.seqlen_k,
+            "causal": flash.causal,
+            "window_size": flash.window_size,
+            "cu_seqlens": flash.cu_seqlens_q,
+            "cu_seqlens_k": flash.cu_seqlens_k,
+            "mask": None if mask.arguments else mask,
+            "layout": self.layouts,
+            "transport": self.transport,
+            "requires_grad": self.differentiated,
+            "softmax_scale": self.scores.softmax_scale,
+            "strategy": self.strategy,
+            "backend": self.backend,
+        }
+
+
+# -- a call as text
+
+
+@remembered
+def asked(
+    *,
+    causal: bool,
+    left: int,
+    right: int,
+    softmax_scale: float | None,
+    softcap: float,
+    backend: str,
+    transport: TransportOptions,
+    group: str,
+    mesh_shape: tuple[int, ...] = (),
+    layout: str | None = None,
+    strategy: str | Strategy = "ring",
+    same_bits: bool | None = None,
+    differentiated: bool = False,
+    max_logits: bool = False,
+    decoding: bool = False,
+) -> str:
+    """A call of these options, checked, as JSON for `Call.from_text`; the window is two numbers."""
+    values = {
+        "causal": causal,
+        "window_size": list(refusals.check_window((left, right), causal)),
+        "softmax_scale": refusals.check_scale(softmax_scale),
+        "softcap": refusals.check_softcap(softcap),
+        "backend": refusals.check_name("backend", backend),
+        "transport": _plain(groups.check_transport(transport)),
+        "group": group,
+        "mesh_shape": list(mesh_shape),
+        "layout": layout,
+        "strategy": _plain(strategy if isinstance(strategy, str) else checked_strategy(strategy)),
+        "same_bits": refusals.check_same_bits(same_bits),
+        "differentiated": differentiated,
+        "max_logits": max_logits,
+        "decoding": decoding,
+    }
+    return _dumped({name: _plain(value) for name, value in values.items()})
+
+
+def with_strategy(text: str, strategy: Strategy) -> str:
+    """The text of a call for which a strategy has been chosen."""
+    return _dumped({**json.loads(text), "strategy": _plain(strategy), "mesh_shape": []})
 
 
 def _plain(value: Any) -> Any:
     """The value in types that JSON can write; compilers can trace this conversion."""
-    if isinstance(value, Request):
-        return {name: _plain(getattr(value, name)) for name in Request._fields}
     if isinstance(value, (Strategy, TransportOptions)):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, tuple):
-        return [_plain(element) for element in value]
+    if isinstance(value, (list, dict)):
+        return value if isinstance(value, dict) else [_plain(element) for element in value]
     return specialized(value)
 
 
@@ -190,8 +303,9 @@ def _dumped(plain: Any) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _text(call: Request) -> str:
-    return _dumped(_plain(call))
+def _group_of(text: str) -> str:
+    group: str = json.loads(text)["group"]
+    return group
 
 
 class Arguments(NamedTuple):
@@ -200,13 +314,14 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None  # only if it differs
     mask: Tensor | None  # `Mask.tensor` of a mask passed by value
-    layout_q: Sequence[int]  # `SequenceLayout.numbers`; empty if the request names the layout
+    layout_q: Sequence[int]  # `SequenceLayout.numbers`; empty if the call names the layout
     layout_k: Sequence[int]
-    text: str  # `Request.text`
+    text: str  # of `asked`
 
-    @property
-    def call(self) -> Request:
-        return Request.from_text(self.text)
+    def asked(self) -> tuple[dist.ProcessGroup, Call]:
+        """The process group, and the call on this rank without tensors."""
+        group = group_by_name(_group_of(self.text))
+        return group, Call.from_text(self.text, group.rank(), group.size())
 
     @property
     def numbers(self) -> LayoutNumbers:
@@ -244,22 +359,19 @@ LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
 # -- layouts and mask
 
 
-class Resolved(NamedTuple):
-    layouts: tuple[SequenceLayout, SequenceLayout]
-    mask: Mask
-
-
-def resolve(
-    call: Request,
+def sized(
+    call: Call,
     spec: AttentionSpec,
     rows: tuple[int, int],
     documents: Documents,
     given_mask: Mask | None,
     numbers: LayoutNumbers,
-    rank: int,
     world_size: int,
-) -> Resolved:
-    """Layouts and mask, checked against each other and against this rank's rows of q and kv."""
+) -> Call:
+    """The call with its tensors' sizes, layouts and mask, checked against each other.
+
+    `rows` are this rank's rows of q and kv.
+    """
     cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
     if given_mask is not None:
@@ -268,31 +380,13 @@ def resolve(
     if call.layout is None:
         layout = tuple(map(SequenceLayout.from_numbers, numbers))
 
-    def resolve_rows(rows: tuple[int, int]) -> Resolved:
-        layouts = refusals.resolve_layouts(layout, rows, totals, rank, world_size)
-        seqlens = (layouts[0].seqlen, layouts[1].seqlen)
-        if given_mask is not None:
-            refusals.check_given_mask(given_mask, *seqlens)
-            return Resolved(layouts, given_mask)
-        return Resolved(layouts, Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k))
+    def with_rows(rows: tuple[int, int]) -> Call:
+        layouts = refusals.resolve_layouts(layout, rows, totals, call.rank, world_size)
+        seqlens, mask = (layouts[0].seqlen, layouts[1].seqlen), given_mask
+        if mask is not None:
+            refusals.check_given_mask(mask, *seqlens)
+        else:
+            mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
+        return replace(call, spec=spec, layouts=layouts, mask=mask)
 
-    return refusals.rows_before_heads(resolve_rows, rows, (spec.nheads, spec.nheads_kv))
-
-
-def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:
-    """Values that must be equal on all ranks, by name."""
-    mask = resolved.mask
-    flash = mask.arguments or FlashArguments(False, (-1, -1), None, None)
-    return {
-        **vars(spec),
-        "seqlen_q": mask.seqlen_q,
-        "seqlen_k": mask.seqlen_k,
-        "causal": flash.causal,
-        "window_size": flash.window_size,
-        "cu_seqlens": flash.cu_seqlens_q,
-        "cu_seqlens_k": flash.cu_seqlens_k,
-        "mask": None if mask.arguments else mask,
-        "layout": resolved.layouts,
-        "transport": call.transport,
-        "requires_grad": call.differentiated,
-    }
+    return refusals.rows_before_heads(with_rows, rows, (spec.nheads, spec.nheads_kv))

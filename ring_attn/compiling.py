@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -31,6 +31,26 @@ def kept(compute: Callable[[Any], T]) -> T:
         return cast(T, values[key])
 
     return cast(T, property(get, doc=compute.__doc__))
+
+
+def remembered(check: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function, that depends on its arguments alone, run once for arguments of one type.
+
+    While dynamo traces, it runs at each call, as it does for arguments that cannot be hashed.
+    """
+    cached = lru_cache(maxsize=1024, typed=True)(check)
+
+    @wraps(check)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return check(*args, **kwargs)
+        try:
+            return cached(*args, **kwargs)  # type: ignore[arg-type]
+        except TypeError:  # an argument has no hash, or is refused
+            pass
+        return check(*args, **kwargs)
+
+    return call
 
 
 def left_out_of_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

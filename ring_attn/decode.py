@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import drivers, groups, refusals
-from ring_attn.backends import Purpose
-from ring_attn.call import Request
-from ring_attn.core.dtypes import own_dtypes
+from ring_attn import drivers, refusals
+from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
@@ -21,7 +21,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.first_use import proven_backend
-from ring_attn.strategies.tree_decode import DecodeCall, decode_tiles, gather_numbers, make_call
+from ring_attn.strategies.tree_decode import decode_tiles, gather_numbers
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
@@ -35,18 +35,17 @@ def attend(
     sinks: Tensor | None,
     layout: SequenceLayout | None,
     mask: Mask | None,
-    call: Request,
+    call: Call,
+    group: dist.ProcessGroup,
     sizes_known: bool,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries, the same on every rank.
 
     If not `sizes_known`, k and v are placeholders: their heads and headdim come from other ranks.
     """
-    group = call.process_group
-    groups.check_max_ctas(call.transport, group)
     # Checks the call before anything is sent.
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    place = layout, mask, call, *call.place
+    place = layout, mask, call, group.size()
     decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
     if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
         capture.refuse("the ranks tell each other their numbers of rows: pass a layout")
@@ -59,10 +58,7 @@ def attend(
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
             decode_call, agreement = _planned(spec, (q.size(1), 0), *place)
-    with (
-        own_dtypes(q.device.type),
-        ends.call("decode", agreement, q.device, sinks=sinks, queries=q),
-    ):
+    with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # No operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -76,21 +72,20 @@ def _planned(
     rows: tuple[int, int],
     layout: SequenceLayout | None,
     mask: Mask | None,
-    call: Request,
-    rank: int,
+    call: Call,
     world_size: int,
-) -> tuple[DecodeCall, Agreement]:
+) -> tuple[Call, Agreement]:
     """The checked call, and everything that must be equal on all ranks except tensor values."""
 
     def check_rows(rows: tuple[int, int]) -> None:
         if layout is not None:
-            refusals.check_layout("k", layout, rows[1], None, rank, world_size)
+            refusals.check_layout("k", layout, rows[1], None, call.rank, world_size)
         if mask is not None:
             refusals.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
 
     refusals.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
-    backend = proven_backend(spec, call.backend, Purpose(decoding=True)).name
-    decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=backend)
+    backend = proven_backend(spec, call.backend, call.purpose).name
+    decode_call = replace(call, spec=spec, backend=backend)
     agreement = Agreement(
         {
             **vars(spec),
@@ -98,7 +93,7 @@ def _planned(
             "causal": call.causal,
             "window_size": call.window_size,
             "mask": mask,
-            "softmax_scale": decode_call.softmax_scale,
+            "softmax_scale": decode_call.scores.softmax_scale,
             "layout": layout,
             "backend": decode_call.backend,
             "transport": call.transport,
@@ -161,7 +156,7 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
 
 
 def _tiles(
-    call: Request,
+    call: Call,
     mask: Mask | None,
     shape: tuple[int, int],
     layout: SequenceLayout | None,
@@ -183,7 +178,7 @@ def _tiles(
     return _run_tiles(cuts[transport.rank], rows, whole)
 
 
-def _hides_nothing(call: Request, queries: int) -> bool:
+def _hides_nothing(call: Call, queries: int) -> bool:
     """Whether every query sees the whole cache, whatever its length and layout."""
     left, right = call.window_size
     right = 0 if call.causal else right

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.call import Call
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.run import execute
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.tree_decode import DecodeCall, program
+from ring_attn.strategies.tree_decode import program
 from ring_attn.transport.base import Transport
 
 # Step number of the exchange of greatest scores; larger than the program's step numbers.
@@ -54,10 +54,10 @@ def forward(
     The shards are (batch, rows, heads, dim). Sinks (nheads,) are the same on every rank, and are
     used in the type of the state.
     """
-    steps = program_of(call, backward=False)
+    steps = call.programs.get(False) or program_of(call, backward=False)
     inputs = {"q": q, "k": k, "v": v}
     run = execute(steps, call, inputs, transport, sinks, call.strategy)
-    saved = tuple(run.tensors[name] for name in steps.saved)
+    saved = tuple(map(run.tensors.__getitem__, steps.saved))
     lse = run.tensors["lse"]
     most = run.max_logits
     if call.spec.max_logits and most is None:  # a rank without heads
@@ -77,19 +77,18 @@ def backward(
 
     The forward's saved tensors are neither changed nor kept.
     """
-    names = program_of(call, backward=False).saved
+    names = (call.programs.get(False) or program_of(call, backward=False)).saved
     inputs = {**dict(zip(names, saved, strict=True)), "dout": dout}
-    steps = program_of(call, backward=True)
+    steps = call.programs.get(True) or program_of(call, backward=True)
     run = execute(steps, call, inputs, transport, sinks, call.strategy)
-    dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
-    dsinks = run.dsinks
+    dsinks, tensors = run.dsinks, run.tensors
     if sinks is not None and dsinks is None:  # a rank without heads
         dsinks = torch.zeros_like(sinks)
-    return Gradients(dq, dk, dv, dsinks)
+    return Gradients(tensors["dq"], tensors["dk"], tensors["dv"], dsinks)
 
 
 def decode(
-    call: DecodeCall,
+    call: Call,
     tiles: tuple[Tile, ...],
     q: Tensor,
     k: Tensor,

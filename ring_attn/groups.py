@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn.compiling import remembered
 from ring_attn.core.values import check_int, check_number, check_type
-from ring_attn.torch_private import flattened
+from ring_attn.torch_private import flattened, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
@@ -67,6 +68,16 @@ def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
     return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
 
 
+@is_traced_as_constant
+def described(
+    group: dist.ProcessGroup | DeviceMesh | None, device_type: str
+) -> tuple[str, tuple[int, ...]]:
+    """Torch's name of the group, and the shape of the mesh; constants in a compiled graph."""
+    process_group = check_group(group)
+    check_group_device(process_group, torch.device(device_type))
+    return process_group.group_name, mesh_shape(group)
+
+
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.get_coordinate() is None:
         raise RuntimeError(
@@ -105,15 +116,18 @@ _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
-    if dist.get_world_size(group) == 1:
-        return
-    backend = dist.get_backend_config(group)
+    if group.size() > 1:
+        _check_backend(dist.get_backend_config(group), device.type)
+
+
+@remembered
+def _check_backend(backend: str, device_type: str) -> None:
     names = dict(part.split(":") for part in backend.split(",") if ":" in part)
-    name = names.get(device.type, backend)
-    if (device.type == "cuda") != ("nccl" in name):
-        need = "nccl" if device.type == "cuda" else "gloo"
+    name = names.get(device_type, backend)
+    if (device_type == "cuda") != ("nccl" in name):
+        need = "nccl" if device_type == "cuda" else "gloo"
         raise RuntimeError(
-            f"the group's backend {name!r} cannot send {device.type} tensors; initialise it with "
+            f"the group's backend {name!r} cannot send {device_type} tensors; initialise it with "
             f"{need}, or 'cpu:gloo,cuda:nccl' for both"
         )
 

@@ -17,22 +17,25 @@ the shards of other ranks, so the compiler gives them new symbolic sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import drivers, groups, refusals
-from ring_attn.backends import Purpose
-from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
-from ring_attn.core.dtypes import accum_dtype, own_dtypes
+from ring_attn import drivers, refusals
+from ring_attn.call import Arguments, Call, Documents, LayoutNumbers, sized
+from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.first_use import proven_backend
-from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
+from ring_attn.strategies.registry import chosen, code_of, why_not_same_bits
+from ring_attn.strategies.strategy import Strategy
+from ring_attn.torch_private import below_autograd
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p, tell_refusal
@@ -60,46 +63,46 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 
 def _prepare(
-    spec: AttentionSpec, rows: tuple[int, int], arguments: Arguments
-) -> tuple[Call, Agreement]:
-    """The strategy's call for this rank, and the values that must be equal on all ranks."""
-    call = arguments.call
-    groups.check_max_ctas(call.transport, call.process_group)
-    masked = arguments.documents(), arguments.given_mask()
-    return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
+    arguments: Arguments,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[Sequence[int], ...],
+    sinks: Tensor | None,
+) -> tuple[dist.ProcessGroup, Call, Agreement]:
+    """The group, this rank's call, and the values that must be equal on all ranks.
+
+    `shapes` are those of q, k and v.
+    """
+    group, asked = arguments.asked()
+    documents: Documents = None, None
+    text, given_mask = arguments.text, None
+    if arguments.cu_seqlens is not None or arguments.cu_seqlens_k is not None:
+        documents = arguments.documents()
+    if arguments.mask is not None:
+        given_mask = arguments.given_mask()
+    masked = documents, given_mask, (tuple(arguments.layout_q), tuple(arguments.layout_k))
+    tensors = device, dtype, *shapes, sinks is not None
+    return group, *_make_call(text, asked.rank, group.size(), tensors, *masked)
 
 
-# Cached here too: these values are faster to hash than the values by which plans are cached.
+# Cached by values that are fast to hash.
 @lru_cache(maxsize=1024)
 def _make_call(
-    spec: AttentionSpec,
-    rows: tuple[int, int],
-    documents: Documents,
-    given_mask: Mask | None,
-    numbers: LayoutNumbers,
     text: str,
     rank: int,
     world_size: int,
+    tensors: tuple[Any, ...],
+    documents: Documents,
+    given_mask: Mask | None,
+    numbers: LayoutNumbers,
 ) -> tuple[Call, Agreement]:
-    request = Request.from_text(text)
-    resolved = resolve(request, spec, rows, documents, given_mask, numbers, rank, world_size)
-    strategy = request.resolved_strategy(world_size)
-    layouts, mask = resolved
-    purpose = Purpose.of(
-        mask, backward=request.differentiated, same_bits=request.same_bits, layouts=layouts
-    )
-    call = make_call(
-        strategy, spec, layouts, mask, rank, softmax_scale=request.softmax_scale,
-        backend=proven_backend(spec, request.backend, purpose).name,
-        same_bits=request.same_bits, backward=request.differentiated,
-    )  # fmt: skip
-    chosen = {
-        "softmax_scale": call.softmax_scale,
-        "strategy": strategy,
-        "backend": call.backend,
-        "same_bits": why_not_same_bits(call) is None,
-    }
-    return call, Agreement(describe(spec, resolved, request) | chosen)
+    asked = Call.from_text(text, rank, world_size)
+    device, dtype, q, k, v, sinks = tensors
+    options = asked.softcap, sinks, asked.max_logits
+    spec = AttentionSpec(device.type, dtype, q[0], q[2], k[2], q[3], v[3], *options)
+    call = sized(asked, spec, (q[1], k[1]), documents, given_mask, numbers, world_size)
+    call = chosen(replace(call, backend=proven_backend(spec, call.backend, call.purpose).name))
+    return call, Agreement(call.facts() | {"same_bits": why_not_same_bits(call) is None})
 
 
 # -- forward
@@ -118,27 +121,26 @@ def _attention(
     (nheads,), empty unless requested; and `saved`, empty unless the call is differentiated.
     """
     arguments = Arguments(*fields)
-    call = arguments.call
-    group = call.process_group
+    group, call = arguments.asked()
     try:
-        spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-        run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
+        shapes = q.shape, k.shape, v.shape
+        group, call, agreement = _prepare(arguments, q.device, q.dtype, shapes, sinks)
         transport = open_p2p(group, call.transport)
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
-        with (
-            own_dtypes(q.device.type),
-            transport.call("forward", agreement, q.device, sinks=sinks) as number,
-        ):
-            out, lse, saved, most = drivers.forward(run, q, k, v, transport, sinks)
+        with transport.call("forward", agreement, q.device, sinks=sinks) as number:
+            out, lse, saved, most = drivers.forward(call, q, k, v, transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)
         raise
     if not call.differentiated:
         return out.contiguous(), lse.contiguous(), most, []
-    known = (q, k, v, out, lse)
-    extra = [x.contiguous() for x in saved if not any(x is other for other in known)]
-    return out.contiguous(), lse.contiguous(), most, [_as_tensor(number), *extra]
+    known = set(map(id, (q, k, v, out, lse)))
+    extra = [_as_tensor(number)]
+    for x in saved:
+        if id(x) not in known:
+            extra.append(x.contiguous())
+    return out.contiguous(), lse.contiguous(), most, extra
 
 
 # Scales the numbers of calls down: torch's checks compare the results of two calls within 1e-7,
@@ -159,7 +161,7 @@ attention = torch.ops.ring_attn.attention.default
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    call = Arguments(*fields).call
+    group, call = Arguments(*fields).asked()
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=accum_dtype(q.dtype))
@@ -167,13 +169,12 @@ def _(
     if not call.differentiated:
         return out, lse, most, []
     number = torch.empty((), dtype=torch.float64)
-    return out, lse, most, [number, *_fake_extra(q, k, v, call)]
+    return out, lse, most, [number, *_fake_extra(q, k, v, call, group.size())]
 
 
-def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
+def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call, world_size: int) -> list[Tensor]:
     """Tensors shaped like the forward's saved ones; the compiler does not know their rows."""
-    rank, world_size = call.place
-    kept = _kept(call.text, rank, world_size)
+    kept = _kept(call.strategy, call.rank, world_size)
     if kept == _KNOWN:
         return []
     context = torch.library.get_ctx()
@@ -183,9 +184,9 @@ def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
     if kept:
         heads = [(q.size(2), k.size(2))]
     else:
-        degree = call.resolved_strategy(world_size).ulysses_degree
+        degree = call.strategy.ulysses_degree
         # int: a graph is compiled for one share of the heads, even if sizes are symbols.
-        share = share_heads(int(q.size(2)), int(k.size(2)), degree)[rank % degree]
+        share = share_heads(int(q.size(2)), int(k.size(2)), degree)[call.rank % degree]
         heads = [(run.num, run.num_kv) for run in share.runs]
     extra = []
     for nheads, nheads_kv in heads:
@@ -206,9 +207,8 @@ _KNOWN = ("q", "k", "v", "out", "lse")
 
 
 @lru_cache(maxsize=1024)
-def _kept(text: str, rank: int, world_size: int) -> tuple[str, ...]:
+def _kept(strategy: Strategy, rank: int, world_size: int) -> tuple[str, ...]:
     """Names of the operator's inputs and results that the strategy's backward reads."""
-    strategy = Request.from_text(text).resolved_strategy(world_size)
     return code_of(strategy).kept(rank, world_size)
 
 
@@ -222,11 +222,12 @@ def _save(
     (q, k, v), (out, lse, most, extra) = inputs, output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, most)
-    ctx.arguments, call = arguments, arguments.call
+    group, call = arguments.asked()
+    ctx.arguments, ctx.differentiated = arguments, call.differentiated
     if not call.differentiated:
         return
-    known = dict(zip(_KNOWN, (q, k, v, out, lse), strict=True))
-    kept = [known[name] for name in _kept(arguments.text, *call.place)]
+    known = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    kept = map(known.__getitem__, _kept(call.strategy, call.rank, group.size()))
     ctx.save_for_backward(sinks, *arguments[:3], *kept, *extra)
     ctx.sizes = [*q.shape[:2], k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)]
     ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None, mask=None)
@@ -235,8 +236,8 @@ def _save(
 def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The forward's number, and the tensors of `_save` in the order of the strategy's forward."""
     number, *rest = saved[len(kept) :]
-    if not kept:
-        return number, tuple(rest)
+    if not kept or not rest:
+        return number, tuple(rest or saved[: len(kept)])
     known, extra = iter(saved[: len(kept)]), iter(rest)
     return number, tuple(next(known if name in kept else extra) for name in _KNOWN)
 
@@ -257,22 +258,17 @@ def _attention_backward(
     `fields` are those of `Arguments`.
     """
     arguments = Arguments(*fields)
-    call = arguments.call
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
-    heads = nheads, nheads_kv, headdim, headdim_v
-    options = call.softcap, sinks is not None, call.max_logits
-    spec = AttentionSpec(dout.device.type, dout.dtype, batch, *heads, *options)
-    group = call.process_group
+    group, call = arguments.asked()
     try:
-        run, agreement = _prepare(spec, (rows, rows_kv), arguments)
+        kv = batch, rows_kv, nheads_kv
+        shapes = (batch, rows, nheads, headdim), (*kv, headdim), (*kv, headdim_v)
+        group, call, agreement = _prepare(arguments, dout.device, dout.dtype, shapes, sinks)
         transport = open_p2p(group, call.transport)
-        number, tensors = _in_order(_kept(arguments.text, *call.place), saved)
+        number, tensors = _in_order(_kept(call.strategy, call.rank, group.size()), saved)
         forward = int(number.item() / _NUMBER_UNIT)
-        with (
-            own_dtypes(dout.device.type),
-            transport.call("backward", agreement, dout.device, sinks=sinks, number=forward),
-        ):
-            grads = drivers.backward(run, tensors, dout.contiguous(), transport, sinks)
+        with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
+            grads = drivers.backward(call, tensors, dout.contiguous(), transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)
         raise
@@ -303,14 +299,16 @@ def _(
 
 
 def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    if not ctx.arguments.call.differentiated:
+    if not ctx.differentiated:
         raise RuntimeError("ring_attn::attention was called without differentiated=True")
     if dout is None:
         return (None, None, None, None)
     refusals.check_plain("the gradient of out", dout)
     sinks, cu_seqlens, cu_seqlens_k, mask, *saved = ctx.saved_tensors
     arguments = ctx.arguments._replace(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, mask=mask)
-    grads = attention_backward(saved, dout, sinks, ctx.sizes, *arguments)
+    # Autograd's part only refuses second derivatives.
+    with nullcontext() if torch.is_grad_enabled() else below_autograd():
+        grads = attention_backward(saved, dout, sinks, ctx.sizes, *arguments)
     return (*grads[:3], None if sinks is None else grads[3])
 
 
@@ -348,7 +346,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
     ) -> tuple[Tensor, ...]:
-        out, lse, most, extra = attention(q, k, v, sinks, *arguments)
+        with below_autograd():
+            out, lse, most, extra = attention(q, k, v, sinks, *arguments)
         if arguments.cu_seqlens is not None:
             # Copied: the next batch may overwrite the boundaries before the backward.
             cu_q, cu_k = (None if x is None else torch.tensor(x) for x in arguments.documents())

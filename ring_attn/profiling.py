@@ -134,7 +134,7 @@ def stats() -> Stats:
         >>> stats().forward, stats().gradient_sync_s > 0.0
         (None, True)
     """
-    last, syncs = _collected.last, _collected.syncs
+    last, syncs = collected.last, collected.syncs
     if not last and not syncs:
         raise RuntimeError(
             "no call has been measured, or the last one failed: call within "
@@ -155,13 +155,13 @@ def collect() -> Iterator[None]:
         >>> with collect():
         ...     pass  # ring_attention(q, k, v)
     """
-    if not _collected.depth:
-        _collected.forget()
-    _collected.depth += 1
+    if not collected.depth:
+        collected.forget()
+    collected.depth += 1
     try:
         yield
     finally:
-        _collected.depth -= 1
+        collected.depth -= 1
 
 
 @contextmanager
@@ -178,11 +178,11 @@ def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
         ...     pass  # dist.all_reduce(gradients)
     """
     place = torch.device(device)
-    start = _now(place) if _collected.depth else None
+    start = _now(place) if collected.depth else None
     with _named("ring_attn::gradient_sync"):
         yield
     if start is not None:
-        _collected.syncs.append((start, _now(place)))
+        collected.syncs.append((start, _now(place)))
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -273,22 +273,17 @@ def _side_stream(device: torch.device) -> Stream:
     return streams.new(device)
 
 
-def is_observed() -> bool:
-    """Whether figures are collected, or a profiler is on."""
-    return _collected.depth > 0 or profiler_enabled()
-
-
 @contextmanager
 def observe(direction: Direction, device: torch.device, sent: TransportStats) -> Iterator[Observer]:
     """Observes one call; where figures are collected, keeps them when the call ends.
 
     `sent` are the counts of the rank's transport.
     """
-    if not _collected.depth:
+    if not collected.depth:
         with _named(f"ring_attn::{direction}"):
             yield Observer()
         return
-    _collected.forget(direction)
+    collected.forget(direction)
     start_bytes = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -308,7 +303,7 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
         peak = torch.cuda.max_memory_allocated(device)
         device_bytes = torch.cuda.get_device_properties(device).total_memory
     memory = start_bytes, peak, device_bytes
-    _collected.last[direction] = partial(_figures, whole, observer, counts, memory)
+    collected.last[direction] = partial(_figures, whole, observer, counts, memory)
 
 
 def _now(device: torch.device) -> Moment:
@@ -374,7 +369,7 @@ class _Collected:
             self.syncs.clear()
 
 
-_collected = _Collected(int(STATS_ALWAYS))
+collected = _Collected(int(STATS_ALWAYS))
 
 
 def _named(name: str) -> AbstractContextManager[object]:

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ring_attn.compiling import remembered
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.values import as_int, check_dim, check_flag, check_number, check_type
 from ring_attn.groups import check_group_device
-from ring_attn.torch_private import is_transformed
+from ring_attn.torch_private import is_batched, is_grad_tracking, is_legacy_batched
 from ring_attn.transport import capture
 
 T = TypeVar("T")
@@ -41,6 +42,13 @@ def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
         )
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
+
+
+@remembered
+def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -> None:
+    check_flag("return_lse", return_lse)
+    check_flag("return_max_logits", return_max_logits)
+    check_unsupported(dropout_p, None)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
@@ -61,7 +69,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
 
 def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
     """Refuses everything but a plain tensor of a dtype that attention takes."""
-    check_type(name, x, Tensor, words)
+    if not isinstance(x, Tensor):
+        check_type(name, x, Tensor, words)
     check_plain(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
@@ -84,7 +93,9 @@ def check_plain(name: str, x: Tensor) -> None:
             f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
         )
     # A compiler cannot trace these functions, and refuses such tensors itself.
-    if not torch.compiler.is_compiling() and is_transformed(x):
+    if not torch.compiler.is_compiling() and (
+        is_batched(x) or is_legacy_batched(x) or is_grad_tracking(x)
+    ):
         raise NotImplementedError(
             f"transforms of torch.func (grad, jvp, vmap, ...) are not built, got {name} inside "
             "one; use backward() or torch.autograd.grad without is_grads_batched, and a batch dim"
@@ -107,8 +118,12 @@ def check_capture(name: str, x: Tensor) -> None:
 
 def check_differentiated(**tensors: Tensor | None) -> bool:
     """Whether a backward may follow; if so, refuses tensors that autograd cannot save."""
-    needs_grad = any(x is not None and x.requires_grad for x in tensors.values())
-    if not needs_grad or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return False
+    for x in tensors.values():
+        if x is not None and x.requires_grad:
+            break
+    else:
         return False
     if torch.compiler.is_compiling():  # a compiler cannot trace is_inference, and checks it itself
         return True
@@ -127,7 +142,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     def shapes() -> str:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
-    dims = {x.ndim for x in (q, k, v)}
+    dims = {q.ndim, k.ndim, v.ndim}
     if dims == {3} and not packed:
         raise ValueError(
             "q, k, v of shape (rows, nheads, headdim) are packed and need cu_seqlens; without it "
@@ -234,11 +249,15 @@ def check_same_bits(same_bits: bool | None) -> bool | None:
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     """(left, right), each at least 0, or -1 for unbounded; `causal` bounds right by 0."""
     check_flag("causal", causal)
+    name = "each of window_size (-1 is unbounded)"
+    left, right = (as_int(name, size, least=-1) for size in check_pair(window_size))
+    return left, min(right, 0) if causal else right
+
+
+def check_pair(window_size: Sequence[int]) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
-    name = "each of window_size (-1 is unbounded)"
-    left, right = (as_int(name, size, least=-1) for size in window_size)
-    return left, min(right, 0) if causal else right
+    return window_size[0], window_size[1]
 
 
 def check_boundaries(
@@ -371,9 +390,9 @@ def rows_before_heads(
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and keys, from one layout for both or a pair."""
-    pair = layout if isinstance(layout, (tuple, list)) else (layout, layout)
-    if len(pair) == 2 and all(isinstance(x, SequenceLayout) for x in pair):
-        return pair[0], pair[1]
+    q, k = layout if isinstance(layout, (tuple, list)) and len(layout) == 2 else (layout, layout)
+    if isinstance(q, SequenceLayout) and isinstance(k, SequenceLayout):
+        return q, k
     raise TypeError(
         f"layout must be one of {list(LAYOUTS)}, a SequenceLayout or a pair of them, got {layout!r}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,16 +31,16 @@ profiler_enabled = _autograd._profiler_enabled
 native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
-def is_transformed(x: Tensor) -> bool:
-    """Whether a transform of torch.func wraps the tensor."""
-    batched = _functorch.is_batchedtensor(x) or _functorch.is_legacy_batchedtensor(x)
-    return batched or _functorch.is_gradtrackingtensor(x)
+# Whether a transform of torch.func wraps a tensor.
+is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
+is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+is_grad_tracking: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
 
+# The process group of a name; a graph can hold a group's name, not the group.
+group_by_name: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
 
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group of that name; a graph can hold a group's name, not the group."""
-    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
-    return cast(dist.ProcessGroup, resolve(name))
+# Skips autograd's part of an operator's dispatch within the block.
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

@@ -17,6 +17,8 @@ keys (lse 0 on CPU, +inf in flash) never occur; `-inf` comes only from the state
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +79,7 @@ class AtenBackend(Backend):
         q, k, v = equal_headdims(*_computable(q), *_computable_kv(k, v), multiple=1 if cpu else 8)
         if cpu:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                *_heads_first(q, k, v), 0.0, piece.kind is MaskKind.CAUSAL,
+                *_heads_first(q, k, v), 0.0, _form(piece).is_causal,
                 attn_mask=_dense_mask(piece, q), scale=scores.softmax_scale,
             )  # fmt: skip
             return out.transpose(1, 2), lse
@@ -98,7 +100,7 @@ class AtenBackend(Backend):
         dout, q, k, v, out = equal_headdims(dout, q, k, v, out, multiple=1 if cpu else 8)
         if cpu:
             grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *_heads_first(dout, q, k, v, out), lse, 0.0, piece.kind is MaskKind.CAUSAL,
+                *_heads_first(dout, q, k, v, out), lse, 0.0, _form(piece).is_causal,
                 attn_mask=_dense_mask(piece, q), scale=scores.softmax_scale,
             )  # fmt: skip
             return [grad.transpose(1, 2) for grad in grads]
@@ -218,9 +220,20 @@ def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
         yield from tile_within(tile, rows, slice(tile.kv.start, left))
 
 
+class Form(NamedTuple):
+    is_causal: bool
+    needs_mask: bool  # neither full nor top-left causal
+
+
+@lru_cache(maxsize=4096)
+def _form(piece: Tile) -> Form:
+    full_or_causal = piece.corner_band in ((None, None), (None, 0))
+    return Form(piece.kind is MaskKind.CAUSAL, not full_or_causal)
+
+
 def _dense_mask(piece: Tile, q: Tensor) -> Tensor | None:
     """The additive mask of a piece that is neither FULL nor top-left CAUSAL."""
-    if piece.corner_band in ((None, None), (None, 0)):
+    if not _form(piece).needs_mask:
         return None
     hidden = ~band_mask(piece, q.device)
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)

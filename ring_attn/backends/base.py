@@ -7,6 +7,7 @@ or together. It never communicates and knows nothing of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -237,17 +238,17 @@ class Backend:
         """dq, dk, dv of a piece, perhaps with more dims; `out` is not None if `reads_out`."""
         raise NotImplementedError
 
-    def _pieces(self, tiles: Tiles, device_type: str) -> Iterator[Tile]:
-        for tile in tiles:
-            yield from self.pieces(tile, device_type)
+    def _pieces(self, tiles: Tiles, device_type: str) -> tuple[Tile, ...]:
+        return _pieces_of(self, tuple(tiles), device_type)
 
     def _fold_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores
     ) -> None:
         # A function, which frees a piece's copies before the next piece is copied.
-        parts = q[:, piece.q], k[:, piece.kv], v[:, piece.kv]
+        rows, cols = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
+        parts = q[:, rows], k[:, cols], v[:, cols]
         out, *statistics = self.forward_piece(*parts, piece, scores)
-        state.fold(piece.q, out[..., : v.size(-1)], *statistics)
+        state.fold(rows, out[..., : v.size(-1)], *statistics)
 
     def _add_piece(
         self,
@@ -258,12 +259,17 @@ class Backend:
         scores: Scores,
     ) -> None:
         q, k, v, dout, lse, delta = inputs
-        rows, cols = piece.q, piece.kv
+        rows, cols = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
         lse, delta = lse[:, :, rows].contiguous(), delta[:, :, rows]
         part = BackwardInputs(q[:, rows], k[:, cols], v[:, cols], dout[:, rows], lse, delta)
         grads = self.backward_piece(part, None if out is None else out[:, rows], piece, scores)
         for total, grad, place in zip(gradients, grads, (rows, cols, cols), strict=True):
             total[:, place] += grad[..., : total.size(-1)]
+
+
+@lru_cache(maxsize=1024)
+def _pieces_of(backend: Backend, tiles: tuple[Tile, ...], device_type: str) -> tuple[Tile, ...]:
+    return tuple(piece for tile in tiles for piece in backend.pieces(tile, device_type))
 
 
 def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -> str | None:

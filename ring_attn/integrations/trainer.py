@@ -50,8 +50,7 @@ from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
 from ring_attn.models.batch import shard_batch
 from ring_attn.transport.p2p import check_all, tell_refusal
-from ring_attn.transport.ranks.identity import checksum
-from ring_attn.transport.step import set_step
+from ring_attn.transport.ranks.identity import checksum, set_step
 
 # Tensors (batch, rows, ...) to split over the ranks.
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Number
 from ring_attn.core.program import Channel, Op, Program, part_of_heads
@@ -21,7 +22,6 @@ from ring_attn.core.ranks import EveryRank
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.work import StepWork
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
 from ring_attn.strategies.strategy import Strategy
 

@@ -17,10 +17,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.program import Channel, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 
 

@@ -10,14 +10,14 @@ import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Gathered, Message, Number, Records
 from ring_attn.core.program import Array, Buffer, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
-from ring_attn.strategies.base import Call, result_arrays
+from ring_attn.strategies.base import result_arrays
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.tree_decode import DecodeCall
 from ring_attn.transport.options import MAX_CTAS
 
 
@@ -89,7 +89,7 @@ def peak_bytes(call: Call, *, backward: bool) -> int:
 
 
 def peak_of_programs(
-    programs: Sequence[Program], call: Call | DecodeCall, pool: dict[int, int] | None = None
+    programs: Sequence[Program], call: Call, pool: dict[int, int] | None = None
 ) -> int:
     """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs.
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast, get_args
 import torch
 from torch import Tensor
 
+from ring_attn import profiling
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.core import program as ops
@@ -21,7 +22,8 @@ from ring_attn.core.program import Buffer, Channel, Copy, Entry, Hop, Operand, P
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.machines.rehearse import Silent, connect
-from ring_attn.profiling import Direction, Moment, Observer, is_observed, observe
+from ring_attn.profiling import Direction, Moment, Observer, observe
+from ring_attn.torch_private import profiler_enabled
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Transport
 from ring_attn.transport.buffers import Block, last_uses
@@ -54,10 +56,15 @@ def execute(
     Programs of one `kind` have the same connections. On a device with streams, all ranks connect,
     compile and wait for each other before the first call of a kind and spec.
     """
+    if torch.is_autocast_enabled(call.spec.device_type):
+        # Operators keep the dtypes that a call has.
+        with torch.autocast(call.spec.device_type, enabled=False):
+            return execute(program, call, tensors, transport, sinks, kind)
     spec, scores, backend = call.spec, call.scores, get_backend(call.backend)
-    if capture.is_on() or not is_observed():
+    if capture.is_on() or not (profiling.collected.depth or profiler_enabled()):
         run = Run(program, spec, scores, backend, dict(tensors), transport, sinks)
-        _prepare(run, kind)
+        if run.queued:
+            _prepare(run, kind)
         run.all()
         return run
     observed = Observed(program, spec, scores, backend, dict(tensors), transport, sinks)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from ring_attn.call import Call
 from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank, Turn
 from ring_attn.core.tiles import Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_rows, pair_work, travelling_rows
 from ring_attn.machines.count import communicator_bytes, peak_of_programs
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, programs
 
 # A step of more tiles than MAX_TILES is taken as one tile around them; only calls of more than

@@ -23,6 +23,7 @@ from torch import Tensor
 from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.backends.rates import Rate
+from ring_attn.call import Call
 from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import Layouts, SequenceLayout
@@ -46,7 +47,6 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.devices import Cluster, compute_seconds, find_cluster, with_backend
 from ring_attn.planning.memory import peak_of
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 

@@ -41,6 +41,7 @@ import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
+from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Gathered, Number, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
@@ -50,8 +51,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import (
-    Call,
-    GradientPlan,
     StrategyCode,
     core_program,
     input_arrays,

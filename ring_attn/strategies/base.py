@@ -1,6 +1,5 @@
-"""A call as plain data, and the interface of a strategy: a function from a call to programs.
+"""The interface of a strategy: a function from a call to programs.
 
-Call        sizes, layouts, mask, strategy, backend: equal on every rank except for `rank`
 Program     the ops of one rank, or of every rank: `core.program`
 machines    run a program on tensors, count, time, check and draw it
 """
@@ -8,16 +7,13 @@ machines    run a program on tensors, count, time, check and draw it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
-from ring_attn.core.layout import Layouts
-from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Message, Number
 from ring_attn.core.program import (
     Array,
@@ -30,64 +26,14 @@ from ring_attn.core.program import (
     Tiles,
     View,
 )
-from ring_attn.core.ranks import OneRank, Ranks
+from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import SHARD
-from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller, check_fit
 from ring_attn.strategies.strategy import Strategy
 
 # The tensors that every core's forward saves.
 SAVED = ("q", "k", "v", "out", "lse")
-
-
-class GradientPlan(NamedTuple):
-    """The side that travels in a backward, if one does, and whether gradients are summed in order.
-
-    In order: dK and dV are summed in the order of the queries, as one process sums them.
-    """
-
-    travels: Traveller | None
-    in_order: bool
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call as plain data, equal on every rank except for `rank`.
-
-    Attributes:
-        same_bits: the caller's choice; None leaves the choice to the strategy.
-        gradients: None leaves the choice to the strategy.
-    """
-
-    spec: AttentionSpec
-    layouts: Layouts
-    mask: Mask
-    rank: int
-    strategy: Strategy
-    softmax_scale: float
-    backend: str
-    same_bits: bool | None = None
-    gradients: GradientPlan | None = None
-
-    @property
-    def world_size(self) -> int:
-        return self.layouts[0].world_size
-
-    @property
-    def scores(self) -> Scores:
-        return Scores(self.softmax_scale, self.spec.softcap)
-
-    @cached_property
-    def programs(self) -> dict[bool, Program]:
-        """The rank's programs made so far, by `backward`.
-
-        Kept on the call: hashing a call for a cache takes longer than posting a step.
-        """
-        return {}
-
-    @property
-    def ranks(self) -> OneRank:
-        return OneRank(self.layouts, self.mask, self.rank)
 
 
 class StrategyCode:

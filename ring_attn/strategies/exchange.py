@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message, message_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Op, Operand, Program, View, entries
@@ -30,7 +31,7 @@ from ring_attn.core.ranks import Ranks, Turn
 from ring_attn.core.sizes import MOVING, SHARD, choose_traveller, gradient_packet, shard_packet
 from ring_attn.core.tiles import Grid, Traveller
 from ring_attn.strategies import base
-from ring_attn.strategies.base import Call, GradientPlan, StrategyCode, differentiate
+from ring_attn.strategies.base import StrategyCode, differentiate
 
 # Turn t uses lane t % 2: two turns are under way at a time.
 SHARD_LANES: tuple[Channel, Channel] = ("shards", "outer")

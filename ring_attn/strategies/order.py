@@ -15,8 +15,8 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from ring_attn.backends import bits_unit
+from ring_attn.call import Call
 from ring_attn.core.heads import is_replicated, share_heads
-from ring_attn.strategies.base import Call
 
 
 def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = None) -> str | None:

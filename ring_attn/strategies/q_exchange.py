@@ -28,6 +28,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Message, Number, Packet, message_of, packet_of, room_of
@@ -37,7 +38,6 @@ from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.base import (
     SAVED,
-    Call,
     StrategyCode,
     input_arrays,
     pack_and_post,

@@ -8,13 +8,14 @@ A strategy from outside the package is an object, and named in `strategy=` while
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
-from ring_attn.backends import Purpose, choose_backend
+from ring_attn.backends import choose_backend
+from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
@@ -22,7 +23,7 @@ from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import on_host
 from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
-from ring_attn.strategies.base import Call, StrategyCode
+from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.strategy import CORES, NAMES, Named, Strategy
 
 
@@ -84,12 +85,19 @@ def make_call(
         NotImplementedError: the strategy or the named backend does not support the call, or
             `same_bits=True` is impossible; other errors as `choose_backend`.
     """
-    scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
-    purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
-    backend = choose_backend(spec, backend, purpose).name
-    call = Call(spec, layouts, mask, rank, strategy, scale, backend, same_bits)
-    code_of(strategy).check(call)
-    if same_bits and (reason := why_not_same_bits(call)) is not None:
+    call = Call(
+        spec, layouts, mask, rank, strategy, softmax_scale, backend, same_bits,
+        differentiated=backward,
+    )  # fmt: skip
+    return chosen(call)
+
+
+def chosen(call: Call) -> Call:
+    """The call with its backend chosen, checked; errors as `make_call`."""
+    backend = choose_backend(call.spec, call.backend, call.purpose).name
+    call = replace(call, backend=backend)
+    code_of(call.strategy).check(call)
+    if call.same_bits and (reason := why_not_same_bits(call)) is not None:
         raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
     return call
 

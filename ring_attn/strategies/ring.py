@@ -62,6 +62,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
+from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core import sizes
 from ring_attn.core.messages import Message, room_of
@@ -71,7 +72,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Displacement, Grid, Traveller, ring_grid
 from ring_attn.core.work import needed_displacements
 from ring_attn.strategies import base
-from ring_attn.strategies.base import Call, GradientPlan, StrategyCode, differentiate
+from ring_attn.strategies.base import StrategyCode, differentiate
 from ring_attn.strategies.order import why_not_in_order
 from ring_attn.strategies.strategy import Named, Strategy
 

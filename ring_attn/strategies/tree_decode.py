@@ -20,48 +20,37 @@ latency of 1. A token of 32 heads of 128 is 16 KiB: with 8 ranks 7 messages arri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
-from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.backends import choose_backend, get_backend
+from ring_attn.call import NO_MASK, NO_ROWS, Call
 from ring_attn.core import program as ops
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, Packet, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
-from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.strategies.base import result_arrays
+from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.base import Transport
-
-
-@dataclass(frozen=True)
-class DecodeCall:
-    """One call as plain data, equal on every rank."""
-
-    spec: AttentionSpec
-    softmax_scale: float
-    backend: str
-
-    @property
-    def scores(self) -> Scores:
-        return Scores(self.softmax_scale, self.spec.softcap)
 
 
 def make_call(
     spec: AttentionSpec, *, softmax_scale: float | None = None, backend: str = "auto"
-) -> DecodeCall:
-    """The call with its backend and scale chosen; errors as `choose_backend`."""
-    scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
-    return DecodeCall(spec, scale, choose_backend(spec, backend, Purpose(decoding=True)).name)
+) -> Call:
+    """A call to decode, with its backend chosen; errors as `choose_backend`."""
+    none = (NO_ROWS, NO_ROWS), NO_MASK, 0, Strategy()
+    call = Call(spec, *none, softmax_scale, backend, decoding=True)
+    return replace(call, backend=choose_backend(spec, backend, call.purpose).name)
 
 
 def program(
-    call: DecodeCall, tiles: tuple[Tile, ...], rows: int, rows_kv: int, rank: int, world_size: int
+    call: Call, tiles: tuple[Tile, ...], rows: int, rows_kv: int, rank: int, world_size: int
 ) -> Program:
     """The program of one rank: attend to its rows, gather all partial results, merge them.
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import Layouts, SequenceLayout
@@ -43,7 +44,7 @@ from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import with_first_row
 from ring_attn.strategies import ring
-from ring_attn.strategies.base import SAVED, Call, StrategyCode, input_arrays
+from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays
 from ring_attn.strategies.order import why_not_by_heads
 from ring_attn.strategies.strategy import CORES, Named, Strategy
 

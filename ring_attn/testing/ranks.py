@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_attn import drivers
 from ring_attn.api import ring_attention
-from ring_attn.call import AttentionOptions
+from ring_attn.call import AttentionOptions, Call
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import (
@@ -26,7 +26,6 @@ from ring_attn.core.oracle import (
     plain_gradients,
 )
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import resolve_strategy
 from ring_attn.testing.cases import Case

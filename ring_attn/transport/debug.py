@@ -7,17 +7,48 @@ exchanges per call, over the ring's connections and within its timeout.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
+
 from ring_attn.core.facts import Facts, first_difference
-from ring_attn.transport.base import rank_name
+from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
+from ring_attn.transport.ranks.identity import checksum, current_step
+
+COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 
-def debug_enabled() -> bool:
-    """Whether RING_ATTN_DEBUG is set to anything but 0."""
-    return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
+def texts_of(kind: str, number: int | None, values: Mapping[str, Tensor | None]) -> dict[str, str]:
+    """What a call is, beside its agreement, and checksums of tensors that must be equal."""
+    texts = {"call": kind if number is None else f"{kind} {number}"}
+    if (step := current_step()) is not None:
+        texts["step"] = str(step)
+    for name, x in values.items():
+        if x is not None:
+            texts[f"values of {name}"] = f"checksum {int(checksum(x))}"
+    return texts
+
+
+def compared(
+    transport: Transport, texts: Mapping[str, str], device: torch.device, agreement: Agreement
+) -> ValueError | None:
+    """Compares all ranks' calls; on every rank the error that names each differing argument."""
+    report = {name: (text, text) for name, text in texts.items()} | agreement.report
+    with transport.call("compare arguments", COMPARING, device):
+        reports = gather_texts(transport, json.dumps(report), device)
+    ranks = transport.global_ranks
+    differs = difference(dict(zip(ranks, map(json.loads, reports), strict=True)))
+    if differs is None:
+        return None
+    if "layout" in differs or "mask" in differs:
+        with transport.call("compare layouts and masks", COMPARING, device):
+            details = gather_texts(transport, agreement.details(), device)
+        for name in differs.keys() & {"layout", "mask"}:
+            by_rank = dict(zip(ranks, details, strict=True))
+            differs[name] += place_of_difference(name, by_rank)
+    return ValueError(f"ranks disagree on the call; {'; '.join(differs.values())}")
 
 
 def difference(reports: Mapping[int, Facts]) -> dict[str, str] | None:

@@ -17,7 +17,7 @@ compute stream wait for the exchange. The host waits for neither.
 from __future__ import annotations
 
 import datetime
-import json
+import os
 import time
 import weakref
 import zlib
@@ -32,20 +32,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import groups, refusals
-from ring_attn.core.program import Channel, Collective
+from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import (
+    After,
     Agreement,
     Batch,
     Ranks,
     Transport,
     TransportStats,
-    gather_texts,
     rank_name,
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
-from ring_attn.transport.debug import debug_enabled, difference, place_of_difference
+from ring_attn.transport.debug import COMPARING, compared, texts_of
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import DifferentError
@@ -57,7 +57,6 @@ from ring_attn.transport.ranks.group import (
 )
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
-from ring_attn.transport.step import current_step
 from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
@@ -71,10 +70,13 @@ CAPTURED = ("forward", "backward", "decode")
 # A captured call must equal one of so many before.
 CALLS_KNOWN = 1024
 
-COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
-
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]  # the work, RECEIVE or SEND, and the peer
+
+
+def debug_enabled() -> bool:
+    """Whether RING_ATTN_DEBUG is set to anything but 0."""
+    return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
 class P2PTransport(Transport):
@@ -120,19 +122,13 @@ class P2PTransport(Transport):
         if capture.is_on():
             self._check_captured(kind, agreement)
         if debug_enabled() and agreement is not COMPARING:
-            texts = {"call": kind if number is None else f"{kind} {number}"}
-            if (step := current_step()) is not None:
-                texts["step"] = str(step)
-            for name, x in (("q", queries), ("sinks", sinks)):
-                if x is not None:
-                    texts[f"values of {name}"] = f"checksum {int(checksum(x))}"
-            self.compare(texts, device, agreement)
+            values = {"q": queries, "sinks": sinks}
+            self.compare(texts_of(kind, number, values), device, agreement)
         shared.refuse_fork()
         shared.refuse_other_device(device)
         shared.occupy()
         try:
-            mismatch = shared.headers.found()
-            if mismatch is not None:
+            if shared.headers.calls and (mismatch := shared.headers.found()) is not None:
                 shared.fail(mismatch)
             shared.refuse_failed()
             total = None if sinks is None else checksum(sinks)
@@ -178,19 +174,8 @@ class P2PTransport(Transport):
         # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
         options = replace(self._options, nccl_max_ctas=None)
         transport = P2PTransport(self._shared, options, self._timeout_s)
-        report = {name: (text, text) for name, text in texts.items()} | agreement.report
-        with transport.call("compare arguments", COMPARING, device):
-            reports = gather_texts(transport, json.dumps(report), device)
-        ranks = self.global_ranks
-        differs = difference(dict(zip(ranks, map(json.loads, reports), strict=True)))
-        if differs is not None:
-            if "layout" in differs or "mask" in differs:
-                with transport.call("compare layouts and masks", COMPARING, device):
-                    details = gather_texts(transport, agreement.details(), device)
-                for name in differs.keys() & {"layout", "mask"}:
-                    by_rank = dict(zip(ranks, details, strict=True))
-                    differs[name] += place_of_difference(name, by_rank)
-            error = ValueError(f"ranks disagree on the call; {'; '.join(differs.values())}")
+        error = compared(transport, texts, device, agreement)
+        if error is not None:
             self._shared.refuse(error)
             raise error
 
@@ -276,9 +261,24 @@ class P2PTransport(Transport):
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
 
+    def post(
+        self,
+        channel: Channel,
+        step: int,
+        route: Hop | Collective,
+        send: Tensor,
+        recv: Tensor,
+        *,
+        after: After = None,
+    ) -> Event | None:
+        if isinstance(route, Collective):
+            return super().post(channel, step, route, send, recv, after=after)
+        messages = [(route.send_to, send)], [(route.recv_from, recv)]
+        batch = Batch(channel, step, send.device, after, *messages)
+        return self._hop(batch) if streams.are_used(batch.device) else self._exchange(batch)
+
     def _exchange(self, batch: Batch) -> Event | None:
-        if streams.are_used(batch.device):
-            return self._hop(batch)
+        """Starts messages of gloo."""
         medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
         assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
         sent = received = 0
@@ -286,7 +286,7 @@ class P2PTransport(Transport):
             sent += x.nbytes
         for _, x in batch.receives:
             received += x.nbytes
-        return self._start(batch, peer, (sent, received), self._send_tagged, medium, batch)
+        return self._start(batch, peer, (sent, received), self._send_tagged, medium.gloo, batch)
 
     def _hop(self, batch: Batch) -> Event | None:
         """Starts one send and one receive of NCCL, whose messages begin with a header."""
@@ -309,15 +309,15 @@ class P2PTransport(Transport):
             batch, lane, source, nbytes, start, first=marks or row is not None
         )
 
-    def _send_tagged(self, gloo: Gloo, batch: Batch) -> list[Started]:
+    def _send_tagged(self, gloo: Any, batch: Batch) -> list[Started]:
         assert self._shared.call is not None, "a call has begun"
         seed, works = self._shared.call.seed ^ self._scope, list[Started]()
         # Receives first: `wait` takes the works in this order, and compute needs received data.
-        both = (gloo.receive, RECEIVE, batch.receives), (gloo.send, SEND, batch.sends)
+        both = (gloo.recv, RECEIVE, batch.receives), (gloo.send, SEND, batch.sends)
         for start, what, messages in both:
             for rank, x in messages:
                 tag = message_tag(seed, batch.channel, batch.step, x.nbytes)
-                works.append((start(x, self._members[rank], tag), what, rank))
+                works.append((start([x], self._members[rank], tag), what, rank))
         return works
 
     def _collective(
@@ -434,6 +434,7 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
     """The transport of a group and options; all ranks connect together at its first call."""
     by_options = _transports.setdefault(group, {})
     if options not in by_options:
+        groups.check_max_ctas(options, group)
         by_options[options] = new_p2p(group, options)
     return by_options[options]
 

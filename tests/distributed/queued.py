@@ -64,13 +64,13 @@ class Communicator(StandIn):
         to_itself = [x for x, peer in sends if peer == self.rank]
         for x, peer in sends:
             if peer != self.rank:
-                ends.append(self._gloo.send(x, peer, self._sent[peer]).wait)
+                ends.append(self._gloo.gloo.send([x], peer, self._sent[peer]).wait)
                 self._sent[peer] += 1
         for x, peer in receives:
             if peer == self.rank:
                 x.copy_(to_itself.pop(0))
             else:
-                ends.append(self._gloo.receive(x, peer, self._received[peer]).wait)
+                ends.append(self._gloo.gloo.recv([x], peer, self._received[peer]).wait)
                 self._received[peer] += 1
         if total is not None:
             ends.append(lambda: total.copy_(torch.stack([x for x, _ in receives]).sum(0)))

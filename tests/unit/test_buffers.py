@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ring_attn import drivers
+from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.count import peak_of_programs
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import poisoned_empty, random_qkv

@@ -1,51 +1,68 @@
 """The call as one value, and its text."""
 
 import json
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy
 import pytest
 
-from ring_attn import Strategy, TransportOptions, groups, refusals
-from ring_attn.call import Request
+from ring_attn import Strategy, TransportOptions
+from ring_attn.call import Call, asked, with_strategy
 
-PLAIN = Request(
-    causal=False,
-    window_size=(-1, -1),
-    softmax_scale=None,
-    softcap=0.0,
-    group="0",
-    backend="auto",
-    transport=TransportOptions(),
-)
-NAMED = PLAIN._replace(
-    softmax_scale=0.1 + 0.2, softcap=2.0**-63, window_size=(2**63 - 1, 0), causal=True,
-    layout="zigzag", strategy="ulysses", same_bits=True, differentiated=True,
-    group='a "group"\n\u00e9', transport=TransportOptions(1e-3, 4),
-)  # fmt: skip
-VALUE = PLAIN._replace(strategy=Strategy("all_gather", 2, heads_per_chunk=3), mesh_shape=(4, 2))
+PLAIN: dict[str, Any] = {
+    "causal": False, "left": -1, "right": -1, "softmax_scale": None, "softcap": 0.0, "group": "0",
+    "backend": "auto", "transport": TransportOptions(),
+}  # fmt: skip
+NAMED: dict[str, Any] = {
+    "causal": True, "left": 2**63 - 1, "right": 0, "softmax_scale": 0.1 + 0.2,
+    "softcap": 2.0**-63, "group": 'a "group"\n\u00e9', "backend": "reference",
+    "transport": TransportOptions(1e-3, 4), "layout": "zigzag", "strategy": "ulysses",
+    "same_bits": True, "differentiated": True, "max_logits": True, "decoding": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("call", [PLAIN, NAMED, VALUE])
-def test_text_says_everything(call: Request) -> None:
+def of(**options: Any) -> Call:
+    return Call.from_text(asked(**PLAIN | options), 1, 8)
+
+
+def test_text_says_everything() -> None:
     """The text is JSON, since one process stores a graph and another process loads it."""
-    assert set(json.loads(call.text)) == set(call._fields)
-    again = Request.from_text(call.text)
-    assert again == call
-    assert hash(again) == hash(call)
-    assert [type(x) for x in again] == [type(x) for x in call]
+    text = asked(**NAMED)
+    json.loads(text)
+    call = Call.from_text(text, 1, 4)
+    values = dict(NAMED)
+    window = values.pop("left"), values.pop("right")
+    expected = values | {"window_size": window, "strategy": Strategy(ulysses_degree=4)}
+    for name, value in expected.items():
+        found = getattr(call, name)
+        assert found == value and type(found) is type(value), name
+    # What no caller asks for comes from the tensors.
+    of_tensors = {"spec", "layouts", "mask", "rank", "gradients"}
+    assert {field.name for field in fields(Call)} - {*expected} == of_tensors
+
+
+def test_a_strategy_has_its_degrees_when_the_text_is_read() -> None:
+    given = Strategy("all_gather", 2, heads_per_chunk=3)
+    assert of(strategy=given, mesh_shape=(4, 2)).strategy == given
+    assert of(strategy="hybrid", mesh_shape=(4, 2)).strategy == Strategy(ulysses_degree=2)
+    chosen = with_strategy(asked(**PLAIN, strategy="auto", mesh_shape=(4, 2)), Strategy())
+    assert Call.from_text(chosen, 1, 8) == of(strategy="ring")
+
+
+@pytest.mark.parametrize("option", ["causal", "left", "softmax_scale", "same_bits"])
+def test_a_text_is_not_remembered_for_a_value_of_another_type(option: str) -> None:
+    """True equals 1 and hashes alike, and only one of them is right."""
+    good, bad = (True, 1) if option in ("causal", "same_bits") else (1, True)
+    of(**{option: good})
+    with pytest.raises(TypeError):
+        of(**{option: bad})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    scale, window = numpy.float32(0.5), (numpy.int64(3), numpy.int32(2))
-    call = PLAIN._replace(
-        softmax_scale=refusals.check_scale(scale),
-        softcap=refusals.check_softcap(numpy.int64(2)),
-        window_size=refusals.check_window(window, True),
-        transport=groups.check_transport(TransportOptions(numpy.float32(2.5))),
-    )
-    refusals.check_unsupported(numpy.float64(0), None)
-    transport = TransportOptions(2.5)
-    expected = PLAIN._replace(
-        softmax_scale=0.5, softcap=2.0, window_size=(3, 0), transport=transport
-    )
-    assert Request.from_text(call.text) == expected
+    call = of(
+        softmax_scale=numpy.float32(0.5), softcap=numpy.int64(2), left=numpy.int64(3),
+        right=numpy.int32(2), causal=True, transport=TransportOptions(numpy.float32(2.5)),
+    )  # fmt: skip
+    expected = of(softmax_scale=0.5, softcap=2.0, left=3, right=0, causal=True)
+    assert call == replace(expected, transport=TransportOptions(2.5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,25 @@ import pytest
 import torch
 
 from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
-from ring_attn.call import Request
+from ring_attn.call import Call, asked
 from ring_attn.core.facts import digest, facts, first_difference, shown
 from ring_attn.core.mask import Slice
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import _planned
 from ring_attn.ops import _make_call
-from ring_attn.transport.ranks.identity import Identity, checksum
-from ring_attn.transport.step import set_step
+from ring_attn.transport.ranks.identity import Identity, checksum, set_step
 from tests.refusals import refused
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
 OPTIONS = TransportOptions()
-REQUEST = Request(False, (-1, -1), None, 0.0, "", "reference", OPTIONS, (), "contiguous", "ring")
+# Arguments of `asked`.
+REQUEST: dict[str, Any] = {
+    "causal": False, "left": -1, "right": -1, "softmax_scale": None, "softcap": 0.0, "group": "",
+    "backend": "reference", "transport": OPTIONS, "mesh_shape": (), "layout": "contiguous",
+    "strategy": "ring", "same_bits": None, "differentiated": False, "max_logits": False,
+    "decoding": False,
+}  # fmt: skip
 
 # A value, and for each of its fields another value.
 OTHERS: list[tuple[Any, Mapping[str, Any]]] = [
@@ -43,7 +49,8 @@ OTHERS: list[tuple[Any, Mapping[str, Any]]] = [
 # Another value of each field, or why ranks need not agree on it.
 REQUESTS: dict[str, Any] = {
     "causal": True,
-    "window_size": (2, -1),
+    "left": 2,
+    "right": 1,
     "softmax_scale": 0.5,
     "softcap": "it is a field of the spec, too",
     "group": "a call is on one group",
@@ -55,12 +62,17 @@ REQUESTS: dict[str, Any] = {
     "same_bits": "it chooses backend and strategy, on which ranks agree",
     "differentiated": True,
     "max_logits": "it is a field of the spec, too",
+    "decoding": "the kind of a call says it",
 }
 
 
-def agreed(request: Request = REQUEST, spec: AttentionSpec = SPEC, **others: Any) -> bytes:
+def agreed(request: dict[str, Any] = REQUEST, spec: AttentionSpec = SPEC, **others: Any) -> bytes:
     given = {"documents": (None, None), "given_mask": None, "numbers": ((), ())} | others
-    return _make_call(spec, (4, 4), *given.values(), request.text, 0, 2)[1].digest
+    q, kv = (spec.batch, 4, spec.nheads), (spec.batch, 4, spec.nheads_kv)
+    shapes = (*q, spec.headdim), (*kv, spec.headdim), (*kv, spec.headdim_v)
+    tensors = torch.device(spec.device_type), spec.dtype, *shapes, spec.sinks
+    text = asked(**request | {"softcap": spec.softcap, "max_logits": spec.max_logits})
+    return _make_call(text, 0, 2, tensors, *given.values())[1].digest
 
 
 def with_field(value: Any, name: str, other: Any) -> Any:
@@ -78,14 +90,13 @@ def test_every_field_is_a_fact(value: Any, others: Mapping[str, Any]) -> None:
 
 
 def test_every_field_of_a_request_is_agreed_on_or_excused() -> None:
-    assert [*REQUESTS] == [*Request._fields]
+    assert {*REQUESTS} == {*REQUEST} == {*signature(asked).parameters}
     excused = [
         name for name, other in REQUESTS.items() if " " in str(other) and name != "transport"
     ]
     for name, other in REQUESTS.items():
-        if name not in excused and name != "window_size":
-            assert agreed(REQUEST._replace(**{name: other})) != agreed(), name
-    assert agreed(REQUEST._replace(window_size=(2, -1))) != agreed()
+        if name not in excused:
+            assert agreed(REQUEST | {name: other}) != agreed(), name
     for name, other in OTHERS[0][1].items():
         if name not in ("device_type", "max_logits"):  # no backend here runs such calls
             assert agreed(spec=with_field(SPEC, name, other)) != agreed(), name
@@ -93,10 +104,13 @@ def test_every_field_of_a_request_is_agreed_on_or_excused() -> None:
 
 def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
     def decoded(
-        request: Request = REQUEST, spec: AttentionSpec = SPEC, rows: tuple[int, int] = (1, 4)
+        request: dict[str, Any] = REQUEST,
+        spec: AttentionSpec = SPEC,
+        rows: tuple[int, int] = (1, 4),
     ) -> bytes:
         layout = SequenceLayout.contiguous(8, 2)
-        return _planned(spec, rows, layout, None, request, 0, 2)[1].digest
+        call = Call.from_text(asked(**request | {"decoding": True}), 0, 2)
+        return _planned(spec, rows, layout, None, call, 2)[1].digest
 
     excused = {
         "softcap": "it is a field of the spec, too",
@@ -107,10 +121,11 @@ def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
         "same_bits": "decoding has no choice of it",
         "differentiated": "decoding has no gradients",
         "max_logits": "decoding returns none",
+        "decoding": "it is",
     }
     others = {name: other for name, other in REQUESTS.items() if name not in excused}
     for name, other in others.items():
-        assert decoded(REQUEST._replace(**{name: other})) != decoded(), name
+        assert decoded(REQUEST | {name: other}) != decoded(), name
     for name, other in OTHERS[0][1].items():
         if name not in ("device_type", "max_logits"):  # no backend here runs such calls
             assert decoded(spec=with_field(SPEC, name, other)) != decoded(), name

@@ -12,6 +12,7 @@ from ring_attn import drivers
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.kept_launches import KeptLaunches
+from ring_attn.call import Call
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -22,7 +23,6 @@ from ring_attn.core.tiles import Tile, Traveller
 from ring_attn.machines import count
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "_collected", profiling._Collected(0))
+    monkeypatch.setattr(profiling, "collected", profiling._Collected(0))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,7 +98,7 @@ def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     call_alone()  # off, nothing is noted
     for value in ("0", "1"):
         monkeypatch.setenv("RING_ATTN_STATS", value)
-        assert run_path(profiling.__file__)["is_observed"]() == (value == "1")
+        assert run_path(profiling.__file__)["collected"].depth == (value == "1")
 
 
 def test_on_a_cpu_memory_is_not_told() -> None:

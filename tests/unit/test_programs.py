@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -25,7 +26,6 @@ from ring_attn.machines.draw import draw
 from ring_attn.planning.balance import by_area
 from ring_attn.planning.devices import cpu_cluster
 from ring_attn.planning.planner import explain
-from ring_attn.strategies.base import Call, GradientPlan
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.strategy import CORES, Strategy
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_attn.call import Call
 from ring_attn.core import work as module
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -33,7 +34,6 @@ from ring_attn.core.tiles import (
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_displacements, needed_rows, pair_work
 from ring_attn.machines.count import peak_bytes
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops, shard_packet
@@ -26,7 +27,6 @@ from ring_attn.planning.devices import (
     Rate,
     builtin_cluster,
 )
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.strategy import Strategy
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)

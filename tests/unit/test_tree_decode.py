@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn import drivers
+from ring_attn.call import Call
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
-from ring_attn.strategies.base import Call
 from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, make_call
 from ring_attn.testing import (
     Inputs,

@@ -65,7 +65,7 @@ class Headers:
         # What an exchange waits for before it uses headers.
         self.ready: list[Event] = []
         self.call: Compared
-        self._calls: deque[Compared] = deque()
+        self.calls: deque[Compared] = deque()
         # Whether headers have differed in any replay: on the device, and in pinned memory.
         self._replays: tuple[Tensor, Tensor] | None = None
 
@@ -146,7 +146,7 @@ class Headers:
             assert self._replays is not None, "an equal call was made before"
             differs = self._replays[0].logical_or_(differs)
         else:
-            self._calls.append(self.call)
+            self.calls.append(self.call)
         self.call.result.copy_(differs, non_blocking=True)
         event = streams.record(differs.device)
         assert self._pool is not None, "a call has begun"
@@ -157,17 +157,17 @@ class Headers:
     @property
     def settled(self) -> bool:
         """Whether the device has compared all calls that have ended on the host."""
-        return all(call.differs() is not None for call in self._calls)
+        return all(call.differs() is not None for call in self.calls)
 
     def found(self) -> str | None:
         """The first error among the calls that the device has compared so far, or None."""
         if self._replays is not None and self._replays[1].item():
             return "a replay of a CUDA graph met messages of another call"
-        while self._calls:
-            differs = self._calls[0].differs()
+        while self.calls:
+            differs = self.calls[0].differs()
             if differs is None:
                 return None
-            call = self._calls.popleft()
+            call = self.calls.popleft()
             if differs:
                 return f"{call} met messages of another call"
         return None

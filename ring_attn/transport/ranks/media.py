@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_attn.core.program import Channel
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
@@ -76,15 +75,7 @@ class Gloo(Medium):
         """Connects the ranks, after their roll-call."""
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         me = global_ranks[rank]
-        self._gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds)
-
-    def receive(self, part: Tensor, peer: int, tag: int) -> dist.Work:
-        work: dist.Work = self._gloo.recv([part], peer, tag)
-        return work
-
-    def send(self, part: Tensor, peer: int, tag: int) -> dist.Work:
-        work: dist.Work = self._gloo.send([part], peer, tag)
-        return work
+        self.gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds)
 
     def close(self) -> None:
         """See `Medium`.
@@ -95,7 +86,7 @@ class Gloo(Medium):
         at_once = datetime.timedelta(milliseconds=1)
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
-                self._gloo.recv([torch.empty(1)], peer, CLOSING_TAG).wait(at_once)
+                self.gloo.recv([torch.empty(1)], peer, CLOSING_TAG).wait(at_once)
 
 
 # A message has this tag only by accident, with a chance of one in 2^31.
