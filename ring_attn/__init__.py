@@ -19,6 +19,7 @@ from ring_attn.decode import next_rank
 from ring_attn.models import tensor_parallel
 from ring_attn.models.batch import shard_batch
 from ring_attn.models.gradients import sync_gradients
+from ring_attn.models.logprobs import token_logprobs
 from ring_attn.neighbours import halo, roll
 from ring_attn.planning import balance
 from ring_attn.planning.placement import pack
@@ -61,6 +62,7 @@ __all__ = [
     "sync_gradients",
     "tensor_parallel",
     "testing",
+    "token_logprobs",
     "tree_decode",
     "unshard",
 ]
