@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import drivers, refusals
+from ring_attn.backends.base import cached_by_gpu
 from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -66,7 +67,7 @@ def attend(
 
 
 # Cached: all layers share the values for a token, some of which are slow to hash.
-@lru_cache(maxsize=64)
+@cached_by_gpu(maxsize=64)
 def _planned(
     spec: AttentionSpec,
     rows: tuple[int, int],

@@ -7,6 +7,8 @@ the next one. All ranks prove before they connect, and compare their backends wh
 
 A case that has passed is noted in the user's cache folder, and is not run again on that model of
 GPU until the driver, torch, triton or this package changes. RING_ATTN_FIRST_USE=off runs no cases.
+A case takes at most two seconds, beside compiling what its call compiles as well, for nothing is
+tuned: by its operators one second is estimated for an A2, 1 to 3 s were measured on a CPU's core.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from ring_attn import drivers
 from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
+from ring_attn.backends.base import cached_by_gpu, gpu_model
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
@@ -66,6 +69,7 @@ class Use:
     kind: str  # "forward", "backward" or "decode"
     spec: AttentionSpec  # of the case
     masks: tuple[str, ...]  # of "causal", "window", "several" and "ragged"
+    gpu: str = ""  # its model
 
     def __str__(self) -> str:
         spec = self.spec
@@ -76,14 +80,15 @@ class Use:
 
 
 def uses(backend: str, spec: AttentionSpec, purpose: Purpose) -> Iterator[Use]:
-    """The cases that a backend must pass for a call."""
+    """The cases that a backend must pass for a call on the current GPU."""
     group = min(GROUP, spec.nheads // spec.nheads_kv)
     masks = tuple(x for x in ("causal", "window", "several", "ragged") if getattr(purpose, x))
+    gpu = gpu_model() if spec.device_type == "cuda" else ""
 
     def use(kind: str, kv_heads: int) -> Use:
         cap, heads = SOFTCAP if spec.softcap else 0.0, kv_heads * group
         case = replace(spec, batch=1, nheads=heads, nheads_kv=kv_heads, softcap=cap)
-        return Use(backend, kind, case, masks)
+        return Use(backend, kind, case, masks, gpu)
 
     kv_heads = min(KV_HEADS, spec.batch * spec.nheads_kv)
     yield use("decode" if purpose.decoding else "forward", kv_heads)
@@ -96,7 +101,7 @@ def uses(backend: str, spec: AttentionSpec, purpose: Purpose) -> Iterator[Use]:
             yield one
 
 
-@lru_cache(maxsize=1024)
+@cached_by_gpu(maxsize=1024)
 def proven_backend(
     spec: AttentionSpec, backend: str = "auto", purpose: Purpose = FORWARD
 ) -> BackendChoice:
@@ -131,7 +136,7 @@ def _is_on() -> bool:
 def why_wrong(use: Use) -> str | None:
     """Why the kernels of a use are refused on the current GPU; None if they have passed."""
     capture.refuse("kernels would be used for the first time: make the call once before")
-    facts = {"use": str(use), **machine()}
+    facts = {"use": str(use), "gpu": use.gpu, **machine()}
     note = _notes() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"
     if _has_passed(note):
         return None
@@ -259,14 +264,12 @@ def _decoded(
 
 @cache
 def machine() -> dict[str, str]:
-    """All but the use on which results depend: the GPU, its driver, versions, and configs."""
-    gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    """All but the use and its GPU on which results depend: driver, versions, and configs."""
     source = hashlib.sha256()
     files = (*map(Path, DRIVERS), Path(os.environ.get("RING_ATTN_CONFIGS", "")))
     for path in (*files, *sorted(Path(__file__).parent.rglob("*.py"))):
         source.update(path.read_bytes() if path.is_file() else b"")
     return {
-        "gpu": "" if gpu is None else f"{gpu.name}, {gpu.multi_processor_count} multiprocessors",
         "driver, configs and sources": source.hexdigest(),
         "cudnn": str(torch.backends.cudnn.version()),
         **{name: _version(name) for name in ("torch", "triton", *FLASH)},

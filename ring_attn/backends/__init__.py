@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from ring_attn.backends.base import Backend, architecture
+from ring_attn.backends.base import Backend, architecture, cached_by_gpu
 from ring_attn.backends.rates import PORTABLE, attained, rates_of
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -103,7 +103,7 @@ def bits_unit(name: str) -> int | None:
     return backend.bits_unit if backend.in_order else None
 
 
-@lru_cache(maxsize=1024)
+@cached_by_gpu(maxsize=1024)
 def choose_backend(
     spec: AttentionSpec,
     backend: str = "auto",

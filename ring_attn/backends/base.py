@@ -6,9 +6,9 @@ or together. It never communicates and knows nothing of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State, merge_tree
 from ring_attn.core.tiles import MaskKind, Tile
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 Tiles = Sequence[Tile]
 
@@ -290,6 +292,37 @@ def architecture() -> str:
         return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def gpu_model() -> str:
+    """The model of torch's current GPU, by name and size; "" without a GPU."""
+    return _model(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+
+
+@cache
+def _model(index: int) -> str:
+    gpu = torch.cuda.get_device_properties(index)
+    return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
+
+
+def cached_by_gpu(maxsize: int) -> Callable[[Function], Function]:
+    """Caches results by arguments, the first a spec, and by the model of the current GPU.
+
+    A process may have GPUs of several models, on which other backends are fast, or right.
+    """
+
+    def decorate(function: Function) -> Function:
+        cached = lru_cache(maxsize)(lambda model, *args, **options: function(*args, **options))
+
+        @wraps(function)
+        def call(spec: AttentionSpec, *args: Any, **options: Any) -> Any:
+            model = gpu_model() if spec.device_type == "cuda" else ""
+            return cached(model, spec, *args, **options)
+
+        vars(call)["cache_clear"] = cached.cache_clear
+        return cast(Function, call)
+
+    return decorate
 
 
 NO_MAX_LOGITS = "returns lse but no maximum: return_max_logits needs triton or reference"

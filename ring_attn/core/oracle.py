@@ -210,14 +210,15 @@ def check(
         )
     if got.dtype != plain.dtype:
         raise TypeError(f"{name} must be {plain.dtype} as plain PyTorch's, got {got.dtype}")
-    got, oracle = got.detach().double().cpu(), oracle.detach().double().cpu()
+    got, plain_64 = (x.detach().to(oracle.device, torch.float64) for x in (got, plain))
+    oracle = oracle.detach().double()
     errors = _distance(got, oracle)
-    bound = 2.0 * _largest(_distance(plain.detach().double().cpu(), oracle))
+    bound = 2.0 * _largest(_distance(plain_64, oracle))
     bound += _rounding_floor(oracle, plain.dtype)
     exact = torch.zeros_like(errors, dtype=torch.bool)
     if terms is not None:
-        bound += _rounding_floor(terms.detach().cpu(), accum_dtype(plain.dtype))
-        exact = terms.detach().cpu() == 0.0
+        bound += _rounding_floor(terms.detach(), accum_dtype(plain.dtype))
+        exact = terms.detach() == 0.0
     error = _largest(errors)
     # In this form of the comparison, NaN on either side fails.
     ok = error <= bound and not bool((errors[exact] != 0.0).any())

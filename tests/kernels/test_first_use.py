@@ -8,19 +8,26 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from ring_attn import backends, first_use
-from ring_attn.backends import Purpose, choose_backend
+from ring_attn.backends import Purpose, base, choose_backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.oracle import Verdict
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.first_use import Use, proof, proven_backend, uses, why_wrong
 from ring_attn.kernels import decode, flash_fwd, step_table
+from ring_attn.kernels.gluon_guard import gluon_missing
 from tests.kernels.test_aot import run_compiling
 
 SPEC = AttentionSpec("cpu", torch.float16, 1, 2, 1, 16, 16)
@@ -112,6 +119,69 @@ def test_the_callers_modes_do_not_matter() -> None:
     use = next(uses("aten", SPEC, Purpose(backward=True)))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert why_wrong(use) is None
+
+
+# -- time, of what no GPU has run: each operator by a launch, its bytes and its products
+
+# Of a slow host, and of the slowest GPU with tensor cores that NVIDIA sells to servers, an A2:
+# 200 GB/s, 4.5 TFLOP/s in float32, of which float64 is the 64th part.
+LAUNCH_S, BYTES_S, FLOPS_S, DOUBLE_FLOPS_S = 50e-6, 200e9, 4.5e12, 4.5e12 / 64
+
+# Everything that makes a case larger.
+LARGEST = AttentionSpec("cpu", torch.bfloat16, 8, 64, 8, 256, 256, 30.0, True)
+EVERYTHING = Purpose(backward=True, causal=True, window=True)
+
+
+class Clock(TorchDispatchMode):
+    """Adds up the seconds of operators, which run on the CPU, as on a GPU."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        moved = sum(x.nbytes for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor))
+        flops = flop_registry.get(func.overloadpacket, lambda *_, **__: 0)(*args, out_val=out)
+        double = isinstance(out, Tensor) and out.dtype == torch.float64
+        rate = DOUBLE_FLOPS_S if double else FLOPS_S
+        self.seconds += LAUNCH_S + moved / BYTES_S + flops / rate
+        return out
+
+
+def seconds_of(use: Use, monkeypatch: pytest.MonkeyPatch) -> float:
+    clock, run_local = Clock(), first_use.run_local
+
+    def timed(world_size: int, work: Callable[..., Any]) -> Any:
+        def on_time(*given: Any) -> Any:
+            with clock:  # modes belong to threads
+                return work(*given)
+
+        return run_local(world_size, on_time)
+
+    monkeypatch.setattr(first_use, "run_local", timed)
+    with clock:
+        proof(use)
+    monkeypatch.setattr(first_use, "run_local", run_local)
+    return clock.seconds
+
+
+def largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds of the largest case of a kind."""
+    purpose = Purpose(decoding=True) if kind == "decode" else EVERYTHING
+    use = next(use for use in uses("reference", LARGEST, purpose) if use.kind == kind)
+    heads, group = use.spec.nheads_kv, use.spec.nheads // use.spec.nheads_kv
+    # Results are checked for one kv head after the other.
+    one = replace(use, spec=replace(use.spec, nheads=group, nheads_kv=1))
+    return heads * seconds_of(one, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "decode"])
+def test_a_case_takes_two_seconds_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert largest(kind, monkeypatch) < 2.0
+
+
+def test_a_case_of_too_many_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "KV_HEADS", 64)
+    assert largest("decode", monkeypatch) > 2.0
 
 
 # -- notes
@@ -229,9 +299,13 @@ TRAINING = Purpose(backward=True, causal=True)
 def wrong(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Simulates an H100; holds the backends that are wrong on it, and why."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    properties = SimpleNamespace(name="H100", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(TritonBackend, "in_one_pass", lambda self, spec: spec.nheads_kv > 3)
+    gluon_missing()  # imports Gluon, which it cannot without the variable: kernels are interpreted
     monkeypatch.delenv("TRITON_INTERPRET")
     reasons: dict[str, str] = {}
     monkeypatch.setattr(first_use, "why_wrong", lambda use: reasons.get(use.backend))
@@ -281,6 +355,37 @@ def test_few_heads_are_proven_apart_where_they_have_another_kernel(wrong: dict[s
     heads = [(use.kind, use.spec.nheads_kv) for use in uses("triton", CUDA, TRAINING)]
     assert heads == [("forward", 4), ("backward", 4), ("backward", 1)]
     assert [use.kind for use in uses("triton", CUDA, Purpose(decoding=True))] == ["decode"]
+
+
+@pytest.fixture
+def gpus(wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Two H100 and an A100; the last number is torch's current device."""
+    current, models = [0], [("H100", 132, 9), ("H100", 132, 9), ("A100", 108, 8)]
+    properties = [SimpleNamespace(name=x, multi_processor_count=sms) for x, sms, _ in models]
+    index = lambda *given: given[0] if given else current[-1]  # noqa: E731
+    for name, value in {
+        "current_device": lambda: current[-1],
+        "get_device_properties": lambda *given: properties[index(*given)],
+        "get_device_capability": lambda *given: (models[index(*given)][2], 0),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    base._model.cache_clear()
+    yield current
+    base._model.cache_clear()
+
+
+def test_each_model_of_gpu_has_its_cases_and_its_choice(
+    gpus: list[int], cases: list[Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_use, "why_wrong", why_wrong)
+    purpose, chosen = TRAINING._replace(same_bits=False), list[str]()
+    for device in (0, 1, 2, 0):
+        gpus.append(device)
+        chosen.append(proven_backend(CUDA, "auto", purpose).name)
+    assert chosen == ["cudnn", "cudnn", "aten", "cudnn"]
+    models = [use.gpu.partition(",")[0] for use in cases]
+    assert models == ["H100", "H100", "A100", "A100"]  # forward and backward of each
+    assert len(notes()) == len(set(cases)) == 4
 
 
 def test_nothing_is_run_on_a_cpu(cases: list[Use]) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, flash_attn, get_backend
+from ring_attn.backends import (
+    Purpose,
+    backend_elsewhere,
+    base,
+    choose_backend,
+    flash_attn,
+    get_backend,
+)
 from ring_attn.backends.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs
@@ -37,6 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(base, "gpu_model", lambda: "a GPU")
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
         monkeypatch.setattr(flash_attn, "_installed", installed.get)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
