@@ -20,7 +20,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all ptx lint format run verify bench aot abi gpu docs wheel clean
+.PHONY: help setup test test-slow test-all ptx lint format run verify bench aot abi gpu docs wheel release clean clean-dist
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,17 @@ $(VENV)/.docs: $(READY)
 
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
 	$(BIN)/python -m build --no-isolation
+
+# ARGS="--torch-index https://download.pytorch.org/whl/cpu" installs torch without CUDA's libraries.
+release: $(VENV)/.release clean-dist wheel  ## build a release, and try it as its users will
+	$(BIN)/python -m dev release $(ARGS)
+
+clean-dist:
+	rm -rf dist
+
+$(VENV)/.release: $(READY)
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench,release]'
+	@touch $@
 
 clean:  ## remove what builds and tools leave; the environment stays
 	rm -rf build dist docs/_build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

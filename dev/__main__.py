@@ -5,7 +5,10 @@ import sys
 from ring_attn.cli.main import Command, main
 
 PROG = "python -m dev"
-COMMANDS = (Command("aot", "dev.aot", "compile and check every kernel without a GPU"),)
+COMMANDS = (
+    Command("aot", "dev.aot", "compile and check every kernel without a GPU"),
+    Command("release", "dev.release", "try a release's files in a fresh environment"),
+)
 
 if __name__ == "__main__":
     sys.exit(main(prog=PROG, commands=COMMANDS))

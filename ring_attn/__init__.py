@@ -30,6 +30,7 @@ from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.identity import set_step
 
 if TYPE_CHECKING:
+    from ring_attn import integrations, testing
     from ring_attn.models.parallelize import parallelize
     from ring_attn.models.style import ContextParallel
 
@@ -68,13 +69,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Imports, at their first use, what takes long or needs other packages."""
-    if name in ("ContextParallel", "parallelize"):
-        return getattr(import_module("ring_attn.models.parallelize"), name)
-    if name in ("integrations", "testing"):
-        return import_module(f"ring_attn.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take every name for an object
+
+    def __getattr__(name: str) -> object:
+        """Imports, at their first use, what takes long or needs other packages."""
+        if name in ("ContextParallel", "parallelize"):
+            return getattr(import_module("ring_attn.models.parallelize"), name)
+        if name in ("integrations", "testing"):
+            return import_module(f"ring_attn.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

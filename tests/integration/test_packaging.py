@@ -128,7 +128,7 @@ def test_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path) ->
     assert {name for name in names if name.endswith(".py")} == python_files(sources)
     others = {name for name in names if not name.endswith(".py") and not name.startswith(info)}
     assert others == {"ring_attn/py.typed"}
-    extras = {"flash", "hf", "trainer", "bench", "docs", "test", "dev"}
+    extras = {"flash", "hf", "trainer", "bench", "docs", "release", "test", "dev"}
     assert extras == set(fields.get_all("Provides-Extra"))
     assert licence == (ROOT / "LICENSE").read_bytes()
 
@@ -145,6 +145,40 @@ def test_works_from_a_wheel(
     environment.check(sources, cwd=tmp_path, home=environment.site_packages)
     usage = run(environment.bin / "ring-attn", "--help", cwd=tmp_path)
     assert "usage: ring-attn" in usage.lower()
+
+
+# With --warn-unused-ignores each ignored mistake must be found; without py.typed none would be.
+TYPED = """
+import torch
+from torch import Tensor
+import ring_attn
+from ring_attn import ContextParallel, Mask, SequenceLayout, masks
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+    out, lse = ring_attn.ring_attention(q, k, v, causal=True, layout=layout, return_lse=True)
+    rows: tuple[int, ...] = layout.shard_lens
+    mask: Mask = masks.chunked(layout.seqlen, 8) & masks.causal(layout.seqlen)
+    style = ContextParallel(strategy="ring", layout=layout)
+    part: dict[str, Tensor] = ring_attn.shard_batch({"input_ids": q}, layout, 0)
+    ring_attn.ring_attention(q, k, v, causl=True)  # type: ignore[call-overload]
+    ring_attn.ring_attention(q, k, v, layout=3)  # type: ignore[call-overload]
+    layout.shard_lens.append(1)  # type: ignore[attr-defined]
+    ring_attn.shard_batch([q], layout, 0)  # type: ignore[arg-type]
+    ring_attn.integrations.transformers.register(layout="zigzag").unregister()
+    ring_attn.testing.check("out", out, lse, out)
+    ring_attn.nonsense()  # type: ignore[attr-defined]
+    return ring_attn.ring_attention(q, k, v, mask=mask, layout="zigzag")
+"""
+
+
+@pytest.mark.slow
+def test_the_types_of_a_users_file_are_checked(
+    wheel: Path, environment: Environment, tmp_path: Path
+) -> None:
+    environment.install(wheel)
+    (tmp_path / "user.py").write_text(TYPED)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache"]
+    run(*mypy, "--python-executable", environment.bin / "python", "user.py", cwd=tmp_path)
 
 
 @pytest.mark.slow
