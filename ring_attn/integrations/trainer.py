@@ -31,7 +31,6 @@ concatenated without the padding at their ends, and split as one sequence.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,28 +44,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from ring_attn import groups
+from ring_attn.api import unshard
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.integrations.trainer_batches import as_documents, fingerprint, num_targets
 from ring_attn.integrations.transformers import LAYOUT, Registration
-from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
+from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.models.batch import shard_batch
 from ring_attn.transport.p2p import check_all, tell_refusal
-from ring_attn.transport.ranks.identity import checksum, set_step
-
-# Tensors (batch, rows, ...) to split over the ranks.
-ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
-CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# Dropped: the attention derives the lengths from `CUTS`; seq_idx is for layers that `register`
-# refuses.
-DERIVED = ("max_length_q", "max_length_k", "seq_idx")
+from ring_attn.transport.ranks.identity import set_step
 
 # TRL's trainers whose loss is transformers', and their base.
 TRL = {"SFTTrainer", "_BaseTrainer"}
 
 # Attributes of a Trainer that must be false or None, and why.
 REFUSED = {
-    "compute_metrics": "no rank has the logits of the whole sequence",
-    "preprocess_logits_for_metrics": "no rank has the logits of the whole sequence",
-    "compute_loss_func": "it would see one rank's rows",
+    "compute_loss_func": "it would see one rank's rows; ring_attn.token_logprobs gathers them",
     "is_deepspeed_enabled": "how DeepSpeed scales gradients was never tried",
     "args.label_smoothing_factor": "labels are shifted already",
     "args.neftune_noise_alpha": "its noise depends on the rank's rows",
@@ -89,8 +81,8 @@ def split_sequence(trainer_class: Any) -> Any:
         The class. Its constructor raises ValueError if the model has another attention
         implementation, the group is not consecutive ranks or does not divide their number, or
         accelerate's context parallelism is on; and NotImplementedError for options that need the
-        logits or labels of the whole sequence, or would give wrong results: compute_metrics,
-        compute_loss_func, label smoothing, NEFTune, Liger kernels, DeepSpeed, accelerate's tensor
+        labels of the whole sequence, or would give wrong results: compute_loss_func, label
+        smoothing, NEFTune, Liger kernels, DeepSpeed, accelerate's tensor
         parallelism, and losses other than transformers' causal one, which the first step compares
         with the cross-entropy of its logits.
 
@@ -133,6 +125,8 @@ _Trainer: Any = object
 class _SplitSequence(_Trainer):
     """Methods that precede the Trainer's in the method resolution order."""
 
+    preprocess_logits_for_metrics: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from transformers import TrainerCallback
 
@@ -145,6 +139,7 @@ class _SplitSequence(_Trainer):
         # sample in the last batch.
         self.accelerator.gather_for_metrics = self.accelerator.gather
         self._loss_checked: set[bool] = set()
+        self._preprocess: Any = None  # during an evaluation
         # On NCCL an error of a call comes later: before the optimizer uses the gradients.
         look = {"on_pre_optimizer_step": lambda *_args, **_kwargs: check_all()}
         self.add_callback(type("ChecksCalls", (TrainerCallback,), look))
@@ -183,8 +178,8 @@ class _SplitSequence(_Trainer):
         """Number of targets in the batches of all groups; refuses differences within a group."""
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
-            count += _num_targets(batch).to(device)
-        of_rank = torch.stack([count, _fingerprint(batch_samples, device)])
+            count += num_targets(batch).to(device)
+        of_rank = torch.stack([count, fingerprint(batch_samples, device)])
         counts, fingerprints = self.accelerator.gather(of_rank).view(-1, 2).T.tolist()
         self._ring.check_same(fingerprints)
         if not batch_samples:
@@ -218,26 +213,35 @@ class _SplitSequence(_Trainer):
         inputs: Mapping[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, None, None]:
-        """The loss of a batch, the same on all ranks of a group."""
-        if not prediction_loss_only:
-            raise NotImplementedError(
-                "predict needs the logits of the whole sequence, and no rank has them: call "
-                "evaluate, or set prediction_loss_only=True in TrainingArguments"
-            )
-        _num_targets(inputs)
-        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+    ) -> tuple[Tensor, Any, Any]:
+        """Loss and predictions of a batch, rows in their order, the same on a group's ranks."""
+        num_targets(inputs)
+        inputs = self._prepare_inputs(inputs)
+        loss, found, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys
+        )
         dist.all_reduce(loss, group=self._ring.group)
-        return loss / self._ring.size, None, None
+        loss = loss / self._ring.size
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, self._ring.predictions(found, inputs, self._preprocess), labels
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.gather_function = self._gather_once
-        return super().evaluation_loop(*args, **kwargs)
+        # Called in `prediction_step`: what it makes of a rank's rows is small, unlike all logits.
+        given, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self._preprocess = given
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.preprocess_logits_for_metrics, self._preprocess = given, None
 
-    def _gather_once(self, losses: Tensor) -> Tensor:
-        """Like accelerate's gather_for_metrics, but takes each group's losses once."""
-        gathered = self.accelerator.gather(losses)
-        once = gathered.view(-1, self._ring.size, len(losses))[:, 0].flatten()
+    def _gather_once(self, x: Any) -> Any:
+        """Like accelerate's gather_for_metrics, but takes each group's samples once."""
+        if isinstance(x, tuple | list):
+            return type(x)(map(self._gather_once, x))
+        gathered = self.accelerator.gather(x.contiguous())
+        once = gathered.view(-1, self._ring.size, *x.shape)[:, 0].flatten(0, 1)
         state = self.accelerator.gradient_state
         return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
 
@@ -288,18 +292,20 @@ class _Ring:
 
     def check_same(self, fingerprints: list[int]) -> None:
         """Raises on every rank if batches differ within a group."""
-        for rank, fingerprint in enumerate(fingerprints):
+        for rank, got in enumerate(fingerprints):
             first = rank // self.size * self.size
-            if fingerprint != fingerprints[first]:
+            if got != fingerprints[first]:
                 raise ValueError(
                     f"ranks {first} and {rank} split the same sequences, but got other batches: "
                     "what a dataset, sampler or collator draws at random must be the same on both"
                 )
 
+    def layout_of(self, rows: dict[str, Tensor]) -> SequenceLayout:
+        return SequenceLayout.from_name(self.layout, tokens_of(rows).size(1), self.size)
+
     def cut(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        rows, others = _as_documents(inputs)
-        seqlen = tokens_of(rows).size(1)
-        layout = SequenceLayout.from_name(self.layout, seqlen, self.size)
+        rows, others, _ = as_documents(inputs)
+        seqlen, layout = tokens_of(rows).size(1), self.layout_of(rows)
         if 0 in layout.shard_lens:  # transformers' models need a row
             raise ValueError(
                 f"a batch of {seqlen} tokens leaves some of {self.size} ranks without any: give "
@@ -308,6 +314,31 @@ class _Ring:
         part: dict[str, Any] = shard_batch(rows, layout, self.rank)
         # The model computes a loss only with labels, but from shift_labels.
         return {**part, **others, "labels": part["shift_labels"], LAYOUT: layout}
+
+    def predictions(self, found: Any, inputs: Mapping[str, Any], preprocess: Any) -> Any:
+        """What the model found for this rank's rows, of the whole batch, (batch, columns, ...).
+
+        `preprocess` is the Trainer's function of logits and labels, and gets this rank's rows.
+        """
+        documents = as_documents(inputs)
+        layout = self.layout_of(documents.rows)
+        if preprocess is not None:
+            labels = inputs["labels"][documents.kept][None]
+            found = preprocess(found, layout.shard(labels, self.rank))
+
+        def whole(x: Any) -> Any:
+            if isinstance(x, tuple | list):
+                return type(x)(map(whole, x))
+            shape = tuple(getattr(x, "shape", ()))
+            if shape[:2] != (1, layout.shard_len(self.rank)):
+                raise NotImplementedError(
+                    "predictions must have a row for each token, (1, rows, ...), as they are "
+                    f"gathered from ranks, got shape {shape}: leave others out by "
+                    "preprocess_logits_for_metrics, or by ignore_keys"
+                )
+            return documents.batch(unshard(x, layout, group=self.group))
+
+        return whole(found)
 
 
 @contextmanager
@@ -358,110 +389,6 @@ def _terms(output: Any, targets: Tensor) -> Tensor | None:
     # In parts, since float32 copies of all logits may not fit in memory.
     parts = zip(logits.detach()[0].split(1024), targets[0].split(1024), strict=True)
     return torch.cat([cross_entropy(x.float(), y, reduction="none") for x, y in parts])
-
-
-def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors to split, (1, seqlen, ...), and the other keywords of the model.
-
-    Rows of a batch are concatenated without their padding; `CUTS` mark their boundaries.
-    """
-    others = {name: x for name, x in inputs.items() if x is not None and name not in DERIVED}
-    rows = {name: others.pop(name) for name in ROWS if name in others}
-    shape = tokens_of(rows).shape[:2]
-    _check_shapes(rows, others, shape)
-    if "shift_labels" in rows:
-        rows.pop("labels", None)
-    real = _real(others.pop("attention_mask", None), rows, shape)
-    if any(name in others for name in CUTS):
-        if shape[0] != 1 or real is not None:
-            raise ValueError(
-                f"cu_seq_lens_q goes with one row without padding, got {shape[0]} rows"
-                f"{'' if real is None else ' and an attention_mask that hides some'}"
-            )
-        return rows, others
-    kept = real
-    if kept is None:
-        kept = torch.ones(shape, dtype=torch.bool, device=tokens_of(rows).device)
-    positions = rows.get("position_ids", kept.cumsum(1) - 1)
-    starts = torch.ones_like(kept)
-    starts[:, 1:] = positions.diff(dim=1) != 1
-    begins = starts[kept].nonzero().flatten()
-    if len(begins) > 1:
-        total = begins.new_tensor([int(kept.sum())])
-        others["cu_seq_lens_q"] = others["cu_seq_lens_k"] = torch.cat([begins, total]).int()
-    if "position_ids" in rows or len(begins) > 1:
-        rows["position_ids"] = positions.expand(shape)
-    if "labels" in rows:  # nothing predicts the first token of a row
-        rows["labels"] = rows["labels"].clone()
-        rows["labels"][:, :1] = IGNORED
-    return {name: x[kept][None] for name, x in rows.items()}, others
-
-
-def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) -> Tensor | None:
-    """(batch, seqlen), False for padding at the end of the rows; None without padding."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.shape != shape:
-        raise NotImplementedError(
-            f"attention_mask must be {tuple(shape)}, as the tokens, got "
-            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; mark documents by "
-            "cu_seq_lens_q, or by position_ids that restart"
-        )
-    real = real_tokens(mask)
-    if real is None:
-        return None
-    for name in ("labels", "shift_labels"):
-        if name in rows and bool((rows[name][~real] != IGNORED).any()):
-            raise ValueError(
-                f"{name} must be {IGNORED} where attention_mask hides tokens: the loss would count "
-                "padding"
-            )
-    return real
-
-
-def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:
-    """Refuses rows whose shape differs from the tokens', and unknown tensors."""
-    tokens = tuple(shape)
-    for name, x in rows.items():
-        allowed = {tokens, (1, tokens[1])} if name == "position_ids" else {tokens}
-        got = tuple(getattr(x, "shape", ()))
-        if (got[:2] if name == "inputs_embeds" else got) not in allowed:
-            raise ValueError(
-                f"{name} must be {tokens}, as the tokens, got {got} (some collators make unlike "
-                "shapes of samples without tokens: leave such samples out)"
-            )
-    for name, x in others.items():
-        if isinstance(x, Tensor) and name not in {"attention_mask", *CUTS}:
-            raise NotImplementedError(
-                f"{name} of shape {tuple(x.shape)} is not known: only {', '.join(ROWS)} are split; "
-                "leave it out of the batch"
-            )
-
-
-def _num_targets(batch: Mapping[str, Any]) -> Tensor:
-    """Number of predicted labels: all that count, except the first of each row."""
-    if isinstance(batch.get("shift_labels"), Tensor):
-        labels = batch["shift_labels"]
-    elif isinstance(batch.get("labels"), Tensor):
-        labels = batch["labels"][:, 1:]
-    else:
-        raise ValueError(
-            f"a batch needs labels, got {sorted(batch)}: a collator such as "
-            "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them"
-        )
-    return (labels != IGNORED).sum()
-
-
-def _fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
-    """An int64 hash of the names, shapes and values of all tensors in batches."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in batches:
-        for name, x in sorted(batch.items()):
-            if isinstance(x, Tensor):
-                about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-                # An odd factor is invertible modulo 2^64, so it loses nothing.
-                total = (total + about + checksum(x.to(device))) * 0x9E3779B97F4A7C1
-    return total
 
 
 def _registration(model: Any) -> Registration:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
+from ring_attn.integrations.trainer_batches import as_documents, fingerprint
 from ring_attn.integrations.transformers import register
 from tests.hf_models import make_model
 from tests.hf_trainers import arguments, make_trainer
@@ -33,7 +34,7 @@ def batch_of(**tensors: Any) -> dict[str, Tensor]:
 def test_a_single_row_that_is_left_of_a_batch_has_no_documents(more: dict[str, Any]) -> None:
     """tests/integration/test_trainers.py has batches of documents."""
     left = {"attention_mask": [[1, 1, 1], [0, 0, 0]], "labels": [[5, 6, 7], [-100] * 3]}
-    rows, others = integration._as_documents(batch_of(**left, **more))
+    rows, others, _ = as_documents(batch_of(**left, **more))
     assert rows["input_ids"].tolist() == [[5, 6, 7]] and not others
     assert rows["labels"].tolist() == [[-100, 6, 7]]
 
@@ -57,7 +58,7 @@ def test_batches_that_are_refused(
     tensors: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        integration._as_documents(batch_of(**tensors))
+        as_documents(batch_of(**tensors))
 
 
 def test_a_batch_that_leaves_a_rank_without_rows_is_refused() -> None:
@@ -78,8 +79,7 @@ def test_a_fingerprint_knows_every_tensor() -> None:
         [batch_of(inputs_embeds=[[0.25, 0.5]])],
     ]
     prints, again = (
-        [int(integration._fingerprint(batch, torch.device("cpu"))) for batch in batches]
-        for _ in range(2)
+        [int(fingerprint(batch, torch.device("cpu"))) for batch in batches] for _ in range(2)
     )
     assert len(set(prints)) == len(prints) and prints == again
 
@@ -92,7 +92,6 @@ NOT_BUILT = NotImplementedError
     [
         ("bert", "ring_attn", {}, NOT_BUILT, "ForMaskedLMLoss"),
         ("llama", "sdpa", {}, ValueError, "'sdpa'"),
-        ("llama", "ring_attn", {"compute_metrics": print}, NOT_BUILT, "compute_metrics"),
         ("llama", "ring_attn", {}, RuntimeError, "no process group"),  # nothing else is wrong
     ],
 )
@@ -149,7 +148,6 @@ PARALLEL = "accelerator.state.parallelism_config"
         ("args.include_num_input_tokens_seen", "all", NOT_BUILT, "include_num_input_tokens_seen"),
         ("args.train_sampling_strategy", "batch_rebalance", NOT_BUILT, "batch_rebalance"),
         ("args.accelerator_config.dispatch_batches", True, NOT_BUILT, "dispatch_batches"),
-        ("preprocess_logits_for_metrics", print, NOT_BUILT, "preprocess_logits"),
         ("compute_loss_func", print, NOT_BUILT, "compute_loss_func"),
         ("args.average_tokens_across_devices", False, NOT_BUILT, "average_tokens"),
         ("model_accepts_loss_kwargs", False, NOT_BUILT, "num_items_in_batch"),

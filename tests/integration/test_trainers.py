@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from ring_attn import ring_attention
 from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
+from tests.bounds import assert_close
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.hf_models import VOCAB, make_model, yardstick
 from tests.hf_trainers import (
@@ -249,14 +251,63 @@ def test_a_group_must_be_neighbours() -> None:
             integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
 
 
+def share_right(predicted: Any) -> dict[str, float]:
+    """How many next tokens are predicted, and a sum in which each position counts differently."""
+    targets, found = predicted.label_ids[:, 1:], predicted.predictions[:, :-1]
+    counted, places = targets != -100, np.arange(targets.size).reshape(targets.shape)
+    return {"right": float((found == targets)[counted].mean()),
+            "placed": float((found * places)[counted].sum())}  # fmt: skip
+
+
+def best_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    assert logits.shape[:2] == labels.shape
+    return logits.argmax(-1)
+
+
+def evaluated(model: Any, out: Path, of: Of, dp: int) -> tuple[dict[str, float], np.ndarray]:
+    """Metrics of seven texts, and all logits of these, as a Trainer gathers them."""
+    args, data = arguments(str(out), per_device_eval_batch_size=4 // dp), texts(7)
+    with_metrics: Any = {
+        "compute_metrics": share_right,
+        "preprocess_logits_for_metrics": best_tokens,
+    }
+    metrics = make_trainer(
+        model, args, of(transformers.Trainer), "padded", **with_metrics
+    ).evaluate()
+    plain = make_trainer(model, args, of(transformers.Trainer), "padded")
+    found = plain.predict(data)
+    assert plain.preprocess_logits_for_metrics is None and found.label_ids.shape[0] == 7
+    return {name: metrics[f"eval_{name}"] for name in ("right", "placed")}, found.predictions
+
+
+def evaluated_on_ranks(out: Path, dp: int) -> Any:
+    with split_model(dp=dp) as model:
+        return evaluated(model, out, split_sequence, dp)
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_metrics_and_predictions_are_those_of_one_process(ranks: Pools, out: Path, dp: int) -> None:
+    model = yardstick("llama")
+    (metrics, exact), (_, plain) = plainly(
+        lambda model, to: evaluated(model, to, lambda one: one, 1), out / "plain", model
+    )
+    rows = padded(texts(7))["attention_mask"].bool()
+    for got_metrics, got in ranks(2 * dp).run(evaluated_on_ranks, out / "split", dp):
+        assert got_metrics == metrics
+        assert got.shape == exact.shape == (*rows.shape, VOCAB)
+        tensors = (torch.from_numpy(x)[rows] for x in (got, exact, plain))
+        assert_close("logits", *tensors)
+
+
 @on_ranks(2)
-def test_predictions_are_refused(out: Path) -> None:
+def test_predictions_without_labels_or_rows_are_refused(out: Path) -> None:
+    batch = padded(texts(2))
     with split_trainer(out) as trainer:
-        unlabelled = dict(padded(texts(2)), labels=None)
-        with refused(NotImplementedError, "predict"):
-            trainer.predict(texts(4))
         with refused(ValueError, "labels"):
-            trainer.prediction_step(trainer.model, unlabelled, True)
+            trainer.prediction_step(trainer.model, dict(batch, labels=None), True)
+        trainer._preprocess = lambda logits, labels: logits.mean(1)
+        with refused(NotImplementedError, "row for each token|ignore_keys"):
+            trainer.prediction_step(trainer.model, batch, False)
 
 
 class Shifts(transformers.Trainer):
