@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ring_attn import integrations, testing
     from ring_attn.models.parallelize import parallelize
     from ring_attn.models.style import ContextParallel
+    from ring_attn.testing.audit import audit
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "SequenceLayout",
     "Strategy",
     "TransportOptions",
+    "audit",
     "balance",
     "check",
     "explain",
@@ -75,6 +77,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for an object
         """Imports, at their first use, what takes long or needs other packages."""
         if name in ("ContextParallel", "parallelize"):
             return getattr(import_module("ring_attn.models.parallelize"), name)
+        if name == "audit":
+            return import_module("ring_attn.testing.audit").audit
         if name in ("integrations", "testing"):
             return import_module(f"ring_attn.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,6 +50,7 @@ def run_ranks(
     threads: int | None = None,
     device: str | None = None,
     on_part: Callable[[Any], object] | None = None,
+    timeout: float | None = None,
 ) -> list[T]:
     """Calls `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
 
@@ -62,6 +63,8 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl, one GPU per rank); None is "cuda" if this machine has
             a GPU for every rank.
         on_part: called in this process with each object that rank 0 passes to `send_part`.
+        timeout: seconds after which ranks that have no result are ended; None waits for ever.
+            Ranks of torchrun are not ended.
 
     Returns:
         The results in the order of the ranks. Under torchrun every rank gets all of them.
@@ -70,6 +73,7 @@ def run_ranks(
         ValueError: this machine cannot provide `nproc`, `threads` or `device`, or torchrun started
             another number of ranks.
         RuntimeError: a rank failed; the text has the first failed rank and its traceback.
+        TimeoutError: ranks have no result within the timeout.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -89,7 +93,7 @@ def run_ranks(
         )
     if threads is None:
         threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
-    return _launch((fn, args, threads, device), nproc, on_part)
+    return _launch((fn, args, threads, device), nproc, on_part, timeout)
 
 
 # Receives each part of the result in rank 0; None in other ranks and without `on_part`.
@@ -175,7 +179,9 @@ LOOPBACK = "127.0.0.1"
 RankWork = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 
 
-def _launch(work: RankWork, nproc: int, on_part: Callable[[Any], object] | None) -> list[Any]:
+def _launch(
+    work: RankWork, nproc: int, on_part: Callable[[Any], object] | None, timeout: float | None
+) -> list[Any]:
     threads, pickled = work[2], pickle.dumps(work)
     # This process holds the store, so that it outlives rank 0.
     # It listens on the loopback only: anyone who reaches it could write to it.
@@ -202,7 +208,7 @@ def _launch(work: RankWork, nproc: int, on_part: Callable[[Any], object] | None)
                 }
                 pipe, process = _start(_run_rank, variables, pickled)
                 ranks[pipe] = rank, process
-        results = _results(ranks, on_part)
+        results = _results(ranks, on_part, timeout)
         for _, process in ranks.values():
             process.join()
         return results
@@ -313,12 +319,20 @@ def _end(processes: Iterable[Any]) -> None:
 
 
 def _results(
-    ranks: dict[Connection, tuple[int, Any]], on_part: Callable[[Any], object] | None
+    ranks: dict[Connection, tuple[int, Any]],
+    on_part: Callable[[Any], object] | None,
+    timeout: float | None,
 ) -> list[Any]:
     """The results of all ranks; calls `on_part` with each part as it arrives."""
     results: dict[int, Any] = {}
+    end = None if timeout is None else time.monotonic() + timeout
     while len(results) < len(ranks):
-        for pipe in wait([pipe for pipe, (rank, _) in ranks.items() if rank not in results]):
+        waiting = {pipe: rank for pipe, (rank, _) in ranks.items() if rank not in results}
+        arrived = wait([*waiting], None if end is None else max(0.0, end - time.monotonic()))
+        if not arrived:
+            names = ", ".join(map(str, waiting.values()))
+            raise TimeoutError(f"ranks {names} of {len(ranks)} have no result after {timeout:g} s")
+        for pipe in arrived:
             assert isinstance(pipe, Connection), "only pipes are waited for"
             rank, process = ranks[pipe]
             try:

@@ -38,6 +38,7 @@ COMMANDS = (
     Command(
         "verify", "ring_attn.cli.verify", "check every result against dense attention in float64"
     ),
+    Command("audit", "ring_attn.cli.audit", "say what a training step does wrong on several ranks"),
     Command("plan", "ring_attn.cli.plan", "predict the best strategy and the costs of each step"),
     Command(
         "bench strategies", "ring_attn.bench.strategies", "time every strategy, and auto's choice"

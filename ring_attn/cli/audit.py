@@ -1,0 +1,52 @@
+"""`ring-attn audit FILE:FUNCTION`: says what a training step does wrong on several ranks.
+
+The function takes no arguments, and does what the training does for one rank: it makes a small
+model from a seed, and a batch; it runs forward and backward, and sums gradients. It returns the
+model, or (model, loss), or (model, loss, evaluation loss). It runs on each number of ranks, and in
+one process as their twin, whose batch is that of all ranks together.
+
+    ring-attn audit train.py:step
+    ring-attn audit train.py:step --world-size 2 4
+
+The exit status is 1 if a result of the ranks differs from the twin's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ring_attn.cli.arguments import add_common, parse_size, write_json
+from ring_attn.cli.env import machine
+from ring_attn.testing.audit import WORLD_SIZES, audit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("step", metavar="FILE:FUNCTION", help="the training step of a rank")
+    sizes = " ".join(map(str, WORLD_SIZES))
+    add(
+        "--world-size", nargs="+", type=parse_size, metavar="N",
+        help=f"numbers of ranks (default: {sizes}; with --quick the first)",
+    )  # fmt: skip
+    add(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds for a run (default: 120)"
+    )
+    add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audits a step and prints the report; returns 1 if it found something."""
+    sizes = args.world_size or WORLD_SIZES
+    try:
+        report = audit(
+            args.step, sizes[:1] if args.quick else sizes, timeout=args.timeout,
+            threads=args.threads,
+        )  # fmt: skip
+    except (RuntimeError, TimeoutError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    write_json(args.json, {"command": "audit", "machine": machine(), **report.as_dict()})
+    print(str(report).splitlines()[0] if args.quiet else report)
+    return 0 if report.ok else 1

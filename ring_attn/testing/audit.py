@@ -1,0 +1,271 @@
+"""`audit`: compares a user's training step on ranks with its twin in one process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ring_attn.cli.launch import run_ranks, under_torchrun
+from ring_attn.core.values import as_ints
+from ring_attn.testing.diagnosis import Bounds, Diagnosis, Runs, diagnose, of_twin, unsteady
+from ring_attn.testing.fed import Finding
+from ring_attn.testing.observe import Change, Outcome, find, run_step
+
+WORLD_SIZES = (2, 3, 4)
+
+# Runs of the twin with random roundings, from which bounds follow.
+NOISY = 3
+
+# Parts of paths of frames that say nothing about the user's step.
+INNER = (
+    "site-packages/torch/",
+    "ring_attn/testing/",
+    "ring_attn/cli/",
+    "/multiprocessing/",
+    "/threading.py",
+)
+
+# Seconds of a launch beside its runs: the start of processes and imports.
+START = 60.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `audit` found.
+
+    Attributes:
+        step: the step's name.
+        diagnoses: of each world size; empty if the twin alone is not deterministic.
+        findings: broken contracts that concern the twin alone.
+    """
+
+    step: str
+    diagnoses: tuple[Diagnosis, ...]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether each result of the ranks is the twin's within its bound."""
+        return not self.findings and not any(x.differences for x in self.diagnoses)
+
+    @property
+    def contracts(self) -> set[str]:
+        """Short names of the broken contracts."""
+        found = [*self.findings, *(y for x in self.diagnoses for y in x.findings)]
+        return {finding.contract for finding in found}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.step}: {'ok' if self.ok else 'FAILED'}"]
+        lines += [_line(finding) for finding in self.findings]
+        for one in self.diagnoses:
+            lines.append(f"{one.world_size} ranks: {_summary(one)}")
+            lines += [_line(finding) for finding in one.findings]
+            if one.unexplained:
+                lines.append(f"  not explained: {len(one.unexplained)} results, the worst are")
+                worst = sorted(one.unexplained, key=lambda key: -one.differences[key].ratio)
+                lines += [f"    {one.differences[key]}" for key in worst[:4]]
+        return "\n".join(lines)
+
+
+def audit(
+    step: Callable[[], Any] | str,
+    world_size: int | Sequence[int] = WORLD_SIZES,
+    *,
+    timeout: float = 120.0,
+    threads: int | None = None,
+) -> Report:
+    """Compares a training step on ranks with the same step in one process, and says what is wrong.
+
+    The step runs as it is written, in processes over gloo, and in one process as its twin. It does
+    what the training does for one rank: it makes the model (small, from a seed) and the batch, runs
+    forward and backward, and sums gradients; it may clip, step an optimizer and evaluate. The batch
+    of one process is that of all ranks together. Compared are the reported loss, gradients before
+    they are clipped, weights at the end, and the evaluation loss.
+
+    Bounds follow from runs of the twin whose results are rounded at random: twice the farthest, and
+    a unit in the last place. They hold for any dtype.
+
+    Args:
+        step: a function without arguments at the top level of a module, or "file.py:function". It
+            returns its model, or (model, loss), or (model, loss, evaluation loss), or a dict with
+            the names `model`, `loss`, `eval_loss`.
+        world_size: numbers of ranks.
+        timeout: seconds that a run of the step may take.
+        threads: CPU threads of each rank; None divides the cores among the ranks.
+
+    Returns:
+        The report: `ok`, `findings`, a diagnosis of each world size; `print` shows it.
+
+    Raises:
+        ValueError: no world sizes, a function that cannot be found by name, or a model that needs
+            more memory than this machine has.
+        TypeError: the step does not return a model.
+        RuntimeError: the step raised on a rank, or ranks exist already (torchrun).
+        TimeoutError: ranks hang; the text has where each of them waits.
+    """
+    sizes = (world_size,) if isinstance(world_size, int) else as_ints("world_size", world_size)
+    if not sizes or min(sizes) < 2:
+        raise ValueError(f"world_size must be numbers of at least 2 ranks, got {world_size}")
+    if under_torchrun():
+        raise RuntimeError("audit starts its own ranks: run it by python, not by torchrun")
+    lab = _Lab(_portable(step), timeout, threads)
+    return judge(step if isinstance(step, str) else _name(step), sizes, lab.runs, lab.check_memory)
+
+
+def judge(
+    name: str,
+    sizes: Sequence[int],
+    runs: Runs,
+    check_memory: Callable[[int, int], None] = lambda used, world_size: None,
+) -> Report:
+    """The report on a step that `runs` runs; `check_memory` raises if ranks need too much."""
+    changes = [Change(), Change(seed=1), *(Change(noise=i) for i in range(NOISY))]
+    twin, again, *noisy = (_outcome(run[0]) for run in runs([{0: x} for x in changes], 1))
+    if differing := unsteady(twin, again):
+        return Report(name, (), (_unsteady(twin, again, differing),))
+    bounds = Bounds(twin, noisy)
+    diagnoses, alone = [], (*of_twin(twin),)
+    for size in sizes:
+        check_memory(twin.memory, size)
+        ranks = [_outcome(x) for x in runs([{}], size)[0]]
+        diagnoses.append(diagnose(bounds, ranks, runs))
+    return Report(name, tuple(diagnoses), alone)
+
+
+@dataclass(frozen=True)
+class _Lab:
+    """Runs a step in processes."""
+
+    step: bytes | str
+    timeout: float
+    threads: int | None
+
+    def runs(
+        self, changes: Sequence[Mapping[int, Change]], world_size: int
+    ) -> list[list[Outcome | str]]:
+        """Outcomes by run and rank."""
+        seconds = self.timeout * len(changes)
+        limit = _free_memory() if world_size == 1 else 0
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                ranks = run_ranks(
+                    run_step, world_size, self.step, changes, seconds, folder, limit,
+                    threads=self.threads, device="cpu", timeout=seconds + START,
+                )  # fmt: skip
+            except (RuntimeError, TimeoutError) as error:
+                if stacks := _stacks(folder, world_size):
+                    raise TimeoutError(
+                        f"the step on {world_size} ranks takes more than {seconds:g} s: {stacks}"
+                    ) from None
+                if limit and "can't allocate memory" in str(error):
+                    raise ValueError(
+                        f"the step needs more than the {limit / 2**30:.3g} GiB of memory that are "
+                        "free in one process alone: give it a smaller model or batch"
+                    ) from error
+                raise
+        return [list(run) for run in zip(*ranks, strict=True)]
+
+    def check_memory(self, used: int, world_size: int) -> None:
+        """Raises if so many ranks, each as large as the twin, do not fit in memory."""
+        if used * world_size > (free := _free_memory()):
+            raise ValueError(
+                f"{world_size} ranks need about {used * world_size / 2**30:.3g} GiB, as the twin "
+                f"took {used / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB are free: give the step "
+                "a smaller model or batch, or audit fewer ranks"
+            )
+
+
+def _outcome(run: Outcome | str) -> Outcome:
+    assert isinstance(run, Outcome), run
+    return run
+
+
+def _portable(step: Callable[[], Any] | str) -> bytes | str:
+    """The step as text or bytes, which ranks load after their hooks are set."""
+    if isinstance(step, str):
+        find(step)
+        return step
+    if not callable(step):
+        raise TypeError(f"step must be a function or 'file.py:function', got {type(step).__name__}")
+    try:
+        return pickle.dumps(step)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"step must be a function at the top level of a module, as ranks import it: {error}"
+        ) from None
+
+
+def _name(step: Any) -> str:
+    while isinstance(step, partial):
+        step = step.func
+    return str(getattr(step, "__qualname__", repr(step)))
+
+
+def _unsteady(twin: Outcome, again: Outcome, differing: Sequence[str]) -> Finding:
+    starts = [name for name, x in twin.start.items() if not x.equal(again.start[name])]
+    tokens = [
+        a.tokens is not None and not a.tokens.equal(b.tokens)
+        for a, b in zip(twin.forwards, again.forwards, strict=False)
+        if b.tokens is not None
+    ]
+    if starts:
+        why = f"weights are drawn without a seed ({starts[0]}): seed before making the model"
+    elif any(tokens):
+        why = "batches are drawn without a seed: seed what draws them"
+    elif twin.dropout:
+        why = "dropout: ranks draw other zeros than one process; set its p to 0 for the audit"
+    else:
+        why = "something is drawn at random, or depends on time or order"
+    return Finding(
+        "determinism",
+        f"two runs of the twin differ in {len(differing)} results: {why}",
+        "the twin ran twice, with other states of the random generators",
+    )
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _stacks(folder: str, world_size: int) -> str:
+    """Where each rank was when its time was over, innermost first; empty if none was late."""
+    late = []
+    for rank in range(world_size):
+        path = Path(folder) / str(rank)
+        lines = path.read_text().splitlines() if path.exists() else []
+        frames = [line.strip() for line in lines if 'File "' in line]
+        users = [line for line in frames if not any(part in line for part in INNER)]
+        if lines:
+            late.append(f"rank {rank} in {'; '.join(users[:4]) or 'no code of yours'}")
+    return "; ".join(late)
+
+
+def _line(finding: Finding) -> str:
+    return f"  {finding.contract}: {finding.text} [tested: {finding.tested}]"
+
+
+def _summary(one: Diagnosis) -> str:
+    if not one.differences:
+        return "all results are the twin's within their bounds"
+    kinds = [
+        f"{count} {kind}{'s' if count > 1 else ''}"
+        for kind in ("gradient", "weight", "loss", "evaluation loss")
+        if (
+            count := sum(
+                key.split(" of ")[0].split(" ")[0] == kind.split(" ")[0] for key in one.differences
+            )
+        )
+    ]
+    return f"{', '.join(kinds)} differ from the twin's"

@@ -1,0 +1,487 @@
+"""Runs a training step of a user on a rank, and notes what goes into it and comes out of it.
+
+The step runs as written. Noted are: what modules and embeddings are called with, the targets of
+`F.cross_entropy`, the losses whose backward runs, gradients before they are clipped or used, and
+what the step returns. A `Change` replaces some of it, to test a hypothesis about its effect.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import pickle
+import random
+import resource
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ring_attn.torch_private import TorchDispatchMode
+
+# Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+# Operators that do not round. Their results stay as they are in a run with noise.
+EXACT = {
+    "masked_fill", "where", "fill", "copy", "clone", "cat", "stack", "gather", "index",
+    "index_select", "embedding", "constant_pad_nd", "tril", "triu", "clamp", "neg", "abs", "relu",
+    "max", "min", "maximum", "minimum", "sort", "slice_backward", "select_backward", "new_full",
+    "full_like", "zeros_like", "ones_like", "roll", "flip", "sign", "isfinite", "repeat",
+    "split_with_sizes_copy", "native_dropout", "amax", "amin",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one run on one rank differs from the step as it is written.
+
+    Attributes:
+        seed: the state of random generators before the step.
+        noise: None, or the seed of random roundings of every result.
+        inputs: by number of the forward and name, what modules and embeddings get instead.
+        targets: by number of the forward, the targets of the loss.
+        factors: by number of the forward, what the loss is multiplied by before its backward.
+        rows: rows that attention sees only among themselves; () means no limit.
+        weights: values of parameters at the first forward, by name.
+        clip: whether gradients are clipped.
+        required: whether an error of the step ends the run.
+    """
+
+    seed: int = 0
+    noise: int | None = None
+    inputs: Mapping[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
+    targets: Mapping[int, Tensor] = field(default_factory=dict)
+    factors: Mapping[int, float] = field(default_factory=dict)
+    rows: Sequence[Tensor] = ()
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    clip: bool = True
+    required: bool = True
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of the model: what it was fed, and the loss that followed.
+
+    Attributes:
+        tokens: (batch, rows), or None where no embedding ran.
+        inputs: other integer or boolean tensors that modules were called with, by name.
+        targets: of all cross-entropies, in order, flat.
+        ignored: the target that does not count.
+        total: the sum of all cross-entropies.
+        loss: what the backward began with; None without a backward.
+    """
+
+    tokens: Tensor | None
+    inputs: dict[str, Tensor]
+    training: bool
+    targets: list[Tensor] = field(default_factory=list)
+    ignored: int = -100
+    total: float = 0.0
+    loss: float | None = None
+
+    def target(self) -> Tensor | None:
+        """Targets of the rows, (batch, rows), if the loss tells one for each.
+
+        A model that shifts labels itself has no target for the last row, which gets `ignored`.
+        """
+        if self.tokens is None or not self.targets:
+            return None
+        flat = torch.cat(self.targets)
+        batch, rows = self.tokens.shape
+        if flat.numel() == batch * rows:
+            return flat.view(batch, rows)
+        if flat.numel() == batch * (rows - 1):
+            return F.pad(flat.view(batch, rows - 1), (0, 1), value=self.ignored)
+        return None
+
+    def num_targets(self) -> int:
+        return sum(int((x != self.ignored).sum()) for x in self.targets)
+
+
+@dataclass
+class Outcome:
+    """What a run of the step noted on one rank."""
+
+    forwards: list[Forward]
+    losses: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    start: dict[str, Tensor]
+    norms: list[float]
+    wrapper: str
+    dropout: bool
+    memory: int
+
+    @property
+    def trained(self) -> list[Forward]:
+        return [forward for forward in self.forwards if forward.training]
+
+
+Step = Callable[[], Any]
+
+
+def find(step: str) -> tuple[Path, str]:
+    """The file and the function of "file.py:function"."""
+    path, _, name = step.rpartition(":")
+    if not Path(path).is_file() or not name.isidentifier():
+        raise ValueError(f"step must be a function or 'file.py:function', got {step!r}")
+    return Path(path).resolve(), name
+
+
+def load(step: bytes | str) -> Step:
+    """The step of a pickle, or of "file.py:function"."""
+    if isinstance(step, bytes):
+        loaded: Step = pickle.loads(step)
+        return loaded
+    path, name = find(step)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "the path is that of a file"
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found: Step | None = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {name!r}")
+    return found
+
+
+def run_step(
+    step: bytes | str, runs: Sequence[Mapping[int, Change]], seconds: float, folder: str, limit: int
+) -> list[Outcome | str]:
+    """What this rank notes in each run, or its error; a run has changes by rank.
+
+    Args:
+        seconds: after them this rank ends, with its stack in a file of its number in `folder`.
+        limit: bytes of memory that the process may use; 0 for no limit.
+    """
+    rank = dist.get_rank()
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with (Path(folder) / str(rank)).open("w") as file:
+        faulthandler.dump_traceback_later(seconds, file=file, exit=True)
+        function, outcomes = load(step), list[Outcome | str]()
+        for changes in runs:
+            change = changes.get(rank, Change())
+            torch.manual_seed(change.seed)
+            random.seed(change.seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(change.seed)
+            try:
+                outcomes.append(_Watch(change).run(function))
+            except Exception as error:
+                if change.required:
+                    raise
+                outcomes.append(str(error))
+        faulthandler.cancel_dump_traceback_later()
+    return outcomes
+
+
+class _Watch(TorchFunctionMode):
+    """Notes and changes one run."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.change = change
+        self.forwards: list[Forward] = []
+        self.inputs: dict[str, Tensor] = {}
+        self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.start: dict[str, Tensor] = {}
+        self.norms: list[float] = []
+        self.wrapper = ""
+        self.dropout = False
+        self.depth = 0
+        self.begun = False  # whether the outermost module that runs has its forward noted
+        self.quiet = False  # during a backward, whose recomputation is changed, but not noted
+
+    def run(self, step: Step) -> Outcome:
+        original, clip = nn.Module.__call__, nn.utils.clip_grad_norm_
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            return self._module(original, module, args, kwargs)
+
+        def clipped(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if not self.change.clip:
+                return torch.zeros(())
+            self._keep(given)
+            norm = clip(given, *args, **kwargs)
+            self.norms.append(float(_local(norm)))
+            return norm
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            self._keep(x for group in optimizer.param_groups for x in group["params"])
+
+        hook = register_optimizer_step_pre_hook(stepped)
+        try:
+            with ExitStack() as stack:
+                for owner in (nn.utils, nn.utils.clip_grad):
+                    patched = mock.patch.object(owner, "clip_grad_norm_", clipped)
+                    stack.enter_context(patched)
+                stack.enter_context(mock.patch.object(nn.Module, "__call__", called))
+                noise = self.change.noise
+                stack.enter_context(nullcontext() if noise is None else _Noise(noise))
+                stack.enter_context(self)
+                returned = step()
+        finally:
+            hook.remove()
+        return self._outcome(returned)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.compiler.is_compiling() or func not in WATCHED:
+            return func(*args, **kwargs)
+        return WATCHED[func](self, *args, **kwargs)
+
+    @property
+    def at(self) -> int:
+        """The number of the forward that runs."""
+        return len(self.forwards) - (self.begun or self.quiet or not self.depth)
+
+    def _begin(self, tokens: Tensor) -> None:
+        if not self.begun and not self.quiet:
+            self.begun = self.depth > 0
+            tokens = _local(tokens).detach().clone()
+            tokens = tokens.view(-1, tokens.size(-1))
+            self.forwards.append(Forward(tokens, self.inputs, torch.is_grad_enabled()))
+
+    def _module(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if self.depth == 0 and not self.quiet:
+            self.inputs, self.begun = {}, False
+            if not self.start:
+                self._note_start(module)
+        self.dropout |= isinstance(module, nn.Dropout) and module.training and module.p > 0
+        self.depth += 1
+        try:
+            args, kwargs = self._arguments(module, args, kwargs)
+            result = call(module, *args, **kwargs)
+            if self.depth == 1 and (tokens := self.inputs.get("input_ids")) is not None:
+                self._begin(tokens)
+            return result
+        finally:
+            self.depth -= 1
+            self.begun &= self.depth > 0
+
+    def _arguments(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            bound = _signature(type(module).forward).bind(module, *args, **kwargs)
+        except TypeError:
+            return args, kwargs  # the call itself says what is wrong
+        changed = dict[int, Any]()
+        for name, x in bound.arguments.items():
+            for key, value in (x if isinstance(x, dict) else {name: x}).items():
+                if (new := self._input(key, value)) is not value:
+                    changed[id(value)] = new
+        args = tuple(changed.get(id(x), x) for x in args)
+        return args, {name: changed.get(id(x), x) for name, x in kwargs.items()}
+
+    def _input(self, name: str, x: Any) -> Any:
+        """Notes an input at its first use, or returns what replaces it."""
+        if not isinstance(x, Tensor) or (x.is_floating_point() and "mask" not in name):
+            return x
+        if not self.quiet and name not in self.inputs:
+            self.inputs[name] = _local(x).detach().clone()
+        changed = self.change.inputs.get(self.at, {})
+        if name not in changed:
+            return x
+        new = changed[name]
+        return new if new is None or new.numel() != x.numel() else new.view_as(x).to(x.dtype)
+
+    def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        tokens = self.inputs.get("input_ids", input)
+        first = not self.begun or tokens is input
+        if first:
+            input = self._input("input_ids", input)
+            self._begin(tokens)
+        elif input.shape[-1] == tokens.shape[-1] and not torch.equal(_local(input), tokens):
+            input = self._input("position_ids", input)
+        return F.embedding(input, weight, *args, **kwargs)
+
+    def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+        bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        logits, target, ignored = given["input"], given["target"], given["ignore_index"]
+        if self.quiet or target.is_floating_point():
+            return F.cross_entropy(*args, **kwargs)
+        at = max(self.at, 0)
+        if not self.forwards:
+            self.forwards.append(Forward(None, {}, torch.is_grad_enabled()))
+        forward = self.forwards[-1]
+        if (new := self.change.targets.get(at)) is not None and new.numel() == target.numel():
+            given["target"] = target = new.view_as(target)
+        forward.targets.append(_local(target).detach().flatten().clone())
+        forward.ignored = ignored
+        with torch.no_grad():
+            total = F.cross_entropy(logits, target, ignore_index=ignored, reduction="sum")
+        forward.total += float(_local(total))
+        return F.cross_entropy(*bound.args, **bound.kwargs)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attend, rows = F.scaled_dot_product_attention, self.change.rows
+        if not rows or sum(map(len, rows)) != q.size(-2) or k.size(-2) != q.size(-2):
+            return attend(q, k, v, *args, **kwargs)
+        mask = args[0] if args else kwargs.pop("attn_mask", None)
+        parts = []
+        for at in rows:
+            local = mask if mask is None else mask[..., at, :][..., at]
+            cut = (q[..., at, :], k[..., at, :], v[..., at, :], local)
+            parts.append(attend(*cut, *args[1:], **kwargs))
+        return torch.cat(parts, -2)[..., torch.cat([*rows]).argsort(), :]
+
+    def _backward(self, loss: Tensor, gradient: Tensor | None = None, **kwargs: Any) -> None:
+        at = len(self.forwards) - 1
+        if at >= 0:
+            value = float(_local(loss).detach().double().sum())
+            self.forwards[at].loss = (self.forwards[at].loss or 0.0) + value
+        if (factor := self.change.factors.get(at)) is not None:
+            gradient = (torch.ones_like(loss) if gradient is None else gradient) * factor
+        self.quiet = True
+        try:
+            with self:
+                torch.autograd.backward(loss, gradient, **kwargs)
+        finally:
+            self.quiet = False
+
+    def _note_start(self, module: nn.Module) -> None:
+        for name, x in module.named_parameters():
+            values = _local(x).detach()
+            if (new := self.change.weights.get(clean(name))) is not None:
+                values.copy_(new)
+            self.start[clean(name)] = values.clone().cpu()
+
+    def _keep(self, parameters: Iterable[Tensor]) -> None:
+        for x in parameters:
+            if id(x) not in self.gradients:
+                self.gradients[id(x)] = x, None if x.grad is None else x.grad.detach().clone()
+
+    def _outcome(self, returned: Any) -> Outcome:
+        names = ("model", "loss", "eval_loss")
+        if isinstance(returned, nn.Module):
+            returned = (returned,)
+        if not isinstance(returned, Mapping):
+            returned = dict(zip(names, returned, strict=False)) if returned else {}
+        if unknown := set(returned) - set(names):
+            raise ValueError(f"step must return some of {names}, got {sorted(unknown)}")
+        if not isinstance(model := returned.get("model"), nn.Module):
+            raise TypeError(
+                "step must return its model, or (model, loss), (model, loss, evaluation loss), or "
+                f"a dict with these names, got {type(model).__name__} as the model"
+            )
+        gradients, weights = {}, {}
+        for name, x in model.named_parameters():
+            if x.requires_grad:
+                kept = self.gradients.get(id(x), (x, x.grad))[1]
+                if kept is not None:
+                    gradients[clean(name)] = _whole(kept)
+                weights[clean(name)] = _whole(x)
+        losses = {
+            name: torch.as_tensor(returned[name]).detach().clone()
+            for name in names[1:]
+            if returned.get(name) is not None
+        }
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return Outcome(
+            self.forwards, losses, gradients, weights, self.start, self.norms,
+            _wrapper(model), self.dropout, peak,
+        )  # fmt: skip
+
+
+WATCHED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.embedding: _Watch._embedding,
+    F.cross_entropy: _Watch._cross_entropy,
+    F.scaled_dot_product_attention: _Watch._attention,
+    Tensor.backward: _Watch._backward,
+}
+
+
+class _Noise(TorchDispatchMode):
+    """Rounds every floating-point result at random, by half a unit in its last place.
+
+    Runs that differ in this alone show how far roundings move each result of a step.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        made = not any(x.alias_info for x in (*func._schema.arguments, *func._schema.returns))
+        if made and name not in EXACT and func.namespace == "aten":
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, Tensor) and x.is_floating_point() and _is_real(args):
+                    self._round(_local(x))
+        return out
+
+    def _round(self, x: Tensor) -> None:
+        if x.numel() == 0 or 0 in x.stride():
+            return
+        eps = torch.finfo(x.dtype).eps
+        # Of mean 1: a unit below a power of 2 is half of one above.
+        draw = torch.rand(x.shape, generator=self.generator)
+        down, up = (draw < 1 / 3).to(x.dtype), (draw > 5 / 6).to(x.dtype)
+        rounded = x * (1 - eps / 2 * down + eps * up)
+        x.copy_(torch.where(rounded.isfinite(), rounded, x))
+
+
+def _is_real(args: Any) -> bool:
+    """Whether an operator takes floating-point tensors: factories take none."""
+    flat = [y for x in args for y in (x if isinstance(x, tuple | list) else (x,))]
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in flat)
+
+
+@cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def clean(name: str) -> str:
+    """A parameter's name without the parts that wrappers add."""
+    for part in WRAPPERS:
+        name = name.removeprefix(part).replace(f".{part}", ".")
+    return name
+
+
+def _wrapper(model: nn.Module) -> str:
+    kinds = {type(module).__name__ for module in model.modules()}
+    if "DistributedDataParallel" in kinds:
+        return "DDP"
+    return "FSDP" if any(kind.startswith("FSDP") for kind in kinds) else ""
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _whole(x: Any) -> Tensor:
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole.detach().clone().cpu()

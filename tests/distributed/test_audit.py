@@ -1,0 +1,108 @@
+"""`audit` names planted bugs by the contract that they break, and finds nothing in right steps."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ring_attn.testing.audit import Report, judge
+from ring_attn.testing.observe import Change, Outcome, run_step
+from tests import audit_steps
+
+pytestmark = [pytest.mark.dist, pytest.mark.gloo]
+
+
+def judged(step: Callable[[], Any], ranks: Any, folder: Any, *sizes: int) -> Report:
+    """The report of `audit`, by ranks that the tests share."""
+
+    def runs(changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome | str]]:
+        given = (pickle.dumps(step), changes, 60.0, str(folder), 0)
+        return [list(run) for run in zip(*ranks(world_size).run(run_step, *given), strict=True)]
+
+    return judge("step", sizes, runs)
+
+
+# Bugs by kind of step, and the contract that each breaks.
+PLANTED: dict[str, dict[str, str | set[str]]] = {
+    "plain": {
+        "averaged": "gradient scale",
+        "summed twice": "gradient scale",
+        "whole loss on each rank": {"gradient scale", "loss"},
+        "not summed": "gradient sum",
+        "norms not summed": "gradient sum",
+        "local positions": "positions",
+        "labels shifted after the cut": "labels",
+        "labels shifted twice": "labels",
+        "labels not shifted": "labels",
+        "own count": "denominator",
+        "clipped before the sum": "clipping",
+        "rate of the rank": "optimizer step",
+        "loss averaged": "loss",
+        "evaluation counts ranks": "evaluation loss",
+        "seed of the rank": "initial weights",
+        "batch of the rank": "batch",
+        "local attention": "attention",
+    },
+    "ddp": {
+        "averaged by DDP": "gradient scale",
+        "own mean": "denominator",
+    },
+    "fsdp": {
+        "averaged by FSDP": "gradient scale",
+        "own mean": "denominator",
+    },
+    "accumulated": {
+        "averaged": "gradient scale",
+        "not summed": "gradient sum",
+        "summed in each micro-batch": "accumulation",
+    },
+    "parallelized": {
+        "not parallelized": "attention",
+        "norms left out": "gradient sum",
+        "positions of the rank": "positions",
+    },
+    "low_precision": {"averaged": "gradient scale", "not summed": "gradient sum"},
+    "hugging_face": {"labels shifted after the cut": "labels", "own count": "denominator"},
+    "gathered": {"mask dropped": "mask", "local positions": "positions"},
+}
+BUGS = [(kind, bug) for kind, bugs in PLANTED.items() for bug in bugs]
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize(("kind", "bug"), BUGS)
+def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any, tmp_path: Any) -> None:
+    step = partial(getattr(audit_steps, kind), bug)
+    report = judged(step, ranks, tmp_path, 3)
+    assert not report.ok
+    expected = PLANTED[kind][bug]
+    assert report.contracts == ({expected} if isinstance(expected, str) else expected), str(report)
+    assert not report.diagnoses[0].unexplained, str(report)
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("seqlen", [29, 64, 101])
+def test_a_right_step_has_no_finding(layout: str, seqlen: int, ranks: Any, tmp_path: Any) -> None:
+    step = partial(audit_steps.plain, "", layout, seqlen)
+    report = judged(step, ranks, tmp_path, 2, 3)
+    assert report.ok, str(report)
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("kind", list(PLANTED)[1:])
+def test_a_right_step_of_each_kind_has_no_finding(
+    kind: str, layout: str, ranks: Any, tmp_path: Any
+) -> None:
+    report = judged(partial(getattr(audit_steps, kind), "", layout), ranks, tmp_path, 2, 3)
+    assert report.ok, str(report)
+
+
+def test_what_no_hypothesis_explains_is_said(ranks: Any, tmp_path: Any) -> None:
+    report = judged(partial(audit_steps.gathered, "keys without gradients"), ranks, tmp_path, 2)
+    assert not report.ok and not report.contracts
+    assert report.diagnoses[0].unexplained and "not explained" in str(report)

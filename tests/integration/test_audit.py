@@ -1,0 +1,111 @@
+"""`ring_attn.audit` and its command in processes of their own; steps that cannot be audited."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ring_attn
+from ring_attn.cli import main as cli
+from tests.refusals import refused
+
+pytestmark = pytest.mark.dist
+
+STEP = """
+import torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+def step(factor=1):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+    ids = torch.randint(50, (1, 25))
+    rows = torch.arange(24).tensor_split(dist.get_world_size())[dist.get_rank()]
+    loss = cross_entropy(model(ids[:, rows])[0], ids[0, rows + 1], reduction="sum") / 24
+    loss.backward()
+    for x in model.parameters():
+        dist.all_reduce(x.grad)
+        x.grad /= dist.get_world_size() ** (1 - factor)
+    dist.all_reduce(loss)
+    return model, loss
+
+def averaging():
+    return step(0)
+"""
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(STEP)
+    path, report = tmp_path / "train.py", tmp_path / "report.json"
+    words = ["audit", f"{path}:averaging", "--world-size", "2", "--json", str(report)]
+    assert cli.main(words) == 1
+    shown = capsys.readouterr().out
+    assert "1/2 of the twin's" in shown and len(shown.splitlines()) < 25
+    (one,) = json.loads(report.read_text())["diagnoses"]
+    assert [x["contract"] for x in one["findings"]] == ["gradient scale"]
+    assert not one["unexplained"]
+
+
+@pytest.mark.slow
+def test_a_right_step_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(STEP)
+    assert cli.main(["audit", f"{tmp_path / 'train.py'}:step", "--quiet"]) == 0
+    assert capsys.readouterr().out.endswith("ok\n")
+
+
+def odd(kind: str) -> Any:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if kind != "unseeded":
+        torch.manual_seed(0)
+    parts = [nn.Embedding(50, 8), nn.Dropout(0.5 * (kind == "dropout")), nn.Linear(8, 50)]
+    if kind == "dropout":
+        torch.seed()
+    model = nn.Sequential(*parts)
+    if kind == "hangs" and rank == 1:
+        time.sleep(1000)
+    if kind == "raises" and rank == 1:
+        raise ArithmeticError("lost")
+    if kind == "large" and world_size == 1:
+        torch.zeros(1 << 50, dtype=torch.uint8)
+    loss = model(torch.arange(24)[None])[..., 0].sum()
+    loss.backward()
+    return {"model": model, "loss": loss} if kind != "no model" else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "why"), [("unseeded", "without a seed"), ("dropout", "dropout")])
+def test_a_step_that_is_not_deterministic_is_named(kind: str, why: str) -> None:
+    report = ring_attn.audit(partial(odd, kind), 2)
+    assert not report.ok and report.contracts == {"determinism"} and why in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [("hangs", TimeoutError, "rank 1 in|test_audit.py|in odd"),
+     ("raises", RuntimeError, "rank 1|ArithmeticError: lost"),
+     ("no model", RuntimeError, "must return its model"), ("large", ValueError, "GiB")],
+)  # fmt: skip
+def test_steps_that_end_badly(kind: str, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        ring_attn.audit(partial(odd, kind), 2, timeout=5)
+    for part in text.split("|"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes", "text"),
+    [(lambda: None, 2, "top level"), (partial(odd, ""), (), "world_size"),
+     (partial(odd, ""), 1, "at least 2"), ("missing.py:step", 2, "missing.py:step"),
+     ("train.py", 2, "file.py:function")],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
+    with refused(ValueError, text):
+        ring_attn.audit(step, sizes)
