@@ -249,9 +249,9 @@ def _with_strategy(
     # Any strategy stands for the one to be chosen.
     group, call = arguments._replace(text=with_strategy(arguments.text, Strategy())).asked()
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
-    rows, world_size = (q.size(1), k.size(1)), group.size()
+    rows = (q.size(1), k.size(1))
     masked = arguments.documents(), arguments.given_mask()
-    call = sized(call, spec, rows, *masked, arguments.numbers, world_size)
+    call = sized(call, spec, rows, *masked, arguments.numbers)
     call = replace(call, backend=proven_backend(spec, call.backend, call.purpose).name)
     ends = open_p2p(group, call.transport)
     if arguments.needs_even_rows:

@@ -7,8 +7,9 @@ and adapters take options as `**options: Unpack[...]`. A new option is a paramet
 in a TypedDict, in `asked` and in `Call`, and the code that uses it.
 
 A graph holds strings, numbers and tensors only. So a call enters the operators as self-contained
-text: one process can store a graph with it, and another load the graph. Only tensors and the
-numbers of layouts, which a compiler may treat as symbols, travel beside the text.
+text: one process can store a graph with it, and another load the graph. (Of a value registered as
+an opaque type, torch 2.13 stores a graph that it cannot load.) Only tensors and the numbers of
+layouts, which a compiler may treat as symbols, travel beside the text.
 """
 
 from __future__ import annotations
@@ -127,7 +128,6 @@ def check_execution(options: ExecutionOptions) -> None:
 
 # Of a call before its tensors are known.
 NO_TENSORS = AttentionSpec("", torch.float32, 0, 0, 0, 0, 0)
-NO_ROWS = SequenceLayout.contiguous(0, 1)
 NO_MASK = Mask(0, 0)
 
 
@@ -146,8 +146,8 @@ class Call:
     """One call as plain data, equal on every rank except for `rank`.
 
     Attributes:
-        spec, layouts, mask: of the tensors, which a graph knows when it runs; empty before that.
-            Decoding has tiles in place of layouts and mask.
+        spec, layouts, mask: of the tensors, which a graph knows when it runs; before that, spec and
+            mask are empty and layouts have no rows. Decoding has tiles in their place.
         softmax_scale: None is `headdim ** -0.5`.
         backend: "auto" until it is chosen.
         same_bits: the caller's choice; None leaves the choice to the strategy.
@@ -187,7 +187,8 @@ class Call:
         values["strategy"] = resolve_strategy(strategy, world_size, mesh_shape)
         values["transport"] = TransportOptions(**values["transport"])
         values["window_size"] = tuple(values["window_size"])
-        return Call(NO_TENSORS, (NO_ROWS, NO_ROWS), NO_MASK, rank, **values)
+        no_rows = SequenceLayout.contiguous(0, world_size)
+        return Call(NO_TENSORS, (no_rows, no_rows), NO_MASK, rank, **values)
 
     @property
     def world_size(self) -> int:
@@ -366,7 +367,6 @@ def sized(
     documents: Documents,
     given_mask: Mask | None,
     numbers: LayoutNumbers,
-    world_size: int,
 ) -> Call:
     """The call with its tensors' sizes, layouts and mask, checked against each other.
 
@@ -381,7 +381,7 @@ def sized(
         layout = tuple(map(SequenceLayout.from_numbers, numbers))
 
     def with_rows(rows: tuple[int, int]) -> Call:
-        layouts = refusals.resolve_layouts(layout, rows, totals, call.rank, world_size)
+        layouts = refusals.resolve_layouts(layout, rows, totals, call.rank, call.world_size)
         seqlens, mask = (layouts[0].seqlen, layouts[1].seqlen), given_mask
         if mask is not None:
             refusals.check_given_mask(mask, *seqlens)

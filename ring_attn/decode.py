@@ -46,7 +46,7 @@ def attend(
     """
     # Checks the call before anything is sent.
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    place = layout, mask, call, group.size()
+    place = layout, mask, call
     decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
     if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
         capture.refuse("the ranks tell each other their numbers of rows: pass a layout")
@@ -74,13 +74,12 @@ def _planned(
     layout: SequenceLayout | None,
     mask: Mask | None,
     call: Call,
-    world_size: int,
 ) -> tuple[Call, Agreement]:
     """The checked call, and everything that must be equal on all ranks except tensor values."""
 
     def check_rows(rows: tuple[int, int]) -> None:
         if layout is not None:
-            refusals.check_layout("k", layout, rows[1], None, call.rank, world_size)
+            refusals.check_layout("k", layout, rows[1], None, call.rank, call.world_size)
         if mask is not None:
             refusals.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
 

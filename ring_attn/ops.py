@@ -23,7 +23,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import drivers, refusals
@@ -64,25 +63,25 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 def _prepare(
     arguments: Arguments,
+    asked: Call,
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[Sequence[int], ...],
     sinks: Tensor | None,
-) -> tuple[dist.ProcessGroup, Call, Agreement]:
-    """The group, this rank's call, and the values that must be equal on all ranks.
+) -> tuple[Call, Agreement]:
+    """The call with its tensors, and the values that must be equal on all ranks.
 
     `shapes` are those of q, k and v.
     """
-    group, asked = arguments.asked()
     documents: Documents = None, None
-    text, given_mask = arguments.text, None
+    given_mask = None
     if arguments.cu_seqlens is not None or arguments.cu_seqlens_k is not None:
         documents = arguments.documents()
     if arguments.mask is not None:
         given_mask = arguments.given_mask()
     masked = documents, given_mask, (tuple(arguments.layout_q), tuple(arguments.layout_k))
     tensors = device, dtype, *shapes, sinks is not None
-    return group, *_make_call(text, asked.rank, group.size(), tensors, *masked)
+    return _make_call(arguments.text, asked.rank, asked.world_size, tensors, *masked)
 
 
 # Cached by values that are fast to hash.
@@ -100,7 +99,7 @@ def _make_call(
     device, dtype, q, k, v, sinks = tensors
     options = asked.softcap, sinks, asked.max_logits
     spec = AttentionSpec(device.type, dtype, q[0], q[2], k[2], q[3], v[3], *options)
-    call = sized(asked, spec, (q[1], k[1]), documents, given_mask, numbers, world_size)
+    call = sized(asked, spec, (q[1], k[1]), documents, given_mask, numbers)
     call = chosen(replace(call, backend=proven_backend(spec, call.backend, call.purpose).name))
     return call, Agreement(call.facts() | {"same_bits": why_not_same_bits(call) is None})
 
@@ -124,7 +123,7 @@ def _attention(
     group, call = arguments.asked()
     try:
         shapes = q.shape, k.shape, v.shape
-        group, call, agreement = _prepare(arguments, q.device, q.dtype, shapes, sinks)
+        call, agreement = _prepare(arguments, call, q.device, q.dtype, shapes, sinks)
         transport = open_p2p(group, call.transport)
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
@@ -161,7 +160,7 @@ attention = torch.ops.ring_attn.attention.default
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    group, call = Arguments(*fields).asked()
+    _, call = Arguments(*fields).asked()
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=accum_dtype(q.dtype))
@@ -169,12 +168,12 @@ def _(
     if not call.differentiated:
         return out, lse, most, []
     number = torch.empty((), dtype=torch.float64)
-    return out, lse, most, [number, *_fake_extra(q, k, v, call, group.size())]
+    return out, lse, most, [number, *_fake_extra(q, k, v, call)]
 
 
-def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call, world_size: int) -> list[Tensor]:
+def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
     """Tensors shaped like the forward's saved ones; the compiler does not know their rows."""
-    kept = _kept(call.strategy, call.rank, world_size)
+    kept = _kept(call.strategy, call.rank, call.world_size)
     if kept == _KNOWN:
         return []
     context = torch.library.get_ctx()
@@ -222,12 +221,12 @@ def _save(
     (q, k, v), (out, lse, most, extra) = inputs, output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, most)
-    group, call = arguments.asked()
+    _, call = arguments.asked()
     ctx.arguments, ctx.differentiated = arguments, call.differentiated
     if not call.differentiated:
         return
     known = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    kept = map(known.__getitem__, _kept(call.strategy, call.rank, group.size()))
+    kept = map(known.__getitem__, _kept(call.strategy, call.rank, call.world_size))
     ctx.save_for_backward(sinks, *arguments[:3], *kept, *extra)
     ctx.sizes = [*q.shape[:2], k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)]
     ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None, mask=None)
@@ -263,9 +262,9 @@ def _attention_backward(
     try:
         kv = batch, rows_kv, nheads_kv
         shapes = (batch, rows, nheads, headdim), (*kv, headdim), (*kv, headdim_v)
-        group, call, agreement = _prepare(arguments, dout.device, dout.dtype, shapes, sinks)
+        call, agreement = _prepare(arguments, call, dout.device, dout.dtype, shapes, sinks)
         transport = open_p2p(group, call.transport)
-        number, tensors = _in_order(_kept(call.strategy, call.rank, group.size()), saved)
+        number, tensors = _in_order(_kept(call.strategy, call.rank, call.world_size), saved)
         forward = int(number.item() / _NUMBER_UNIT)
         with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
             grads = drivers.backward(call, tensors, dout.contiguous(), transport, sinks)
@@ -353,7 +352,7 @@ class _Attention(torch.autograd.Function):
             cu_q, cu_k = (None if x is None else torch.tensor(x) for x in arguments.documents())
             arguments = arguments._replace(cu_seqlens=cu_q, cu_seqlens_k=cu_k)
         _save(ctx, (q, k, v), sinks, arguments, (out, lse, most, extra))
-        return (out, lse, most, *extra)
+        return out, lse, most
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
@@ -370,7 +369,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, `lse` and `max_logits` of a call; only `out` is differentiable."""
     if differentiated and not torch.compiler.is_compiling():
-        out, lse, most, *_ = _Attention.apply(q, k, v, sinks, arguments)
+        out, lse, most = _Attention.apply(q, k, v, sinks, arguments)
     else:
         out, lse, most, _ = attention(q, k, v, sinks, *arguments)
     return out, lse, most

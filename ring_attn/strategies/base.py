@@ -1,5 +1,6 @@
 """The interface of a strategy: a function from a call to programs.
 
+Call        what a rank is asked to compute: `ring_attn.call`
 Program     the ops of one rank, or of every rank: `core.program`
 machines    run a program on tensors, count, time, check and draw it
 """

@@ -27,8 +27,9 @@ from functools import lru_cache
 import torch
 
 from ring_attn.backends import choose_backend, get_backend
-from ring_attn.call import NO_MASK, NO_ROWS, Call
+from ring_attn.call import NO_MASK, Call
 from ring_attn.core import program as ops
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, Packet, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
@@ -44,7 +45,8 @@ def make_call(
     spec: AttentionSpec, *, softmax_scale: float | None = None, backend: str = "auto"
 ) -> Call:
     """A call to decode, with its backend chosen; errors as `choose_backend`."""
-    none = (NO_ROWS, NO_ROWS), NO_MASK, 0, Strategy()
+    no_rows = SequenceLayout.contiguous(0, 1)
+    none = (no_rows, no_rows), NO_MASK, 0, Strategy()
     call = Call(spec, *none, softmax_scale, backend, decoding=True)
     return replace(call, backend=choose_backend(spec, backend, call.purpose).name)
 

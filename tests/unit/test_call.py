@@ -1,7 +1,10 @@
 """The call as one value, and its text."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -66,3 +69,30 @@ def test_numbers_of_numpy_are_numbers() -> None:
     )  # fmt: skip
     expected = of(softmax_scale=0.5, softcap=2.0, left=3, right=0, causal=True)
     assert call == replace(expected, transport=TransportOptions(2.5))
+
+
+EXPORTED = """
+import sys, torch, torch.distributed as dist, ring_attn
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v):
+        options = {"causal": True, "softmax_scale": 0.3, "strategy": "all_gather"}
+        return ring_attn.ring_attention(q, k, v, **options)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+tensors = tuple(torch.randn(1, 16, 2, 8) for _ in range(3))
+if sys.argv[2] == "store":
+    torch.export.save(torch.export.export(Attention(), tensors), sys.argv[1])
+else:
+    loaded = torch.export.load(sys.argv[1]).module()
+    assert torch.equal(loaded(*tensors), Attention()(*tensors))
+"""
+
+
+@pytest.mark.slow
+def test_one_process_stores_a_graph_and_another_loads_it(tmp_path: Path) -> None:
+    for what in ("store", "load"):
+        command = [sys.executable, "-c", EXPORTED, str(tmp_path / "graph.pt2"), what]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr

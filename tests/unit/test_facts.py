@@ -110,7 +110,7 @@ def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
     ) -> bytes:
         layout = SequenceLayout.contiguous(8, 2)
         call = Call.from_text(asked(**request | {"decoding": True}), 0, 2)
-        return _planned(spec, rows, layout, None, call, 2)[1].digest
+        return _planned(spec, rows, layout, None, call)[1].digest
 
     excused = {
         "softcap": "it is a field of the spec, too",
