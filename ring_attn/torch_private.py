@@ -94,17 +94,22 @@ def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequenc
 def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work:
     """Starts several operations as one NCCL group, in which no operation waits for another.
 
-    Each of `starts` is a method of the communicator with its arguments.
+    Each of `starts` is a method of the communicator with its arguments. torch's flight recorder
+    makes an entry of each operation, and one of the group, unless that has one operation only.
 
     After an error or an interrupt the group is closed too: a group left open would swallow all
     later operations of its thread, on every communicator.
     """
+    if len(starts) == 1:
+        ((start, *given),) = starts
+        work: dist.Work = start(*given)
+        return work
     try:
         communicator._start_coalescing()
         for start, *given in starts:
             start(*given)
     finally:
-        work: dist.Work = communicator._end_coalescing()
+        work = communicator._end_coalescing()
     return work
 
 

@@ -293,6 +293,7 @@ class P2PTransport(Transport):
         lane, headers = self._lane(batch.channel, batch.device), self._shared.headers
         nccl: Any = lane.communicator
         ((to, send),), ((source, recv),) = batch.sends, batch.receives
+        # Three entries of the flight recorder: all_to_all has one, but sends 0 bytes to all others.
         both = (nccl.recv, [recv], source, 0), (nccl.send, [send], to, 0)
         marks = headers.is_first(lane, SEND, to)
         row = headers.incoming(1) if headers.is_first(lane, RECEIVE, source) else None
