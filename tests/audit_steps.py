@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 import ring_attn
@@ -42,9 +50,12 @@ def ring_of(layout: SequenceLayout) -> Any:
 def plain(bug: str = "", layout_name: str = "zigzag", seqlen: int = SEQLEN) -> Any:
     """A loop with sync_gradients, as in examples/train.py."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    seqlen = 36 if bug == "another layout" else seqlen
     layout = SequenceLayout.from_name(layout_name, seqlen, world_size)
     local = bug == "local attention" or world_size == 1
     attention = dense_attention if local else ring_of(layout)
+    if bug == "another layout" and world_size > 1:
+        attention = ring_of(SequenceLayout.contiguous(seqlen, world_size))
     model = model_with(attention, rank if bug == "seed of the rank" else 0)
     ids = tokens(seqlen=seqlen, seed=rank if bug == "batch of the rank" else 0)
     labels = ids.clone()
@@ -308,3 +319,56 @@ def gathered(bug: str = "", layout_name: str = "contiguous") -> Any:
     loss.backward()
     ring_attn.sync_gradients(model)
     return model, reported(loss)
+
+
+def compiled(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """A compiled model."""
+    _, _, model, (part,) = sharded(bug, layout_name)
+    loss = loss_of(torch.compile(model, backend="aot_eager"), part)
+    loss.backward()
+    if bug != "not summed":
+        ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+def tensor_parallel(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """torch's tensor parallelism over all ranks, whose batches are the same."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = model_with(dense_attention)
+    mesh = init_device_mesh("cpu", (world_size,))
+    plan: dict[str, Any] = {f"layers.*.{x}_proj": ColwiseParallel() for x in ("gate", "up")}
+    plan["layers.*.down_proj"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    ids = tokens(seed=rank if bug == "batch of the rank" else 0)
+    part = ring_attn.shard_batch(
+        {"input_ids": ids, "labels": ids}, SequenceLayout.contiguous(SEQLEN, 1), 0
+    )
+    part["count"] = (part["shift_labels"] != -100).sum()
+    loss = loss_of(model, part)
+    loss.backward()
+    if bug == "summed over tp":
+        plain = [x for x in model.parameters() if not isinstance(x, DTensor)]
+        ring_attn.sync_gradients(plain)
+    return model, loss
+
+
+def trainer(layout_name: str = "zigzag") -> Any:
+    """Our Trainer, on padded rows, with accumulation, clipping and evaluation."""
+    from ring_attn.integrations.trainer import split_sequence
+    from tests import hf_trainers
+    from tests.hf_models import make_model
+
+    with tempfile.TemporaryDirectory() as out:
+        args = hf_trainers.arguments(out, max_steps=2)
+        if dist.get_world_size() == 1:
+            plainly = make_model("llama", "sdpa"), args, transformers.Trainer, "padded"
+            with hf_trainers.as_torchrun():
+                return run_trainer(hf_trainers.make_trainer(*plainly))
+        with hf_trainers.split_model(layout_name) as model:
+            split = split_sequence(transformers.Trainer)
+            return run_trainer(hf_trainers.make_trainer(model, args, split, "padded"))
+
+
+def run_trainer(made: Any) -> Any:
+    loss = made.train().training_loss
+    return made.model, loss, made.evaluate()["eval_loss"]

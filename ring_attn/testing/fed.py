@@ -52,7 +52,7 @@ class Fed:
     def __init__(self, twin: Sequence[Forward], ranks: Sequence[Outcome]) -> None:
         self.twin = [x for x in twin if x.tokens is not None]
         self.sequences: list[tuple[int, Tensor]] = []
-        self.layout: str | None = None
+        self.layout: tuple[str, int] | None = None
         start = 0
         for row in (row for x in self.twin if x.tokens is not None for row in x.tokens):
             self.sequences.append((start, row))
@@ -77,8 +77,8 @@ class Fed:
                     for r in ranks:
                         at = layout.position_ids(r)
                         if len(at) == len(row) and torch.equal(sequence[at], row):
-                            if world_size == self.world_size and r == rank:
-                                self.layout = self.layout or name
+                            if r == rank % world_size:
+                                self.layout = self.layout or (name, world_size)
                             return at + start
         return self._runs(row)
 
@@ -122,8 +122,9 @@ class Fed:
             return None
         if len(forward.tokens) != len(self.sequences):
             return None
-        layout = SequenceLayout.from_name(self.layout, lengths.pop(), self.world_size)
-        at = layout.position_ids(rank)
+        name, world_size = self.layout
+        layout = SequenceLayout.from_name(name, lengths.pop(), world_size)
+        at = layout.position_ids(rank % world_size)
         if len(at) != forward.tokens.shape[-1]:
             return None
         return torch.stack([at + start for start, _ in self.sequences])
@@ -372,6 +373,17 @@ def _attention(fed: Fed, ranks: Sequence[Outcome]) -> Iterator[Trial]:
         {},
         Change(rows=rows, required=False),
     )
+    if fed.layout and fed.layout[0] != "contiguous":
+        yield Trial(
+            Finding(
+                "layout",
+                f"attention takes the rows for contiguous, but they are cut {fed.layout[0]}: give "
+                "it the layout of the batch",
+                "the twin whose attention takes the rows in the ranks' order has their gradients",
+            ),
+            {},
+            Change(rows=[torch.cat(rows)], required=False),
+        )
 
 
 def fraction(x: float) -> str:

@@ -26,7 +26,11 @@ def judged(step: Callable[[], Any], ranks: Any, folder: Any, *sizes: int) -> Rep
     return judge("step", sizes, runs)
 
 
-# Bugs by kind of step, and the contract that each breaks.
+# Bugs by kind of step, and the contract that each breaks. They are those of reports: the scale
+# and the sum of gradients, own counts and means of means (Megatron-LM 7452, 7498, 7513; verl 6609;
+# AReaL 627), evaluation that counts ranks (transformers 48167, 48842), masks that are dropped (trl
+# 6843), labels, positions and layouts that do not match (axolotl 3608, miles 885), adapters (trl
+# 4277, ms-swift 6923).
 PLANTED: dict[str, dict[str, str | set[str]]] = {
     "plain": {
         "averaged": "gradient scale",
@@ -46,6 +50,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "seed of the rank": "initial weights",
         "batch of the rank": "batch",
         "local attention": "attention",
+        "another layout": "layout",
     },
     "ddp": {
         "averaged by DDP": "gradient scale",
@@ -67,6 +72,8 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     },
     "low_precision": {"averaged": "gradient scale", "not summed": "gradient sum"},
     "hugging_face": {"labels shifted after the cut": "labels", "own count": "denominator"},
+    "compiled": {"not summed": "gradient sum"},
+    "tensor_parallel": {"summed over tp": "gradient scale", "batch of the rank": "batch"},
     "gathered": {"mask dropped": "mask", "local positions": "positions"},
 }
 BUGS = [(kind, bug) for kind, bugs in PLANTED.items() for bug in bugs]

@@ -15,6 +15,7 @@ from torch import nn
 
 import ring_attn
 from ring_attn.cli import main as cli
+from tests import audit_steps
 from tests.refusals import refused
 
 pytestmark = pytest.mark.dist
@@ -58,6 +59,12 @@ def test_a_right_step_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "train.py").write_text(STEP)
     assert cli.main(["audit", f"{tmp_path / 'train.py'}:step", "--quiet"]) == 0
     assert capsys.readouterr().out.endswith("ok\n")
+
+
+@pytest.mark.slow
+def test_our_trainer_passes() -> None:
+    report = ring_attn.audit(audit_steps.trainer, 2)
+    assert report.ok, str(report)
 
 
 def odd(kind: str) -> Any:
