@@ -8,7 +8,7 @@
     rank r     own KV     KV of r-1       KV of r-2       KV of r-3
     on wire               to r+1          to r+2          to r+3
 
-A strategy is an object with a name, and a function from a call to the ops of each rank. From these
+A strategy is an object with a name, and a function from a call to the ops of its rank. From these
 ops the package runs it, counts its bytes and memory, times it on described clusters, looks for
 races and deadlocks, draws it, and lets `strategy="auto"` take it while it is registered.
 """
@@ -38,7 +38,6 @@ from ring_attn.core.program import (
     View,
     Wait,
 )
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import gradient_packet, shard_packet
 from ring_attn.core.tiles import Grid
 from ring_attn.strategies import base
@@ -52,22 +51,21 @@ class Star(StrategyCode):
     def why_not_same_bits(self, call: Call) -> str | None:
         return "a star adds gradients up in the order of its steps"
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        arrays = base.input_arrays(call.spec, ranks, backward=backward)
-        star = _Shards(call, ranks)
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
+        arrays, star = base.input_arrays(call, backward=backward), _Shards(call)
         made = star.backward(arrays, rounded=rounded) if backward else star.forward()
-        return base.core_program(ranks, arrays, made, backward=backward)
+        return base.core_program(call, arrays, made, backward=backward)
 
 
 class _Shards:
-    def __init__(self, call: Call, ranks: Ranks) -> None:
-        self.spec, self.ranks = call.spec, ranks
-        self.grid = Grid(1, ranks.world_size)  # one ring of all ranks
-        self.rows = ranks.moving(self.grid, "kv", (0, 0))  # own rows that other ranks need
+    def __init__(self, call: Call) -> None:
+        self.call, self.spec, self.ranks = call, call.spec, call.ranks
+        self.grid = Grid(1, call.world_size)  # one ring of all ranks
+        self.rows = self.ranks.moving(self.grid, "kv", (0, 0))  # own rows that other ranks need
         # The message at each distance: to a rank `by` ranks on, from one `by` ranks before.
-        order = [(0, by) for by in range(ranks.world_size)]
+        order = [(0, by) for by in range(call.world_size)]
         self.shards, self.sums = (
-            ranks.moving_messages(self.grid, "kv", partial(packet, self.spec, "kv"), order)
+            self.ranks.moving_messages(self.grid, "kv", partial(packet, self.spec, "kv"), order)
             for packet in (shard_packet, gradient_packet)
         )
 
@@ -76,7 +74,7 @@ class _Shards:
         yield 0, [Step("own", 0)], (View("k"), View("v"))
         send, room = Buffer("own shard", room_of(*self.shards)), room_of(*self.shards)
         copies = (Copy(0, View("k", self.rows)), Copy(1, View("v", self.rows)))
-        for by in range(1, self.ranks.world_size):
+        for by in range(1, self.call.world_size):
             recv = Buffer(f"shard {by}", room)
             exchange = base.pack_and_post(
                 "shards", by, self.ranks.hop(self.grid, (0, by)), message=self.shards[0],
@@ -87,13 +85,13 @@ class _Shards:
             yield by, ops, (Entry(recv, 0), Entry(recv, 1))
 
     def forward(self) -> Iterator[Op]:
-        yield base.start(self.spec, self.ranks)
+        yield base.start(self.call)
         for by, ops, (k, v) in self.steps():
             yield from ops
             yield Attend(self.ranks.tiles(self.grid, "kv", (0, by)), View("q"), k, v)
             if isinstance(k, Entry):
                 yield Free((k.buffer,))
-        yield base.finish(self.spec, self.ranks)
+        yield base.finish(self.call)
 
     def backward(self, arrays: dict[str, Array], *, rounded: bool) -> Iterator[Op]:
         gradients = base.sums_of(self.spec, arrays)

@@ -216,8 +216,9 @@ class Call:
         """
         return {}
 
-    @property
+    @cached_property
     def ranks(self) -> OneRank:
+        """This rank among all: its peers, rows and tiles."""
         return OneRank(self.layouts, self.mask, self.rank)
 
     def facts(self) -> dict[str, object]:

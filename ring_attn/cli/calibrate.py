@@ -101,7 +101,7 @@ class TileSample:
 
     def predicted(self, rate: Rate) -> float:
         shape = (self.area, self.rows, self.edge, self.per_pair)
-        return float(devices.compute_seconds(rate, *(torch.tensor(x) for x in shape)))
+        return float(devices.compute_seconds(rate, *shape))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.values import regular_file
 from ring_attn.machines.check import check_calls
 from ring_attn.machines.draw import draw
-from ring_attn.machines.time import Simulation, simulate
+from ring_attn.machines.time import simulate
+from ring_attn.machines.timeline import Simulation
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import (
     CLUSTER_VARIABLE,
@@ -51,7 +52,7 @@ from ring_attn.planning.devices import (
     find_cluster,
     load_cluster,
 )
-from ring_attn.planning.planner import call_of, explain, rated_cluster, schedule_for
+from ring_attn.planning.planner import call_of, explain, rated_cluster, walked_calls
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import program_of, registered
 from ring_attn.strategies.strategy import NAMES
@@ -107,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same_bits = "consider only strategies with the same bits at every world size"
     add("--same-bits", action=argparse.BooleanOptionalAction, help=same_bits)
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
+    exact = "simulate every rank, up to 256; else some of many equal ranks stand for all"
+    add("--exact", action="store_true", help=exact)
     memory = "memory of a rank, such as 80G"
     add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
     check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
@@ -284,8 +287,9 @@ def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
     names = ("forward", "backward") if problem.backward else ("forward",)
     return {
         name: simulate(
-            schedule_for(problem, candidate, backward=name == "backward"),
+            walked_calls(problem, candidate),
             rated_cluster(problem, candidate),
+            backward=name == "backward",
             spans=True,
         )
         for name in names

@@ -19,8 +19,7 @@ from torch import Tensor
 from ring_attn.cli.arguments import new_table
 from ring_attn.core.program import CHANNELS
 from ring_attn.core.work import pair_work
-from ring_attn.machines.actions import Compute, Transfer
-from ring_attn.machines.time import Simulation
+from ring_attn.machines.timeline import Phase, Simulation, Span, Timeline
 from ring_attn.planning.choice import Choice, describe, format_bytes, format_seconds
 from ring_attn.planning.planner import call_of, core_of
 from ring_attn.strategies.registry import code_of
@@ -61,33 +60,29 @@ class StepRow:
 
 def step_rows(direction: str, simulation: Simulation) -> Iterator[StepRow]:
     """The steps of a direction with their times, from a simulation with spans."""
-    spans = iter(simulation.spans)
-    for phase in simulation.schedule.phases:
+    phases: dict[Phase, list[list[Span]]] = {}
+    for index, rank in enumerate(simulation.ranks):
+        for span in rank.spans:
+            by_rank = phases.setdefault(span.phase, [[] for _ in simulation.ranks])
+            by_rank[index].append(span)
+    for phase, by_rank in sorted(phases.items()):
+        # Several passes over a step's tiles count once.
+        areas = [max((span.area for span in spans), default=0) for spans in by_rank]
+        edges = [max((span.edge for span in spans), default=0) for spans in by_rank]
         seconds = {
-            kind: torch.zeros(simulation.schedule.world_size, dtype=torch.float64)
-            for kind in ("compute", "move", "transfer", "wait")
+            kind: max(sum(x.stop - x.start for x in spans if x.kind == kind) for spans in by_rank)
+            for kind in ("compute", "transfer", "wait")
         }
-        area, edge, sent = torch.zeros(3, simulation.schedule.world_size, dtype=torch.int64)
-        for action in phase.actions:
-            span = next(spans)
-            seconds[span.kind] += span.stop - span.start
-            if isinstance(action, Compute):
-                # Several passes over a step's tiles count once; runs of heads are on other ranks.
-                area, edge = torch.maximum(area, action.area), torch.maximum(edge, action.edge)
-            elif isinstance(action, Transfer):
-                sent += action.nbytes * action.active
         yield StepRow(
             direction,
             phase.label,
-            full=int(((area > 0) & (edge == 0)).sum()),
-            cut=int((edge > 0).sum()),
-            absent=int((area == 0).sum()),
-            least_area=int(area.min()),
-            most_area=int(area.max()),
-            bytes_sent=int(sent.max()),
-            compute_s=float(seconds["compute"].max()),
-            transfer_s=float(seconds["transfer"].max()),
-            wait_s=float(seconds["wait"].max()),
+            full=sum(area > 0 and not edge for area, edge in zip(areas, edges, strict=True)),
+            cut=sum(edge > 0 for edge in edges),
+            absent=areas.count(0),
+            least_area=min(areas),
+            most_area=max(areas),
+            bytes_sent=max(sum(span.nbytes for span in spans) for spans in by_rank),
+            **{f"{kind}_s": most for kind, most in seconds.items()},
         )
 
 
@@ -143,10 +138,11 @@ def mask_picture(choice: Choice) -> MaskPicture:
     return MaskPicture(kind, step, title)
 
 
-def shown_ranks(world_size: int) -> list[int]:
+def shown_ranks(simulation: Simulation) -> list[Timeline]:
     """Up to `TIMELINE_RANKS` evenly spaced ranks, with the first and the last."""
-    count = min(world_size, TIMELINE_RANKS)
-    return torch.linspace(0, world_size - 1, count).round().long().tolist()
+    ranks = simulation.ranks
+    count = min(len(ranks), TIMELINE_RANKS)
+    return [ranks[i] for i in torch.linspace(0, len(ranks) - 1, count).round().long().tolist()]
 
 
 def plot(choice: Choice, simulations: Mapping[str, Simulation], path: Path) -> None:
@@ -178,22 +174,19 @@ def _draw_mask(axes: Any, picture: MaskPicture) -> None:
 
 
 def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
-    ranks = shown_ranks(next(iter(simulations.values())).schedule.world_size)
+    ranks = [rank.rank for rank in shown_ranks(next(iter(simulations.values())))]
     by_lane: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     begin = 0.0
     for direction, simulation in simulations.items():
         axes.axvline(1e3 * begin, color="grey", linewidth=0.8)
         axes.annotate(direction, (1e3 * begin, -0.15), fontsize=9)
-        for action, span in zip(simulation.schedule.actions(), simulation.spans, strict=True):
-            if span.kind == "wait":
-                continue
-            channel: str | None = action.channel if isinstance(action, Transfer) else None
-            lane, name = channel or "compute", channel or span.kind
-            for rank in ranks:
-                start, stop = float(span.start[rank]), float(span.stop[rank])
-                if stop > start:
-                    bar = 1e3 * (begin + start), 1e3 * (stop - start)
-                    by_lane.setdefault((rank, lane, name), []).append(bar)
+        for shown in shown_ranks(simulation):
+            for span in shown.spans:
+                if span.kind != "wait" and span.stop > span.start:
+                    channel: str | None = span.channel
+                    lane, name = channel or "compute", channel or span.kind
+                    bar = 1e3 * (begin + span.start), 1e3 * (span.stop - span.start)
+                    by_lane.setdefault((shown.rank, lane, name), []).append(bar)
         begin += simulation.seconds
     used = {lane for _, lane, _ in by_lane}
     lanes = ["compute", *(channel for channel in CHANNELS if channel in used)]

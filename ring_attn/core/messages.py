@@ -4,7 +4,6 @@
     Records    tensors side by side, one record for each row, batch entry and head
     Parcels    messages one after another, one for each receiver or sender
     Gathered   equal messages of all ranks, in their order
-    Bytes      only the lengths, for every rank at once
 
 A message has `nbytes`, and `views(buffer)` gives its tensors in a (>= nbytes,) uint8 buffer.
 Statistics (lse, delta) are (batch, heads, rows), all other tensors (batch, rows, heads, dim).
@@ -12,11 +11,10 @@ Statistics (lse, delta) are (batch, heads, rows), all other tensors (batch, rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +22,6 @@ from torch import Tensor
 # Vector loads and TMA need tensors aligned to 16 bytes. Also the least size of a message, since
 # transports differ on empty ones.
 ALIGNMENT = 16
-
-
-# An int for one rank, or an int64 tensor (world_size,) for every rank.
-Number = Any
 
 
 @dataclass(frozen=True)
@@ -67,16 +61,6 @@ class Packet:
         return tuple(
             tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))) for shape in self.shapes
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Bytes:
-    """Lengths of the messages of every rank, (world_size,) int64, without tensors."""
-
-    nbytes: Number
-
-    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError("the messages of every rank have lengths and no tensors")
 
 
 @dataclass(frozen=True)
@@ -172,22 +156,12 @@ class Gathered:
 
 
 # Tensors in a byte buffer: `views` gives them as views of a (>= nbytes,) uint8 buffer.
-Message = Packet | Records | Parcels | Gathered | Bytes
-
-
-def message_of(make: Callable[[int], Message], rows: Number) -> Message:
-    """The message with some rows, or the lengths of every rank's."""
-    if not isinstance(rows, Tensor):
-        return make(rows)
-    # Calls `make` once for each number of rows.
-    counts, inverse = torch.unique(rows, return_inverse=True)
-    sizes = [make(n).nbytes for n in counts.tolist()]
-    return Bytes(torch.tensor(sizes, dtype=torch.int64)[inverse])
+Message = Packet | Records | Parcels | Gathered
 
 
 def room_of(*messages: Message) -> int:
-    """Bytes of the longest of one rank's messages; 0 for every rank's."""
-    return max((x.nbytes for x in messages if isinstance(x.nbytes, int)), default=0)
+    """Bytes of the longest message."""
+    return max((x.nbytes for x in messages), default=0)
 
 
 def packet_of(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Packet:

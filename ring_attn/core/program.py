@@ -15,9 +15,7 @@ bytes and memory, time them on a cluster, check them and draw them.
     Finish  out, lse                Round dv dk dq
 
 Tensors have names, messages lie in buffers. Between a post and its wait no op writes the sent
-buffer and no op touches the received one. A program belongs to one rank, with numbers and tiles, or
-to every rank at once, with tensors (world_size,) in their place (`core.ranks`); the ops and their
-order are the same.
+buffer and no op touches the received one.
 """
 
 from __future__ import annotations
@@ -25,21 +23,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ring_attn.core.messages import Message, Number
+from ring_attn.core.messages import Message
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.tiles import StepTiles, Tile
 
 # Shards and gradients have separate channels: when a step's gradient is sent, the next shard is
 # already under way. So do the messages that a double ring sends between nodes once a round.
 Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
-
-# The tiles of one rank, or a `work.StepWork` with the sizes of every rank's tiles.
-Tiles = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,23 +51,23 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Array:
-    """Sizes of a tensor, of one rank or (`rows`) of every rank; dim None is a statistic."""
+    """Sizes of a tensor; dim None is a statistic, one number for each row and head."""
 
     batch: int
-    rows: Number
+    rows: int
     heads: int
     dim: int | None
     dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one rank's tensor: (batch, rows, heads, dim), or (batch, heads, rows)."""
+        """(batch, rows, heads, dim), or (batch, heads, rows) of a statistic."""
         if self.dim is None:
             return (self.batch, self.heads, self.rows)
         return (self.batch, self.rows, self.heads, self.dim)
 
     @property
-    def nbytes(self) -> Number:
+    def nbytes(self) -> int:
         return self.batch * self.rows * self.heads * (self.dim or 1) * self.dtype.itemsize
 
 
@@ -115,10 +110,10 @@ class Copy(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Peers of an exchange: ints for one rank, (world_size,) tensors for every rank."""
+    """Peers of an exchange."""
 
-    send_to: Any
-    recv_from: Any
+    send_to: int
+    recv_from: int
 
 
 class Collective(NamedTuple):
@@ -128,14 +123,12 @@ class Collective(NamedTuple):
         op: see `Transport.post`.
         dtype: type of the summed elements.
         send_counts, recv_counts: bytes of an all-to-all to, and from, each rank.
-        groups: (groups, ranks) all groups, in a program of every rank.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_to_all"]
     dtype: torch.dtype = torch.uint8
     send_counts: tuple[int, ...] = ()
     recv_counts: tuple[int, ...] = ()
-    groups: Tensor | None = None
 
 
 # -- ops
@@ -166,7 +159,6 @@ class Post(NamedTuple):
         message: message to receive.
         nbytes: bytes that leave the rank.
         ranks: ranks of the group, ascending; None is all ranks of the program.
-        active: (world_size,) bool ranks that take part, in a program of every rank.
     """
 
     channel: Channel
@@ -175,9 +167,8 @@ class Post(NamedTuple):
     send: Buffer
     recv: Buffer
     message: Message
-    nbytes: Number
+    nbytes: int
     ranks: tuple[int, ...] | None = None
-    active: Tensor | None = None
 
 
 class Wait(NamedTuple):
@@ -185,7 +176,6 @@ class Wait(NamedTuple):
 
     channel: Channel
     ranks: tuple[int, ...] | None = None
-    active: Tensor | None = None
 
 
 class Join(NamedTuple):
@@ -248,7 +238,7 @@ class Start(NamedTuple):
 class Attend(NamedTuple):
     """Folds tiles into the state; `last` marks the state's last fold."""
 
-    tiles: Tiles
+    tiles: StepTiles
     q: View
     k: Operand
     v: Operand
@@ -258,7 +248,7 @@ class Attend(NamedTuple):
 class Decode(NamedTuple):
     """Computes partial out and lse of a few queries over many keys, in the type of the state."""
 
-    tiles: Tiles
+    tiles: tuple[Tile, ...]
     q: View
     k: View
     v: View
@@ -291,7 +281,7 @@ class Differentiate(NamedTuple):
     """
 
     part: Literal["all", "q", "kv"]
-    tiles: Tiles
+    tiles: StepTiles
     q_side: tuple[Operand, ...]
     kv: tuple[Operand, Operand]
     dq: Operand | None = None
@@ -317,7 +307,6 @@ class Inner(NamedTuple):
         ranks: the ranks, ascending.
         inputs, results: pairs (inner name, outer name) of the tensors.
         sinks: heads whose sinks the inner program takes.
-        members: (n,) ranks of each group of `degree` that run it, in a program of every rank.
     """
 
     program: Program
@@ -326,8 +315,6 @@ class Inner(NamedTuple):
     inputs: tuple[tuple[str, str], ...]
     results: tuple[tuple[str, str], ...]
     sinks: slice | None = None
-    members: Tensor | None = None
-    degree: int = 1
 
 
 class Merge(NamedTuple):
@@ -347,14 +334,14 @@ Op = (
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ops of one rank, or (`rank` None) of every rank.
+    """The ops of one rank.
 
     `arrays` are the sizes of the input tensors, by name. `saved` names the tensors of a forward
     that its backward needs.
     """
 
     world_size: int
-    rank: int | None
+    rank: int
     backward: bool
     ops: tuple[Op, ...]
     arrays: dict[str, Array]

@@ -1,28 +1,23 @@
-"""The numbers in a program: those of one rank, or of every rank at once.
-
-A strategy writes its program against `Ranks`. `OneRank` answers with the tiles, rows and peers of
-one rank. `EveryRank` answers with tensors (world_size,) that hold the numbers of every rank, so
-that a program of thousands of ranks is as short as a program of one rank.
-"""
+"""One rank among all ranks of a call: its peers, rows and tiles, of which programs are made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
 
 from ring_attn.core import work
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.core.messages import Bytes, Message, Number, message_of
-from ring_attn.core.program import Hop, Tiles
+from ring_attn.core.messages import Message
+from ring_attn.core.program import Hop
 from ring_attn.core.tiles import (
+    NO_TILES,
     Displacement,
     Grid,
+    Sizes,
+    StepTiles,
     Tile,
     Traveller,
     among_runs,
@@ -32,33 +27,28 @@ from ring_attn.core.tiles import (
     pair_tiles,
 )
 from ring_attn.core.turns import turns_of
-from ring_attn.core.work import StepWork
-
-Displacements = Sequence[Displacement]
 
 
 class Turn(NamedTuple):
-    """One exchange: a rank sends rows to the rank that needs them and receives rows it needs.
+    """One exchange: the rank sends rows to the rank that needs them and receives rows it needs.
 
     Attributes:
         hop: the two peers; a rank that takes no part has itself.
-        active: (world_size,) bool ranks that take part; None from `OneRank`.
         sent, received: numbers of rows.
-        runs: the rows to send; () from `EveryRank`.
+        runs: the rows to send.
         tiles: between own and received rows; received rows count in the order of the message.
     """
 
     hop: Hop
-    active: Tensor | None
-    sent: Number
-    received: Number
+    sent: int
+    received: int
     runs: tuple[slice, ...]
-    tiles: Tiles
+    tiles: StepTiles
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """Layouts of the queries and of the keys, and the mask over the whole sequence.
+class OneRank:
+    """One rank, the layouts of the queries and of the keys, and the mask over the whole sequence.
 
     Arguments of the methods: `grid` is the ranks as inner rings, `travels` the side whose shards
     travel, `by` the displacement of the holding rank from the owner of the shard.
@@ -66,6 +56,7 @@ class _Ranks:
 
     layouts: Layouts
     mask: Mask
+    rank: int
 
     @property
     def world_size(self) -> int:
@@ -78,152 +69,100 @@ class _Ranks:
             return needed
         return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in needed))
 
-
-@dataclass(frozen=True)
-class OneRank(_Ranks):
-    """One rank: tiles are tuples, numbers are ints."""
-
-    rank: int
-
     def hop(self, grid: Grid, by: Displacement) -> Hop:
         """The hop that moves a shard by a displacement."""
         return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
 
-    def partner(self) -> tuple[Hop, Tensor | None]:
-        """The exchange between ranks r and P - 1 - r, and which ranks are not their own partner."""
-        other = self.world_size - 1 - self.rank
-        return Hop(other, other), None
-
-    def rows(self, side: Traveller) -> int:
-        """Number of rows of the shard of queries or keys."""
-        return self.layouts[_index(side)].shard_len(self.rank)
-
-    def partner_rows(self) -> int:
-        """Number of query rows on rank P - 1 - r."""
-        return self.layouts[0].shard_len(self.world_size - 1 - self.rank)
+    def rows(self, side: Traveller, rank: int | None = None) -> int:
+        """Number of rows of a rank's shard of queries or keys; None is this rank."""
+        return self.layouts[_index(side)].shard_len(self.rank if rank is None else rank)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        """Rows of the visiting shard that travel."""
-        owner = grid.moved(self.rank, by, -1)
-        rows = work.travelling_rows(*self.layouts, self.mask, travels)
-        return slice(int(rows.start[owner]), int(rows.stop[owner]))
+        """Rows of the held shard that are sent: from the first to the last that others need."""
+        return self._moving(travels)[grid.moved(self.rank, by, -1)]
 
     def moving_messages(
-        self, grid: Grid, travels: Traveller, make: Callable[[int], Message], order: Displacements
+        self,
+        grid: Grid,
+        travels: Traveller,
+        make: Callable[[int], Message],
+        order: Sequence[Displacement],
     ) -> list[Message]:
         """The message of each displacement, which `make` builds from a number of `moving` rows."""
-        moving = (self.moving(grid, travels, by) for by in order)
-        return [make(rows.stop - rows.start) for rows in moving]
+        moving, made = self._moving(travels), dict[int, Message]()
+        messages = []
+        for by in order:
+            rows = moving[grid.moved(self.rank, by, -1)]
+            count = rows.stop - rows.start
+            if count not in made:
+                made[count] = make(count)
+            messages.append(made[count])
+        return messages
 
-    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
-        """Tiles between the own and the visiting shard, whose rows count from the first moving."""
+    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepTiles:
+        """Tiles between the own and the held shard, whose rows count from the first moving."""
         owner = grid.moved(self.rank, by, -1)
-        tiles = pair_tiles(*self.layouts, self.mask, *_pair(self.rank, owner, travels))
-        if by == (0, 0):
-            return tiles
-        first = self.moving(grid, travels, by).start
-        return tuple(counted_from(first, tile, travels) for tile in tiles)
+        first = None if by == (0, 0) else self._moving(travels)[owner].start
+        return StepTiles(
+            self._sizes(travels)[owner], partial(self._pair_tiles, travels, owner, first)
+        )
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
         """Exchanges that bring every rank exactly the rows that it needs, from their owners."""
         turns = []
-        for to, full in turns_of(*self.layouts, self.mask, travels):
-            hop = Hop(int(to[self.rank]), int((to == self.rank).nonzero()))
+        for to, source, full in turns_of(*self.layouts, self.mask, travels):
+            hop = Hop(to[self.rank], source[self.rank])
             sent: tuple[slice, ...] = ()
             received: tuple[slice, ...] = ()
-            tiles: tuple[Tile, ...] = ()
+            tiles = NO_TILES
             if full[self.rank]:
                 there = _pair(hop.send_to, self.rank, travels)
                 sent = needed_runs(*self.layouts, self.mask, there, travels)
             if full[hop.recv_from]:
                 here = _pair(self.rank, hop.recv_from, travels)
                 received = needed_runs(*self.layouts, self.mask, here, travels)
-                tiles = pair_tiles(*self.layouts, self.mask, *here)
-            counted = tuple(among_runs(received, tile, travels) for tile in tiles)
-            turns.append(Turn(hop, None, _count(sent), _count(received), sent, counted))
+                sizes = self._sizes(travels)[hop.recv_from]
+                tiles = StepTiles(sizes, partial(self._received_tiles, travels, here, received))
+            turns.append(Turn(hop, _count(sent), _count(received), sent, tiles))
         return tuple(turns)
 
-    def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
+    def gathered(self, gathers: Traveller, rows: int) -> StepTiles:
         """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
-        return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
+        sizes = Sizes(*map(sum, zip(*self._sizes(gathers), strict=True)))
+        listing = partial(gathered_tiles, *self.layouts, self.mask, self.rank, rows, gathers)
+        return StepTiles(sizes, listing)
 
-    def over(self, layouts: Layouts, degree: int = 1) -> OneRank:
-        """The groups of `degree` consecutive ranks, each group as one rank of `layouts`."""
-        return replace(self, layouts=layouts, rank=self.rank // degree)
-
-
-@dataclass(frozen=True)
-class EveryRank(_Ranks):
-    """Every rank at once: tiles are `StepWork`, numbers are int64 tensors (world_size,)."""
-
-    @property
-    def rank(self) -> None:
-        return None
+    # Tables of all ranks, by the travelling side; cached here, as hashing a mask takes long.
 
     @cached_property
-    def _numbers(self) -> Tensor:
-        return torch.arange(self.world_size)
+    def _tables(self) -> tuple[dict[Traveller, list[slice]], dict[Traveller, list[Sizes]]]:
+        return {}, {}
 
-    @cached_property
-    def _work(self) -> dict[tuple[Grid, Traveller], list[StepWork]]:
-        return {}
+    def _moving(self, travels: Traveller) -> list[slice]:
+        table = self._tables[0]
+        if travels not in table:
+            table[travels] = work.travelling_runs(*self.layouts, self.mask, travels)
+        return table[travels]
 
-    def hop(self, grid: Grid, by: Displacement) -> Hop:
-        return Hop(_moved(grid, by), _moved(grid, (-by[0], -by[1])))
+    def _sizes(self, travels: Traveller) -> list[Sizes]:
+        """Sizes of the tiles with the shard of each rank."""
+        table = self._tables[1]
+        if travels not in table:
+            table[travels] = work.sizes_with(*self.layouts, self.mask, self.rank, travels)
+        return table[travels]
 
-    def partner(self) -> tuple[Hop, Tensor | None]:
-        other = self._numbers.flip(0)
-        return Hop(other, other), other != self._numbers
+    def _pair_tiles(self, travels: Traveller, owner: int, first: int | None) -> tuple[Tile, ...]:
+        tiles = pair_tiles(*self.layouts, self.mask, *_pair(self.rank, owner, travels))
+        return tiles if not first else tuple(counted_from(first, x, travels) for x in tiles)
 
-    def rows(self, side: Traveller) -> Tensor:
-        return torch.tensor(self.layouts[_index(side)].shard_lens)
-
-    def partner_rows(self) -> Tensor:
-        return self.rows("q").flip(0)
-
-    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> None:
-        """None: one slice cannot hold the rows of every rank."""
-
-    def moving_messages(
-        self, grid: Grid, travels: Traveller, make: Callable[[int], Message], order: Displacements
-    ) -> list[Message]:
-        owners = message_of(make, work.travelling_rows(*self.layouts, self.mask, travels).count)
-        assert isinstance(owners, Bytes)
-        sizes = owners.nbytes.view(grid.outer, grid.inner)
-        if bool((sizes == sizes[0, 0]).all()):
-            return [owners] * len(order)
-        return [Bytes(sizes.roll(by, (0, 1)).flatten()) for by in order]
-
-    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
-        # Cached here too: hashing a mask of many documents takes long.
-        if (grid, travels) not in self._work:
-            steps = work.work_by_displacement(*self.layouts, self.mask, grid, travels)
-            self._work[grid, travels] = steps
-        return self._work[grid, travels][by[0] * grid.inner + by[1]]
-
-    def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        rows = work.needed_rows(*self.layouts, self.mask, travels)
-        pairs, ranks, turns = work.pair_work(*self.layouts, self.mask), self._numbers, []
-        for to, full in turns_of(*self.layouts, self.mask, travels):
-            source = torch.empty_like(to).scatter_(0, to, ranks)
-            comes = full[source]
-            here, there = _pair(ranks, source, travels), _pair(to, ranks, travels)
-            tiles = StepWork(*(table * comes for table in vars(pairs.at(here)).values()))
-            sent, received = rows[there].long() * full, rows[here].long() * comes
-            turns.append(Turn(Hop(to, source), to != ranks, sent, received, (), tiles))
-        return tuple(turns)
-
-    def gathered(self, gathers: Traveller, rows: int) -> StepWork:
-        return work.gathered_work(*self.layouts, self.mask, gathers)
-
-    def over(self, layouts: Layouts, degree: int = 1) -> EveryRank:
-        return replace(self, layouts=layouts)
+    def _received_tiles(
+        self, travels: Traveller, pair: tuple[int, int], runs: tuple[slice, ...]
+    ) -> tuple[Tile, ...]:
+        tiles = pair_tiles(*self.layouts, self.mask, *pair)
+        return tuple(among_runs(runs, tile, travels) for tile in tiles)
 
 
-Ranks = OneRank | EveryRank
-
-
-def _pair(holder: Any, owner: Any, travels: Traveller) -> tuple[Any, Any]:
+def _pair(holder: int, owner: int, travels: Traveller) -> tuple[int, int]:
     """(rank of the queries, rank of the keys), from the holder and the owner of a shard."""
     return (holder, owner) if travels == "kv" else (owner, holder)
 
@@ -234,10 +173,3 @@ def _count(runs: tuple[slice, ...]) -> int:
 
 def _index(side: Traveller) -> int:
     return 0 if side == "q" else 1
-
-
-# Cached, so that equal displacements share tensors.
-@lru_cache(maxsize=64)
-def _moved(grid: Grid, by: Displacement) -> Tensor:
-    ranks = torch.arange(grid.outer * grid.inner).view(grid.outer, grid.inner)
-    return ranks.roll((-by[0], -by[1]), (0, 1)).flatten()

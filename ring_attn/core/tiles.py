@@ -23,15 +23,19 @@ So a tile is two runs and two integers, whatever the layout and the mask.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.segments import Segment
 
 Traveller = Literal["kv", "q"]
+
+Number = TypeVar("Number", int, Tensor)
 
 # Distance from one rank of a grid to another: (inner rings, ranks within a ring).
 Displacement = tuple[int, int]
@@ -85,8 +89,66 @@ class Tile(Slice):
     @property
     def area(self) -> int:
         lo, hi = self.corner_band
-        area = self.rows * self.cols if hi is None else _pairs_up_to(self.rows, self.cols, hi)
-        return area - (0 if lo is None else _pairs_up_to(self.rows, self.cols, lo - 1))
+        area = self.rows * self.cols if hi is None else pairs_up_to(self.rows, self.cols, hi)
+        return area - (0 if lo is None else pairs_up_to(self.rows, self.cols, lo - 1))
+
+    @property
+    def edge(self) -> int:
+        """Rows that a bound of the band cuts, counted once for each bound."""
+        lo, hi = self.corner_band
+        below = 0 if lo is None else min(self.rows - 1 + lo, self.rows)
+        return below + (0 if hi is None else min(self.cols - 1 - hi, self.rows))
+
+
+class Sizes(NamedTuple):
+    """Sizes of the tiles of a step.
+
+    Attributes:
+        area: visible pairs.
+        edge: rows that the mask cuts.
+        rows: query rows with a visible key.
+        cols: key rows that a query sees.
+    """
+
+    area: int
+    edge: int
+    rows: int
+    cols: int
+
+
+class StepTiles:
+    """The tiles of a step: sizes, which take no listing, and tiles, listed at the first use."""
+
+    def __init__(self, sizes: Sizes, listing: Callable[[], tuple[Tile, ...]]) -> None:
+        self.sizes, self._listing = sizes, listing
+
+    @classmethod
+    def of(cls, tiles: tuple[Tile, ...]) -> StepTiles:
+        q, kv = (
+            max((side.stop for side in sides), default=0) - min((s.start for s in sides), default=0)
+            for sides in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+        )
+        area, edge = sum(tile.area for tile in tiles), sum(tile.edge for tile in tiles)
+        return cls(Sizes(area, edge, q, kv), lambda: tiles)
+
+    @cached_property
+    def listed(self) -> tuple[Tile, ...]:
+        return self._listing()
+
+    def __bool__(self) -> bool:
+        return self.sizes.area > 0
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def __iter__(self) -> Iterator[Tile]:
+        return iter(self.listed)
+
+    def __repr__(self) -> str:
+        return repr(self.listed)
+
+
+NO_TILES = StepTiles(Sizes(0, 0, 0, 0), tuple)
 
 
 class Grid(NamedTuple):
@@ -277,13 +339,13 @@ def _extent(tile: Tile) -> tuple[int, int]:
     )
 
 
-def _pairs_up_to(rows: int, cols: int, hi: int) -> int:
-    """Pairs of a rows x cols rectangle with `j - i <= hi`, in closed form."""
+def pairs_up_to(rows: Number, cols: Number, hi: Number) -> Number:
+    """Pairs of rectangles with `j - i <= hi`, in closed form: of ints, or of tensors."""
 
-    def below(x: int) -> int:  # sum over t <= x of clip(t, 0, cols)
-        if x <= 0:
-            return 0
-        return x * (x + 1) // 2 if x <= cols else cols * (cols + 1) // 2 + cols * (x - cols)
+    def below(x: Number) -> Number:  # sum over t <= x of clip(t, 0, cols)
+        x = x * (x > 0)
+        inside = cols + (x - cols) * (x < cols)  # the smaller of both
+        return (inside * (inside + 1) >> 1) + cols * (x - inside)
 
     return below(hi + rows) - below(hi)
 

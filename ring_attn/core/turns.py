@@ -38,13 +38,14 @@ class TurnPairs(NamedTuple):
     """Senders and receivers of a turn.
 
     Attributes:
-        to: (world_size,) int64 receiver of each rank; a rank that takes no part has itself.
-        full: (world_size,) bool whether the rank sends rows. A rank that only receives rows sends
-            an empty message, of 16 bytes, to a rank that only sends rows.
+        to, source: receiver and sender of each rank; a rank that takes no part has itself.
+        full: whether each rank sends rows. A rank that only receives rows sends an empty message,
+            of 16 bytes, to a rank that only sends rows.
     """
 
-    to: Tensor
-    full: Tensor
+    to: list[int]
+    source: list[int]
+    full: list[bool]
 
 
 @lru_cache(maxsize=64)
@@ -96,4 +97,5 @@ def _completed(line: Tensor) -> TurnPairs:
     receives[line[sends]] = True
     line = line.where(sends, ranks)
     line[receives & ~sends] = ranks[sends & ~receives]
-    return TurnPairs(line, full)
+    source = torch.empty_like(line).scatter_(0, line, ranks)
+    return TurnPairs(line.tolist(), source.tolist(), full.tolist())

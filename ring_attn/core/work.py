@@ -24,7 +24,15 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit, ring_grid
+from ring_attn.core.tiles import (
+    Displacement,
+    Grid,
+    Sizes,
+    Traveller,
+    check_fit,
+    pairs_up_to,
+    ring_grid,
+)
 from ring_attn.core.values import on_host
 
 # Stands for "no row" under a minimum: larger than any row.
@@ -50,16 +58,8 @@ class Rows:
         return (self.stop - self.start).long()
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """Sizes of the tiles that each rank computes in one step.
-
-    Attributes:
-        area: (P,) int64 visible pairs.
-        edge: (P,) int32 or int64 rows that the mask cuts.
-        rows: (P,) int32 or int64 query rows with a visible key.
-        cols: (P,) int32 or int64 key rows that a query sees.
-    """
+class Work(NamedTuple):
+    """Sizes of tiles, as `Sizes` has them, of many ranks or pairs: tensors of one shape."""
 
     area: Tensor
     edge: Tensor
@@ -83,10 +83,10 @@ class PairWork:
     q: Rows
     kv: Rows
 
-    def at(self, pairs: Pairs) -> StepWork:
+    def at(self, pairs: Pairs) -> Work:
         """The work of some pairs; `pairs` indexes (P, P) tables."""
         q, kv = (rows.stop[pairs] - rows.start[pairs] for rows in (self.q, self.kv))
-        return StepWork(self.area[pairs], self.edge[pairs], q, kv)
+        return Work(self.area[pairs], self.edge[pairs], q, kv)
 
 
 def _blocks(world_size: int) -> Iterator[slice]:
@@ -171,16 +171,35 @@ def travelling_rows(
 
 
 @lru_cache(maxsize=64)
+def travelling_runs(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+) -> list[slice]:
+    rows = travelling_rows(layout_q, layout_kv, mask, travels)
+    return [*map(slice, rows.start.tolist(), rows.stop.tolist())]
+
+
+@lru_cache(maxsize=1024)
+@on_host()
+def sizes_with(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, rank: int, travels: Traveller
+) -> list[Sizes]:
+    """Sizes of the tiles between a rank's shard and each rank's shard of the travelling side."""
+    pairs = (rank, slice(None)) if travels == "kv" else (slice(None), rank)
+    work = pair_work(layout_q, layout_kv, mask).at(pairs)
+    return [*map(Sizes, *(table.tolist() for table in work))]
+
+
+@lru_cache(maxsize=64)
 def gathered_work(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, gathers: Traveller
-) -> StepWork:
+) -> Work:
     """The work of each rank with the shards of all ranks at once."""
     work, dim = pair_work(layout_q, layout_kv, mask), 1 if gathers == "kv" else 0
     sums = [
-        [table.sum(dim) for table in vars(work.at(pairs)).values()]
+        [table.sum(dim) for table in work.at(pairs)]
         for pairs in (_across(ranks, dim) for ranks in _blocks(layout_q.world_size))
     ]
-    return StepWork(*map(torch.cat, zip(*sums, strict=True)))
+    return Work(*map(torch.cat, zip(*sums, strict=True)))
 
 
 @lru_cache(maxsize=64)
@@ -191,27 +210,6 @@ def num_seen(
     work, dim = pair_work(layout_q, layout_kv, mask), 1 if others == "kv" else 0
     blocks = _blocks(layout_q.world_size)
     return torch.cat([(work.area[_across(ranks, dim)] > 0).sum(dim) for ranks in blocks])
-
-
-@lru_cache(maxsize=2)
-@on_host()
-def work_by_displacement(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, grid: Grid, travels: Traveller
-) -> list[StepWork]:
-    """The work of each rank with a visiting shard, for every displacement from its owner.
-
-    The work at displacement `(a, b)` is at index `a * grid.inner + b`.
-    """
-    work, size = pair_work(layout_q, layout_kv, mask), layout_q.world_size
-    types = torch.int64, torch.int32, torch.int32, torch.int32
-    results = [torch.empty(size, size, dtype=dtype) for dtype in types]
-    for ranks in _blocks(size):
-        owners = _owners(grid, ranks)
-        part = work.at(_across(ranks, 1 if travels == "kv" else 0))
-        for table, result in zip(vars(part).values(), results, strict=True):
-            lines = table if travels == "kv" else table.t()
-            result[:, ranks] = lines.gather(1, owners).t()
-    return [StepWork(*step) for step in zip(*results, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -286,20 +284,9 @@ def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor
     area = rows * cols
     cut = ((hi < cols - 1) | (lo > 1 - rows)).nonzero().flatten()  # few of many ranks' tiles
     sizes = rows[cut], cols[cut]
-    area[cut] = _pairs_up_to(*sizes, hi[cut]) - _pairs_up_to(*sizes, lo[cut] - 1)
+    area[cut] = pairs_up_to(*sizes, hi[cut]) - pairs_up_to(*sizes, lo[cut] - 1)
     edge = torch.minimum(cols - 1 - hi, rows) + torch.minimum(rows - 1 + lo, rows)
     return _Tiles(area * exists, edge, q0, q1, k0, k1)
-
-
-def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
-    """Pairs of rows x cols rectangles with `j - i <= hi`."""
-
-    def below(x: Tensor) -> Tensor:  # sum over t <= x of clip(t, 0, cols)
-        x = x.clamp(min=0)
-        inside = torch.minimum(x, cols)
-        return (inside * (inside + 1) >> 1) + cols * (x - inside)
-
-    return below(hi + rows) - below(hi)
 
 
 def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:

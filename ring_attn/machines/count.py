@@ -1,4 +1,4 @@
-"""Counts a program's bytes, messages and memory, for one rank or for every rank at once."""
+"""Counts a program's bytes, messages and memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.call import Call
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Gathered, Message, Number, Records
+from ring_attn.core.messages import Gathered, Message, Records
 from ring_attn.core.program import Array, Buffer, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Tile
+from ring_attn.core.tiles import StepTiles
 from ring_attn.strategies.base import result_arrays
 from ring_attn.strategies.registry import program_of
 from ring_attn.transport.options import MAX_CTAS
 
 
-def bytes_sent(program: Program) -> Number:
+def bytes_sent(program: Program) -> int:
     """Bytes that leave a rank."""
     return sum(post.nbytes for post in program.posts())
 
@@ -132,7 +132,7 @@ class Memory:
         self.most, self.held_by_pool = self.held, 0  # the second: in buffers added to the pool
         self._index = self._rows = 0
         self._heads = self.spec
-        self._steps: list[Sequence[Tile]] = []
+        self._steps: list[StepTiles] = []
         # Rooms of the buffers with memory; cleared buffers have none yet.
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
@@ -259,11 +259,11 @@ class Memory:
             self._use(self._forward_bytes(op.last))
 
     def _forward_bytes(self, last: bool) -> int:
-        """Bytes that the backend takes for the steps so far; asks once for each set of tiles."""
-        key = tuple(map(id, self._steps)), self._heads, self._rows, last
+        """Bytes that the backend takes for the steps so far; asks once for tiles of equal sizes."""
+        key = tuple(tiles.sizes for tiles in self._steps), self._heads, self._rows, last
         if key not in self._asked:
-            steps, spec, rows = self._steps, self._heads, self._rows
-            self._asked[key] = self.backend.forward_bytes(spec, rows, steps, last=last)
+            steps = [tiles.listed for tiles in self._steps]
+            self._asked[key] = self.backend.forward_bytes(self._heads, self._rows, steps, last=last)
         return self._asked[key]
 
     def _finish(self, op: ops.Finish) -> None:
@@ -299,10 +299,10 @@ class Memory:
         taken = 0
         if op.part == "all":
             rebuilds = op.out is None
-            key = id(op.tiles), spec, rebuilds
+            key = op.tiles.sizes, spec, rebuilds
             if key not in self._asked:
                 self._asked[key] = self.backend.workspace_bytes(
-                    spec, op.tiles, backward=True, rebuilds=rebuilds
+                    spec, op.tiles.listed, backward=True, rebuilds=rebuilds
                 )
             taken = self._asked[key]
         self._use(copied + taken)

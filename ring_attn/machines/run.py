@@ -312,11 +312,12 @@ class Run:
         self._state = self.backend.new_state(self.get(op.q), op.headdim_v, self._sinks(op.sinks))
 
     def attend(self, op: ops.Attend) -> None:
-        if not op.tiles:
+        tiles = op.tiles.listed
+        if not tiles:
             return
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         self._state = self.backend.forward(
-            q, k, v, op.tiles, self._state, scores=self.scores,
+            q, k, v, tiles, self._state, scores=self.scores,
             last=op.last and not self.spec.max_logits,
         )  # fmt: skip
 
@@ -347,7 +348,8 @@ class Run:
             self.dsinks = sinks_gradient(self.sinks, lse, delta)
 
     def differentiate(self, op: ops.Differentiate) -> None:
-        if not op.tiles:
+        tiles = op.tiles.listed
+        if not tiles:
             return
         q, dout, lse, delta = map(self.get, op.q_side)
         k, v = map(self.get, op.kv)
@@ -357,13 +359,13 @@ class Run:
         backend = self.backend
         whole = op.part == "all" and backend.in_one_pass(self.spec)
         if backend.in_order and not whole:
-            add = partial(backend.backward, inputs, op.tiles, scores=self.scores)
+            add = partial(backend.backward, inputs, tiles, scores=self.scores)
             q_half, kv_half = partial(add, (dq, None, None)), partial(add, (None, dk, dv))
             halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}
             streams.side_by_side(self.device, self._side, *halves[op.part])
         elif dq is not None and dk is not None and dv is not None:
             out = None if op.out is None else self.get(op.out)
-            backend.backward(inputs, op.tiles, (dq, dk, dv), scores=self.scores, out=out)
+            backend.backward(inputs, tiles, (dq, dk, dv), scores=self.scores, out=out)
         else:
             needed = "gradients in order need a backend that folds in one order, as triton does"
             raise NotImplementedError(f"{needed}; got {backend.name!r}")

@@ -1,8 +1,6 @@
-"""How long a schedule takes on a cluster: a discrete-event simulation of all ranks at once.
+"""How long a call takes on a cluster: a discrete-event simulation that walks ranks' programs.
 
-Every rank has two clocks: of its device, and of its host, which launches actions without waiting.
-The simulation handles the actions of a schedule in order, each for all ranks in a few tensor
-operations, so that thousands of ranks take seconds:
+Every rank has two clocks: of its device, and of its host, which launches ops without waiting.
 
     compute, move    starts at the later clock and advances the device's clock; slower while an
                      exchange of the rank is under way
@@ -10,425 +8,492 @@ operations, so that thousands of ranks take seconds:
                      its ports are free; its end is then known
     wait             advances the device's clock to the end of the exchange
 
-On a device with streams (`Cluster.copies`) an exchange does not wait for earlier actions: a shard's
+On a device with streams (`Cluster.copies`) an exchange does not wait for earlier ops: a shard's
 begins when its receive buffer (of three) is free, a gradient's when the gradient is computed.
 
 A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
-port follow one another in the order of the schedule. Exchanges of one action share the port, and
+port follow one another in the order of the program. Messages of one exchange share the port, and
 end together. A rank's waiting time is divided into waits for its host, for late peers (imbalance),
 and for bytes (exposed communication), the last by kind of link.
+
+All ranks can be walked, or some (`sampled_ranks`): runs of consecutive ranks. A peer that is not
+walked is taken to be as late as a rank of the same run, as if the run were a ring by itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil, log2
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ring_attn.core.program import Channel
-from ring_attn.machines.actions import Action, Compute, Move, Schedule, Transfer, Wait
+from ring_attn.backends import get_backend
+from ring_attn.call import Call
+from ring_attn.core import program as ops
+from ring_attn.core.program import Program, part_of_heads
+from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.machines.timeline import Pending, Simulation, Timeline, Usage
 from ring_attn.planning.devices import Cluster, Link, compute_seconds
+from ring_attn.strategies.registry import program_of
+
+# Most ranks of a node in a sample.
+RUN = 8
+
+# Number of operators in `State.fold`, most of them over the statistics.
+FOLD = 14
 
 
-@dataclass(frozen=True, eq=False)
-class Span:
-    """Start and end of an action on every rank, (P,) seconds; equal on ranks that did nothing."""
-
-    phase: str
-    kind: str
-    start: Tensor
-    stop: Tensor
+def sampled_ranks(world_size: int, node_size: int) -> list[int]:
+    """The ranks that stand for all: the first and the last of the nodes, or RUN ranks of each."""
+    length = min(node_size, RUN)
+    last = (world_size - 1) // length * length
+    return [*range(min(length, world_size)), *range(max(last, length), world_size)]
 
 
-@dataclass(frozen=True, eq=False)
-class Usage:
-    """Use of the links of one kind: "inside" a node, or "between" nodes.
+def simulate(
+    calls: Sequence[Call], cluster: Cluster, *, backward: bool, spans: bool = False
+) -> Simulation:
+    """Simulates one direction of a call, which `calls` has once for each rank to be walked.
 
-    Attributes:
-        nbytes: bytes that all ranks sent over these links.
-        busy: seconds that the busiest port was sending.
-        sender: rank that last sent through the busiest port.
-        receiver: its receiver; None for collectives.
-        exposed: longest time in seconds that a rank waited for bytes over these links.
+    Nodes hold consecutive ranks. `spans` keeps the start and end of every op.
+
+    Raises:
+        ValueError: the programs do not end; `machines.check` says why.
     """
-
-    link: str
-    name: str
-    nbytes: int
-    busy: float
-    sender: int
-    receiver: int | None
-    exposed: float
-
-    def __str__(self) -> str:
-        where = f"{self.name} between nodes" if self.link == "between" else f"{self.name} in a node"
-        to = "" if self.receiver is None else f" -> rank {self.receiver}"
-        return f"{where}, rank {self.sender}{to}"
+    return _Run(calls, cluster, backward, spans).all()
 
 
-@dataclass(frozen=True, eq=False)
-class Simulation:
-    """Results of a simulation; (P,) float64 seconds of each rank.
+class _Posted(NamedTuple):
+    """A rank at a post, or at an exchange in which it takes no part."""
 
-    Attributes:
-        finish: time at which the rank is done.
-        compute: time in attention itself.
-        moves: time in packing, adding and rounding.
-        host, late, exposed: time waiting for the rank's host, for late peers, for bytes.
-        links: kinds of links that carried bytes, the most costly first.
-        spans: every action, if requested.
-    """
-
-    schedule: Schedule
-    cluster: Cluster
-    finish: Tensor
-    compute: Tensor
-    moves: Tensor
-    host: Tensor
-    late: Tensor
-    exposed: Tensor
-    links: tuple[Usage, ...]
-    spans: tuple[Span, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Time until the last rank is done."""
-        return float(self.finish.max())
-
-    @property
-    def slowest_link(self) -> Usage | None:
-        """The kind of link with the longest waits, with its busiest port."""
-        return self.links[0] if self.links else None
+    rank: Timeline
+    op: ops.Post | ops.Join
+    ready: float
 
 
-def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Simulation:
-    """Simulates a schedule on a cluster.
+class _Group:
+    """Ranks that make their exchanges together; `walked` are the indices of the walked ranks."""
 
-    Nodes hold consecutive ranks. `spans` keeps every action's start and end on every rank.
-    """
-    run = _Run(schedule, cluster, spans)
-    for phase in schedule.phases:
-        for action in phase.actions:
-            run.do(action, phase.label)
-    return run.done()
+    def __init__(self, members: tuple[int, ...], walked: Container[int], node_size: int) -> None:
+        self.members = members
+        self.walked = [i for i, rank in enumerate(members) if rank in walked]
+        self.num_nodes = len({rank // node_size for rank in members})
+        self.waiting: list[_Posted] = []
+        self._places = {members[index]: index for index in self.walked}
+        self._runs: dict[int, range] = {}
+        start = 0
+        for at, index in enumerate(self.walked):
+            if at and index != self.walked[at - 1] + 1:
+                start = at
+            if at + 1 == len(self.walked) or self.walked[at + 1] != index + 1:
+                run = range(self.walked[start], index + 1)
+                self._runs |= dict.fromkeys(run, run)
 
-
-@dataclass(eq=False)
-class _Pending:
-    """An exchange under way, (P,) each: when the host posted it, its begin and end, its link."""
-
-    posted: Tensor
-    start: Tensor
-    stop: Tensor
-    crosses: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Route:
-    """Receivers, senders and links of a shift, (P,) each, cached for many actions.
-
-    A rank that takes no part has itself as its receiver. `source` is the inverse of `to`, `out` and
-    `into` are the ports of senders and receivers; `alone` is whether every port has one message
-    only.
-    """
-
-    to: Tensor
-    source: Tensor
-    crosses: Tensor
-    out: Tensor
-    into: Tensor
-    alone: bool
-    latency: Tensor
-    bandwidth: Tensor
+    def like(self, peer: int, rank: int) -> int:
+        """The walked rank that stands for the peer at an index of a rank; a rank of its run."""
+        if peer in self._runs:
+            return self.members[peer]
+        run = self._runs[self._places[rank]]
+        return self.members[run[(peer - run.start) % len(run)]]
 
 
 @dataclass(eq=False)
 class _Run:
-    """State of a simulation: clocks and counters."""
+    """State of a simulation: timelines and ports."""
 
-    schedule: Schedule
+    calls: Sequence[Call]
     cluster: Cluster
+    backward: bool
     keep: bool
-    spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        size = self.schedule.world_size
-        self.clock, self.compute, self.moves, self.late = torch.zeros(4, size, dtype=torch.float64)
-        self.host, self.idle = torch.zeros(2, size, dtype=torch.float64)
-        # First inside nodes, then between.
-        self.exposed = [*torch.zeros(2, size, dtype=torch.float64)]
-        self.nbytes = [0, 0]
-        self.pending: dict[Channel, _Pending] = {}
-        # On a device with streams: the ends of the last two kernels, of the last packing and of the
-        # last exchange on each channel.
-        self.ended = [self.clock, self.clock]
-        self.packed = self.clock
-        self.arrived: dict[Channel, Tensor] = {}
-        self.ranks = ranks = torch.arange(size)
-        node_size = self.cluster.node_size
-        self.node = ranks // node_size
-        per_node = self.cluster.ports or node_size
-        port = self.node * per_node + ranks % node_size * per_node // node_size
-        # Ports inside nodes, one for each rank, then ports between nodes.
-        self.port = torch.stack([ranks, size + port])
-        # One more port, the last, serves ranks that take no part.
-        count = size + int(port.max()) + 2
-        # Time at which each port, out and in, is free; seconds that each port out was busy, and the
-        # sender and receiver of its last message.
-        self.free = torch.zeros(2, count, dtype=torch.float64)
-        self.busy = torch.zeros(count, dtype=torch.float64)
-        self.message = torch.full((2, count), -1)
+        call = self.calls[0]
+        self.window = call.mask.has_windows
+        self.carries = get_backend(call.backend).carries_state
+        self.rate = self.cluster.device.rate(backward=self.backward, window=self.window)
+        self.bandwidth = self.cluster.device.memory_bandwidth
         self.links = (self.cluster.inside, self.cluster.between)
-        self.routes: dict[tuple[int, int], _Route] = {}
+        self.ports_per_node = self.cluster.ports or self.cluster.node_size
+        self.ranks = {call.rank: Timeline(call.rank, self.keep) for call in self.calls}
+        self.groups: dict[tuple[int, ...], _Group] = {}
+        # By port, which is a kind of link and a number: time at which it is free, out and in;
+        # seconds that it was sending; sender and receiver of its last message.
+        self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
+        self.busy: dict[tuple[int, int], float] = defaultdict(float)
+        self.last: dict[tuple[int, int], tuple[int, int | None]] = {}
+        self.nbytes = [0, 0]
 
-    def do(self, action: Action, phase: str) -> None:
-        """Advances all ranks' clocks by one action."""
-        device, host = self.cluster.device, self.cluster.host
-        match action:
-            case Compute():
-                rate = device.rate(backward=action.backward, window=action.window)
-                seconds = action.share * compute_seconds(
-                    rate, action.area, action.rows, action.edge, action.per_pair
-                )
-                seconds += action.state / device.memory_bandwidth
-                launches = 1 + action.backward * (action.share == 1.0)
-                start = self._launched(launches * host.launch, action.area > 0)
-                self.clock = self._after(seconds)
-                self.ended = [self.ended[1], self.clock]
-                self.compute += self.clock - start
-                self._keep(phase, "compute", start, self.clock)
-            case Move():
-                start = self._launched(action.count * host.copy, action.nbytes > 0)
-                self.clock = self._after(action.nbytes / device.memory_bandwidth)
-                self.moves += self.clock - start
-                if action.label == "pack":
-                    self.packed = self.clock
-                self._keep(phase, "move", start, self.clock)
-            case Transfer():
-                self.host = self.host + host.post * action.active
-                self._begin(action, self._ready(action), phase)
-            case Wait():
-                self.host = self.host + host.wait * action.active
-                start = self.clock
-                self._wait(action)
-                self._keep(phase, "wait", start, self.clock)
+    def port(self, crosses: bool, rank: int) -> tuple[int, int]:
+        """The port of a rank inside its node, or between nodes."""
+        if not crosses:
+            return 0, rank
+        node, at = divmod(rank, self.cluster.node_size)
+        return 1, node * self.ports_per_node + at * self.ports_per_node // self.cluster.node_size
 
-    def done(self) -> Simulation:
-        """The simulation's results."""
-        kinds = ("inside", "between")
-        links = [self._usage(kind, index) for index, kind in enumerate(kinds) if self.nbytes[index]]
+    def all(self) -> Simulation:
+        """Walks each rank up to its next exchange; the last rank of a group lets all go on."""
+        everyone = tuple(range(self.calls[0].world_size))
+        walks = {}
+        for call in self.calls:
+            me, program = self.ranks[call.rank], program_of(call, backward=self.backward)
+            walks[call.rank] = _Walk(self, me, program, call.spec, everyone).all()
+        moving = [*reversed(self.ranks.values())]
+        while moving:
+            rank = moving.pop()
+            group = next(walks[rank.rank], None)
+            if group is not None and len(group.waiting) == len(group.walked):
+                posted, group.waiting = group.waiting, []
+                self._exchange(group, sorted(posted, key=lambda one: one.rank.rank))
+                moving += [one.rank for one in reversed(posted)]
+        if any(group.waiting for group in self.groups.values()):
+            stuck = sorted(one.rank.rank for x in self.groups.values() for one in x.waiting)
+            raise ValueError(
+                f"the programs of ranks {stuck} do not end: other ranks post fewer exchanges; "
+                "`ring-attn plan --check` says which"
+            )
+        return self._done()
+
+    def group(self, members: tuple[int, ...]) -> _Group:
+        if members not in self.groups:
+            self.groups[members] = _Group(members, self.ranks, self.cluster.node_size)
+        return self.groups[members]
+
+    def _done(self) -> Simulation:
+        world_size = self.calls[0].world_size
+        links = []
+        for kind, name in enumerate(("inside", "between")):
+            if not self.nbytes[kind]:
+                continue
+            ports = [port for port in self.busy if port[0] == kind]
+            worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
+            sender, receiver = self.last[worst]
+            nbytes = self.nbytes[kind] * world_size // len(self.ranks)
+            exposed = max(rank.exposed[kind] for rank in self.ranks.values())
+            links.append(Usage(
+                name, self.links[kind].name, nbytes, self.busy[worst], sender, receiver, exposed
+            ))  # fmt: skip
         links.sort(key=lambda usage: (usage.exposed, usage.busy), reverse=True)
-        return Simulation(
-            self.schedule,
-            self.cluster,
-            self.clock,
-            self.compute,
-            self.moves,
-            self.idle,
-            self.late,
-            self.exposed[0] + self.exposed[1],
-            tuple(links),
-            tuple(self.spans),
-        )
+        return Simulation(world_size, self.cluster, tuple(self.ranks.values()), tuple(links))
 
-    def _usage(self, kind: str, index: int) -> Usage:
-        size = len(self.clock)
-        ports = slice(0, size) if kind == "inside" else slice(size, -1)
-        worst = int(self.busy[ports].argmax())
-        sender, receiver = self.message[:, ports][:, worst].tolist()
-        return Usage(
-            kind,
-            self.links[index].name,
-            self.nbytes[index],
-            float(self.busy[ports][worst]),
-            sender,
-            None if receiver < 0 else receiver,
-            float(self.exposed[index].max()),
-        )
+    # -- exchanges
 
-    def _keep(self, phase: str, kind: str, start: Tensor, stop: Tensor) -> None:
-        if self.keep:
-            self.spans.append(Span(phase, kind, start.clone(), stop.clone()))
+    def _exchange(self, group: _Group, posted: list[_Posted]) -> None:
+        """Begins an exchange of a group, and slows down earlier kernels that overlap it."""
+        posts = [(rank, op, ready) for rank, op, ready in posted if isinstance(op, ops.Post)]
+        if not posts:
+            return
+        collective = isinstance(posts[0][1].route, ops.Collective)
+        begin = self._collective if collective else self._shift
+        for (rank, op, ready), pending in zip(posts, begin(group, posts), strict=True):
+            rank.sent += op.nbytes
+            rank.messages += 1
+            first, second = rank.ended
+            beside = min(pending.stop, second) - max(pending.start, first)
+            if beside > 0 and ready < rank.clock:
+                lost = self.cluster.slowdown * beside
+                rank.clock += lost
+                rank.compute += lost
+            rank.pending[op.channel] = pending
+            rank.arrived[op.channel] = pending.stop
+            rank.note("transfer", pending.start, pending.stop, channel=op.channel, nbytes=op.nbytes)
 
-    def _launched(self, seconds: float, active: Tensor) -> Tensor:
-        """The devices' clocks after their hosts spent `seconds` on a launch."""
-        self.host = self.host + seconds * active
-        start = torch.where(active, torch.maximum(self.clock, self.host), self.clock)
-        self.idle += start - self.clock
-        self.clock = start
-        return start
+    def _shift(
+        self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
+    ) -> Iterator[Pending]:
+        """Begins one message from each rank to another."""
+        ready = {rank.rank: when for rank, _, when in posts}
+        hops = [op.route for _, op, _ in posts if isinstance(op.route, ops.Hop)]
+        node_size, members = self.cluster.node_size, group.members
+        # By sender: begin and end of its message, and whether it crosses nodes.
+        begun: dict[int, tuple[float, float, bool]] = {}
+        loads: dict[Any, int] = defaultdict(int)
+        ways = {}
+        for (rank, op, _), hop in zip(posts, hops, strict=True):
+            me, to = rank.rank, members[hop.send_to]
+            crosses = me // node_size != to // node_size
+            like = group.like(hop.send_to, me)
+            ways[me] = like, crosses, self.port(crosses, me), self.port(crosses, to)
+            loads["out", ways[me][2]] += op.nbytes
+            loads["in", ways[me][3]] += op.nbytes
+        for rank, _, when in posts:
+            like, crosses, out, into = ways[rank.rank]
+            begin = max(when, ready.get(like, 0.0), self.free[0][out], self.free[1][into])
+            load = max(loads["out", out], loads["in", into])
+            link = self.links[crosses]
+            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth, crosses
+        taken: dict[tuple[int, int], float] = defaultdict(float)
+        for (rank, op, _), hop in zip(posts, hops, strict=True):
+            begin, end, crosses = begun[rank.rank]
+            _, _, out, into = ways[rank.rank]
+            self.free[0][out] = max(self.free[0][out], end)
+            self.free[1][into] = max(self.free[1][into], end)
+            taken[out] = max(taken[out], end - begin)
+            self.last[out] = rank.rank, members[hop.send_to]
+            self.nbytes[crosses] += op.nbytes
+        for out, seconds in taken.items():
+            self.busy[out] += seconds
+        for (rank, op, when), hop in zip(posts, hops, strict=True):
+            # For a rank it lasts from the first beginning to the last end of its two messages.
+            begin, end, crosses = begun[rank.rank]
+            source = members[hop.recv_from]
+            if source in begun:
+                other_begin, other_end, other_crosses = begun[source]
+            else:
+                like = group.like(hop.recv_from, rank.rank)
+                other_crosses = source // node_size != rank.rank // node_size
+                link = self.links[other_crosses]
+                other_begin = begun[like][0] if like in begun else when
+                other_end = other_begin + link.latency + op.message.nbytes / link.bandwidth
+            start, stop = max(min(begin, other_begin), when), max(end, other_end)
+            yield Pending(rank.host, start, stop, crosses if end >= stop else other_crosses)
 
-    def _after(self, seconds: Tensor) -> Tensor:
-        """Time at which `seconds` of work are done, slowed down by exchanges under way."""
-        share = self.cluster.slowdown
-        if share and self.pending:
-            for exchange in self.pending.values():
-                begin = torch.maximum(exchange.start, self.clock)
-                work = (self.clock + seconds - begin).clamp(min=0)
-                beside = torch.minimum(work / (1 - share), (exchange.stop - begin).clamp(min=0))
-                seconds = seconds + share * beside
-        return self.clock + seconds
-
-    def _ready(self, post: Transfer) -> Tensor:
-        """Earliest time at which each rank can begin an exchange, before peers and ports."""
-        copies = self.cluster.copies
-        if copies is None:
-            return torch.maximum(self.clock, self.host)
-        moment = self.clock
-        if post.channel in ("shards", "outer"):
-            moment = torch.maximum(self.packed, self.ended[0])
-            if post.channel in self.arrived:
-                moment = torch.maximum(moment, self.arrived[post.channel])
-        return torch.maximum(moment + copies.latency, self.host)
-
-    def _begin(self, post: Transfer, ready: Tensor, phase: str) -> None:
-        """Begins an exchange, and slows down earlier kernels that overlap it."""
-        start = self._shift if post.op == "shift" else self._collective
-        pending = start(post, ready)
-        beside = torch.minimum(pending.stop, self.ended[1]) - pending.start.maximum(self.ended[0])
-        lost = self.cluster.slowdown * beside.clamp(min=0) * (post.active & (ready < self.clock))
-        self.clock = self.clock + lost
-        self.compute += lost
-        self.pending[post.channel] = pending
-        self.arrived[post.channel] = pending.stop
-        self._keep(phase, "transfer", pending.start, pending.stop)
-
-    def _shift(self, post: Transfer, ready: Tensor) -> _Pending:
-        """Begins a shift: one message from each rank to another."""
-        route, (free_out, free_in) = self._route(post), self.free
-        self.free[:, -1] = 0
-        begin = torch.maximum(ready, ready.index_select(0, route.to))
-        begin = begin.maximum(free_out.index_select(0, route.out))
-        begin = begin.maximum(free_in.index_select(0, route.into))
-        nbytes = post.nbytes * post.active
-        load = nbytes.double()
-        if not route.alone:
-            load = torch.maximum(
-                *(
-                    torch.zeros_like(self.busy).index_add_(0, ports, load)[ports]
-                    for ports in (route.out, route.into)
-                )
-            )
-        end = begin + route.latency + load / route.bandwidth
-        free_out.scatter_reduce_(0, route.out, end, "amax")
-        free_in.scatter_reduce_(0, route.into, end, "amax")
-        taken = torch.zeros_like(self.busy)
-        self.busy += taken.scatter_reduce_(0, route.out, end - begin, "amax")
-        self.message[0].scatter_(0, route.out, self.ranks)
-        self.message[1].scatter_(0, route.out, route.to)
-        across = int((nbytes * route.crosses).sum())
-        self.nbytes[1] += across
-        self.nbytes[0] += int(nbytes.sum()) - across
-        # For a rank it lasts from the first beginning to the last end of its two messages.
-        start = torch.minimum(begin, begin.index_select(0, route.source)).maximum(ready)
-        stop = torch.maximum(end, end.index_select(0, route.source))
-        received = route.crosses.index_select(0, route.source)
-        crosses = torch.where(end >= stop, route.crosses, received)
-        return _Pending(self.host, start, stop, crosses)
-
-    def _route(self, post: Transfer) -> _Route:
-        key = id(post.to), id(post.active)
-        if key not in self.routes:
-            to = torch.where(post.active, post.to, self.ranks)
-            source = torch.empty_like(to).scatter_(0, to, self.ranks)
-            crosses = self.node != self.node[to]
-            kind = crosses.long()
-            nowhere = len(self.busy) - 1
-            out, into = (
-                torch.where(post.active, self.port[kind, ranks], nowhere)
-                for ranks in (self.ranks, to)
-            )
-            taking_part = int(post.active.sum())
-            alone = all(len(ports[post.active].unique()) == taking_part for ports in (out, into))
-            latency, bandwidth = (
-                torch.tensor([getattr(link, name) for link in self.links], dtype=torch.float64)
-                for name in ("latency", "bandwidth")
-            )
-            self.routes[key] = _Route(
-                to, source, crosses, out, into, alone, latency[kind] * post.active, bandwidth[kind]
-            )
-        return self.routes[key]
-
-    def _collective(self, post: Transfer, when: Tensor) -> _Pending:
-        """Begins a collective: a group's ranks begin when the last is ready, and end together."""
-        groups = post.groups
-        size = groups.size(1)
-        ready = when[groups].amax(1)
-        nbytes = post.nbytes[groups].double()
-        nodes = self.node[groups]
-        num_nodes = 1 + (nodes.sort(1).values.diff(dim=1) != 0).sum(1).double()
+    def _collective(
+        self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
+    ) -> Iterator[Pending]:
+        """Begins a collective: it begins when the last rank is ready, and ends on all at once."""
+        route, size, num_nodes = posts[0][1].route, len(group.members), float(group.num_nodes)
+        assert isinstance(route, ops.Collective)
+        op = route.op
         here = size / num_nodes  # ranks of the group in one node
-        per_node = self.cluster.ports or self.cluster.node_size
         # A rank sends equal parts to all others.
         others = max(size - 1, 1)
-        across = nbytes * ((size - here) / others)[:, None]
-        within = nbytes - across if post.op == "all_to_all" else nbytes
-        measured = self.cluster.collectives.get(post.op)
+        nbytes = [float(post.nbytes) for _, post, _ in posts]
+        across = [n * ((size - here) / others) for n in nbytes]
+        within = [a - b for a, b in zip(nbytes, across, strict=True)]
+        measured = self.cluster.collectives.get(op)
         if measured is not None:
-            seconds = [
-                measured.latency + nbytes.amax(1) / measured.bandwidth,
-                torch.zeros_like(ready),
-            ]
-            across = torch.zeros_like(across)
+            seconds = [measured.latency + max(nbytes) / measured.bandwidth, 0.0]
+            across, within = [0.0] * len(nbytes), nbytes
         else:
             # Groups that lie side by side share their nodes' ports.
-            side_by_side = self.cluster.node_size / here.clamp(max=self.cluster.node_size)
-            used = (per_node / side_by_side).clamp(min=per_node / self.cluster.node_size)
+            node_size, per_node = self.cluster.node_size, self.ports_per_node
+            used = max(per_node / (node_size / min(here, node_size)), per_node / node_size)
+            longest = max(within if op == "all_to_all" else nbytes)
             seconds = [
-                _seconds(self.links[0], within.amax(1), here, post),
-                _seconds(self.links[1], across.amax(1) * here / used, num_nodes, post),
+                _seconds(self.links[0], longest, here, op),
+                _seconds(self.links[1], max(across) * here / used, num_nodes, op),
             ]
-        begin = ready
-        for kind in (0, 1) if bool((num_nodes > 1).any()) else (0,):
-            begin = torch.maximum(begin, self.free[:, self.port[kind][groups]].amax((0, 2)))
-        end = begin + torch.maximum(*seconds)
-        for kind, sent in ((0, nbytes - across), (1, across)):
-            total = int(sent.sum())
+        begin = max(when for _, _, when in posts)
+        ports = [
+            [self.port(bool(kind), rank.rank) for rank, _, _ in posts]
+            for kind in range(2 if num_nodes > 1 else 1)
+        ]
+        begin = max(begin, *(free[port] for one in ports for port in one for free in self.free))
+        end = begin + max(seconds)
+        for kind, sent in enumerate((within, across)):
+            total = int(sum(sent))
             if not total:
                 continue
             self.nbytes[kind] += total
-            involved = self.port[kind][groups].flatten()
-            for free in self.free:
-                free.scatter_reduce_(0, involved, end.repeat_interleave(size), "amax")
-            each = seconds[kind].repeat_interleave(size)
-            self.busy += torch.zeros_like(self.busy).scatter_reduce_(0, involved, each, "amax")
-            self.message[0, involved], self.message[1, involved] = groups.flatten(), -1
-        start, stop = self.clock.clone(), self.clock.clone()
-        crosses = torch.zeros(len(self.clock), dtype=torch.bool)
-        start[groups], stop[groups] = (
-            begin[:, None].expand_as(nbytes),
-            end[:, None].expand_as(nbytes),
-        )
-        crosses[groups] = (seconds[1] > seconds[0])[:, None].expand_as(nodes)
-        return _Pending(self.host, start, stop, crosses)
-
-    def _wait(self, action: Wait) -> None:
-        exchange = self.pending[action.channel]
-        copies = self.cluster.copies
-        end = exchange.stop
-        if copies is not None:
-            end = torch.where(end > self.clock, end + copies.latency, end)
-        stop = torch.where(action.active, end, self.clock)
-        waited = (stop - self.clock).clamp(min=0)
-        # Waits first for this rank's post, then for the peers' posts, then for the bytes.
-        idle = (torch.minimum(exchange.posted, stop) - self.clock).clamp(min=0)
-        begun = (torch.minimum(exchange.start, stop) - self.clock).clamp(min=0)
-        begun = torch.maximum(begun, idle)
-        self.idle += idle
-        self.late += begun - idle
-        exposed = waited - begun
-        between = exposed * exchange.crosses
-        self.exposed[0] += exposed - between
-        self.exposed[1] += between
-        self.clock = self.clock + waited
-        if bool(action.active.all()):
-            del self.pending[action.channel]
+            for port in dict.fromkeys(ports[kind]):
+                for free in self.free:
+                    free[port] = max(free[port], end)
+                self.busy[port] += seconds[kind]
+            for (rank, _, _), port in zip(posts, ports[kind], strict=True):
+                self.last[port] = rank.rank, None
+        for rank, _, _ in posts:
+            yield Pending(rank.host, begin, end, seconds[1] > seconds[0])
 
 
-def _seconds(link: Link, nbytes: Tensor, ranks: Tensor, post: Transfer) -> Tensor:
+def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
     """Seconds of a collective over one kind of link; 0 for a single rank."""
     # Rings and trees forward messages hop by hop; an all-to-all sends all messages at once.
-    hops = 1.0 if post.op == "all_to_all" else float(ceil(log2(max(float(ranks.max()), 2.0))))
+    hops = 1.0 if op == "all_to_all" else float(ceil(log2(max(ranks, 2.0))))
     return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)
+
+
+@dataclass(eq=False)
+class _Walk:
+    """Walks one program of a rank.
+
+    If the backend's kernels carry the state, the first kernel makes it and the last one writes the
+    results: then merging and finalizing take no passes of their own.
+    """
+
+    run: _Run
+    me: Timeline
+    program: Program
+    spec: AttentionSpec
+    members: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.first = True
+        self.group = self.run.group(self.members)
+        self.wide = self.spec.accum_dtype.itemsize
+
+    def all(self) -> Iterator[_Group]:
+        """Does every op in order; yields at each exchange, whose group then goes on together."""
+        me = self.me
+        for op in self.program.ops:
+            do = _DO.get(type(op))
+            if do is not None:
+                do(self, op)
+            elif isinstance(op, ops.Step):
+                me.begin(op.label)
+            elif isinstance(op, ops.Post | ops.Join):
+                among = None if isinstance(op, ops.Join) else op.ranks
+                group = self.group if among is None else self.run.group(self._among(among))
+                group.waiting.append(_Posted(me, op, self._ready(op)))
+                yield group
+            elif isinstance(op, ops.Inner):
+                label = me.phase.label
+                me.begin("start")
+                yield from _Walk(self.run, me, op.program, op.spec, self._among(op.ranks)).all()
+                me.begin(label)
+
+    def _among(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        return self.members if ranks is None else tuple(self.members[r] for r in ranks)
+
+    def _ready(self, op: ops.Post | ops.Join) -> float:
+        """Earliest time at which the rank can begin an exchange, before peers and ports."""
+        me, copies = self.me, self.run.cluster.copies
+        if isinstance(op, ops.Post):
+            me.host += self.run.cluster.host.post
+        if copies is None:
+            return max(me.clock, me.host)
+        moment = me.clock
+        if op.channel in ("shards", "outer"):
+            moment = max(me.packed, me.ended[0], me.arrived.get(op.channel, 0.0))
+        return max(moment + copies.latency, me.host)
+
+    def _launched(self, seconds: float) -> float:
+        """The device's clock after the host spent `seconds` on a launch."""
+        me = self.me
+        me.host += seconds
+        start = max(me.clock, me.host)
+        me.idle += start - me.clock
+        me.clock = start
+        return start
+
+    def _after(self, seconds: float) -> float:
+        """Time at which `seconds` of work are done, slowed down by exchanges under way."""
+        share, clock = self.run.cluster.slowdown, self.me.clock
+        if share:
+            for exchange in self.me.pending.values():
+                begin = max(exchange.start, clock)
+                work = max(clock + seconds - begin, 0.0)
+                beside = min(work / (1 - share), max(exchange.stop - begin, 0.0))
+                seconds += share * beside
+        return clock + seconds
+
+    # -- ops
+
+    def _move(self, nbytes: int, count: int = 1) -> None:
+        """Passes of `count` operators over memory, such as packing."""
+        if not nbytes:
+            return
+        me = self.me
+        start = self._launched(count * self.run.cluster.host.copy)
+        me.clock = self._after(nbytes / self.run.bandwidth)
+        me.moves += me.clock - start
+        me.note("move", start, me.clock)
+
+    def pack(self, op: ops.Pack) -> None:
+        self._move(2 * op.message.nbytes)
+        self.me.packed = self.me.clock
+
+    def clear(self, op: ops.Clear) -> None:
+        self._move(op.message.nbytes)
+
+    def add(self, op: ops.Add) -> None:
+        self._move(3 * op.message.nbytes)
+
+    def unpack(self, op: ops.Unpack) -> None:
+        self._move((3 if any(copy.add for copy in op.copies) else 2) * op.message.nbytes)
+
+    def new(self, op: ops.New) -> None:
+        if op.zero:
+            self._move(op.array.nbytes)
+
+    def start(self, _: ops.Start) -> None:
+        self.first = True
+
+    def finish(self, op: ops.Finish) -> None:
+        if not self.run.carries:
+            self._move(op.out_array.nbytes * (1 + self.wide // self.spec.dtype.itemsize))
+
+    def delta(self, _: ops.Delta) -> None:
+        out = self.program.arrays.get("out")
+        if out is not None:
+            self._move(2 * out.nbytes)
+
+    def round(self, op: ops.Round) -> None:
+        item = op.array.dtype.itemsize
+        self._move(op.array.nbytes // item * (self.wide + item))
+
+    def wait(self, op: ops.Wait) -> None:
+        me, copies = self.me, self.run.cluster.copies
+        me.host += self.run.cluster.host.wait
+        exchange = me.pending.pop(op.channel, None)
+        if exchange is None:
+            raise ValueError(
+                f"rank {me.rank} waits on channel {op.channel!r}, where nothing is under way; "
+                "`ring-attn plan --check` says more"
+            )
+        start, stop = me.clock, exchange.stop
+        if copies is not None and stop > start:
+            stop += copies.latency
+        # Waits first for this rank's post, then for the peers' posts, then for the bytes.
+        waited = max(stop - start, 0.0)
+        idle = max(min(exchange.posted, stop) - start, 0.0)
+        begun = max(min(exchange.start, stop) - start, idle)
+        me.idle += idle
+        me.late += begun - idle
+        me.exposed[exchange.crosses] += waited - begun
+        me.clock += waited
+        me.note("wait", start, me.clock)
+
+    def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:
+        """Computes the tiles of a step, in the only pass or in one of two passes."""
+        me, run, (area, edge, rows, cols) = self.me, self.run, op.tiles.sizes
+        backward = isinstance(op, ops.Differentiate)
+        share = 1.0
+        if isinstance(op, ops.Differentiate):
+            share = {"all": 1.0, "q": SHARE_OF_DQ, "kv": 1 - SHARE_OF_DQ}[op.part]
+        seconds = 0.0
+        start = me.clock
+        if area:
+            per_pair = flops(1, spec, backward=backward)
+            touched = (rows + cols) // 2 if backward else rows
+            seconds = share * compute_seconds(run.rate, area, touched, edge, per_pair)
+            if run.carries:
+                seconds += self._state_bytes(op, spec) / run.bandwidth
+            start = self._launched((1 + (backward and share == 1.0)) * run.cluster.host.launch)
+            me.computes.add(me.phase)
+        me.clock = self._after(seconds)
+        me.ended = me.ended[1], me.clock
+        me.compute += me.clock - start
+        me.note("compute", start, me.clock, area=area, edge=edge)
+
+    def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:
+        """Bytes of sums that a kernel loads and stores, for rows that take part."""
+        wide, (_, _, rows, cols) = spec.batch * self.wide, op.tiles.sizes
+        if isinstance(op, ops.Attend):
+            passes = (not self.first) + (not op.last)
+            return rows * (passes * wide * spec.nheads * (spec.headdim_v + 2))
+        q = rows * (2 * wide * spec.nheads * spec.headdim)
+        kv = cols * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
+        return {"all": q + kv, "q": q, "kv": kv}[op.part]
+
+    def attend(self, op: ops.Attend) -> None:
+        """Computes a step's tiles; from the second step on, merges the result into the state."""
+        spec = part_of_heads(op, self.spec)
+        self._compute(op, spec)
+        if not self.run.carries and not self.first:
+            elements = op.tiles.sizes.rows * (spec.batch * spec.nheads * spec.headdim_v)
+            self._move(elements * merged_bytes(spec), FOLD)
+        self.first = False
+
+    def differentiate(self, op: ops.Differentiate) -> None:
+        self._compute(op, part_of_heads(op, self.spec))
+
+
+_DO: dict[type, Callable[[_Walk, Any], None]] = {
+    op: getattr(_Walk, op.__name__.lower())
+    for op in (
+        ops.Pack, ops.Wait, ops.Clear, ops.Add, ops.Unpack, ops.New, ops.Start, ops.Attend,
+        ops.Finish, ops.Delta, ops.Differentiate, ops.Round,
+    )
+}  # fmt: skip

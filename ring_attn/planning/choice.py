@@ -15,7 +15,7 @@ from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
-from ring_attn.machines.time import Simulation
+from ring_attn.machines.timeline import Simulation
 from ring_attn.planning.devices import Cluster
 from ring_attn.strategies.strategy import Strategy, family, label
 
@@ -60,14 +60,17 @@ class DirectionCost:
     def of(cls, simulation: Simulation) -> DirectionCost:
         """Costs of a simulation: of each time, the greatest over the ranks."""
         by_kind = {usage.link: usage.nbytes for usage in simulation.links}
-        worst = simulation.slowest_link
-        schedule = simulation.schedule
+        worst, ranks = simulation.slowest_link, simulation.ranks
         return cls(
             seconds=simulation.seconds,
-            steps=sum(any(bool(c.area.any()) for c in p.computes) for p in schedule.phases),
-            **{name: float(getattr(simulation, name).max()) for name in WAYS},
-            bytes_sent=int(schedule.bytes_sent.max()),
-            messages=int(schedule.messages.max()),
+            steps=simulation.num_steps,
+            compute=max(rank.compute for rank in ranks),
+            moves=max(rank.moves for rank in ranks),
+            host=max(rank.idle for rank in ranks),
+            exposed=max(sum(rank.exposed) for rank in ranks),
+            late=max(rank.late for rank in ranks),
+            bytes_sent=max(rank.sent for rank in ranks),
+            messages=max(rank.messages for rank in ranks),
             inside_bytes=by_kind.get("inside", 0),
             between_bytes=by_kind.get("between", 0),
             slowest_link=None if worst is None else str(worst),
@@ -92,7 +95,7 @@ class Problem:
     """The call to plan, and the ranks that share it.
 
     The backend is never "auto". `memory_bytes` is the memory of a rank for its inputs and the call,
-    infinite if unknown.
+    infinite if unknown. `exact` simulates every rank, as far as `machines.time` can.
     """
 
     spec: AttentionSpec
@@ -103,6 +106,7 @@ class Problem:
     same_bits: bool | None = None
     backward: bool = True
     memory_bytes: float = float("inf")
+    exact: bool = False
 
 
 @dataclass(frozen=True)

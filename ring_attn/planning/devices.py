@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -305,20 +305,22 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
     )  # fmt: skip
 
 
+Number = TypeVar("Number", float, torch.Tensor)
+
+
 def compute_seconds(
-    rate: Rate, area: torch.Tensor, rows: torch.Tensor, edge: torch.Tensor, per_pair: torch.Tensor
-) -> torch.Tensor:
-    """float64 seconds of tiles, all tensors of one shape; 0 for tiles without visible pairs.
+    rate: Rate, area: Number, rows: Number, edge: Number, per_pair: float
+) -> Number:
+    """Seconds of tiles: of numbers, or of float64 tensors; 0 for tiles without visible pairs.
 
     `rows` take part, the mask cuts `edge` of them, and `per_pair` is the FLOPs of a pair in all
     heads.
 
     Example:
-        >>> one = torch.ones(1, dtype=torch.int64)
-        >>> compute_seconds(Rate(1e9, 0.5, 10.0), 990 * one, one, 0 * one, 10**6 * one).tolist()
-        [1.5]
+        >>> compute_seconds(Rate(1e9, 0.5, 10.0), 990, 1, 0, 10**6)
+        1.5
     """
-    columns = area.double() + rate.row_columns * rows + rate.edge_columns * edge
+    columns = area + rate.row_columns * rows + rate.edge_columns * edge
     return (rate.launch + columns * per_pair / rate.flops) * (area > 0)
 
 

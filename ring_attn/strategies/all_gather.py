@@ -43,12 +43,11 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Gathered, Number, Packet, Parcels, Records
+from ring_attn.core.messages import Gathered, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import StepTiles, Traveller
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import (
     StrategyCode,
@@ -86,16 +85,16 @@ class AllGather(StrategyCode):
             return GradientPlan(None, call.gradients[1])
         return GradientPlan(None, self.why_not_same_bits(call) is None)
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         if call.world_size == 1:  # nothing to gather
-            return ring.CODE.program(call, ranks, backward=backward, rounded=rounded)
-        arrays = input_arrays(call.spec, ranks, backward=backward)
-        work = _Gathering(call, ranks, arrays)
+            return ring.CODE.program(call, backward=backward, rounded=rounded)
+        arrays = input_arrays(call, backward=backward)
+        work = _Gathering(call, arrays)
         if not backward:
-            return core_program(ranks, arrays, work.forward(), backward=False)
+            return core_program(call, arrays, work.forward(), backward=False)
         dtype = call.spec.dtype if rounded else call.spec.accum_dtype
         made = work.in_one_place(dtype) if in_one_place(call) else work.added_up(dtype)
-        return core_program(ranks, arrays, made, backward=True)
+        return core_program(call, arrays, made, backward=True)
 
     def label(self, strategy: Strategy) -> str:
         heads = strategy.heads_per_chunk or 1
@@ -176,8 +175,8 @@ Compute = Callable[[int, _Message, tuple[Operand, ...]], Iterator[Op]]
 class _Gathering:
     """Builds the programs: gathers one chunk ahead of the compute, and sums one behind it."""
 
-    def __init__(self, call: Call, ranks: Ranks, arrays: dict[str, Array]) -> None:
-        self.call, self.ranks, self.arrays = call, ranks, arrays
+    def __init__(self, call: Call, arrays: dict[str, Array]) -> None:
+        self.call, self.ranks, self.arrays = call, call.ranks, arrays
         self.chunks = chunks_of(call)
         # Once a program: asking the backend for each message took most of the time of a plan.
         self._rows: dict[Traveller, int] = {x: _shard_rows(call, x) for x in ("kv", "q")}
@@ -206,21 +205,13 @@ class _Gathering:
         self._buffers[index] = send, recv
         records = self._records(message)
         yield from pack_and_post(
-            "shards", index, self._collective("all_gather"),
+            "shards", index, ops.Collective("all_gather"),
             message=records, copies=self._copies(message, records), send=send, recv=recv,
             receives=Gathered(records, self.call.world_size), nbytes=records.nbytes * others,
         )  # fmt: skip
 
-    def _collective(self, op: str, dtype: torch.dtype = torch.uint8) -> ops.Collective:
-        groups = None
-        if self.ranks.rank is None:
-            groups = torch.arange(self.call.world_size)[None]
-        return ops.Collective(op, dtype, groups=groups)  # type: ignore[arg-type]
-
     def _copies(self, message: _Message, records: Records) -> tuple[Copy, ...]:
         rows = self.ranks.rows(message.side)
-        if not isinstance(rows, int):
-            return ()
         copies = [Copy(i, view, slice(0, rows)) for i, view in enumerate(message.views)]
         if rows < records.rows:
             copies += [Copy(i, None, slice(rows, records.rows)) for i in range(len(copies))]
@@ -309,17 +300,17 @@ class _Gathering:
             yield ops.Assign(View(name, None, chunk.q), View(f"{name} part"))
             yield ops.Free((f"{name} part",))
 
-    def _tiles(self, gathers: Traveller) -> ops.Tiles:
+    def _tiles(self, gathers: Traveller) -> StepTiles:
         return self.ranks.gathered(gathers, self._rows[gathers])
 
     # -- gradients
 
-    def _array(self, name: str, chunk: Chunk, rows: Number, dtype: torch.dtype) -> Array:
+    def _array(self, name: str, chunk: Chunk, rows: int, dtype: torch.dtype) -> Array:
         heads = chunk.q if name == "dq" else chunk.kv
         source = self.arrays[name[1:]]
         return Array(source.batch, rows, heads.stop - heads.start, source.dim, dtype)
 
-    def _part(self, name: str, chunk: Chunk, rows: Number) -> ops.New:
+    def _part(self, name: str, chunk: Chunk, rows: int) -> ops.New:
         """Makes zeros for a gradient of a chunk."""
         array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
         return ops.New(f"{name} part", array, zero=True)
@@ -360,13 +351,13 @@ class _Sums:
         recv = Buffer(f"sums {index}", longest)
         copies = tuple(
             Copy(2 * rank + i, View(name, slice(rank * rows, (rank + 1) * rows)))
-            for rank in range(world_size if self._gathering.ranks.rank is not None else 0)
+            for rank in range(world_size)
             for i, name in enumerate(("dk part", "dv part"))
         )
         shares = Parcels((packet,) * world_size)
         yield ops.Pack(send, shares, copies)
         yield ops.Free(("dk part", "dv part"))
-        sums = self._gathering._collective("reduce_scatter", call.spec.accum_dtype)
+        sums = ops.Collective("reduce_scatter", call.spec.accum_dtype)
         nbytes = packet.nbytes * (world_size - 1)
         yield ops.Post(
             channel="gradients", step=index, route=sums, send=send, recv=recv, message=packet,

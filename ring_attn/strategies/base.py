@@ -1,7 +1,7 @@
 """The interface of a strategy: a function from a call to programs.
 
 Call        what a rank is asked to compute: `ring_attn.call`
-Program     the ops of one rank, or of every rank: `core.program`
+Program     the ops of one rank: `core.program`
 machines    run a program on tensors, count, time, check and draw it
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Message, Number
+from ring_attn.core.messages import Message
 from ring_attn.core.program import (
     Array,
     Buffer,
@@ -24,13 +24,11 @@ from ring_attn.core.program import (
     Op,
     Operand,
     Program,
-    Tiles,
     View,
 )
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.sizes import SHARD
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Traveller, check_fit
+from ring_attn.core.tiles import StepTiles, Traveller, check_fit
 from ring_attn.strategies.strategy import Strategy
 
 # The tensors that every core's forward saves.
@@ -55,8 +53,8 @@ class StrategyCode:
     sparse = False
     at_once = False
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        """The program of one rank, or of every rank, for a call in one direction.
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
+        """The program of the call's rank in one direction.
 
         `rounded` True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
         accumulation type, for exchanges around the core that add to them.
@@ -120,9 +118,10 @@ class StrategyCode:
         return torch.zeros(call.world_size, call.world_size, dtype=torch.int64)
 
 
-def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[str, Array]:
+def input_arrays(call: Call, *, backward: bool) -> dict[str, Array]:
     """Sizes of a program's inputs: q, k, v, and in the backward also out, lse and dout."""
-    q, kv, batch, dtype = ranks.rows("q"), ranks.rows("kv"), spec.batch, spec.dtype
+    spec, q, kv = call.spec, call.ranks.rows("q"), call.ranks.rows("kv")
+    batch, dtype = spec.batch, spec.dtype
     arrays = {
         "q": Array(batch, q, spec.nheads, spec.headdim, dtype),
         "k": Array(batch, kv, spec.nheads_kv, spec.headdim, dtype),
@@ -135,11 +134,11 @@ def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[s
 
 
 def core_program(
-    ranks: Ranks, arrays: dict[str, Array], made: Iterable[Op], *, backward: bool
+    call: Call, arrays: dict[str, Array], made: Iterable[Op], *, backward: bool
 ) -> Program:
     """The program of these ops; its forward saves the inputs and the results."""
     saved = () if backward else SAVED
-    return Program(ranks.world_size, ranks.rank, backward, tuple(made), arrays, saved)
+    return Program(call.world_size, call.rank, backward, tuple(made), arrays, saved)
 
 
 def pack_and_post(
@@ -152,8 +151,7 @@ def pack_and_post(
     send: Buffer,
     recv: Buffer,
     receives: Message,
-    nbytes: Number | None = None,
-    active: Tensor | None = None,
+    nbytes: int | None = None,
 ) -> Iterator[Op]:
     """Packs tensors into a message, and posts the exchange of the message for another one.
 
@@ -166,23 +164,24 @@ def pack_and_post(
     yield ops.Pack(send, message, copies)
     yield ops.Post(
         channel=channel, step=step, route=route, send=send, recv=recv, message=receives,
-        nbytes=nbytes, active=active,
+        nbytes=nbytes,
     )  # fmt: skip
 
 
-def start(spec: AttentionSpec, ranks: Ranks) -> ops.Start:
+def start(call: Call) -> ops.Start:
     """Makes the state of all queries."""
-    out = result_arrays(spec, ranks.rows("q"))["out"]
+    spec = call.spec
+    out = result_arrays(spec, call.ranks.rows("q"))["out"]
     return ops.Start(View("q"), spec.headdim_v, replace(out, dtype=spec.accum_dtype), slice(None))
 
 
-def finish(spec: AttentionSpec, ranks: Ranks) -> ops.Finish:
+def finish(call: Call) -> ops.Finish:
     """Makes the results from the state."""
-    results = result_arrays(spec, ranks.rows("q"))
+    results = result_arrays(call.spec, call.ranks.rows("q"))
     return ops.Finish("out", "lse", results["out"], results["lse"])
 
 
-def result_arrays(spec: AttentionSpec, rows: Number) -> dict[str, Array]:
+def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
     """Sizes of out and lse with `rows` rows."""
     return {
         "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
@@ -192,7 +191,7 @@ def result_arrays(spec: AttentionSpec, rows: Number) -> dict[str, Array]:
 
 def differentiate(
     travels: Traveller,
-    tiles: Tiles,
+    tiles: StepTiles,
     held: tuple[Operand, ...],
     into: tuple[Operand, ...],
     *,

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Message, message_of, room_of
+from ring_attn.core.messages import Message, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Op, Operand, Program, View, entries
-from ring_attn.core.ranks import Ranks, Turn
+from ring_attn.core.ranks import Turn
 from ring_attn.core.sizes import MOVING, SHARD, choose_traveller, gradient_packet, shard_packet
 from ring_attn.core.tiles import Grid, Traveller
 from ring_attn.strategies import base
@@ -52,18 +52,18 @@ class Exchange(StrategyCode):
         travels = choose_traveller(call.spec, *call.layouts, call.mask, direct=True)
         return GradientPlan(travels, False)
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        arrays = base.input_arrays(call.spec, ranks, backward=backward)
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
+        arrays = base.input_arrays(call, backward=backward)
         if not backward:
-            return base.core_program(ranks, arrays, _forward(call, ranks), backward=False)
+            return base.core_program(call, arrays, _forward(call), backward=False)
         travels = self.gradients(call).travels or "kv"
-        made = _backward(call, ranks, travels, arrays, rounded=rounded)
-        return base.core_program(ranks, arrays, made, backward=True)
+        made = _backward(call, travels, arrays, rounded=rounded)
+        return base.core_program(call, arrays, made, backward=True)
 
 
-def _forward(call: Call, ranks: Ranks) -> Iterator[Op]:
-    turns = _Turns(call, ranks, "kv")
-    yield base.start(call.spec, ranks)
+def _forward(call: Call) -> Iterator[Op]:
+    turns = _Turns(call, "kv")
+    yield base.start(call)
     yield from turns.begin()
     last = turns.last_with_tiles
     yield ops.Attend(turns.own_tiles, View("q"), View("k"), View("v"), last=last < 0)
@@ -74,13 +74,13 @@ def _forward(call: Call, ranks: Ranks) -> Iterator[Op]:
             yield ops.Attend(turn.tiles, View("q"), k, v, last=number == last)
             yield ops.Free((turns.shards.received(number),))
     yield ops.Step("end")
-    yield base.finish(call.spec, ranks)
+    yield base.finish(call)
 
 
 def _backward(
-    call: Call, ranks: Ranks, travels: Traveller, arrays: dict[str, Array], *, rounded: bool
+    call: Call, travels: Traveller, arrays: dict[str, Array], *, rounded: bool
 ) -> Iterator[Op]:
-    turns, sums = _Turns(call, ranks, travels), base.sums_of(call.spec, arrays)
+    turns, sums = _Turns(call, travels), base.sums_of(call.spec, arrays)
     yield ops.Delta(arrays["lse"])
     yield from base.new_sums(sums)
     yield from turns.begin()
@@ -105,11 +105,11 @@ def _backward(
 class _Turns:
     """The turns of a call: ops that bring rows, and ops that return the gradients."""
 
-    def __init__(self, call: Call, ranks: Ranks, travels: Traveller) -> None:
-        self.ranks, self.travels = ranks, travels
-        self.turns = ranks.turns(travels)
+    def __init__(self, call: Call, travels: Traveller) -> None:
+        self.rank, self.travels = call.rank, travels
+        self.turns = call.ranks.turns(travels)
         self.num = len(self.turns)
-        self.own_tiles = ranks.tiles(Grid(1, ranks.world_size), travels, (0, 0))
+        self.own_tiles = call.ranks.tiles(Grid(1, call.world_size), travels, (0, 0))
         self.own_sums = tuple(f"{name} sum" for name in MOVING[travels])
         spec = call.spec
         self.shards = _Messages("rows", self.turns, lambda n: shard_packet(spec, travels, n))
@@ -118,14 +118,11 @@ class _Turns:
     @property
     def last_with_tiles(self) -> int:
         """The last turn with tiles; -1 if no turn has tiles."""
-        if self.ranks.rank is None:
-            return self.num - 1
         return max((i for i, turn in enumerate(self.turns) if turn.tiles), default=-1)
 
     def takes_part(self, number: int) -> bool:
-        """Whether the rank sends or receives in a turn; True for every rank at once."""
-        rank = self.ranks.rank
-        return rank is None or bool(self.turns[number].hop.send_to != rank)
+        """Whether the rank sends or receives in a turn."""
+        return self.turns[number].hop.send_to != self.rank
 
     def held(self, number: int) -> tuple[Operand, ...]:
         return entries(self.shards.received(number), len(SHARD[self.travels]))
@@ -149,14 +146,13 @@ class _Turns:
         yield from base.pack_and_post(
             lane, number, turn.hop, message=shards.out[number], copies=copies,
             send=shards.sent(number), recv=shards.received(number), receives=shards.into[number],
-            active=turn.active,
         )  # fmt: skip
 
     def arrived(self, number: int) -> Iterator[Op]:
         """Waits for a turn, and starts the turn after the next."""
         yield ops.Step(f"turn {number}", number + 1)
         if self.takes_part(number):
-            yield ops.Wait(SHARD_LANES[number % 2], None, self.turns[number].active)
+            yield ops.Wait(SHARD_LANES[number % 2])
             yield ops.Free((self.shards.sent(number),))
         if number + 2 < self.num:
             yield from self._post(number + 2)
@@ -173,7 +169,6 @@ class _Turns:
         yield ops.Post(
             channel=lane, step=number, route=back, send=sums.received(number),
             recv=sums.sent(number), message=sums.out[number], nbytes=sums.into[number].nbytes,
-            active=turn.active,
         )  # fmt: skip
 
     def add_returned(self, number: int) -> Iterator[Op]:
@@ -181,7 +176,7 @@ class _Turns:
         if number < 0 or not self.takes_part(number):
             return
         turn, sums = self.turns[number], self.gradients
-        yield ops.Wait(GRADIENT_LANES[number % 2], None, turn.active)
+        yield ops.Wait(GRADIENT_LANES[number % 2])
         yield ops.Free((sums.received(number),))
         copies = ops.copies_of_runs(self.own_sums, turn.runs, add=True)
         yield ops.Unpack(sums.sent(number), sums.out[number], copies)
@@ -191,8 +186,8 @@ class _Messages:
     """Messages out and in of every turn, and their buffers, all with room for the longest."""
 
     def __init__(self, name: str, turns: tuple[Turn, ...], make: Callable[[int], Message]) -> None:
-        self.out = [message_of(make, turn.sent) for turn in turns]
-        self.into = [message_of(make, turn.received) for turn in turns]
+        self.out = [make(turn.sent) for turn in turns]
+        self.into = [make(turn.received) for turn in turns]
         self._name, self._room = name, room_of(*self.out, *self.into)
 
     def sent(self, number: int) -> Buffer:

@@ -31,9 +31,8 @@ from itertools import accumulate
 from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.messages import Message, Number, Packet, message_of, packet_of, room_of
+from ring_attn.core.messages import Message, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.base import (
@@ -58,17 +57,15 @@ class QExchange(StrategyCode):
     def check(self, call: Call) -> None:
         self._inner.check(core(call))
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        inner_call = core(call)
-        held = ranks.over(inner_call.layouts)
-        within = self._inner.program(inner_call, held, backward=backward, rounded=rounded)
-        arrays = input_arrays(call.spec, ranks, backward=backward)
-        made = tuple(_around(call, ranks, within, arrays, rounded=rounded))
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
+        within = self._inner.program(core(call), backward=backward, rounded=rounded)
+        arrays = input_arrays(call, backward=backward)
+        made = tuple(_around(call, within, arrays, rounded=rounded))
         if backward:
             saved_arrays = {_inner_name(name): within.arrays[name] for name in SAVED}
             arrays = {"dout": arrays["dout"], **saved_arrays}
         saved = tuple(_inner_name(name) for name in within.saved)
-        return Program(ranks.world_size, ranks.rank, backward, made, arrays, saved)
+        return Program(call.world_size, call.rank, backward, made, arrays, saved)
 
     def core(self, call: Call) -> Call:
         return self._inner.core(core(call))
@@ -102,10 +99,10 @@ def _inner_name(name: str) -> str:
 
 
 def _around(
-    call: Call, ranks: Ranks, within: Program, arrays: dict[str, Array], *, rounded: bool
+    call: Call, within: Program, arrays: dict[str, Array], *, rounded: bool
 ) -> Iterator[Op]:
     """Exchanges queries (or dout), runs the inner program, and exchanges results (or dq) back."""
-    exchange = _Exchange(ranks)
+    exchange = _Exchange(call)
     spec, rows = call.spec, exchange.rows_there
     if within.backward:
         dtype = spec.dtype if rounded else spec.accum_dtype
@@ -118,7 +115,7 @@ def _around(
     queries = {"q": replace(arrays["q"], rows=rows)}
     yield from exchange.steps("swap queries", queries, 0, there=True)
     yield _inner(call, within, ("q", "k", "v"), ("out", "lse"))
-    results = result_arrays(spec, ranks.rows("q"))
+    results = result_arrays(spec, exchange.own_rows)
     yield from exchange.steps("swap back", results, 1, there=False)
 
 
@@ -134,26 +131,21 @@ def _inner(
 class _Exchange:
     """The exchange of tails with rank P - 1 - r."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.own_rows, self.partner_rows = ranks.rows("q"), ranks.partner_rows()
-        self.hop, self.active = ranks.partner()
+    def __init__(self, call: Call) -> None:
+        self.rank, self.partner = call.rank, call.world_size - 1 - call.rank
+        self.own_rows, self.partner_rows = map(call.layouts[0].shard_len, (self.rank, self.partner))
 
     @property
-    def alone(self) -> bool:
-        return self.ranks.rank is not None and self.hop.send_to == self.ranks.rank
-
-    @property
-    def rows_there(self) -> Number:
+    def rows_there(self) -> int:
         """Number of rows after the exchange: the own head and the partner's tail."""
         return self.own_rows - self.own_rows // 2 + self.partner_rows // 2
 
     def _halves(self, *, there: bool) -> tuple[slice, slice]:
         """Rows of the half that stays and of the half that is exchanged, before it or `there`."""
         head, tail = self.own_rows - self.own_rows // 2, self.own_rows // 2
-        if there and not self.alone:
+        if there:
             tail = self.partner_rows // 2
-            if self.hop.send_to < self.ranks.rank:
+            if self.partner < self.rank:
                 return slice(tail, tail + head), slice(0, tail)
         return slice(0, head), slice(head, head + tail)
 
@@ -167,7 +159,7 @@ class _Exchange:
         yield ops.Step(label)
         names = [(name, _inner_name(name)) for name in arrays]
         sources, targets = zip(*(pair if there else pair[::-1] for pair in names), strict=True)
-        if self.alone:
+        if self.partner == self.rank:
             yield ops.Join("shards")
             for name, source in zip(targets, sources, strict=True):
                 yield ops.Assign(View(name), View(source))
@@ -178,36 +170,26 @@ class _Exchange:
             Buffer(f"{label}: {direction}", room_of(x))
             for direction, x in (("sent", sent), ("received", received))
         )
-        if self.ranks.rank is None:
-            packed: tuple[Copy, ...] = ()
-            unpacked, heads = packed, None
-        else:
-            head_before, tail_before = self._halves(there=not there)
-            head_after, tail_after = self._halves(there=there)
-            packed = tuple(Copy(i, View(x, tail_before)) for i, x in enumerate(sources))
-            unpacked = tuple(Copy(i, View(x, tail_after)) for i, x in enumerate(targets))
-            heads = head_before, head_after
-        nbytes = sent.nbytes if self.active is None else sent.nbytes * self.active
+        head_before, tail_before = self._halves(there=not there)
+        head_after, tail_after = self._halves(there=there)
         yield from pack_and_post(
-            "shards", step, self.hop, message=sent, copies=packed, send=send, recv=recv,
-            receives=received, nbytes=nbytes, active=self.active,
+            "shards", step, ops.Hop(self.partner, self.partner), message=sent,
+            copies=tuple(Copy(i, View(x, tail_before)) for i, x in enumerate(sources)),
+            send=send, recv=recv, receives=received,
         )  # fmt: skip
-        yield ops.Wait("shards", None, self.active)
+        yield ops.Wait("shards")
         yield ops.Free((send,))
         for name, array, source in zip(targets, arrays.values(), sources, strict=True):
             yield ops.New(name, array)
-            if heads is not None:
-                yield ops.Assign(View(name, heads[1]), View(source, heads[0]))
-        yield ops.Unpack(recv, received, unpacked)
+            yield ops.Assign(View(name, head_after), View(source, head_before))
+        copies = tuple(Copy(i, View(x, tail_after)) for i, x in enumerate(targets))
+        yield ops.Unpack(recv, received, copies)
         if not there:
             yield ops.Free(tuple(x for x in sources if x == "dq there"))
 
-    def _message(self, arrays: dict[str, Array], rows: Number) -> Message:
-        def make(tail: int) -> Packet:
-            tails = [replace(array, rows=tail) for array in arrays.values()]
-            return packet_of([(x.shape, x.dtype) for x in tails])
-
-        return message_of(make, rows // 2)
+    def _message(self, arrays: dict[str, Array], rows: int) -> Message:
+        tails = [replace(array, rows=rows // 2) for array in arrays.values()]
+        return packet_of([(x.shape, x.dtype) for x in tails])
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,6 @@ from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import on_host
 from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
@@ -109,10 +108,7 @@ def why_not_same_bits(call: Call) -> str | None:
 def program_of(call: Call, *, backward: bool) -> Program:
     """The program of the call's rank, in one direction; cached on the call."""
     if backward not in call.programs:
-        call.programs[backward] = programs(call, call.ranks, backward=backward)
+        with on_host():
+            program = code_of(call.strategy).program(call, backward=backward)
+        call.programs[backward] = program
     return call.programs[backward]
-
-
-def programs(call: Call, ranks: Ranks, *, backward: bool) -> Program:
-    with on_host():
-        return code_of(call.strategy).program(call, ranks, backward=backward)

@@ -67,9 +67,8 @@ from ring_attn.core import program as ops
 from ring_attn.core import sizes
 from ring_attn.core.messages import Message, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Displacement, Grid, Traveller, ring_grid
+from ring_attn.core.tiles import Displacement, Grid, StepTiles, Traveller, ring_grid
 from ring_attn.core.work import needed_displacements
 from ring_attn.strategies import base
 from ring_attn.strategies.base import StrategyCode, differentiate
@@ -108,16 +107,16 @@ class Ring(StrategyCode):
             return GradientPlan("kv", True)
         return GradientPlan(sizes.choose_traveller(call.spec, *call.layouts, call.mask), False)
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        grid = ring_grid(ranks.world_size, call.strategy.inner_degree)
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
+        grid = ring_grid(call.world_size, call.strategy.inner_degree)
         plan = self.gradients(call) if backward else GradientPlan("kv", in_order=False)
         travels = plan.travels or "kv"
-        steps = _Steps(call, ranks, grid, travels, ranks.order(grid, travels))
-        arrays = base.input_arrays(call.spec, ranks, backward=backward)
+        steps = _Steps(call, grid, travels, call.ranks.order(grid, travels))
+        arrays = base.input_arrays(call, backward=backward)
         if not backward:
-            return base.core_program(ranks, arrays, _forward(call, steps), backward=False)
+            return base.core_program(call, arrays, _forward(call, steps), backward=False)
         made = _backward(call, steps, arrays, in_order=plan.in_order, rounded=rounded)
-        return base.core_program(ranks, arrays, made, backward=True)
+        return base.core_program(call, arrays, made, backward=True)
 
     def label(self, strategy: Strategy) -> str:
         degree = strategy.inner_degree
@@ -185,7 +184,6 @@ class _Steps:
     """
 
     call: Call
-    ranks: Ranks
     grid: Grid
     travels: Traveller
     order: tuple[Displacement, ...]
@@ -197,21 +195,21 @@ class _Steps:
     def hop(self, here: int, there: int) -> ops.Hop:
         """The hop from the holder of a shard at step `here` to its holder at step `there`."""
         (a, b), (c, d) = self.order[here], self.order[there]
-        return self.ranks.hop(self.grid, (c - a, d - b))
+        return self.call.ranks.hop(self.grid, (c - a, d - b))
 
     def messages(self, packet: sizes.MakePacket) -> list[Message]:
         """The message with the shard, or its gradients, at each step; none in a single step."""
         if self.num == 1:
             return []
         make = partial(packet, self.call.spec, self.travels)
-        return self.ranks.moving_messages(self.grid, self.travels, make, self.order)
+        return self.call.ranks.moving_messages(self.grid, self.travels, make, self.order)
 
-    def tiles(self, index: int) -> ops.Tiles:
-        return self.ranks.tiles(self.grid, self.travels, self.order[index])
+    def tiles(self, index: int) -> StepTiles:
+        return self.call.ranks.tiles(self.grid, self.travels, self.order[index])
 
     def copies(self, names: tuple[str, ...], *, add: bool = False) -> tuple[Copy, ...]:
         """Copies between a message and the travelling rows of the rank's own tensors."""
-        rows = self.ranks.moving(self.grid, self.travels, (0, 0))
+        rows = self.call.ranks.moving(self.grid, self.travels, (0, 0))
         return tuple(Copy(i, View(name, rows), add=add) for i, name in enumerate(names))
 
     def shard_legs(self, index: int) -> list[_Leg]:
@@ -286,9 +284,9 @@ class _Shards:
 
 
 def _forward(call: Call, steps: _Steps) -> Iterator[Op]:
-    yield base.start(call.spec, steps.ranks)
+    yield base.start(call)
     shards = _Shards(steps)
-    last = _last_with_tiles(steps)
+    last = max((i for i in range(steps.num) if steps.tiles(i)), default=0)
     for index in range(steps.num):
         yield ops.Step(f"step {index}", index)
         yield from shards.before(index)
@@ -296,13 +294,7 @@ def _forward(call: Call, steps: _Steps) -> Iterator[Op]:
         yield ops.Attend(steps.tiles(index), View("q"), k, v, last=index == last)
         yield from shards.after(index)
     yield ops.Step("end")
-    yield base.finish(call.spec, steps.ranks)
-
-
-def _last_with_tiles(steps: _Steps) -> int:
-    if steps.ranks.rank is None:
-        return steps.num - 1
-    return max((i for i in range(steps.num) if steps.tiles(i)), default=0)
+    yield base.finish(call)
 
 
 def _backward(

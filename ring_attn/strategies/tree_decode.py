@@ -35,7 +35,7 @@ from ring_attn.core.messages import Gathered, Packet, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Tile
+from ring_attn.core.tiles import StepTiles, Tile
 from ring_attn.strategies.base import result_arrays
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.base import Transport
@@ -67,7 +67,7 @@ def program(
         # In the type of the state: the root of the tree rounds once.
         made = [ops.Start(q, spec.headdim_v, partial["out"])]
         if tiles:
-            made.append(ops.Attend(tiles, q, View("k"), View("v")))
+            made.append(ops.Attend(StepTiles.of(tiles), q, View("k"), View("v")))
         made.append(ops.Finish("partial out", "partial lse", partial["out"], partial["lse"]))
     arrays = {
         "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),

@@ -26,11 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
@@ -38,9 +37,8 @@ from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import Layouts, SequenceLayout
-from ring_attn.core.messages import Bytes, Message, Number, Packet, Parcels, packet_of, room_of
+from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
-from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import with_first_row
 from ring_attn.strategies import ring
@@ -74,8 +72,8 @@ class Ulysses(StrategyCode):
         for each in _cores(call):
             self._inner.check(each)
 
-    def program(self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
-        exchanges = _Exchanges(call, ranks, self._inner)
+    def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
+        exchanges = _Exchanges(call, self._inner)
         return exchanges.program(backward=backward, rounded=rounded)
 
     def core(self, call: Call) -> Call:
@@ -164,24 +162,21 @@ class _Kind:
 class _Exchanges:
     """Builds the programs: heads for rows, the cores, rows for heads."""
 
-    def __init__(self, call: Call, ranks: Ranks, inner: StrategyCode) -> None:
-        self.call, self.ranks, self.inner = call, ranks, inner
+    def __init__(self, call: Call, inner: StrategyCode) -> None:
+        self.call, self.inner = call, inner
         self.degree = call.strategy.ulysses_degree
         self.shares = share_heads(call.spec.nheads, call.spec.nheads_kv, self.degree)
         self.summed = is_replicated(self.shares, call.spec.nheads_kv)
-        member = (ranks.rank or 0) % self.degree
-        self.share = self.shares[member]
+        number, self.member = divmod(call.rank, self.degree)
+        self.share = self.shares[self.member]
         # The ranks with the same heads, and those with which heads are exchanged for rows.
-        self.peers: tuple[int, ...] | None = None
-        self.group: tuple[int, ...] | None = None
-        if ranks.rank is not None:
-            self.peers = tuple(range(member, call.world_size, self.degree))
-            self.group = tuple(range(ranks.rank - member, ranks.rank - member + self.degree))
+        self.peers = tuple(range(self.member, call.world_size, self.degree))
+        self.group = tuple(range(number * self.degree, (number + 1) * self.degree))
 
     def program(self, *, backward: bool, rounded: bool) -> Program:
-        ranks, spec = self.ranks, self.call.spec
+        spec = self.call.spec
         there, back = self._kinds(backward=backward, rounded=rounded)
-        arrays = input_arrays(spec, ranks, backward=backward)
+        arrays = input_arrays(self.call, backward=backward)
         if backward:
             arrays = {"dout": arrays["dout"]}
         channel: Channel = "gradients" if backward else "shards"
@@ -189,11 +184,10 @@ class _Exchanges:
         made: list[Op] = [ops.Step("to heads")]
         made += self._exchange(there, "shards", first, to_heads=True)
         saved: list[str] = []
-        cores = ranks.over(core_layouts(self.call), self.degree)
-        for number, run, members in self._runs():
+        for number, run in enumerate(self.share.runs):
             core_call = core(self.call, run)
             program = self.inner.program(
-                core_call, cores, backward=backward, rounded=rounded and not self.summed
+                core_call, backward=backward, rounded=rounded and not self.summed
             )
             inputs, results = ([kind.name for kind in kinds] for kinds in (there, back))
             if backward:
@@ -206,37 +200,16 @@ class _Exchanges:
                 program, core_call.spec, self.peers,
                 tuple((name, f"{name} {number}") for name in inputs),
                 tuple((name, f"{name} {number}") for name in results),
-                run.q, members, self.degree,
+                run.q,
             ))  # fmt: skip
-            if backward and members is None:
+            if backward:
                 made.append(ops.Free((f"dout {number}",)))
         made.append(ops.Step("to rows"))
         made += self._exchange(back, channel, first + 1, to_heads=False)
         if backward:
             made += self._rounded(back, spec.dtype if rounded else spec.accum_dtype)
-        return Program(ranks.world_size, ranks.rank, backward, tuple(made), arrays, tuple(saved))
-
-    # -- cores
-
-    def _runs(self) -> Iterator[tuple[int, HeadRun, Tensor | None]]:
-        """Yields this rank's runs of heads with their numbers.
-
-        For every rank, yields runs of equal sizes together, with the group's members that have one.
-        """
-        if self.ranks.rank is not None:
-            for index, run in enumerate(self.share.runs):
-                yield index, run, None
-            return
-        for index in range(max(len(share.runs) for share in self.shares)):
-            members: dict[tuple[int, int], list[int]] = {}
-            first: dict[tuple[int, int], HeadRun] = {}
-            for member, share in enumerate(self.shares):
-                if index < len(share.runs):
-                    run = share.runs[index]
-                    members.setdefault((run.num, run.num_kv), []).append(member)
-                    first.setdefault((run.num, run.num_kv), run)
-            for sizes, ranks in members.items():
-                yield index, first[sizes], torch.tensor(ranks)
+        call = self.call
+        return Program(call.world_size, call.rank, backward, tuple(made), arrays, tuple(saved))
 
     # -- exchanges
 
@@ -268,16 +241,17 @@ class _Exchanges:
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, all_heads=to_heads)
         received = self._message(kinds, all_heads=not to_heads)
-        route, nbytes = self._route(kinds, sent, received)
+        counts = tuple(sent.counts), tuple(received.counts)
+        route = ops.Collective("all_to_all", torch.uint8, *counts)
         send = Buffer(f"sent to {side}", room_of(sent))
         recv = Buffer(f"received to {side}", room_of(received))
         yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
-        if not to_heads and kinds[0].name == "dq" and self.ranks.rank is not None:
+        if not to_heads and kinds[0].name == "dq":
             runs = range(len(self.share.runs))
             yield ops.Free(tuple(f"{kind.name} {number}" for number in runs for kind in kinds))
         yield ops.Post(
             channel=channel, step=step, route=route, send=send, recv=recv, message=received,
-            nbytes=nbytes, ranks=self.group,
+            nbytes=sent.nbytes - counts[0][self.member], ranks=self.group,
         )  # fmt: skip
         yield ops.Wait(channel, self.group)
         yield ops.Free((send,))
@@ -293,51 +267,17 @@ class _Exchanges:
                 result = replace(array, dtype=dtype)
                 yield ops.Round(View(kind.name), View(kind.full_name), result, False)
 
-    def _route(
-        self, kinds: tuple[_Kind, ...], sent: Message, received: Message
-    ) -> tuple[ops.Collective, Number]:
-        """The all-to-all, and the bytes that leave the rank."""
-        if self.ranks.rank is None:
-            groups = torch.arange(self.call.world_size).view(-1, self.degree)
-            kept = self._every_packet(kinds).diagonal(dim1=1, dim2=2).flatten()
-            return ops.Collective("all_to_all", groups=groups), sent.nbytes - kept
-        assert isinstance(sent, Parcels) and isinstance(received, Parcels)
-        counts = tuple(sent.counts), tuple(received.counts)
-        route = ops.Collective("all_to_all", torch.uint8, *counts)
-        return route, sent.nbytes - counts[0][self.ranks.rank % self.degree]
-
-    def _message(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Message:
+    def _message(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Parcels:
         """A packet for each member: this rank's rows of the member's heads, or the reverse."""
-        rank, batch = self.ranks.rank, self.call.spec.batch
-        if rank is None:
-            return Bytes(self._every_packet(kinds).sum(2 if all_heads else 1).flatten())
+        call = self.call
         if all_heads:
-            both = [(share, rank) for share in self.shares]
+            both = [(share, call.rank) for share in self.shares]
         else:
-            both = [(self.share, other) for other in self.group or ()]
+            both = [(self.share, other) for other in self.group]
         return Parcels(tuple(
-            _packet(batch, kinds, share, *(layout.shard_len(r) for layout in self.ranks.layouts))
+            _packet(call.spec.batch, kinds, share, *(x.shard_len(r) for x in call.layouts))
             for share, r in both
         ))  # fmt: skip
-
-    @cached_property
-    def _every_rows(self) -> tuple[list[list[int]], Tensor]:
-        """The distinct (query rows, key rows) of ranks, and the index of each rank's pair."""
-        lens = torch.tensor([layout.shard_lens for layout in self.ranks.layouts])
-        rows, inverse = lens.unique(dim=1, return_inverse=True)
-        return rows.t().tolist(), inverse
-
-    def _every_packet(self, kinds: tuple[_Kind, ...]) -> Tensor:
-        """(groups, members, members) bytes: [g, a, b] are member a's rows of member b's heads."""
-        rows, inverse = self._every_rows
-        sizes = [tuple((run.num, run.num_kv) for run in share.runs) for share in self.shares]
-        batch = self.call.spec.batch
-        nbytes = {
-            size: [_packet(batch, kinds, share, *pair).nbytes for pair in rows]
-            for size, share in dict(zip(sizes, self.shares, strict=True)).items()
-        }
-        table = torch.tensor([nbytes[size] for size in sizes], dtype=torch.int64)
-        return table.t()[inverse].view(-1, self.degree, self.degree)
 
     def _targets(
         self, kinds: tuple[_Kind, ...], *, all_heads: bool
@@ -347,25 +287,20 @@ class _Exchanges:
         if all_heads:
             for kind in kinds:
                 heads = spec.nheads if kind.side == "q" else spec.nheads_kv
-                rows = self.ranks.rows(kind.side)
+                rows = self.call.ranks.rows(kind.side)
                 array = Array(spec.batch, rows, heads, kind.dim, kind.dtype)
                 yield kind.full_name, array, kind.summed
             return
-        if self.ranks.rank is None:
-            return
-        cores = self.ranks.over(core_layouts(self.call), self.degree)
-        for number, run, _ in self._runs():
+        for number, run in enumerate(self.share.runs):
+            rows_of = core(self.call, run).ranks.rows
             for kind in kinds:
-                rows = cores.rows(kind.side)
+                rows = rows_of(kind.side)
                 array = Array(spec.batch, rows, kind.num_heads(run), kind.dim, kind.dtype)
                 yield f"{kind.name} {number}", array, False
 
     def _copies(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> tuple[Copy, ...]:
         """Copies between the messages and the tensors before, or after, the exchange."""
-        if self.ranks.rank is None:
-            return ()
-        copies, entry = [], 0
-        rank = self.ranks.rank
+        copies, entry, group = [], 0, self.call.rank // self.degree
         for other, share in enumerate(self.shares):
             for index, run in enumerate(share.runs if all_heads else self.share.runs):
                 for kind in kinds:
@@ -374,7 +309,7 @@ class _Exchanges:
                         copies.append(Copy(entry, view, add=kind.summed))
                     else:
                         layout = self.call.layouts[0 if kind.side == "q" else 1]
-                        placed = merge_groups(layout, self.degree)[1][rank // self.degree][other]
+                        placed = merge_groups(layout, self.degree)[1][group][other]
                         copies += [
                             Copy(entry, View(f"{kind.name} {index}", there), here)
                             for here, there in placed

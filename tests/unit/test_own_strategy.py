@@ -13,7 +13,6 @@ import pytest
 from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import chunked
-from ring_attn.machines.actions import schedule_of
 from ring_attn.machines.check import check_calls
 from ring_attn.machines.count import peak_bytes
 from ring_attn.machines.draw import draw
@@ -23,7 +22,7 @@ from ring_attn.planning.planner import explain
 from ring_attn.strategies.registry import program_of, register, registered
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
-from tests.unit.test_programs import assert_schedule_is_that_of_each, calls_of, sent
+from tests.unit.test_programs import assert_all_is_timed, calls_of, sent
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_strategy.py"
 STAR = runpy.run_path(str(EXAMPLE))["STAR"]
@@ -54,13 +53,12 @@ def test_checked_counted_timed_and_drawn(backward: bool) -> None:
         calls = calls_of(Strategy("star"), mask, "zigzag", 4)
         assert check_calls(calls, backward=backward) == []
         assert {one.messages for one in sent(calls, backward=backward)} == {6 if backward else 3}
-        assert_schedule_is_that_of_each(calls, backward=backward)
-        schedule = schedule_of(calls[0], backward=backward)
+        assert_all_is_timed(calls, backward=backward)
         for call in calls:
             drawn = draw(program_of(call, backward=backward))
             assert drawn.count("post ") == (6 if backward else 3)
             assert peak_bytes(call, backward=backward) > 0
-        assert simulate(schedule, builtin_cluster("H100")).seconds > 0
+        assert simulate(calls, builtin_cluster("H100"), backward=backward).seconds > 0
 
 
 @pytest.mark.usefixtures("star")

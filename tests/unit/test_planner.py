@@ -278,6 +278,32 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
         find_cluster("cuda", 64)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("world_size", [24, 32, pytest.param(64, marks=pytest.mark.slow)])
+def test_some_ranks_stand_for_all(causal: bool, world_size: int) -> None:
+    """The choice is that of all ranks, and times are within 2 % (DESIGN, issue 32)."""
+    args: dict[str, Any] = {
+        "seqlen": 4096 * world_size, "world_size": world_size, "causal": causal, "nheads_kv": 4,
+        "cluster": builtin_cluster("H100"), "layout": "zigzag" if causal else "contiguous",
+    }  # fmt: skip
+    some, every = plan(**args), plan(**args, exact=True)
+    assert (some.strategy, some.layout) == (every.strategy, every.layout)
+    for candidate in every.candidates:
+        if candidate.prediction is not None:
+            other = found(some, candidate.label, candidate.layout_name)
+            assert other.seconds == pytest.approx(candidate.seconds, rel=0.02), candidate.label
+    walked = [len(planner.walked_calls(x.problem, x.best)) for x in (some, every)]
+    assert walked == [16, world_size]
+
+
+def test_ranks_that_differ_are_all_walked() -> None:
+    cuts = [0, 30_000, 70_000, 24 * 4096]
+    for options in ({"cu_seqlens": cuts}, {"layout": "balanced"}, {"window_size": (4096, 0)}):
+        given = {"seqlen": 24 * 4096, "world_size": 24, "layout": "contiguous", **options}
+        choice = plan(**given, strategies=["ring"], cluster=builtin_cluster("H100"))
+        assert len(planner.walked_calls(choice.problem, choice.best)) == 24
+
+
 # Wrong types are tested in tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
     ("options", "text"),

@@ -202,7 +202,7 @@ def keep(case: Case, calls: list[Call], rank: int, transport: LocalTransport) ->
     before = [x.clone() for x in (*shards, *saved)]
     rounded = drivers.backward(call, saved, dout, transport)[:3]
     names = program_of(call, backward=False).saved
-    program = code_of(call.strategy).program(call, call.ranks, backward=True, rounded=False)
+    program = code_of(call.strategy).program(call, backward=True, rounded=False)
     given = {**dict(zip(names, saved, strict=True)), "dout": dout}
     ran = run.execute(program, call, given, transport)
     assert all(map(torch.equal, before, (*shards, *saved)))

@@ -25,6 +25,7 @@ from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import (
     MaskKind,
+    StepTiles,
     Tile,
     Traveller,
     gathered_tiles,
@@ -47,7 +48,7 @@ TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
 class RingStep(NamedTuple):
     source: int
     rows: slice
-    tiles: tuple[Tile, ...]
+    tiles: StepTiles
 
 
 # True where a query row (dim 0) of rank a sees a key row (dim 1) of rank b.
@@ -143,6 +144,7 @@ def check_step(index: int, step: RingStep, rank: int, visible: Visible, travels:
     held = seen[:, step.rows] if travels == "kv" else seen[step.rows]
     assert int(held.sum()) == int(seen.sum()), "a row that is needed does not travel"
     assert torch.equal(painted(step.tiles, *held.shape), held.long())
+    assert step.tiles.sizes.area == StepTiles.of(step.tiles.listed).sizes.area == int(seen.sum())
     if index == 0:
         assert step.rows == slice(0, seen.size(side)), "a rank's own rows are all there"
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -12,12 +11,13 @@ import pytest
 import torch
 
 from ring_attn.call import Call
+from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines.actions import schedule_of
-from ring_attn.machines.time import Simulation, simulate
+from ring_attn.machines.time import simulate
+from ring_attn.machines.timeline import Simulation
 from ring_attn.planning.devices import (
     Cluster,
     Copies,
@@ -25,8 +25,8 @@ from ring_attn.planning.devices import (
     Host,
     Link,
     Rate,
-    builtin_cluster,
 )
+from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.strategy import Strategy
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
@@ -72,7 +72,13 @@ def simulated(
     layout = SequenceLayout.from_name(kind, ROWS * world_size, world_size)
     mask = Mask(layout.seqlen, layout.seqlen, causal, (window, -1))
     call = Call(SPEC, (layout, layout), mask, 0, strategy, 0.1, backend)
-    return simulate(schedule_of(call, backward=backward), on, spans=spans)
+    calls = [replace(call, rank=rank) for rank in range(world_size)]
+    return simulate(calls, on, backward=backward, spans=spans)
+
+
+def each(found: Simulation, name: str) -> list[float]:
+    """One of the times of every rank."""
+    return [getattr(rank, name) for rank in found.ranks]
 
 
 HALF = (ROWS + 1) / 2 / ROWS  # of a causal diagonal tile
@@ -120,9 +126,9 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
 def test_times_by_hand(name: str) -> None:
     on, options, *expected = BY_HAND[name]
     found = simulated(on, **options)
-    times = found.seconds, float(found.compute.max()), float(found.exposed.max())
+    times = found.seconds, max(each(found, "compute")), max(map(sum, each(found, "exposed")))
     assert [seconds / STEP for seconds in times] == pytest.approx(expected, abs=1e-9)
-    assert float(found.late.max()) == 0.0
+    assert max(each(found, "late")) == 0.0
 
 
 def test_a_causal_ring_over_contiguous_shards_waits_for_its_last_rank() -> None:
@@ -130,10 +136,10 @@ def test_a_causal_ring_over_contiguous_shards_waits_for_its_last_rank() -> None:
         simulated(cluster(inside=inf), causal=True, kind=kind) for kind in ("contiguous", "zigzag")
     )
     assert contiguous.seconds == pytest.approx((3 + HALF) * STEP)
-    assert float(contiguous.compute[0]) == pytest.approx(HALF * STEP)
-    assert float(contiguous.late.max()) > 0
+    assert contiguous.ranks[0].compute == pytest.approx(HALF * STEP)
+    assert max(each(contiguous, "late")) > 0
     assert zigzag.seconds < 0.62 * contiguous.seconds
-    assert float(zigzag.late.max()) < 0.05 * zigzag.seconds
+    assert max(each(zigzag, "late")) < 0.05 * zigzag.seconds
 
 
 def test_the_slow_link_between_nodes_is_named() -> None:
@@ -153,8 +159,7 @@ def test_collectives_take_what_was_measured_of_them(strategy: Strategy) -> None:
     for latency in (0.0, 1.0):
         measured = replace(on, collectives={op: Link(op, latency, 1e6)})
         found = simulated(measured, strategy=strategy)
-        sent = int(found.schedule.bytes_sent[0])
-        count = int(found.schedule.messages[0])
+        sent, count = found.ranks[0].sent, found.ranks[0].messages
         assert found.seconds == pytest.approx(sent / 1e6 + count * latency)
     assert simulated(on, strategy=strategy).seconds == pytest.approx(sent / 1e9)
 
@@ -167,7 +172,8 @@ def test_a_window_is_computed_at_its_own_rate() -> None:
             simulated(replace(on, device=d), 2, causal=True, window=window, backward=backward)
             for d in (on.device, half)
         )
-        assert torch.allclose(halved.compute, factor * usual.compute)
+        expected = [factor * seconds for seconds in each(usual, "compute")]
+        assert each(halved, "compute") == pytest.approx(expected)
 
 
 def test_a_device_waits_for_its_host() -> None:
@@ -176,11 +182,11 @@ def test_a_device_waits_for_its_host() -> None:
     found = simulated(cluster(speed=inf, inside=inf, host=host))
     # k and v are packed, posts and waits of three exchanges, four launches, out made from acc.
     assert found.seconds == pytest.approx(0.25 + 3 * (5 + 1) + 4 * 3 + 3 * 14 * 0.25 + 0.25)
-    assert found.host.tolist() == pytest.approx(found.finish.tolist())
-    assert found.late.tolist() == found.exposed.tolist() == [0.0] * 4
+    assert each(found, "idle") == pytest.approx(each(found, "clock"))
+    assert each(found, "late") == [*map(sum, each(found, "exposed"))] == [0.0] * 4
     found = simulated(cluster(speed=1e9 * STEP / 100.0, inside=inf, host=host))
     # The host is ahead from the second launch on; only the first launch waits.
-    assert found.host.tolist() == pytest.approx([0.25 + 5 + 3] * 4)
+    assert each(found, "idle") == pytest.approx([0.25 + 5 + 3] * 4)
     assert found.seconds == pytest.approx(0.25 + 5 + 3 + 4 * 100)
 
 
@@ -192,39 +198,30 @@ def test_kernels_that_carry_the_state_load_and_store_it(backend: str) -> None:
     acc = ROWS * SPEC.nheads * SPEC.headdim_v * 4
     state = acc + 2 * ROWS * SPEC.nheads * 4
     seconds = 2 * NBYTES + (6 * state if backend == "triton" else 3 * 5 * acc + 2 * acc)
-    assert simulated(on, backend=backend).finish.tolist() == pytest.approx([seconds] * 4)
+    assert each(simulated(on, backend=backend), "clock") == pytest.approx([seconds] * 4)
 
 
 def test_spans_are_the_time_of_every_rank() -> None:
     found = simulated(cluster(inside=2e8), causal=True, backward=True, spans=True)
-    busy = torch.zeros(4, dtype=torch.float64)
-    for span in found.spans:
-        assert bool((span.stop >= span.start).all())
-        if span.kind != "transfer":
-            busy += span.stop - span.start
-    assert busy.tolist() == pytest.approx(found.finish.tolist())
-    parts = found.compute + found.moves + found.host + found.late + found.exposed
-    assert parts.tolist() == pytest.approx(found.finish.tolist())
-    hidden = simulated(cluster())
-    assert not hidden.spans
+    for rank in found.ranks:
+        assert all(span.stop >= span.start for span in rank.spans)
+        busy = sum(span.stop - span.start for span in rank.spans if span.kind != "transfer")
+        assert busy == pytest.approx(rank.clock)
+        parts = rank.compute + rank.moves + rank.idle + rank.late + sum(rank.exposed)
+        assert parts == pytest.approx(rank.clock)
+    assert not any(each(simulated(cluster()), "spans"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Strategy(), Strategy(ulysses_degree=8)], ids=str)
-def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
-    seqlen = 1 << 26
-    layout = SequenceLayout.zigzag(seqlen, 4096)
-    spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
-    mask = Mask(seqlen, seqlen, causal=True)
-    begin = time.process_time()
-    call = Call(spec, (layout, layout), mask, 0, strategy, 0.1, "reference")
-    schedule = schedule_of(call, backward=False)
-    found = simulate(schedule, builtin_cluster("H100"))
-    # 4 s, and more where a virtual machine touches its memory for the first time.
-    assert time.process_time() - begin < 30
-    total = flops(seqlen * (seqlen + 1) // 2, spec, backward=False)
-    works = [work for phase in schedule.phases for work in phase.computes]
-    computed = sum(float((work.area.double() * work.per_pair).sum()) for work in works)
-    assert computed == pytest.approx(total, rel=1e-9)
-    rate = computed / 4096 / found.seconds
-    assert 0.3 < rate / found.cluster.device.peak_flops < 1
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [((ops.Post,), "rank 2 waits on .*shards"), ((ops.Post, ops.Wait), r"\[0, 1, 3\] do not end")],
+)
+def test_a_rank_that_posts_less_is_named(kinds: tuple[type, ...], words: str) -> None:
+    layout, mask = SequenceLayout.contiguous(64, 4), Mask(64, 64)
+    calls = [Call(SPEC, (layout, layout), mask, r, Strategy(), 0.1, "aten") for r in range(4)]
+    program = program_of(calls[2], backward=False)
+    last = [max(i for i, op in enumerate(program.ops) if isinstance(op, kind)) for kind in kinds]
+    left = tuple(op for i, op in enumerate(program.ops) if i not in last)
+    calls[2].programs[False] = replace(program, ops=left)
+    with pytest.raises(ValueError, match=words):
+        simulate(calls, cluster(), backward=False)

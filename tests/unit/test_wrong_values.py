@@ -158,7 +158,7 @@ TAKEN = {
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_k", "sinks", "parts", "max_rows"), ["None"]),
     **dict.fromkeys(("strategies", "cluster", "device_type", "heads_per_chunk"), ["None"]),
     **dict.fromkeys(("qkv_indices", "qkv_names"), ["None"]),
-    **dict.fromkeys(("causal", "backward", "exchange_q"), ["True"]),
+    **dict.fromkeys(("causal", "backward", "exchange_q", "exact"), ["True"]),
     **dict.fromkeys(("dim", "ignore_index", "output_index"), ["-1"]),
     **dict.fromkeys(("strategy", "backend"), ["text"]),
     **dict.fromkeys(("batch", "state_dict", "plan"), ["{}"]),

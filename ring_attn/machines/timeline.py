@@ -1,0 +1,142 @@
+"""What a simulation finds: the timeline of each walked rank, and the use of the links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ring_attn.core.program import Channel
+from ring_attn.planning.devices import Cluster
+
+
+class Pending(NamedTuple):
+    """An exchange of a rank under way: when its host posted it, its begin and end, its link."""
+
+    posted: float
+    start: float
+    stop: float
+    crosses: bool
+
+
+class Phase(NamedTuple):
+    """A step in tables: its place among the steps of a program, and its label."""
+
+    number: int
+    label: str
+
+
+class Span(NamedTuple):
+    """An op of a rank: what it does ("compute", "move", "transfer", "wait"), from when to when.
+
+    `channel` and `nbytes` are those of a transfer, `area` and `edge` those of tiles.
+    """
+
+    phase: Phase
+    kind: str
+    start: float
+    stop: float
+    channel: Channel | None = None
+    nbytes: int = 0
+    area: int = 0
+    edge: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Usage:
+    """Use of the links of one kind: "inside" a node, or "between" nodes.
+
+    Attributes:
+        nbytes: bytes that all ranks sent over these links.
+        busy: seconds that the busiest port was sending.
+        sender: rank that last sent through the busiest port.
+        receiver: its receiver; None for collectives.
+        exposed: longest time in seconds that a rank waited for bytes over these links.
+    """
+
+    link: str
+    name: str
+    nbytes: int
+    busy: float
+    sender: int
+    receiver: int | None
+    exposed: float
+
+    def __str__(self) -> str:
+        where = f"{self.name} between nodes" if self.link == "between" else f"{self.name} in a node"
+        to = "" if self.receiver is None else f" -> rank {self.receiver}"
+        return f"{where}, rank {self.sender}{to}"
+
+
+@dataclass(eq=False)
+class Timeline:
+    """A walked rank: its clocks, and its seconds so far.
+
+    Attributes:
+        clock: time of the device; at the end, when the rank is done.
+        host: time of the host.
+        compute: time in attention itself.
+        moves: time in packing, adding and rounding.
+        idle, late: time waiting for the rank's host, for late peers.
+        exposed: time waiting for bytes, inside nodes and between nodes.
+        sent, messages: bytes and exchanges.
+        spans: every op, if requested.
+    """
+
+    rank: int
+    keep: bool = False
+    clock: float = 0.0
+    host: float = 0.0
+    compute: float = 0.0
+    moves: float = 0.0
+    idle: float = 0.0
+    late: float = 0.0
+    exposed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    sent: int = 0
+    messages: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.phase = Phase(0, "start")
+        self.computes: set[Phase] = set()
+        self.pending: dict[Channel, Pending] = {}
+        # On a device with streams: the ends of the last two kernels, of the last packing and of the
+        # last exchange on each channel.
+        self.ended = (0.0, 0.0)
+        self.packed = 0.0
+        self.arrived: dict[Channel, float] = {}
+
+    def begin(self, label: str) -> None:
+        self.phase = Phase(self.phase.number + 1, label)
+
+    def note(self, kind: str, start: float, stop: float, **numbers: Any) -> None:
+        if self.keep:
+            self.spans.append(Span(self.phase, kind, start, stop, **numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Results of a simulation: the timeline of each walked rank, and the use of the links.
+
+    `links` are the kinds of links that carried bytes, the most costly first; with sampled ranks
+    their bytes are estimates.
+    """
+
+    world_size: int
+    cluster: Cluster
+    ranks: tuple[Timeline, ...]
+    links: tuple[Usage, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last rank is done."""
+        return max(rank.clock for rank in self.ranks)
+
+    @property
+    def slowest_link(self) -> Usage | None:
+        """The kind of link with the longest waits, with its busiest port."""
+        return self.links[0] if self.links else None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in which any rank computes."""
+        return len(set().union(*(rank.computes for rank in self.ranks)))
