@@ -52,13 +52,13 @@ def a_call(function: F) -> F:
     """
 
     @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        given = (x.device for x in (*args, *options.values()) if isinstance(x, Tensor))
+    def call(*args: Any, **keywords: Any) -> Any:
+        given = (x.device for x in (*args, *keywords.values()) if isinstance(x, Tensor))
         device = next(given, torch.device("cpu"))
         with streams.on(device):
             before, _call.is_captured = _call.is_captured, captures(device)
             try:
-                return function(*args, **options)
+                return function(*args, **keywords)
             finally:
                 _call.is_captured = before
 
