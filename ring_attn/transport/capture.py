@@ -52,7 +52,7 @@ def a_call(function: F) -> F:
     """
 
     @wraps(function)
-    def call(*args: Any, **keywords: Any) -> Any:
+    def call(*args: object, **keywords: object) -> Any:
         given = (x.device for x in (*args, *keywords.values()) if isinstance(x, Tensor))
         device = next(given, torch.device("cpu"))
         with streams.on(device):
