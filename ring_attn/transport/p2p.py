@@ -433,9 +433,10 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions,
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """The transport of a group and options; all ranks connect together at its first call."""
-    by_options = _transports.setdefault(group, {})
+    by_options = _transports.get(group, {})
     if options not in by_options:
         groups.check_max_ctas(options, group)
+        by_options = _transports.setdefault(group, by_options)
         by_options[options] = new_p2p(group, options)
     return by_options[options]
 
