@@ -163,3 +163,10 @@ def test_paths_exist() -> None:
         r"\]\(([^)#]+)\)|`((?:ring_attn|bench|examples|tests|kernels|\.ci)/[^`\s]*)`", BOTH
     ):
         assert (ROOT / (path[0] or path[1])).exists(), path
+
+
+def test_the_reading_path_is_short() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^\d\. \[`.*?`\]\((.*?)\)", text, flags=re.M)
+    assert len(paths) == 4
+    assert sum(len((ROOT / path).read_bytes().splitlines()) for path in paths) < 1500
