@@ -133,13 +133,19 @@ def diagnose(bounds: Bounds, ranks: Sequence[Outcome], runs: Runs) -> Diagnosis:
     found, left = result.findings, dict.fromkeys(result.differences)
     gradients = [key for key in left if key.startswith("gradient")]
     moved = any(key.startswith("weight") for key in left)
+    explained = set[str]()
     if gradients:
-        found += _by_clipping(bounds, ranks, runs) or [*_by_numbers(bounds, ranks, gradients)]
-        found += [] if found else _by_trials(bounds, ranks, runs, left)
+        whole = _by_clipping(bounds, ranks, runs)
+        found += whole or _by_numbers(bounds, ranks, gradients, explained)
+        if not whole and explained < {*gradients}:
+            whole = _by_trials(bounds, ranks, runs, left)
+        if whole:
+            found[:], explained = whole, {*gradients}
     elif moved:
         found += _by_clipping(bounds, ranks, runs) or [*_by_weights(bounds, ranks, left)]
     if found:  # weights follow from gradients, and the evaluation from weights
-        left = {key: None for key in left if key == "loss" or (key in LOSSES and not moved)}
+        followed = explained | {"evaluation loss"} if moved else explained
+        left = {key: None for key in left if key not in followed and not key.startswith("weight")}
         if any(_is_nan(forward) for run in ranks for forward in run.trained):
             left.pop("loss", None)
     for key in [*left]:
@@ -210,7 +216,10 @@ def _by_clipping(bounds: Bounds, ranks: Sequence[Outcome], runs: Runs) -> list[F
     ]
 
 
-def _by_numbers(bounds: Bounds, ranks: Sequence[Outcome], keys: list[str]) -> Iterator[Finding]:
+def _by_numbers(
+    bounds: Bounds, ranks: Sequence[Outcome], keys: list[str], explained: set[str]
+) -> Iterator[Finding]:
+    """Rules that fit gradients as they are; adds the gradients that a rule fits to `explained`."""
     twin, world_size = results_of(bounds.twin), len(ranks)
     count = len(bounds.twin.gradients)
     empty = [r for r, run in enumerate(ranks) if any(not x.num_targets() for x in run.trained)]
@@ -222,6 +231,7 @@ def _by_numbers(bounds: Bounds, ranks: Sequence[Outcome], keys: list[str]) -> It
             "has none: 0 / 0; divide by the targets of the whole batch",
             "the loss is NaN on exactly the ranks without targets",
         )
+        explained |= {*keys}
         return
     alone: dict[str, list[str]] = {"sum": [], "mean": []}
     for key in keys:
@@ -236,6 +246,7 @@ def _by_numbers(bounds: Bounds, ranks: Sequence[Outcome], keys: list[str]) -> It
                 break
     for op, names in alone.items():
         if names:
+            explained |= {*names}
             worst = max(_error(*_two(values(ranks, key))) for key in names)
             some = "all" if len(names) == count else str(len(names))
             yield Finding(
@@ -249,6 +260,7 @@ def _by_numbers(bounds: Bounds, ranks: Sequence[Outcome], keys: list[str]) -> It
     rest = [key for key in keys if key not in alone["sum"] + alone["mean"]]
     factor = bounds.common_factor(rest, ranks) if rest else None
     if factor is not None:
+        explained |= {*rest}
         yield _of_factor(factor, rest, count, bounds, ranks)
 
 

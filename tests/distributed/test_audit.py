@@ -113,3 +113,11 @@ def test_what_no_hypothesis_explains_is_said(ranks: Any, tmp_path: Any) -> None:
     report = judged(partial(audit_steps.gathered, "keys without gradients"), ranks, tmp_path, 2)
     assert not report.ok and not report.contracts
     assert report.diagnoses[0].unexplained and "not explained" in str(report)
+
+
+def test_what_a_finding_does_not_explain_is_said(ranks: Any, tmp_path: Any) -> None:
+    step = partial(audit_steps.gathered, "keys without gradients and one left out")
+    report = judged(step, ranks, tmp_path, 2)
+    assert report.contracts == {"gradient sum"}, str(report)
+    left = report.diagnoses[0].unexplained
+    assert left and "gradient of model.norm.weight" not in left
