@@ -79,7 +79,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
 BUGS = [(kind, bug) for kind, bugs in PLANTED.items() for bug in bugs]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(("kind", "bug"), BUGS)
 def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any, tmp_path: Any) -> None:
     step = partial(getattr(audit_steps, kind), bug)
@@ -99,7 +99,7 @@ def test_a_right_step_has_no_finding(layout: str, seqlen: int, ranks: Any, tmp_p
     assert report.ok, str(report)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("kind", list(PLANTED)[1:])
 def test_a_right_step_of_each_kind_has_no_finding(
