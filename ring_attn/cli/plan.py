@@ -8,6 +8,7 @@ Times come from a simulation of the cluster, which is built in or was measured b
 `ring-attn calibrate`. No process group and no GPU is needed.
 
     ring-attn plan --seqlen 1M --world-size 64 --heads 32 --kv-heads 8 --head-dim 128 --cluster h200
+    ring-attn plan --seqlen 1M --world-size 64 --model config.json     a step of a whole model
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ring_attn.cli.arguments import (
     with_options,
     write_json,
 )
+from ring_attn.cli.plan_model import HEADDIM, HEADS, model_lines, read_model
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.values import regular_file
 from ring_attn.machines.check import check_calls
@@ -80,10 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
-    add("--batch", type=parse_size, default=1)
-    add("--heads", dest="nheads", type=parse_size, default=32)
-    add("--kv-heads", dest="nheads_kv", type=parse_size, help="default: as many as heads")
-    add("--head-dim", dest="headdim", type=parse_size, default=128)
+    add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
+    model = "a config.json in Hugging Face's form, for heads, dims, layers and windows not given"
+    add("--model", type=Path, metavar="FILE", help=model)
+    add("--layers", type=parse_size, metavar="N", help="layers of a model, all alike")
+    hidden = "width of the model, for the memory between layers"
+    add("--hidden", type=parse_size, metavar="N", help=hidden)
+    heads = f"default: the model's, or {HEADS}"
+    add("--heads", dest="nheads", type=parse_size, metavar="N", help=heads)
+    kv_heads = "default: the model's, or as many as heads"
+    add("--kv-heads", dest="nheads_kv", type=parse_size, metavar="N", help=kv_heads)
+    head_dim = f"default: the model's, or {HEADDIM}"
+    add("--head-dim", dest="headdim", type=parse_size, metavar="N", help=head_dim)
     dim_v = "head dim of v (default: that of q and k)"
     add("--head-dim-v", dest="headdim_v", type=parse_size, help=dim_v)
     add("--dtype", type=parse_dtype, default=torch.bfloat16, help="default: bfloat16")
@@ -114,6 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
     check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
     add("--check", action="store_true", help=check)
+    add("--verbose", action="store_true", help="also list what was left out, and why")
     add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
     add_common(parser)
 
@@ -141,14 +152,21 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ValueError(f"--plot {str(args.plot)!r} is neither .png nor .svg")
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    layers = read_model(args)
     check_bounds(args)
     # Programs of thousands of ranks are millions of small objects without cycles. For 4096 ranks
     # garbage collection would take 4 of 22 s.
     gc.disable()
     try:
         choice = plan(args)
+        sliding = None
+        if layers is not None and layers.sliding:
+            # All layers of a model have one layout.
+            own = {"window_size": (layers.window, 0), "layout": choice.best.layout_name}
+            sliding = plan(argparse.Namespace(**vars(args) | own))
     finally:
         gc.enable()
+    whole = [] if layers is None else model_lines(layers, choice, sliding)
     count, too_many = choice.best.steps * args.world_size, ""
     if count > MAX_RANK_STEPS:
         too_many = f"{count} ranks x steps are too many for a table and a timeline"
@@ -158,14 +176,15 @@ def run_plan(args: argparse.Namespace) -> int:
     simulations = {} if too_many else simulated(choice.problem, choice.best)
     rows = [row for name, done in simulations.items() for row in report.step_rows(name, done)]
     if not args.quiet:
-        print(str(choice).removesuffix(choice.reason))
+        print(choice.table(verbose=args.verbose).removesuffix(choice.reason))
         table_console().print(too_many or report.steps_table(choice, rows))
-    print(choice.reason)
+    print("\n".join([choice.reason, *whole]))
     ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)
     steps = [asdict(row) for row in rows]
-    write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
+    told = {**choice.to_dict(), "steps": steps, "model": whole}
+    write_json(args.json, {"command": command_line(), **told})
     return 0 if ok else 1
 
 

@@ -23,6 +23,10 @@ from ring_attn.strategies.strategy import Strategy, family, label
 WAYS = ("exposed", "late", "compute", "moves", "host")
 
 
+# Candidates that take so many times the best one's time are not worth a line.
+HOPELESS = 1.5
+
+
 @dataclass(frozen=True)
 class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
@@ -227,7 +231,16 @@ class Choice:
         return f"kernels' speed: {self.problem.cluster.device.source}"
 
     def __str__(self) -> str:
+        return self.table(verbose=True)
+
+    def table(self, *, verbose: bool) -> str:
+        """The candidates; unless verbose, those within `HOPELESS` of the best, without the rest."""
         simulated = [c for c in self.candidates if c.prediction is not None]
+        if not verbose:
+            simulated = [c for c in simulated if c.seconds <= HOPELESS * self.best.seconds]
+        hidden = len(self.candidates) - len(simulated)
+        others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
+        others = self.left_out() if verbose else others
         rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
@@ -235,7 +248,7 @@ class Choice:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self.left_out(), *self.communicators, self.rates, self.reason])
+        return "\n".join([*lines, *others, *self.communicators, self.rates, self.reason])
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""

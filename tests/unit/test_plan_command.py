@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,58 @@ def test_programs_are_checked_and_drawn(
     assert str(fault) in capsys.readouterr().out and (tmp_path / "plan.json").exists()
     assert cli.main(["plan", "--seqlen", "1M", "--world-size", "4096", "--check"]) != 0
     assert "128" in capsys.readouterr().err
+
+
+MODEL = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 6,
+    "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
+
+
+def plan_of_model(report: Path, config: Any, *words: str) -> int:
+    path = report.with_name("config.json")
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    sizes = ["--seqlen", "16k", "--world-size", "4", "--cluster", "h100", "--quiet"]
+    return cli.main(["plan", *sizes, "--model", str(path), "--json", str(report), *words])
+
+
+def test_a_model_is_the_sum_of_its_layers(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert plan_of_model(path, {"text_config": MODEL}) == 0
+    report = json.loads(path.read_text())
+    spec = report["spec"]
+    assert (spec["nheads"], spec["nheads_kv"], spec["headdim"]) == (8, 2, 64)
+    full, sliding, total, memory = report["model"]
+    assert full.startswith("3 layers of causal: 3 x") and "window 1023,0: 3 x" in sliding
+    # 6 layers x 4096 rows x 2 heads x 2 x 64 dims x 2 bytes; and x 512 dims x 2 bytes.
+    assert "12.6 MB of KV" in memory and "25.2 MB of rows" in memory
+    assert total.startswith("a step's attention: ")
+    assert plan_of_model(path, MODEL, "--layers", "5", "--heads", "4") == 0
+    report = json.loads(path.read_text())
+    assert report["model"][0].startswith("5 layers of causal") and report["spec"]["nheads"] == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("not json", "no config.json"),
+        ({"hidden_size": 4}, "no num_attention_heads"),
+        (MODEL | {"layer_types": ["linear_attention"] * 6}, "linear_attention"),
+        (MODEL | {"sliding_window": None}, "no sliding_window"),
+    ],
+)
+def test_models_that_are_refused(
+    tmp_path: Path, config: Any, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_of_model(tmp_path / "report.json", config) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--seqlen", "16k", "--world-size", "8", "--cluster", "h100"]
+    assert cli.main(words) == 0
+    short = capsys.readouterr().out
+    assert cli.main([*words, "--verbose"]) == 0
+    long = capsys.readouterr().out
+    assert "others are slower" in short and "left out" not in short
+    assert "left out" in long and len(long) > len(short)
