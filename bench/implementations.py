@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,11 +36,11 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.machines.rehearse import Silent
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs
-from ring_attn.transport.base import TransportStats
 
 FLASH_PACKAGES = {
     "flash-attn": "flash_attn",
@@ -164,7 +163,7 @@ class OurKernels(Implementation):
         self._call = make_call(Strategy(), problem.spec, layouts, problem.mask, 0, backend=backend)
         self._inputs = data.rows_first
         # A ring of one rank sends nothing.
-        self._alone: Any = SimpleNamespace(rank=0, world_size=1, stats=TransportStats())
+        self._alone = Silent((0,), 0)
         self._saved: tuple[Tensor, ...] = ()
 
     def forward(self) -> None:

@@ -13,9 +13,9 @@ import transformers
 from transformers import masking_utils
 
 from ring_attn import SequenceLayout
-from ring_attn.integrations import transformers as integration
 from ring_attn.integrations.transformers import register
 from ring_attn.integrations.transformers_masks import Rule, mask_of, read_mask
+from ring_attn.integrations.transformers_models import causal_of
 from tests.hf_models import make_model
 
 FUNCTIONS = transformers.AttentionInterface._global_mapping
@@ -244,9 +244,9 @@ def test_which_way_attention_looks() -> None:
     """Some models pass False for any single row; tests/distributed has configs and encoders."""
     module: Any = SimpleNamespace(is_causal=True, config=SimpleNamespace())
     calls = ((False, 6), (False, 1), (True, 1))
-    assert [integration._causal(module, *call) for call in calls] == [False, True, True]
+    assert [causal_of(module, *call) for call in calls] == [False, True, True]
     module.config.is_causal = False
-    assert not integration._causal(module, False, 1)
+    assert not causal_of(module, False, 1)
 
 
 def test_the_model_of_a_cache_must_have_the_implementation() -> None:
