@@ -86,7 +86,10 @@ def sweep(strategy: str, every: int, orders: int) -> int:
 def cut_off(program: Program, channel: str, seed: int) -> Schedule:
     """An order that aborts `channel` after its last send, if possible before its last receive."""
     base = at_random(seed)
-    last = [x for x in program.parts if x.aborted and channel in x.communicator][-1]
+    aborted = [x for x in program.parts if x.aborted and channel in x.communicator]
+    if not aborted:  # the watch, a thread, knew all of them to be over
+        return base
+    last = aborted[-1]
 
     def choose(run: Run, ready: list[Step]) -> Step:
         aborts = [x for x in ready if x.kind == "abort"]
