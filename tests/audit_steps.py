@@ -165,7 +165,7 @@ def fsdp(bug: str = "", layout_name: str = "contiguous") -> Any:
 
 
 def accumulated(bug: str = "", layout_name: str = "contiguous") -> Any:
-    """Two micro-batches, checkpointed layers, and one sum of gradients."""
+    """Two micro-batches, and one sum of gradients."""
     _, world_size, model, batches = sharded(bug, layout_name, 2)
     whole = []
     for part in batches:
