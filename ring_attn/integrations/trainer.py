@@ -50,7 +50,7 @@ from ring_attn.integrations.trainer_batches import as_documents, fingerprint, nu
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.models.batch import shard_batch
-from ring_attn.transport.p2p import check_all, tell_refusal
+from ring_attn.transport.p2p import check_pending, tell_refusal
 from ring_attn.transport.ranks.identity import set_step
 
 # TRL's trainers whose loss is transformers', and their base.
@@ -141,7 +141,8 @@ class _SplitSequence(_Trainer):
         self._loss_checked: set[bool] = set()
         self._preprocess: Any = None  # during an evaluation
         # On NCCL an error of a call comes later: before the optimizer uses the gradients.
-        look = {"on_pre_optimizer_step": lambda *_args, **_kwargs: check_all()}
+        group = self._ring.group
+        look = {"on_pre_optimizer_step": lambda *_args, **_kwargs: check_pending(group)}
         self.add_callback(type("ChecksCalls", (TrainerCallback,), look))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -448,17 +448,25 @@ def check_calls(group: dist.ProcessGroup) -> None:
 
 
 def check_all() -> None:
-    """Compares the calls since the last comparison, on all groups whose device is not waited for.
+    """Compares the calls since the last comparison, on all groups; see `check_pending`."""
+    # By name: ranks may have used their groups first in different orders.
+    for group in sorted(_transports, key=lambda group: group.group_name):
+        check_pending(group)
+
+
+def check_pending(group: dist.ProcessGroup) -> None:
+    """Compares a group's calls since the last comparison, where its device is not waited for.
 
     Elsewhere calls compare themselves. Does nothing while a graph is captured: its calls have not
     run.
     """
-    for group in list(_transports):
-        shared = rank_group(group)
-        queued = [device for device in shared.devices.values() if streams.are_used(device)]
-        captured = any(capture.captures(device) for device in queued)
-        if queued and shared.unchecked and not captured and groups.is_alive(group):
-            check_calls(group)
+    if group not in _transports:
+        return
+    shared = rank_group(group)
+    queued = [device for device in shared.devices.values() if streams.are_used(device)]
+    captured = any(capture.captures(device) for device in queued)
+    if queued and shared.unchecked and not captured and groups.is_alive(group):
+        check_calls(group)
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

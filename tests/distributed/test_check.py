@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn import TransportOptions, check, ring_attention, sync_gradients
+from ring_attn.transport.p2p import check_pending
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.media import Posted
@@ -63,6 +64,20 @@ def test_a_last_call_that_differs_is_told(
     ends = fresh_ranks(RANKS, queued=True).run(last_call, then)
     assert {end.error for end in ends} == {RuntimeError}, ends
     assert all(OTHER in end.text and end.seconds < TIMEOUT / 2 for end in ends), ends
+
+
+@pytest.mark.queued
+@on_ranks(2)
+def test_a_group_is_compared_without_others() -> None:
+    """A Trainer compares its own group: of another one, ranks may not all have calls to compare."""
+    mine, other = dist.new_group(), dist.new_group()
+    for group in (mine, other):
+        call(group, torch.ones(1, 4, 2, 8))
+    rank_group(other).unchecked = dist.get_rank() == 0
+    check_pending(mine)
+    assert not rank_group(mine).unchecked
+    assert rank_group(other).unchecked == (dist.get_rank() == 0)
+    rank_group(other).unchecked = False  # for later tests in these processes
 
 
 @pytest.mark.queued
