@@ -1,1 +1,1 @@
-"""What only makers of the package need: the compiler over all kernels, and its rules."""
+"""Tools of the package's makers: the compiler over all kernels, its rules, and releases."""

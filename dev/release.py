@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def step(
     name: str, *command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None
 ) -> str:
-    """What a command prints; ends with its text if it fails."""
+    """Runs a command and returns what it prints, which is the error if it fails."""
     start = time.monotonic()
     variables = {k: x for k, x in os.environ.items() if k != "PYTHONPATH"} if env is None else env
     done = subprocess.run(

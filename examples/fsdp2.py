@@ -66,20 +66,25 @@ def train(args: argparse.Namespace, device: torch.device) -> Tensor:
     return torch.stack(means)
 
 
-def main(args: argparse.Namespace, device: torch.device) -> bool:
-    losses, twins = train(args, device), []
+def is_as_one_process(losses: Tensor, args: argparse.Namespace, device: torch.device) -> bool:
+    """Compares losses with one process's in float32 and float64, and prints them on rank 0."""
     if dist.get_rank() != 0:
         return True
+    twins = []
     for dtype in (torch.float32, torch.float64):
         model, data = Transformer().to(device, dtype), batches(args.seqlen, device, args.batch)
         twin = Trainer(model, SequenceLayout.contiguous(args.seqlen, 1))
         twins.append([twin.step(batch) for batch in islice(data, args.steps)])
     plain, exact = torch.tensor(twins, dtype=torch.float64)
     for step, (x, y) in enumerate(zip(losses, plain, strict=True)):
-        print(f"step {step}: loss {x:.6f} with FSDP, {y:.6f} in one process, {abs(x - y):.1e}")
+        print(f"step {step}: loss {x:.6f} on ranks, {y:.6f} in one process, {abs(x - y):.1e}")
     verdict = testing.check("losses", losses.float(), exact, plain.float())
     print(f"{'ok' if verdict.ok else 'FAILED'}: {verdict}, compared with float64")
     return verdict.ok
+
+
+def main(args: argparse.Namespace, device: torch.device) -> bool:
+    return is_as_one_process(train(args, device), args, device)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import ring_attn
 from common import Transformer, batches, start
-from ring_attn import SequenceLayout, testing
-from train import Trainer, make_ring, parts_of_loss
+from fsdp2 import is_as_one_process
+from ring_attn import SequenceLayout
+from train import make_ring, parts_of_loss
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -122,19 +123,7 @@ def clip(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
-    losses, twins = train(args, device), []
-    if dist.get_rank() != 0:
-        return True
-    for dtype in (torch.float32, torch.float64):
-        model, data = Transformer().to(device, dtype), batches(args.seqlen, device, args.batch)
-        twin = Trainer(model, SequenceLayout.contiguous(args.seqlen, 1))
-        twins.append([twin.step(batch) for batch in islice(data, args.steps)])
-    plain, exact = torch.tensor(twins, dtype=torch.float64)
-    for step, (x, y) in enumerate(zip(losses, plain, strict=True)):
-        print(f"step {step}: loss {x:.6f} on the mesh, {y:.6f} in one process, {abs(x - y):.1e}")
-    verdict = testing.check("losses", losses.float(), exact, plain.float())
-    print(f"{verdict}, compared with float64")
-    return verdict.ok
+    return is_as_one_process(train(args, device), args, device)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def check_execution(options: ExecutionOptions) -> None:
 
 # -- the call
 
-# Of a call before its tensors are known.
+# Spec and mask of a call before its tensors are known.
 NO_TENSORS = AttentionSpec("", torch.float32, 0, 0, 0, 0, 0)
 NO_MASK = Mask(0, 0)
 
@@ -143,7 +143,7 @@ class GradientPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call as plain data, equal on every rank except for `rank`.
+    """A call as plain data, equal on every rank except for `rank`.
 
     Attributes:
         spec, layouts, mask: of the tensors, which a graph knows when it runs; before that, spec and
@@ -202,7 +202,7 @@ class Call:
 
     @property
     def purpose(self) -> Purpose:
-        """What of the call a backend's choice depends on, beside the spec."""
+        """Properties of the call, beside its spec, on which the choice of a backend depends."""
         if self.decoding:
             return Purpose(decoding=True)
         given = self.differentiated, self.same_bits

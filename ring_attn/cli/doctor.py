@@ -5,8 +5,8 @@
 
 It runs a ring of two ranks here and compares it with attention in float64, says which backend takes
 each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and noted first
-uses. Under torchrun its ranks are the ring. The exit status is 1 if something is wrong; what is
-only missing, such as an optional package, leaves it 0.
+uses. Under torchrun its ranks are the ring; --quick leaves the ring out. The exit status is 1 if
+something is wrong; what is only missing, such as an optional package, leaves it 0.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ring_attn import first_use, select_backend
+from ring_attn.backends import Purpose
 from ring_attn.cli.arguments import add_common, write_json
 from ring_attn.cli.env import VARIABLES, gpu_text, machine
 from ring_attn.cli.launch import (
@@ -37,7 +38,9 @@ from ring_attn.cli.launch import (
 )
 from ring_attn.cli.verify import CaseResult, run_case
 from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import env_int
+from ring_attn.first_use import proven_backend
 from ring_attn.testing import Case
 
 RANKS = 2
@@ -73,7 +76,7 @@ HARMFUL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: `state` is "ok", "note" (missing, or slow) or "wrong"."""
+    """A line of the report: `state` is "ok", "note" (missing, or slow) or "wrong"."""
 
     name: str
     state: str
@@ -86,25 +89,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    started = time.perf_counter()
     world_size = env_int("WORLD_SIZE", RANKS) if under_torchrun() else RANKS
     device = checked_device(None, world_size)
     here = machine()
     found = [*_machine(here, device), *_backends(device), *_nccl(here), *_proofs(here)]
-    try:
-        ranks = run_ranks(_on_rank, world_size, threads=1, device=device)
-    except RuntimeError as error:
-        text = f"{world_size} ranks on {device}: {str(error).strip().splitlines()[-1]}"
-        found.append(Finding("ring", "wrong", text, "ring-attn verify --quick shows all of it"))
-    else:
-        found += [_ring(ranks[0][1], world_size, device, time.perf_counter() - started)]
-        found += _differences([told for told, _ in ranks])
+    if not args.quick:
+        found += _ranks(world_size, device)
     write_json(args.json, {
         "command": "doctor", "machine": here, "findings": [*map(asdict, found)],
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     })  # fmt: skip
     _show(found, quiet=args.quiet)
     return int(any(finding.state == "wrong" for finding in found))
+
+
+def _ranks(world_size: int, device: str) -> Iterator[Finding]:
+    """A ring of all ranks, and what differs between them."""
+    started = time.perf_counter()
+    try:
+        ranks = run_ranks(_on_rank, world_size, threads=1, device=device)
+    except RuntimeError as error:
+        text = f"{world_size} ranks on {device}: {str(error).strip().splitlines()[-1]}"
+        yield Finding("ring", "wrong", text, "ring-attn verify --quick shows all of it")
+    else:
+        yield _ring(ranks[0][1], world_size, device, time.perf_counter() - started)
+        yield from _differences([told for told, _ in ranks])
 
 
 def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
@@ -146,6 +155,11 @@ def _backends(device: str) -> Iterator[Finding]:
         q = torch.empty(1, 256, 8, 128, dtype=getattr(torch, dtype), device=device)
         choice = select_backend(q.requires_grad_(backward), q, q, **options)
         answers.setdefault((choice.name, choice.why), []).append(words)
+    spec = AttentionSpec.of(
+        q := torch.empty(1, 1, 8, 128, dtype=torch.bfloat16, device=device), q, q
+    )
+    choice = proven_backend(spec, "auto", Purpose(decoding=True))
+    answers.setdefault((choice.name, choice.why), []).append("decoding")
     for (name, why), calls in answers.items():
         yield Finding("backend", "ok", f"{name} for {', '.join(calls)}: {why}")
 
@@ -167,7 +181,7 @@ def _proofs(here: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _on_rank() -> tuple[dict[str, Any], CaseResult]:
-    """What may not differ between ranks, and the verdict about a ring of all of them."""
+    """Facts that may not differ between ranks, and the verdict about a ring of all of them."""
     here = machine()
     facts = {f"version of {name}": version for name, version in here["versions"].items()}
     facts |= {"GPU": [gpu["name"] for gpu in here["devices"]][:1]}

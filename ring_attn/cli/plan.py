@@ -162,7 +162,8 @@ def run_plan(args: argparse.Namespace) -> int:
         sliding = None
         if layers is not None and layers.sliding:
             # All layers of a model have one layout.
-            own = {"window_size": (layers.window, 0), "layout": choice.best.layout_name}
+            window = layers.window, 0 if args.causal else layers.window
+            own = {"window_size": window, "layout": choice.best.layout_name}
             sliding = plan(argparse.Namespace(**vars(args) | own))
     finally:
         gc.enable()
@@ -178,6 +179,9 @@ def run_plan(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(choice.table(verbose=args.verbose).removesuffix(choice.reason))
         table_console().print(too_many or report.steps_table(choice, rows))
+    walked = len(walked_calls(choice.problem, choice.best))
+    if walked < args.world_size:
+        print(f"times are those of {walked} ranks, which stand for all {args.world_size}")
     print("\n".join([choice.reason, *whole]))
     ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:

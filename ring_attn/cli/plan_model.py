@@ -1,4 +1,4 @@
-"""What `ring-attn plan` knows of a whole model: its layers' attention, and what it adds up to."""
+"""A whole model in `ring-attn plan`: the attention of its layers, and their sum."""
 
 from __future__ import annotations
 

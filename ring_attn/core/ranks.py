@@ -1,4 +1,4 @@
-"""One rank among all ranks of a call: its peers, rows and tiles, of which programs are made."""
+"""A rank among all ranks of a call: its peers, rows and tiles, of which programs are made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ring_attn.core.turns import turns_of
 
 
 class Turn(NamedTuple):
-    """One exchange: the rank sends rows to the rank that needs them and receives rows it needs.
+    """An exchange: the rank sends rows to the rank that needs them and receives rows it needs.
 
     Attributes:
         hop: the two peers; a rank that takes no part has itself.
