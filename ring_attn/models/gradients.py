@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn import groups
 from ring_attn.core.values import check_int, check_one_of
 from ring_attn.profiling import gradient_sync
-from ring_attn.transport.p2p import check_all
+from ring_attn.transport.p2p import check_within
 
 OPS = ("sum", "mean")
 
@@ -41,7 +41,8 @@ def sync_gradients(
     """Replaces each gradient of a module by its sum or mean over the ranks of a group.
 
     Call it on every rank, between the last backward of a step and the clipping or the optimizer.
-    On NCCL it first compares the ranks' calls of ring_attn since the last time, as `check` does.
+    On NCCL it first compares the calls of ring_attn since the last time, as `check` does, on each
+    group whose ranks are all in this one.
     Gradients are sent in the order of the parameters, packed into buckets of one dtype; the next
     bucket is packed while one is in flight.
 
@@ -88,7 +89,7 @@ def sync_gradients(
         )
     process_group = groups.check_group(group)
     parameters = list(_checked(module, process_group))
-    check_all()
+    check_within(process_group)
     world_size = dist.get_world_size(process_group)
     if world_size == 1 or not parameters:
         return

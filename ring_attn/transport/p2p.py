@@ -447,11 +447,16 @@ def check_calls(group: dist.ProcessGroup) -> None:
         transport.check()
 
 
-def check_all() -> None:
-    """Compares the calls since the last comparison, on all groups; see `check_pending`."""
+def check_within(outer: dist.ProcessGroup) -> None:
+    """Compares the calls since the last comparison, on the groups whose ranks are all in `outer`.
+
+    Ranks of other groups may be elsewhere: a comparison would wait for them. See `check_pending`.
+    """
+    ranks = set(dist.get_process_group_ranks(outer))
     # By name: ranks may have used their groups first in different orders.
     for group in sorted(_transports, key=lambda group: group.group_name):
-        check_pending(group)
+        if ranks.issuperset(dist.get_process_group_ranks(group)):
+            check_pending(group)
 
 
 def check_pending(group: dist.ProcessGroup) -> None:

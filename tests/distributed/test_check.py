@@ -84,6 +84,23 @@ def test_a_group_is_compared_without_others() -> None:
 
 @pytest.mark.queued
 @on_ranks(RANKS)
+def test_gradients_wait_for_no_rank_outside_their_group() -> None:
+    """A rank of another group is elsewhere: what that group has to compare waits for it."""
+    other, mine = dist.new_group([0, 1]), dist.new_group([0, 2])
+    if dist.get_rank() in (0, 1):
+        call(other, torch.ones(1, 4, 2, 8))
+    if dist.get_rank() in (0, 2):
+        x = nn.Parameter(torch.ones(3))
+        x.grad = torch.ones_like(x)
+        sync_gradients([x], mine)
+        assert torch.equal(x.grad, torch.full_like(x, 2))
+    dist.barrier()
+    if dist.get_rank() in (0, 1):
+        check(other)
+
+
+@pytest.mark.queued
+@on_ranks(RANKS)
 def test_calls_that_agree_pass() -> None:
     """Gradients are summed as without a ring; `check` and calls may alternate."""
     group, x = dist.new_group(), nn.Parameter(torch.ones(1, 4, 2, 8))
