@@ -1,8 +1,13 @@
-"""Steps with bugs as threads report them, written before the diagnoses were read."""
+"""More steps with planted bugs, as threads report them.
+
+They were written before the diagnoses were read. At first try 10 of the 18 were named rightly, 2
+with another cause than theirs, and 6 not at all, which the report said of each.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,13 +42,13 @@ def packed(bug: str = "", layout_name: str = "contiguous") -> Any:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x[0] for x in (q, k, v))
-        return ring_attn.ring_attention(
-            *rows, causal=True, layout=layout, cu_seqlens=cu_seqlens
-        )[None]
+        return ring_attn.ring_attention(*rows, causal=True, layout=layout, cu_seqlens=cu_seqlens)[
+            None
+        ]
 
     model = model_with(attention)
     ids = tokens(1)
-    positions = torch.cat([torch.arange(b - a) for a, b in zip(DOCUMENTS, DOCUMENTS[1:])])[None]
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
     labels = ids.clone()
     labels[:, list(DOCUMENTS[:-1])] = -100
     part = ring_attn.shard_batch({"input_ids": ids, "labels": labels}, layout, rank)
@@ -174,7 +179,7 @@ def fsdp_clipped(bug: str = "", layout_name: str = "contiguous") -> Any:
 
 def cp_tp(bug: str = "", layout_name: str = "contiguous") -> Any:
     """A ring beside torch's tensor parallelism."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     tp = 2 if world_size % 2 == 0 else 1
     mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("cp", "tp"))
     layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size // tp)
@@ -252,33 +257,3 @@ def lora(bug: str = "", layout_name: str = "contiguous") -> Any:
     left_out = "lora_A" if bug == "lora_A left out" else "-"
     ring_attn.sync_gradients([x for n, x in model.named_parameters() if left_out not in n])
     return model, reported(loss)
-
-
-# What each bug breaks, and its thread.
-REPORTED: dict[str, dict[str, str]] = {
-    "packed": {
-        "documents not kept apart": "trl 6843",
-        "documents begin anew on each rank": "prime-rl 2392",
-        "targets across documents": "ChatLearn 189, trl 6843",
-    },
-    "two_losses": {
-        "second loss divided by the ranks": "Megatron-LM 3959",
-        "second loss by own count": "Megatron-LM 7452",
-    },
-    "grouped": {
-        "group of one rank": "VeOmni 1115",
-        "never synchronized": "VeOmni 1115",
-    },
-    "plainly": {
-        "last tokens dropped": "TransformerEngine 1930",
-        "padding is a target": "axolotl 3026",
-        "tied weights summed twice": "Megatron-LM 7452",
-        "labels rolled after the cut": "verl 4250",
-        "mean of no target": "Megatron-LM 1764, axolotl 3026",
-        "evaluation by own count": "ms-swift 9152",
-    },
-    "fsdp_clipped": {"clipped by the shard's norm": "Megatron-LM 5916"},
-    "cp_tp": {"summed over all ranks": "Megatron-LM 906"},
-    "checkpointed": {"gradients cleared between": ""},
-    "lora": {"lora_A left out": "", "adapters by the rank's seed": ""},
-}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ring_attn.cli.launch import run_ranks, under_torchrun
 from ring_attn.core.values import as_ints
-from ring_attn.testing.diagnosis import Bounds, Diagnosis, Runs, diagnose, of_twin, unsteady
-from ring_attn.testing.fed import Finding
+from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, error_of, results_of
+from ring_attn.testing.hypotheses import Finding
 from ring_attn.testing.observe import Change, Outcome, find, run_step
 
 WORLD_SIZES = (2, 3, 4)
@@ -128,16 +130,22 @@ def judge(
     check_memory: Callable[[int, int], None] = lambda used, world_size: None,
 ) -> Report:
     """The report on a step that `runs` runs; `check_memory` raises if ranks need too much."""
-    changes = [Change(), Change(seed=1), *(Change(noise=i) for i in range(NOISY))]
+    changes: list[Change] = [{}, {("seed",): 1}, *({("noise",): i} for i in range(NOISY))]
     twin, again, *noisy = (_outcome(run[0]) for run in runs([{0: x} for x in changes], 1))
-    if differing := unsteady(twin, again):
+    results = results_of(twin)
+    ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in results.items()}
+    far = [
+        {key: error_of(x, results_of(run).get(key)) for key, x in results.items()}
+        for run in (again, *noisy)
+    ]
+    if differing := [key for key, ulp in ulps.items() if far[0][key] > ulp]:
         return Report(name, (), (_unsteady(twin, again, differing),))
-    bounds = Bounds(twin, noisy)
-    diagnoses, alone = [], (*of_twin(twin),)
+    bounds = {key: 2 * max(run[key] for run in far[1:]) + ulp for key, ulp in ulps.items()}
+    diagnoses, alone = [], (*_of_twin(twin),)
     for size in sizes:
         check_memory(twin.memory, size)
         ranks = [_outcome(x) for x in runs([{}], size)[0]]
-        diagnoses.append(diagnose(bounds, ranks, runs))
+        diagnoses.append(diagnose(bounds, twin, ranks, runs))
     return Report(name, tuple(diagnoses), alone)
 
 
@@ -153,6 +161,8 @@ class _Lab:
         self, changes: Sequence[Mapping[int, Change]], world_size: int
     ) -> list[list[Outcome | str]]:
         """Outcomes by run and rank."""
+        if not changes:
+            return []
         seconds = self.timeout * len(changes)
         limit = _free_memory() if world_size == 1 else 0
         with tempfile.TemporaryDirectory() as folder:
@@ -230,6 +240,29 @@ def _unsteady(twin: Outcome, again: Outcome, differing: Sequence[str]) -> Findin
         f"two runs of the twin differ in {len(differing)} results: {why}",
         "the twin ran twice, with other states of the random generators",
     )
+
+
+def _of_twin(twin: Outcome) -> Iterator[Finding]:
+    """Labels that are the tokens themselves, or the next but one, in one process already."""
+    same = [0, 0, 0]
+    for forward in twin.trained:
+        if forward.tokens is not None and (target := forward.target()) is not None:
+            real = target != forward.ignored
+            for shift in range(3):
+                rows = target.size(1) - shift
+                equal = target[:, :rows] == forward.tokens[:, shift:]
+                same[shift] += int((equal & real[:, :rows]).sum())
+    # Tokens repeat, so that some of the next ones are equal to others by chance.
+    if max(same[0], same[2]) > max(2 * same[1], 1):
+        how = "tokens themselves: they are not shifted"
+        if same[2] > same[0]:
+            how = "next tokens but one: they are shifted twice"
+        yield Finding(
+            "labels",
+            f"{max(same)} labels are the {how}; the model, its loss or shard_batch has to shift "
+            "them, exactly one of these",
+            "the twin's targets are compared with its tokens",
+        )
 
 
 def _free_memory() -> int:

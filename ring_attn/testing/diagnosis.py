@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.oracle import Verdict
-from ring_attn.testing.fed import Finding, Trial, fraction, listed, trials
-from ring_attn.testing.observe import Change, Forward, Outcome
+from ring_attn.testing.hypotheses import Finding, Trial, clipping, fraction, listed, trials
+from ring_attn.testing.observe import Change, Outcome
 
 # Results by the names that a step returns them by.
 LOSSES = {"loss": "loss", "evaluation loss": "eval_loss"}
+
+# Runs the step with changes by rank, on a number of ranks: outcomes by run and rank.
+Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome | str]]]
 
 
 @dataclass
@@ -32,76 +35,6 @@ class Diagnosis:
     unexplained: list[str] = field(default_factory=list)
 
 
-# Runs the step with changes: of ranks, of the twin.
-Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome | str]]]
-
-
-class Bounds:
-    """The twin, and how far roundings move each of its results.
-
-    A result of the ranks may be twice as far from the twin as the farthest run of the twin with
-    random roundings, plus a unit in its last place.
-    """
-
-    def __init__(self, twin: Outcome, noisy: Sequence[Outcome]) -> None:
-        self.twin, self.noisy = twin, noisy
-        results = results_of(twin)
-        self.bounds = {
-            key: 2 * max(_error(x, results_of(run).get(key)) for run in noisy)
-            + torch.finfo(x.dtype).eps * float(x.double().norm())
-            for key, x in results.items()
-        }
-
-    def verdict(self, key: str, x: Tensor | None, twin: Tensor, factor: float = 1.0) -> Verdict:
-        """Compares a result of a rank with `factor` times the twin's."""
-        error, bound = _error(twin * factor, x), self.bounds[key] * abs(factor)
-        return Verdict(key, error, bound, error <= bound)
-
-    def differences(
-        self, ranks: Sequence[Outcome], twin: Outcome | None = None
-    ) -> dict[str, Verdict]:
-        """The worst verdict of each result that is beyond its bound."""
-        expected = results_of(twin or self.twin)
-        wrong = {}
-        for key, x in expected.items():
-            given = values(ranks, key)
-            verdicts = [self.verdict(key, y, x) for y in given]
-            if all(v.ok for v in verdicts):
-                continue
-            parts = [float(y) for y in given if y is not None] if key in LOSSES else []
-            if len({*parts}) > 1:  # each rank reports its part
-                sums = (sum(parts), sum(parts) / len(parts))
-                if any(self.verdict(key, x.new_tensor(y), x).ok for y in sums):
-                    continue
-            wrong[key] = max(verdicts, key=lambda v: v.ratio)
-        return wrong
-
-    def common_factor(
-        self, keys: Sequence[str], ranks: Sequence[Outcome], twin: Outcome | None = None
-    ) -> float | None:
-        """The number by which the results of all ranks differ from the twin's; None if no one."""
-        expected = results_of(twin or self.twin)
-        product = square = 0.0
-        for key in keys:
-            x = expected[key].double()
-            for y in values(ranks, key):
-                if y is not None and y.shape == x.shape:
-                    product += float((x * y).sum())
-                    square += float((x * x).sum())
-        if not square or not math.isfinite(product) or not product:
-            return None
-        factor = product / square
-        near = Fraction(factor).limit_denominator(64)
-        if near and abs(float(near) / factor - 1) < 1e-2:
-            factor = float(near)
-        fits = all(
-            self.verdict(key, y, expected[key], factor).ok
-            for key in keys
-            for y in values(ranks, key)
-        )
-        return factor if fits else None
-
-
 def results_of(run: Outcome) -> dict[str, Tensor]:
     """Losses, gradients and weights of a run by name."""
     return {
@@ -111,331 +44,261 @@ def results_of(run: Outcome) -> dict[str, Tensor]:
     }
 
 
-def values(ranks: Sequence[Outcome], key: str) -> list[Tensor | None]:
-    """A result on each rank that has it; of losses, what the ranks report together."""
-    if key in LOSSES:
-        given = [x for run in ranks if (x := run.losses.get(LOSSES[key])) is not None]
-        return [*given] if given else [None]
-    name = key.removeprefix("gradient of ").removeprefix("weight ")
-    return [results_of(run).get(key) for run in ranks if name in run.weights] or [None]
-
-
-def _error(x: Tensor, y: Tensor | None) -> float:
+def error_of(x: Tensor, y: Tensor | None) -> float:
     if y is None or x.shape != y.shape:
         return math.inf
     error = float((x.double() - y.double()).norm())
     return error if math.isfinite(error) else math.inf
 
 
-def diagnose(bounds: Bounds, ranks: Sequence[Outcome], runs: Runs) -> Diagnosis:
-    """Tests hypotheses about what differs between the ranks and the twin."""
-    result = Diagnosis(len(ranks), bounds.differences(ranks))
-    found, left = result.findings, dict.fromkeys(result.differences)
-    gradients = [key for key in left if key.startswith("gradient")]
-    moved = any(key.startswith("weight") for key in left)
-    explained = set[str]()
-    if gradients:
-        whole = _by_clipping(bounds, ranks, runs)
-        found += whole or _by_numbers(bounds, ranks, gradients, explained)
-        if not whole and explained < {*gradients}:
-            whole = _by_trials(bounds, ranks, runs, left)
-        if whole:
-            found[:], explained = whole, {*gradients}
-    elif moved:
-        found += _by_clipping(bounds, ranks, runs) or [*_by_weights(bounds, ranks, left)]
-    if found:  # weights follow from gradients, and the evaluation from weights
-        followed = explained | {"evaluation loss"} if moved else explained
-        left = {key: None for key in left if key not in followed and not key.startswith("weight")}
-        if any(_is_nan(forward) for run in ranks for forward in run.trained):
-            left.pop("loss", None)
-    for key in [*left]:
-        if key in LOSSES and (finding := _by_loss(bounds, ranks, key)):
-            found.append(finding)
-            del left[key]
-    result.unexplained = [*left]
+class Comparison:
+    """Results of ranks beside the twin's, and how far roundings move each of them.
+
+    A result of the ranks may be twice as far from the twin as the farthest run of the twin with
+    random roundings, plus a unit in its last place.
+    """
+
+    def __init__(self, bounds: Mapping[str, float], ranks: Sequence[Outcome], twin: Outcome):
+        self.bounds, self.ranks, self.twin = bounds, ranks, results_of(twin)
+        self.values = {key: self._values(key) for key in self.twin}
+        self.differences = {key: v for key in self.twin if not (v := self._worst(key)).ok}
+
+    def _values(self, key: str) -> list[Tensor | None]:
+        """A result on each rank that has it."""
+        if key in LOSSES:
+            given = [x for run in self.ranks if (x := run.losses.get(LOSSES[key])) is not None]
+            return [*given] or [None]
+        name = key.removeprefix("gradient of ").removeprefix("weight ")
+        return [results_of(run).get(key) for run in self.ranks if name in run.weights] or [None]
+
+    def given(self, key: str) -> list[Tensor]:
+        return [x for x in self.values[key] if x is not None]
+
+    def verdict(self, key: str, x: Tensor | None, right: Tensor, factor: float = 1.0) -> Verdict:
+        error, bound = error_of(right * factor, x), self.bounds[key] * abs(factor)
+        return Verdict(key, error, bound, error <= bound)
+
+    def _worst(self, key: str) -> Verdict:
+        right = self.twin[key]
+        verdicts = [self.verdict(key, x, right) for x in self.values[key]]
+        given = self.given(key)
+        if key in LOSSES and len({float(x) for x in given}) > 1:  # each rank reports its part
+            total = torch.stack(given).double().sum().to(right)
+            verdicts.append(min(
+                (self.verdict(key, x, right) for x in (total, total / len(given))),
+                key=lambda v: v.error,
+            ))  # fmt: skip
+            verdicts = [verdicts[-1]] if verdicts[-1].ok else verdicts
+        return max(verdicts, key=lambda v: v.ratio)
+
+    def factor(self, keys: Sequence[str], part: int | None = None) -> float | None:
+        """The number by which results of the ranks, or of one of them, differ from the twin's.
+
+        A result that all ranks share is cut into as many parts as there are ranks, as FSDP does.
+        """
+        pairs = [pair for key in keys for pair in self._pairs(key, part)]
+        product = sum(float((x.double() * y.double()).sum()) for _, x, y in pairs)
+        square = sum(float(x.double().square().sum()) for _, x, _ in pairs)
+        if not square or not product or not math.isfinite(product):
+            return None
+        factor = product / square
+        near = 1 / round(1 / factor) if 0 < factor < 1 else round(factor)  # ranks, or one by ranks
+        for f in (near, factor):
+            if all(self.verdict(key, y, x, f).ok for key, x, y in pairs):
+                return f
+        return None
+
+    def _pairs(self, key: str, part: int | None) -> list[tuple[str, Tensor, Tensor]]:
+        given, right = self.given(key), self.twin[key]
+        if any(x.shape != right.shape for x in given):
+            return []
+        if part is not None and self.agree(key) and right.ndim:
+            cut = zip(right.chunk(len(self.ranks)), given[0].chunk(len(self.ranks)), strict=True)
+            return [(key, *pair) for pair in [*cut][part : part + 1]]
+        return [(key, right, x) for x in (given if part is None else given[part : part + 1])]
+
+    def agree(self, key: str) -> bool:
+        first, *rest = self.values[key]
+        return first is not None and all(self.verdict(key, x, first).ok for x in rest)
+
+
+def diagnose(
+    bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs
+) -> Diagnosis:
+    """Tests hypotheses about what differs between the ranks and the twin.
+
+    The one that leaves no gradient unexplained is taken: what the numbers tell alone, one trial and
+    the numbers after it, or two trials together.
+    """
+    plain = Comparison(bounds, ranks, twin)
+    result = Diagnosis(len(ranks), plain.differences)
+    if not result.differences:
+        return result
+
+    def tried(groups: Sequence[Sequence[Trial]]) -> list[tuple[list[Finding], list[str]]]:
+        """What each group of trials finds together, and what it leaves unexplained."""
+        explained = []
+        of_ranks = [
+            {r: {k: v for t in group for k, v in t.on_ranks.get(r, {}).items()}
+             for r in range(len(ranks))} for group in groups
+        ]  # fmt: skip
+        of_twin = [{0: {k: v for t in group for k, v in t.in_twin.items()}} for group in groups]
+        changed = [i for i, x in enumerate(of_ranks) if any(x.values())]
+        some = dict(zip(changed, runs([of_ranks[i] for i in changed], len(ranks)), strict=True))
+        changed = [i for i, x in enumerate(of_twin) if x[0]]
+        one = dict(zip(changed, runs([of_twin[i] for i in changed], 1), strict=True))
+        for i, group in enumerate(groups):
+            new, (other,) = some.get(i, ranks), one.get(i, [twin])
+            if isinstance(other, Outcome):
+                real = [x for x in new if isinstance(x, Outcome)]
+                found, left = by_numbers(Comparison(bounds, real, other))
+                explained.append(([*(trial.finding for trial in group), *found], left))
+        return explained
+
+    def best() -> tuple[list[Finding], list[str]] | None:
+        whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
+        return min(whole, key=lambda x: (len(x[1]), len(x[0])), default=None)
+
+    # Ranks that clip their own gradients look like ranks that do not sum.
+    attempts = [x for x in tried([[t] for t in clipping(twin, ranks)]) if len(x[0]) == 1]
+    if not best():
+        attempts.append(numbers := by_numbers(plain))
+    if not best():
+        found = trials(twin, ranks)
+        attempts += tried([[trial] for trial in found])
+    if not best():
+        attempts += tried([*combinations(found, 2)])
+    result.findings, left = best() or numbers
+    moved = any(key.startswith("weight") for key in plain.differences)
+    known = plain.differences.keys() - ({"evaluation loss"} if moved and best() else set())
+    result.unexplained = [key for key in left if key in known]
     return result
 
 
-def unsteady(twin: Outcome, again: Outcome) -> list[str]:
-    """Results that differ between two runs by more than a unit in the last place of the whole."""
-    results = results_of(twin)
-    return [
-        key
-        for key, x in results.items()
-        if _error(x, results_of(again).get(key))
-        > torch.finfo(x.dtype).eps * float(x.double().norm())
-    ]
-
-
-def of_twin(twin: Outcome) -> Iterator[Finding]:
-    """What is wrong in one process already."""
-    right = wrong = twice = 0
-    for forward in twin.trained:
-        if forward.tokens is None or (target := forward.target()) is None:
-            continue
-        for shift in range(3):
-            label, row = target[:, : target.size(1) - shift], forward.tokens[:, shift:]
-            same = int(((label == row) & (label != forward.ignored)).sum())
-            if shift == 0:
-                wrong += same
-            elif shift == 1:
-                right += same
-            else:
-                twice += same
-    if max(wrong, twice) > max(2 * right, 1):
-        how = (
-            "the tokens themselves: they are not shifted"
-            if wrong > twice
-            else ("the next tokens but one: they are shifted twice")
+def by_numbers(given: Comparison) -> tuple[list[Finding], list[str]]:
+    """Rules that fit results as they are, and the results that none of them explains."""
+    found, left = list[Finding](), dict.fromkeys(given.differences)
+    gradients = [key for key in left if key.startswith("gradient")]
+    weights = [key for key in left if key.startswith("weight")]
+    for rule in (_no_targets, _not_summed, _scaled):
+        for finding, keys in rule(given, [key for key in gradients if key in left]):
+            found.append(finding)
+            left = {key: None for key in left if key not in keys}
+    if weights and not gradients:
+        found.append(
+            Finding(
+                "optimizer step",
+                f"gradients agree, but {len(weights)} weights differ after the step: its learning "
+                "rate, its state or the number of its steps differs between ranks",
+                "gradients before the optimizer's step are the twin's on every rank",
+            )
         )
-        yield Finding(
-            "labels",
-            f"{max(wrong, twice)} labels are {how}; the model, its loss or shard_batch has to "
-            "shift them, exactly one of these",
-            "the twin's targets are compared with its tokens",
-        )
+    # Weights follow from gradients, and the evaluation from weights.
+    left = {key: None for key in left if key not in weights}
+    if weights and found:
+        left.pop("evaluation loss", None)
+    for key in [key for key in LOSSES if key in left]:
+        if reasons := [*_of_loss(given, key)]:
+            found.append(reasons[0])
+            del left[key]
+    return found, [*left]
 
 
-def _by_clipping(bounds: Bounds, ranks: Sequence[Outcome], runs: Runs) -> list[Finding]:
-    norms, whole = [run.norms for run in ranks], bounds.twin.norms
-    if not norms[0] or not whole:
-        return []
-    free = Change(clip=False)
-    trial = Trial(Finding("", "", ""), dict.fromkeys(range(len(ranks)), free), free)
-    ((of_ranks, twin),) = _run([trial], len(ranks), ranks, bounds.twin, runs)
-    if not of_ranks or not twin or bounds.differences(of_ranks, twin):
-        return []
-    numbers = ", ".join(f"{x[0]:.4g} on rank {r}" for r, x in enumerate(norms) if x)
-    return [
-        Finding(
-            "clipping",
-            f"gradients are clipped by another norm than the twin's ({numbers}; twin "
-            f"{whole[0]:.4g}): sum them first, and clip by the norm of all",
-            "without clipping on either side the difference is gone",
-        )
-    ]
-
-
-def _by_numbers(
-    bounds: Bounds, ranks: Sequence[Outcome], keys: list[str], explained: set[str]
-) -> Iterator[Finding]:
-    """Rules that fit gradients as they are; adds the gradients that a rule fits to `explained`."""
-    twin, world_size = results_of(bounds.twin), len(ranks)
-    count = len(bounds.twin.gradients)
-    empty = [r for r, run in enumerate(ranks) if any(not x.num_targets() for x in run.trained)]
-    unreal = [r for r, run in enumerate(ranks) if any(_is_nan(x) for x in run.trained)]
-    if unreal and set(unreal) <= set(empty):
-        yield Finding(
+def _no_targets(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
+    unreal = [
+        r for r, run in enumerate(given.ranks)
+        if any(x.loss is not None and not math.isfinite(x.loss) for x in run.trained)
+    ]  # fmt: skip
+    if unreal and all(any(0 in x.counts() for x in given.ranks[r].trained) for r in unreal):
+        finding = Finding(
             "denominator",
             f"the loss is divided by each rank's own count of targets, and rank {listed(unreal)} "
             "has none: 0 / 0; divide by the targets of the whole batch",
-            "the loss is NaN on exactly the ranks without targets",
+            "the loss is NaN on ranks without targets alone",
         )
-        explained |= {*keys}
-        return
-    alone: dict[str, list[str]] = {"sum": [], "mean": []}
+        yield finding, [*keys, "loss"]
+
+
+def _not_summed(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
+    alone: dict[str, dict[str, float]] = {"sum": {}, "mean": {}}
     for key in keys:
-        parts = values(ranks, key)
-        given = [x.double() for x in parts if x is not None]
-        if len(parts) < 2 or len({x.shape for x in given}) != 1 or _agree(bounds, key, parts):
+        parts, n = given.given(key), len(given.values[key])
+        if n < 2 or len(parts) < n or len({x.shape for x in parts}) > 1 or given.agree(key):
             continue
-        total = torch.stack(given).sum(0)
-        for op, x in (("sum", total), ("mean", total / world_size)):
-            if bounds.verdict(key, x, twin[key]).ok:
-                alone[op].append(key)
+        total = torch.stack([x.double() for x in parts]).sum(0)
+        for op, x in (("sum", total), ("mean", total / n)):
+            if given.verdict(key, x, given.twin[key]).ok:
+                alone[op][key] = max(error_of(parts[0], y) for y in parts)
                 break
     for op, names in alone.items():
         if names:
-            explained |= {*names}
-            worst = max(_error(*_two(values(ranks, key))) for key in names)
-            some = "all" if len(names) == count else str(len(names))
-            yield Finding(
+            finding = Finding(
                 "gradient sum",
-                f"gradients of {some} of {count} parameters differ between ranks by up to "
-                f"{worst:.2g} ({_short(names)}): they are not summed"
+                f"gradients of {_some(given, [*names])} differ between ranks by up to "
+                f"{max(names.values()):.2g}: they are not summed"
                 f"{' (averaged)' if op == 'mean' else ''} when the optimizer uses them; call "
                 "sync_gradients between backward and step",
                 f"the {op} over the ranks is the twin's for each of them",
             )
-    rest = [key for key in keys if key not in alone["sum"] + alone["mean"]]
-    factor = bounds.common_factor(rest, ranks) if rest else None
+            yield finding, [*names]
+
+
+def _scaled(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
+    factor = given.factor(keys)
+    own = [] if factor else [given.factor(keys, r) for r in range(len(given.ranks))]
+    some, wrapper = _some(given, keys), next((x.wrapper for x in given.ranks if x.wrapper), "")
     if factor is not None:
-        explained |= {*rest}
-        yield _of_factor(factor, rest, count, bounds, ranks)
-
-
-def _of_factor(
-    factor: float, keys: Sequence[str], count: int, bounds: Bounds, ranks: Sequence[Outcome]
-) -> Finding:
-    wrapper = next((run.wrapper for run in ranks if run.wrapper), "")
-    some = f"all {count}" if len(keys) == count else f"{len(keys)} of {count}"
-    text = f"gradients of {some} parameters are {fraction(factor)} of the twin's"
-    if len(keys) < count:
-        text += f" ({_short(keys)})"
-    if factor < 1:
-        text += f": {wrapper or 'what sums them'} averages over the sequence's ranks; multiply the "
-        text += f"loss by {fraction(1 / factor)}, or sum with sync_gradients"
-    else:
-        text += ": they are summed more than once, or the loss of the whole batch is counted on "
-        text += f"each rank; divide the loss by {fraction(factor)}"
-    return Finding("gradient scale", text, "the factor fits each of them on every rank")
-
-
-def _by_trials(
-    bounds: Bounds, ranks: Sequence[Outcome], runs: Runs, left: dict[str, None]
-) -> list[Finding]:
-    found = [*trials(bounds.twin, ranks)]
-    if not found:
-        return []
-    keys = [key for key in results_of(bounds.twin) if key.startswith("gradient")]
-    outcomes = _run(found, len(ranks), ranks, bounds.twin, runs)
-    for trial, (of_ranks, twin) in zip(found, outcomes, strict=True):
-        if of_ranks is None or twin is None:
-            continue
-        differences = bounds.differences(of_ranks, twin)
-        if not any(key.startswith("gradient") for key in differences):
-            if "loss" not in differences:
-                left.pop("loss", None)
-            return [trial.finding]
-        factor = bounds.common_factor(keys, of_ranks, twin)
-        if factor is not None:
-            more = [_of_factor(factor, keys, len(keys), bounds, ranks)]
-            # Other labels are counted in the twin only if its loss counts the targets.
-            return [trial.finding, *(more if trial.finding.contract != "labels" else ())]
-    return _together(found, bounds, ranks, runs)
-
-
-def _together(
-    found: Sequence[Trial], bounds: Bounds, ranks: Sequence[Outcome], runs: Runs
-) -> list[Finding]:
-    """All of two hypotheses whose changes together remove the difference."""
-    pairs = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :]]
-    joined = [
-        Trial(a.finding, _join(a.on_ranks, b.on_ranks), _one(a.in_twin, b.in_twin))
-        for a, b in pairs
-    ]
-    outcomes = _run(joined, len(ranks), ranks, bounds.twin, runs) if joined else []
-    for (a, b), (of_ranks, twin) in zip(pairs, outcomes, strict=True):
-        if of_ranks is not None and twin is not None:
-            wrong = bounds.differences(of_ranks, twin)
-            if not any(key.startswith("gradient") for key in wrong):
-                return [a.finding, b.finding]
-    return []
-
-
-def _join(a: dict[int, Change], b: dict[int, Change]) -> dict[int, Change]:
-    return {rank: _one(a.get(rank), b.get(rank)) or Change() for rank in {*a, *b}}
-
-
-def _one(a: Change | None, b: Change | None) -> Change | None:
-    if a is None or b is None:
-        return a or b
-    inputs = {at: {**a.inputs.get(at, {}), **b.inputs.get(at, {})} for at in {*a.inputs, *b.inputs}}
-    return Change(
-        inputs=inputs,
-        targets={**a.targets, **b.targets},
-        factors={**a.factors, **b.factors},
-        rows=a.rows or b.rows,
-        weights={**a.weights, **b.weights},
-        clip=a.clip and b.clip,
-        required=a.required and b.required,
-    )
-
-
-def _run(
-    found: Sequence[Trial], world_size: int, ranks: Sequence[Outcome], twin: Outcome, runs: Runs
-) -> list[tuple[list[Outcome] | None, Outcome | None]]:
-    """The outcomes of each trial on the ranks, and in the twin."""
-    of_ranks = [trial.on_ranks for trial in found if trial.on_ranks]
-    of_twin = [{0: trial.in_twin} for trial in found if trial.in_twin is not None]
-    on_ranks = iter(runs(of_ranks, world_size) if of_ranks else [])
-    in_twin = iter(runs(of_twin, 1) if of_twin else [])
-    results = list[tuple[list[Outcome] | None, Outcome | None]]()
-    for trial in found:
-        some: Sequence[Outcome | str] = next(on_ranks) if trial.on_ranks else ranks
-        one = twin if trial.in_twin is None else next(in_twin)[0]
-        real = [x for x in some if isinstance(x, Outcome)]
-        results.append(
-            (real if len(real) == len(some) else None, None if isinstance(one, str) else one)
+        text = f"gradients of {some} are {fraction(factor)} of the twin's: "
+        text += (
+            f"{wrapper or 'what sums them'} averages over the sequence's ranks; multiply the loss "
+            f"by {fraction(1 / factor)}, or sum with sync_gradients"
+            if factor < 1
+            else "they are summed more than once, or the loss of the whole batch is counted on "
+            f"each rank; divide the loss by {fraction(factor)}, or sum once"
         )
-    return results
+        yield Finding("gradient scale", text, "the factor fits each of them on every rank"), keys
+    elif own and all(own):
+        numbers = ", ".join(f"{fraction(x)} on rank {r}" for r, x in enumerate(own) if x)
+        text = (
+            f"gradients of {some} are other multiples of the twin's on each rank ({numbers}), as "
+            "if clipped or scaled by its own norm: use the norm over all ranks"
+        )
+        yield Finding("clipping", text, "the factor of each rank fits all of them"), keys
 
 
-def _by_weights(
-    bounds: Bounds, ranks: Sequence[Outcome], left: Mapping[str, None]
-) -> Iterator[Finding]:
-    keys = [key for key in left if key.startswith("weight")]
-    start = bounds.twin.start
-    moved = [[run.weights[k[7:]] - start[k[7:]] for k in keys if k[7:] in start] for run in ranks]
-    right = [bounds.twin.weights[k[7:]] - start[k[7:]] for k in keys if k[7:] in start]
-    if not right or any(len(x) != len(right) for x in moved):
+def _of_loss(given: Comparison, key: str) -> Iterator[Finding]:
+    right, values, n = given.twin[key], given.given(key), len(given.ranks)
+    if not values:
+        yield Finding(key, f"the {key} is on no rank", "no rank returned it")
         return
-    flat = torch.cat([x.flatten().double() for x in right])
-    parts = [torch.cat([x.flatten().double() for x in run]) for run in moved]
-    bound = math.hypot(*(bounds.bounds[key] for key in keys))
-    factors = [float(x @ flat / (flat @ flat)) for x in parts]
-    if all(
-        float((x - c * flat).norm()) <= bound * max(abs(c), 1)
-        for x, c in zip(parts, factors, strict=True)
-    ):
-        numbers = ", ".join(f"{fraction(c)} on rank {r}" for r, c in enumerate(factors))
-        yield Finding(
-            "optimizer step",
-            f"gradients agree, but the optimizer moves weights by other multiples of the twin's "
-            f"step ({numbers}): its learning rate, or the number of its steps, differs",
-            "the factor fits all weights of each rank",
-        )
+    forwards = [[x for x in run.forwards if x.training == (key == "loss")] for run in given.ranks]
+    counts = [sum(sum(x.counts()) for x in rank) for rank in forwards]
+    totals = [sum(sum(x.totals) for x in rank) for rank in forwards]
+    numbers = f"{listed(sorted({f'{float(x):.6g}' for x in values}))} on {n} ranks, "
+    numbers += f"{float(right):.6g} in one process"
+    own = f"{listed(counts)} targets: add losses and counts, then divide"
+    means = [x / n if n else math.nan for x, n in zip(totals, counts, strict=True)]
+    shares = [sum(counts) / count if count else math.inf for count in counts]
+    predictions = [
+        ("denominator", f"is the mean of the ranks' means ({numbers}), which have {own}",
+         [sum(means) / n] * n),
+        ("denominator", f"is divided by each rank's own count ({numbers}), of {own}",
+         [float(right) * x for x in shares]),
+        (key, f"is {n} of the twin's ({numbers}): it counts each rank", [float(right) * n] * n),
+        (key, f"is 1/{n} of the twin's ({numbers}): it is averaged, though each rank has its part",
+         [float(right) / n] * n),
+    ]  # fmt: skip
+    for contract, text, predicted in predictions:
+        pairs = [*zip(values, predicted, strict=False)]
+        if all(
+            float(x) == y or given.verdict(key, x, right.new_tensor(y)).ok for x, y in pairs
+        ) and any(math.isfinite(y) for y in predicted):
+            yield Finding(contract, f"the {key} {text}", "that number is the reported one")
 
 
-def _by_loss(bounds: Bounds, ranks: Sequence[Outcome], key: str) -> Finding | None:
-    twin = results_of(bounds.twin)[key]
-    forwards = [
-        [x for x in run.forwards if x.training == (key == "loss") and x.targets] for run in ranks
-    ]
-    got = values(ranks, key)[0]
-    if got is None:
-        return Finding(key, f"the {key} is on no rank", "no rank returned it")
-    counts = [sum(x.num_targets() for x in rank) for rank in forwards]
-    reported, world_size = float(got), len(ranks)
-    numbers = f"{reported:.6g} on {world_size} ranks, {float(twin):.6g} in one process"
-    if all(counts):
-        means = [sum(x.total for x in rank) / n for rank, n in zip(forwards, counts, strict=True)]
-        mean = twin.new_tensor(sum(means) / world_size)
-        all_same = len({float(x) for x in values(ranks, key) if x is not None}) == 1
-        if all_same and len({*counts}) > 1 and bounds.verdict(key, got, mean).ok:
-            return Finding(
-                "denominator",
-                f"the {key} is the mean of the ranks' means ({numbers}), which have "
-                f"{listed(counts)} targets: add losses and counts, then divide",
-                "the mean of the means is the reported number",
-            )
-    factor = bounds.common_factor([key], ranks)
-    if factor is not None:
-        near = fraction(factor)
-        known = math.isclose(factor, world_size) or math.isclose(factor, 1 / world_size)
-        if known or Fraction(factor).limit_denominator(64) == factor:
-            why = "counts each rank" if factor > 1 else "is averaged, though each rank has its part"
-            return Finding(
-                key, f"the {key} is {near} of the twin's ({numbers}): it {why}",
-                "the factor fits on every rank",
-            )  # fmt: skip
-    return None
-
-
-def _agree(bounds: Bounds, key: str, parts: Sequence[Tensor | None]) -> bool:
-    first = parts[0]
-    return first is not None and all(bounds.verdict(key, x, first).ok for x in parts)
-
-
-def _two(parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    given = [x for x in parts if x is not None]
-    return given[0], max(given[1:], key=lambda x: _error(given[0], x))
-
-
-def _is_nan(forward: Forward) -> bool:
-    return forward.loss is not None and not math.isfinite(forward.loss)
-
-
-def _short(keys: Sequence[str]) -> str:
-    names = [key.removeprefix("gradient of ").removeprefix("weight ") for key in keys]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _some(given: Comparison, keys: Sequence[str]) -> str:
+    count = sum(key.startswith("gradient") for key in given.twin)
+    names = [key.removeprefix("gradient of ") for key in keys]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    some = f"{'all' if len(names) == count else len(names)} of {count} parameters"
+    return some + ("" if len(names) == count else f" ({', '.join(names[:3])}{more})")

@@ -15,7 +15,7 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ring_attn import ops
 from ring_attn.torch_private import TorchDispatchMode
 
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
@@ -44,31 +45,18 @@ EXACT = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Change:
-    """How one run on one rank differs from the step as it is written.
-
-    Attributes:
-        seed: the state of random generators before the step.
-        noise: None, or the seed of random roundings of every result.
-        inputs: by number of the forward and name, what modules and embeddings get instead.
-        targets: by number of the forward, the targets of the loss.
-        factors: by number of the forward, what the loss is multiplied by before its backward.
-        rows: rows that attention sees only among themselves; () means no limit.
-        weights: values of parameters at the first forward, by name.
-        clip: whether gradients are clipped.
-        required: whether an error of the step ends the run.
-    """
-
-    seed: int = 0
-    noise: int | None = None
-    inputs: Mapping[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
-    targets: Mapping[int, Tensor] = field(default_factory=dict)
-    factors: Mapping[int, float] = field(default_factory=dict)
-    rows: Sequence[Tensor] = ()
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    clip: bool = True
-    required: bool = True
+# How one run on one rank differs from the step as it is written. The keys:
+#   "seed"                    the state of random generators before the step
+#   "noise"                   the seed of random roundings of every result
+#   "input", forward, name    what modules and embeddings get instead
+#   "targets", forward        the targets of its cross-entropies
+#   "factor", forward, i      what its i-th cross-entropy is multiplied by
+#   "backward", forward       what the gradient of its loss is multiplied by
+#   "rows"                    rows that attention sees only among themselves, as a list of tensors
+#   "causal"                  attention drops every mask but the causal one
+#   "weight", name            a parameter's values at the first forward
+#   "unclipped"               gradients are not clipped
+Change = Mapping[tuple[Any, ...], Any]
 
 
 @dataclass(eq=False)
@@ -78,9 +66,9 @@ class Forward:
     Attributes:
         tokens: (batch, rows), or None where no embedding ran.
         inputs: other integer or boolean tensors that modules were called with, by name.
-        targets: of all cross-entropies, in order, flat.
+        targets: of each cross-entropy, in order, flat.
         ignored: the target that does not count.
-        total: the sum of all cross-entropies.
+        totals: the sum of each cross-entropy.
         loss: what the backward began with; None without a backward.
     """
 
@@ -89,7 +77,7 @@ class Forward:
     training: bool
     targets: list[Tensor] = field(default_factory=list)
     ignored: int = -100
-    total: float = 0.0
+    totals: list[float] = field(default_factory=list)
     loss: float | None = None
 
     def target(self) -> Tensor | None:
@@ -99,16 +87,17 @@ class Forward:
         """
         if self.tokens is None or not self.targets:
             return None
-        flat = torch.cat(self.targets)
         batch, rows = self.tokens.shape
-        if flat.numel() == batch * rows:
-            return flat.view(batch, rows)
-        if flat.numel() == batch * (rows - 1):
-            return F.pad(flat.view(batch, rows - 1), (0, 1), value=self.ignored)
+        for flat in (self.targets[0], torch.cat(self.targets)):
+            if flat.numel() == batch * rows:
+                return flat.view(batch, rows)
+            if flat.numel() == batch * (rows - 1):
+                return F.pad(flat.view(batch, rows - 1), (0, 1), value=self.ignored)
         return None
 
-    def num_targets(self) -> int:
-        return sum(int((x != self.ignored).sum()) for x in self.targets)
+    def counts(self) -> list[int]:
+        """Numbers of targets of each cross-entropy."""
+        return [int((x != self.ignored).sum()) for x in self.targets]
 
 
 @dataclass
@@ -175,15 +164,16 @@ def run_step(
         faulthandler.dump_traceback_later(seconds, file=file, exit=True)
         function, outcomes = load(step), list[Outcome | str]()
         for changes in runs:
-            change = changes.get(rank, Change())
-            torch.manual_seed(change.seed)
-            random.seed(change.seed)
+            change = changes.get(rank, {})
+            seed = change.get(("seed",), 0)
+            torch.manual_seed(seed)
+            random.seed(seed)
             if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(change.seed)
+                numpy.random.seed(seed)
             try:
                 outcomes.append(_Watch(change).run(function))
             except Exception as error:
-                if change.required:
+                if not change or dist.get_world_size() > 1:
                     raise
                 outcomes.append(str(error))
         faulthandler.cancel_dump_traceback_later()
@@ -217,7 +207,7 @@ class _Watch(TorchFunctionMode):
 
         def clipped(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if not self.change.clip:
+            if ("unclipped",) in self.change:
                 return torch.zeros(())
             self._keep(given)
             norm = clip(given, *args, **kwargs)
@@ -234,8 +224,10 @@ class _Watch(TorchFunctionMode):
                     patched = mock.patch.object(owner, "clip_grad_norm_", clipped)
                     stack.enter_context(patched)
                 stack.enter_context(mock.patch.object(nn.Module, "__call__", called))
-                noise = self.change.noise
-                stack.enter_context(nullcontext() if noise is None else _Noise(noise))
+                if ("causal",) in self.change:
+                    stack.enter_context(mock.patch.object(ops, "attend", _one_document))
+                if (noise := self.change.get(("noise",))) is not None:
+                    stack.enter_context(_Noise(noise))
                 stack.enter_context(self)
                 returned = step()
         finally:
@@ -306,11 +298,8 @@ class _Watch(TorchFunctionMode):
             return x
         if not self.quiet and name not in self.inputs:
             self.inputs[name] = _local(x).detach().clone()
-        changed = self.change.inputs.get(self.at, {})
-        if name not in changed:
-            return x
-        new = changed[name]
-        return new if new is None or new.numel() != x.numel() else new.view_as(x).to(x.dtype)
+        new = self.change.get(("input", self.at, name))
+        return x if new is None or new.numel() != x.numel() else new.view_as(x).to(x.dtype)
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         tokens = self.inputs.get("input_ids", input)
@@ -333,20 +322,28 @@ class _Watch(TorchFunctionMode):
         if not self.forwards:
             self.forwards.append(Forward(None, {}, torch.is_grad_enabled()))
         forward = self.forwards[-1]
-        if (new := self.change.targets.get(at)) is not None and new.numel() == target.numel():
+        if (new := self.change.get(("targets", at))) is not None and new.numel() == target.numel():
             given["target"] = target = new.view_as(target)
+        factor = self.change.get(("factor", at, len(forward.targets)))
         forward.targets.append(_local(target).detach().flatten().clone())
         forward.ignored = ignored
         with torch.no_grad():
             total = F.cross_entropy(logits, target, ignore_index=ignored, reduction="sum")
-        forward.total += float(_local(total))
-        return F.cross_entropy(*bound.args, **bound.kwargs)
+        forward.totals.append(float(_local(total)))
+        loss = F.cross_entropy(*bound.args, **bound.kwargs)
+        return loss if factor is None else loss * factor
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attend, rows = F.scaled_dot_product_attention, self.change.rows
-        if not rows or sum(map(len, rows)) != q.size(-2) or k.size(-2) != q.size(-2):
-            return attend(q, k, v, *args, **kwargs)
+        attend, rows = F.scaled_dot_product_attention, self.change.get(("rows",), ())
         mask = args[0] if args else kwargs.pop("attn_mask", None)
+        if ("causal",) in self.change and mask is not None:
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            # Rows of padding may see all: so the mask is causal if it hides most of what is ahead.
+            ahead = torch.ones_like(seen).triu(1)
+            kwargs["is_causal"] = bool(2 * (seen & ahead).sum() < ahead.sum())
+            mask = None
+        if not rows or sum(map(len, rows)) != q.size(-2) or k.size(-2) != q.size(-2):
+            return attend(q, k, v, mask, *args[1:], **kwargs)
         parts = []
         for at in rows:
             local = mask if mask is None else mask[..., at, :][..., at]
@@ -359,7 +356,7 @@ class _Watch(TorchFunctionMode):
         if at >= 0:
             value = float(_local(loss).detach().double().sum())
             self.forwards[at].loss = (self.forwards[at].loss or 0.0) + value
-        if (factor := self.change.factors.get(at)) is not None:
+        if (factor := self.change.get(("backward", at))) is not None:
             gradient = (torch.ones_like(loss) if gradient is None else gradient) * factor
         self.quiet = True
         try:
@@ -371,7 +368,7 @@ class _Watch(TorchFunctionMode):
     def _note_start(self, module: nn.Module) -> None:
         for name, x in module.named_parameters():
             values = _local(x).detach()
-            if (new := self.change.weights.get(clean(name))) is not None:
+            if (new := self.change.get(("weight", clean(name)))) is not None:
                 values.copy_(new)
             self.start[clean(name)] = values.clone().cpu()
 
@@ -412,12 +409,23 @@ class _Watch(TorchFunctionMode):
         )  # fmt: skip
 
 
+ATTEND = ops.attend
+
 WATCHED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding: _Watch._embedding,
     F.cross_entropy: _Watch._cross_entropy,
     F.scaled_dot_product_attention: _Watch._attention,
     Tensor.backward: _Watch._backward,
 }
+
+
+def _one_document(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Any, *rest: Any
+) -> Any:
+    """`ops.attend` as if the sequence were one document."""
+    ends = {name: x[[0, -1]] for name in ("cu_seqlens", "cu_seqlens_k")
+            if (x := getattr(arguments, name)) is not None}  # fmt: skip
+    return ATTEND(q, k, v, sinks, arguments._replace(**ends), *rest)
 
 
 class _Noise(TorchDispatchMode):

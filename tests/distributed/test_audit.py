@@ -11,7 +11,7 @@ import pytest
 
 from ring_attn.testing.audit import Report, judge
 from ring_attn.testing.observe import Change, Outcome, run_step
-from tests import audit_steps
+from tests import audit_reported, audit_steps
 
 pytestmark = [pytest.mark.dist, pytest.mark.gloo]
 
@@ -75,15 +75,46 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     "compiled": {"not summed": "gradient sum"},
     "tensor_parallel": {"summed over tp": "gradient scale", "batch of the rank": "batch"},
     "gathered": {"mask dropped": "mask", "local positions": "positions"},
+    "packed": {
+        "documents not kept apart": "mask",  # trl 6843
+        "documents begin anew on each rank": "positions",  # prime-rl 2392
+        "targets across documents": "labels",
+    },
+    "two_losses": {
+        "second loss divided by the ranks": "gradient scale",  # Megatron-LM 3959
+        "second loss by own count": "denominator",  # Megatron-LM 7452
+    },
+    # VeOmni 1115
+    "grouped": {"group of one rank": "gradient sum", "never synchronized": "gradient sum"},
+    "plainly": {
+        "last tokens dropped": "tokens",  # TransformerEngine 1930
+        "padding is a target": "labels",
+        "tied weights summed twice": "gradient scale",
+        "labels rolled after the cut": "labels",  # verl 4250
+        "mean of no target": "denominator",  # Megatron-LM 1764, axolotl 3026
+        "evaluation by own count": "denominator",  # ms-swift 9152
+    },
+    "fsdp_clipped": {"clipped by the shard's norm": "clipping"},  # Megatron-LM 5916
+    "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
+    "checkpointed": {"gradients cleared between": "accumulation"},
+    "lora": {
+        "lora_A left out": "gradient sum",
+        "adapters by the rank's seed": "initial weights",
+    },
 }
+
+
+def steps(kind: str) -> Callable[..., Any]:
+    return next(getattr(x, kind) for x in (audit_steps, audit_reported) if hasattr(x, kind))
+
+
 BUGS = [(kind, bug) for kind, bugs in PLANTED.items() for bug in bugs]
 
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize(("kind", "bug"), BUGS)
 def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any, tmp_path: Any) -> None:
-    step = partial(getattr(audit_steps, kind), bug)
-    report = judged(step, ranks, tmp_path, 3)
+    report = judged(partial(steps(kind), bug), ranks, tmp_path, 4 if kind == "cp_tp" else 3)
     assert not report.ok
     expected = PLANTED[kind][bug]
     assert report.contracts == ({expected} if isinstance(expected, str) else expected), str(report)
@@ -105,7 +136,8 @@ def test_a_right_step_has_no_finding(layout: str, seqlen: int, ranks: Any, tmp_p
 def test_a_right_step_of_each_kind_has_no_finding(
     kind: str, layout: str, ranks: Any, tmp_path: Any
 ) -> None:
-    report = judged(partial(getattr(audit_steps, kind), "", layout), ranks, tmp_path, 2, 3)
+    sizes = (2, 4) if kind == "cp_tp" else (2, 3)
+    report = judged(partial(steps(kind), "", layout), ranks, tmp_path, *sizes)
     assert report.ok, str(report)
 
 
