@@ -41,7 +41,7 @@ def run(words: str, *launcher: str) -> str:
 
 @pytest.mark.dist
 def test_train() -> None:
-    *steps, _, _, verdict = run("train.py --steps 3 --seqlen 65").splitlines()
+    *steps, _, verdict = run("train.py --steps 3 --seqlen 65").splitlines()
     losses = [float(line.split()[3]) for line in steps]
     assert len(losses) == 3 and losses[2] < losses[0] and "2 ranks" in steps[0]
     assert verdict == "ok"
