@@ -7,6 +7,7 @@ one process as their twin, whose batch is that of all ranks together.
 
     ring-attn audit train.py:step
     ring-attn audit train.py:step --world-size 2 4
+    ring-attn audit train.py:step --tiny        models of transformers shrunk to 2 layers
 
 The exit status is 1 if a result of the ranks differs from the twin's.
 """
@@ -33,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for a run (default: 120)"
     )
     add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
+    add(
+        "--tiny", action="store_true",
+        help="shrink models of transformers to 2 layers, few heads and random weights",
+    )  # fmt: skip
     add_common(parser)
 
 
@@ -42,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = audit(
             args.step, sizes[:1] if args.quick else sizes, timeout=args.timeout,
-            threads=args.threads,
+            threads=args.threads, tiny=args.tiny,
         )  # fmt: skip
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)

@@ -84,6 +84,7 @@ def audit(
     *,
     timeout: float = 120.0,
     threads: int | None = None,
+    tiny: bool = False,
 ) -> Report:
     """Compares a training step on ranks with the same step in one process, and says what is wrong.
 
@@ -103,6 +104,8 @@ def audit(
         world_size: numbers of ranks.
         timeout: seconds that a run of the step may take.
         threads: CPU threads of each rank; None divides the cores among the ranks.
+        tiny: make models of transformers with 2 layers, few heads and random weights, whatever the
+            step asks of from_pretrained or from_config.
 
     Returns:
         The report: `ok`, `findings`, a diagnosis of each world size; `print` shows it.
@@ -119,7 +122,7 @@ def audit(
         raise ValueError(f"world_size must be numbers of at least 2 ranks, got {world_size}")
     if under_torchrun():
         raise RuntimeError("audit starts its own ranks: run it by python, not by torchrun")
-    lab = _Lab(_portable(step), timeout, threads)
+    lab = _Lab(_portable(step), timeout, threads, tiny)
     return judge(step if isinstance(step, str) else _name(step), sizes, lab.runs, lab.check_memory)
 
 
@@ -156,6 +159,7 @@ class _Lab:
     step: bytes | str
     timeout: float
     threads: int | None
+    tiny: bool
 
     def runs(
         self, changes: Sequence[Mapping[int, Change]], world_size: int
@@ -168,7 +172,7 @@ class _Lab:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 ranks = run_ranks(
-                    run_step, world_size, self.step, changes, seconds, folder, limit,
+                    run_step, world_size, self.step, changes, seconds, folder, limit, self.tiny,
                     threads=self.threads, device="cpu", timeout=seconds + START,
                 )  # fmt: skip
             except (RuntimeError, TimeoutError) as error:

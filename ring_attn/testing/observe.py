@@ -15,7 +15,7 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ring_attn import ops
+from ring_attn.testing.tiny import tiny_models
 from ring_attn.torch_private import TorchDispatchMode
 
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
@@ -149,18 +150,24 @@ def load(step: bytes | str) -> Step:
 
 
 def run_step(
-    step: bytes | str, runs: Sequence[Mapping[int, Change]], seconds: float, folder: str, limit: int
+    step: bytes | str,
+    runs: Sequence[Mapping[int, Change]],
+    seconds: float,
+    folder: str,
+    limit: int,
+    tiny: bool = False,
 ) -> list[Outcome | str]:
     """What this rank notes in each run, or its error; a run has changes by rank.
 
     Args:
         seconds: after them this rank ends, with its stack in a file of its number in `folder`.
         limit: bytes of memory that the process may use; 0 for no limit.
+        tiny: whether models of transformers are shrunk.
     """
     rank = dist.get_rank()
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    with (Path(folder) / str(rank)).open("w") as file:
+    with (Path(folder) / str(rank)).open("w") as file, tiny_models() if tiny else nullcontext():
         faulthandler.dump_traceback_later(seconds, file=file, exit=True)
         function, outcomes = load(step), list[Outcome | str]()
         for changes in runs:

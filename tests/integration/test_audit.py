@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 import ring_attn
@@ -59,6 +60,42 @@ def test_a_right_step_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "train.py").write_text(STEP)
     assert cli.main(["audit", f"{tmp_path / 'train.py'}:step", "--quiet"]) == 0
     assert capsys.readouterr().out.endswith("ok\n")
+
+
+PRETRAINED = """
+import torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM
+import ring_attn
+
+def step():
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with ring_attn.integrations.transformers.register(layout="zigzag"):
+        name = "ring_attn" if n > 1 else "sdpa"
+        model = AutoModelForCausalLM.from_pretrained("FOLDER", attn_implementation=name)
+        layout = ring_attn.SequenceLayout.zigzag(29, n)
+        ids = torch.randint(100, (1, 29), generator=torch.Generator().manual_seed(0))
+        part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+        given = {"sequence_layout": layout} if n > 1 else {}
+        logits = model(part["input_ids"], position_ids=part["position_ids"], **given).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.mT, part["shift_labels"], reduction="sum") / 28
+        loss.backward()
+    return model, loss
+"""
+
+
+@pytest.mark.slow
+def test_a_large_model_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=8192, intermediate_size=1 << 15, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=101,
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "train.py").write_text(PRETRAINED.replace("FOLDER", str(tmp_path)))
+    words = ["audit", f"{tmp_path / 'train.py'}:step", "--tiny", "--world-size", "2"]
+    assert cli.main(words) == 1
+    assert "they are not summed" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""Hugging Face models made small, with random weights, for `ring-attn audit --tiny`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+LAYERS, HEADS, HEADDIM = 2, 4, 16
+# Numbers of a config that are at most so large; widths that are none of these stay.
+MOST = {
+    "intermediate_size": 96, "moe_intermediate_size": 48, "num_local_experts": 4,
+    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def shrunk(config: Any) -> Any:
+    """A config of 2 layers with few heads; the vocabulary, masks and kinds of layers stay."""
+    given = config.to_dict()
+    heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
+    groups = heads // (given.get("num_key_value_heads") or heads)
+    small = {name: min(most, given[name]) for name, most in MOST.items() if given.get(name)}
+    small |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    small |= {"hidden_size": HEADS * HEADDIM}
+    if given.get("num_key_value_heads"):
+        small["num_key_value_heads"] = max(1, HEADS // groups)
+    if given.get("head_dim"):
+        small["head_dim"] = HEADDIM
+    for name, x in given.items():
+        # Of what is given for each layer: both kinds, where there are two.
+        if isinstance(x, list) and len(x) == layers:
+            small[name] = [x[0], next((y for y in x if y != x[0]), x[0])]
+    return type(config)(**given | small)
+
+
+@contextmanager
+def tiny_models() -> Iterator[None]:
+    """Every model of transformers that is made by from_pretrained or from_config is shrunk."""
+    import transformers
+
+    base = transformers.PreTrainedModel
+    make = base._from_config.__func__
+
+    def from_config(cls: Any, config: Any, **options: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same weights on every rank
+            return make(cls, shrunk(config), **options)
+
+    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+        config = cls.config_class.from_pretrained(path) if config is None else config
+        kept = {x: options[x] for x in ("dtype", "attn_implementation") if options.get(x)}
+        if kept.get("dtype") == "auto":
+            kept["dtype"] = config.dtype
+        return from_config(cls, config, **kept).eval()
+
+    with (
+        mock.patch.object(base, "_from_config", classmethod(from_config)),
+        mock.patch.object(base, "from_pretrained", classmethod(from_pretrained)),
+    ):
+        yield
