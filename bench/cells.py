@@ -330,13 +330,14 @@ def _figures(row: CellRow | None) -> list[str]:
 # -- options; each is stored under the name of its field of `CellSetting`
 
 
-def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every benchmark on one device."""
+def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -> None:
+    """Adds the options of every benchmark on one device; `heads` are those on a GPU."""
     add = parser.add_argument
-    add("--heads", type=parse_heads, help="query heads / kv heads, as 32/8 (on a CPU 4/2)")
+    pairs = f"query heads / kv heads, as 32/8 (default: {heads}; on a CPU 4/2)"
+    add("--heads", type=parse_heads, help=pairs)
     add("--head-dim", dest="head_dims", type=parse_sizes, help="default: 128; on a CPU 16 or 64")
     add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
-    budget = "start no measurement after this time"
+    budget = "start no measurement after this time (default: no limit)"
     add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
     add_outputs(parser)
@@ -346,9 +347,9 @@ def add_cell_arguments(parser: argparse.ArgumentParser, default: CellSetting) ->
     """Adds the options of `Cells`; `default` is the setting on a GPU."""
     add = parser.add_argument
     lens = ",".join(map(format_size, default.seqlens))
-    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k ({lens})")
-    add("--iters", type=parse_size, help=f"most repetitions of a cell ({default.iters})")
-    add_device_arguments(parser)
+    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
+    add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {default.iters})")
+    add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in default.heads))
 
 
 def setting_of(args: argparse.Namespace, gpu: CellSetting, cpu: CellSetting) -> CellSetting:

@@ -45,8 +45,13 @@ ON_CPU = replace(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", dest="batches", type=parse_sizes, help="numbers of sequences (1,8; on a CPU 1)")
-    add("--backend", help="our backend (triton; on a CPU auto)")
+    add(
+        "--batch",
+        dest="batches",
+        type=parse_sizes,
+        help="numbers of sequences (default: 1,8; on a CPU 1)",
+    )
+    add("--backend", help="our backend (default: triton; on a CPU auto)")
     add_cell_arguments(parser, ON_GPU)
 
 

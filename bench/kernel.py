@@ -45,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     both = argparse.BooleanOptionalAction
     add("--causal", dest="one_mask", action=both, help="only one of them; default: both")
-    add("--tokens", type=parse_size, help="tokens of a batch of shorter sequences (16k)")
-    add("--mode", choices=tuple(MODES), default="fwd_bwd")
+    add("--tokens", type=parse_size, help="tokens of a batch of shorter sequences (default: 16k)")
+    mode = "forward alone, or backward too (default: fwd_bwd)"
+    add("--mode", choices=tuple(MODES), default="fwd_bwd", help=mode)
     names = f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)"
     add("--implementations", type=names_of(IMPLEMENTATIONS, least=1), help=names)
     add_cell_arguments(parser, FULL)

@@ -60,10 +60,16 @@ class Outputs:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--plot", metavar="PATH", type=parse_report, help="draw the figures as .png or .svg")
+    add(
+        "--plot",
+        metavar="PATH",
+        type=parse_report,
+        help="draw the figures as .png or .svg (default: none)",
+    )
     add(
         "--compare", metavar="OLD.json", type=Path,
-        help="exit with 1 if a figure is slower than in OLD.json, beyond the spread of both",
+        help="exit with 1 if a figure is slower than in OLD.json, beyond the spread of both "
+        "(default: compares with nothing)",
     )  # fmt: skip
     add_common(parser)
 

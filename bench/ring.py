@@ -45,6 +45,7 @@ from ring_attn.bench.ring_implementations import (
 )
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.cli.arguments import (
+    add_switch,
     names_of,
     new_table,
     parse_dtype,
@@ -103,18 +104,19 @@ class Sweep:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--world-size", type=parse_sizes, default=(2,), help="numbers of ranks (2)")
-    add("--seqlen", type=parse_sizes, help=f"whole lengths ({SEQLEN})")
-    add("--heads", type=parse_size, default=8)
-    add("--kv-heads", type=parse_size, help="default: as many as --heads")
-    add("--head-dim", type=parse_size, default=64)
-    add("--dtype", type=parse_dtype, default=torch.float32)
-    add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--layout", choices=LAYOUTS, default="zigzag")
-    add("--mode", choices=tuple(MODES), default="fwd_bwd")
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
+    add("--world-size", type=parse_sizes, default=(2,), help="numbers of ranks (default: 2)")
+    add("--seqlen", type=parse_sizes, help=f"whole lengths (default: {SEQLEN})")
+    add("--heads", type=parse_size, default=8, help="heads of q (default: 8)")
+    add("--kv-heads", type=parse_size, help="heads of k and v (default: as many as --heads)")
+    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
+    add("--dtype", type=parse_dtype, default=torch.float32, help="default: float32")
+    add_switch(parser, "--causal", "queries see no later keys")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="how rows are split (default: zigzag)")
+    mode = "forward alone, or backward too (default: fwd_bwd)"
+    add("--mode", choices=tuple(MODES), default="fwd_bwd", help=mode)
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
-    add("--iters", type=parse_size, help=f"timed repetitions ({ITERS})")
+    add("--iters", type=parse_size, help=f"timed repetitions (default: {ITERS})")
     names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
     add("--baseline", type=names_of(BASELINES), default=",".join(BASELINES), help=names)
     add_outputs(parser)

@@ -173,11 +173,19 @@ class ShapeVerdict:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
-    add("--shapes", help="comma-separated words; only shapes with one of them in their names")
-    iters = f"repetitions (for {SECONDS:g} s, {ITERS} to {MAX_ITERS})"
+    add(
+        "--world-sizes",
+        type=parse_sizes,
+        default=WORLD_SIZES,
+        help="numbers of ranks (default: 2,4)",
+    )
+    add(
+        "--shapes",
+        help="comma-separated words; only shapes with one of them in their names (default: all)",
+    )
+    iters = f"repetitions (default: for {SECONDS:g} s, {ITERS} to {MAX_ITERS})"
     add("--iters", type=parse_size, help=iters)
-    cluster = "a file of ring-attn calibrate; default: calibrates first"
+    cluster = "a file of ring-attn calibrate (default: calibrates first)"
     add("--cluster", metavar="FILE", type=parse_input, help=cluster)
     add_outputs(parser)
 

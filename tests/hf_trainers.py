@@ -68,7 +68,9 @@ class Notes(transformers.TrainerCallback):
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         if not self.gradients:
-            self.gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+            self.gradients = {
+                n: whole(p.grad).clone() for n, p in model.named_parameters() if p.requires_grad
+            }
 
 
 def whole(x: Any) -> Tensor:

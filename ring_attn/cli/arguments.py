@@ -198,9 +198,19 @@ def parse_input(text: str) -> Path:
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every subcommand has."""
-    parser.add_argument("--json", metavar="PATH", type=parse_report, help="write all results here")
+    json = "write all results here (default: nowhere)"
+    parser.add_argument("--json", metavar="PATH", type=parse_report, help=json)
     parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
+
+
+def add_switch(
+    parser: argparse.ArgumentParser, name: str, help: str, *, default: bool | None = True
+) -> None:
+    """Adds --name and --no-name; their help names the default, which only some Pythons append."""
+    switch = argparse.BooleanOptionalAction
+    added = parser.add_argument(name, action=switch, default=default)
+    added.help = f"{help} (default: {'yes' if default else 'no'})"
 
 
 def with_options(make: Callable[..., T], args: argparse.Namespace, **others: Any) -> T:

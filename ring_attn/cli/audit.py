@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for a run (default: 120)"
     )
-    add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
+    threads = "CPU threads of each rank (default: cores / ranks)"
+    add("--threads", type=parse_size, metavar="N", help=threads)
     add(
         "--tiny", action="store_true",
         help="shrink models of transformers to 2 layers, few heads and random weights",

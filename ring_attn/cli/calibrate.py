@@ -115,13 +115,17 @@ class MessageSample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (1,2,4)")
-    add("--heads", type=parse_size, default=8, help="heads of q, k and v (8)")
-    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (64)")
-    add("--dtype", type=parse_dtype, default=torch.float32, help="dtype of q, k and v (float32)")
-    add("--backend", default="auto", help="as for ring_attention (auto)")
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there are enough GPUs")
+    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (default: 1,2,4)")
+    add("--heads", type=parse_size, default=8, help="heads of q, k and v (default: 8)")
+    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
+    add("--dtype", type=parse_dtype, default=torch.float32, help="of q, k and v (default: float32)")
+    add("--backend", default="auto", help="as for ring_attention (default: auto)")
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where to run (default: cuda if there are enough GPUs)",
+    )
     add_common(parser)
 
 

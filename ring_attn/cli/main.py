@@ -150,7 +150,14 @@ def _find(words: list[str], commands: Sequence[Command]) -> Command | None:
 
 
 def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> int:
-    """Prints help or the version; else an error that lists the commands."""
+    """Prints help or the version; else an error that lists the commands.
+
+    The first word of some commands, as in "bench --help", has its own.
+    """
+    of_word = [command for command in commands if command.name.split()[:-1] == words[:1]]
+    if words and of_word:
+        prog, words = f"{prog} {words[0]}", words[1:]
+        commands = [one._replace(name=one.name.split()[-1]) for one in of_word]
     parser = Parser(
         prog=prog,
         description=_usage_text(prog, commands),

@@ -28,6 +28,7 @@ import torch
 from ring_attn.cli import plan_report as report
 from ring_attn.cli.arguments import (
     add_common,
+    add_switch,
     command_line,
     format_size,
     parse_dtype,
@@ -83,10 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
     add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
-    model = "a config.json in Hugging Face's form, for heads, dims, layers and windows not given"
+    model = (
+        "a config.json in Hugging Face's form, for heads, dims, layers and windows not given "
+        "(default: no model)"
+    )
     add("--model", type=Path, metavar="FILE", help=model)
-    add("--layers", type=parse_size, metavar="N", help="layers of a model, all alike")
-    hidden = "width of the model, for the memory between layers"
+    add("--layers", type=parse_size, metavar="N", help="layers, all alike (default: the model's)")
+    hidden = "width of the model, for the memory between layers (default: the model's)"
     add("--hidden", type=parse_size, metavar="N", help=hidden)
     heads = f"default: the model's, or {HEADS}"
     add("--heads", dest="nheads", type=parse_size, metavar="N", help=heads)
@@ -95,37 +99,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     head_dim = f"default: the model's, or {HEADDIM}"
     add("--head-dim", dest="headdim", type=parse_size, metavar="N", help=head_dim)
     dim_v = "head dim of v (default: that of q and k)"
-    add("--head-dim-v", dest="headdim_v", type=parse_size, help=dim_v)
-    add("--dtype", type=parse_dtype, default=torch.bfloat16, help="default: bfloat16")
-    add("--causal", action=argparse.BooleanOptionalAction, default=True)
+    add("--head-dim-v", dest="headdim_v", type=parse_size, metavar="N", help=dim_v)
+    add(
+        "--dtype",
+        type=parse_dtype,
+        default=torch.bfloat16,
+        help="of q, k and v (default: bfloat16)",
+    )
+    add_switch(parser, "--causal", "queries see no later keys")
     add(
         "--window", dest="window_size", type=parse_window, default=(-1, -1), metavar="LEFT,RIGHT",
-        help="sizes such as 4k,0; -1 is open: --window=-1,0",
+        help="sizes such as 4k,0; -1 is open (default: --window=-1,-1)",
     )  # fmt: skip
-    documents = "lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500"
+    documents = (
+        "lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500 "
+        "(default: one)"
+    )
     add("--documents", type=parse_sizes, metavar="LENGTHS", help=documents)
-    add("--layout", choices=("auto", *LAYOUTS, "balanced"), default="auto")
-    names = f"consider only some of {', '.join(NAMES)}"
+    layouts = ("auto", *LAYOUTS, "balanced")
+    add("--layout", choices=layouts, default="auto", help="of all ranks (default: auto, the best)")
+    names = f"consider only some of {', '.join(NAMES)} (default: all)"
     add("--strategy", dest="strategies", nargs="+", metavar="NAME", help=names)
-    load = "a Python file whose strategies are registered first, as examples/own_strategy.py"
+    load = (
+        "a Python file whose strategies are registered first, as examples/own_strategy.py "
+        "(default: no file)"
+    )
     add("--load", type=Path, metavar="FILE", help=load)
     cluster = (
         "h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
         "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)"
     )
     add("--cluster", metavar="NAME|FILE", help=cluster)
-    add("--node-size", type=parse_size, help="devices of a node (8)")
+    add("--node-size", type=parse_size, help="devices of a node (default: 8)")
     same_bits = "consider only strategies with the same bits at every world size"
-    add("--same-bits", action=argparse.BooleanOptionalAction, help=same_bits)
-    add("--backward", action=argparse.BooleanOptionalAction, default=True)
+    add_switch(parser, "--same-bits", same_bits, default=None)
+    add_switch(parser, "--backward", "plan the backward too")
     exact = "simulate every rank, up to 256; else some of many equal ranks stand for all"
     add("--exact", action="store_true", help=exact)
-    memory = "memory of a rank, such as 80G"
+    memory = "memory of a rank, such as 80G (default: its device's)"
     add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
     check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
     add("--check", action="store_true", help=check)
     add("--verbose", action="store_true", help="also list what was left out, and why")
-    add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
+    add(
+        "--plot",
+        metavar="PATH",
+        type=parse_report,
+        help="draw the pictures as .png or .svg (default: none)",
+    )
     add_common(parser)
 
 

@@ -168,9 +168,18 @@ def _draw_mask(axes: Any, picture: MaskPicture) -> None:
     image = axes.imshow(
         steps.numpy(), alpha=opaque.numpy(), vmin=0, vmax=max(int(picture.step.max()), 1)
     )
-    axes.figure.colorbar(image, ax=axes, label="step", shrink=0.7)
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    whole = MaxNLocator(integer=True, min_n_ticks=1)
+    axes.figure.colorbar(image, ax=axes, label="step", shrink=0.7, ticks=whole)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    meaning = {"all pairs visible": 1.0, "pale: cut by the mask": 0.5}
+    patches = [Patch(color="C0", alpha=x, label=label) for label, x in meaning.items()]
+    axes.legend(handles=patches, loc="upper right", fontsize=8)
     axes.set(xlabel=f"keys of a {picture.title}", ylabel="queries")
-    axes.set_title("computed at which step; pale: cut by the mask")
+    axes.set_title("computed at which step; empty: hidden by the mask")
 
 
 def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
@@ -196,7 +205,8 @@ def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
     for (rank, lane, name), spans in by_lane.items():
         low = ranks.index(rank) + lanes.index(lane) * height
         # The legend needs one label per name; matplotlib omits labels that begin with "_".
-        label = name if names.pop(name, "shown") is None else "_"
+        shown_as = {"move": "move (rows copied or added on the device)"}.get(name, name)
+        label = shown_as if names.pop(name, "shown") is None else "_"
         axes.broken_barh(spans, (low, 0.9 * height), facecolors=colours[name], label=label)
     axes.set_yticks([i + 0.45 for i in range(len(ranks))], [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks), -0.6)

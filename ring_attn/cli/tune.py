@@ -453,12 +453,16 @@ def table(rows: Sequence[TuneRow], title: str) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    names = f"some of {','.join(PRODUCTS)} (all)"
+    names = f"some of {','.join(PRODUCTS)} (default: all)"
     add("--kernels", type=names_of(PRODUCTS), default=",".join(PRODUCTS), help=names)
-    rows = "rows {} mask ({}, on a CPU 128; --quick: a quarter)"
+    rows = "rows {} mask (default: {}, on a CPU 128; --quick: a quarter)"
     add("--full-rows", type=parse_size, help=rows.format("without a", "16k"))
     add("--causal-rows", type=parse_size, help=rows.format("with a causal", "32k"))
-    add("--jobs", type=int, help="processes that compile; 0: this process only (one per core)")
+    add(
+        "--jobs",
+        type=int,
+        help="processes that compile; 0: this process only (default: one per core)",
+    )
     add_device_arguments(parser)
 
 

@@ -136,13 +136,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy", nargs="+", choices=(*STRATEGIES, "all"), metavar="NAME", default=["all"],
         help=f"some of {', '.join(STRATEGIES)} (default: all)",
     )  # fmt: skip
-    add("--backend", nargs="+", metavar="NAME", help="default: all that can run here")
+    add("--backend", nargs="+", metavar="NAME", help="some by name (default: all that can run)")
     layouts = f"some of {', '.join(LAYOUTS)} (default: all)"
     add("--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=layouts)
     add("--all", action="store_true", help="every case of the table")
     add("--seed", type=int, metavar="N", help="of the sample (default: drawn, and printed)")
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
-    add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
+    add(
+        "--threads",
+        type=parse_size,
+        metavar="N",
+        help="CPU threads of each rank (default: cores / ranks)",
+    )
     add_common(parser)
 
 

@@ -22,7 +22,8 @@ ranks, of which each 4 consecutive ones share a sequence:
 The Trainer does everything else over all ranks: DDP, FSDP2 (both average gradients), accumulation,
 clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the sequences of a
 group. Loss, gradients and the logged numbers are those of the whole batches, for any lengths;
-labels are shifted before they are cut.
+labels are shifted before they are cut. `compute_loss_func` gets the logits and labels of the whole
+batch, as in one process: each rank holds all logits then.
 
 Documents never attend to each other. `cu_seq_lens_q` marks them, or positions that restart, as from
 `DataCollatorWithFlattening` and TRL's packing. The rows of a batch become documents too: they are
@@ -34,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -50,6 +52,7 @@ from ring_attn.integrations.trainer_batches import as_documents, fingerprint, nu
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.models.batch import shard_batch
+from ring_attn.models.logprobs import whole_rows
 from ring_attn.transport.p2p import check_pending, tell_refusal
 from ring_attn.transport.ranks.identity import set_step
 
@@ -58,11 +61,8 @@ TRL = {"SFTTrainer", "_BaseTrainer"}
 
 # Attributes of a Trainer that must be false or None, and why.
 REFUSED = {
-    "compute_loss_func": "it would see one rank's rows; ring_attn.token_logprobs gathers them",
     "is_deepspeed_enabled": "how DeepSpeed scales gradients was never tried",
-    "args.label_smoothing_factor": "labels are shifted already",
     "args.neftune_noise_alpha": "its noise depends on the rank's rows",
-    "args.use_liger_kernel": "its fused loss was never tried",
     "args.accelerator_config.dispatch_batches": "accelerate deals the batches to all ranks",
 }
 
@@ -80,11 +80,10 @@ def split_sequence(trainer_class: Any) -> Any:
     Returns:
         The class. Its constructor raises ValueError if the model has another attention
         implementation, the group is not consecutive ranks or does not divide their number, or
-        accelerate's context parallelism is on; and NotImplementedError for options that need the
-        labels of the whole sequence, or would give wrong results: compute_loss_func, label
-        smoothing, NEFTune, Liger kernels, DeepSpeed, accelerate's tensor
-        parallelism, and losses other than transformers' causal one, which the first step compares
-        with the cross-entropy of its logits.
+        accelerate's context parallelism is on; and NotImplementedError for options that would give
+        wrong results: NEFTune, DeepSpeed, accelerate's tensor parallelism, and losses of a model or
+        of an overridden compute_loss other than transformers' causal one, which the first step
+        compares with the cross-entropy of its logits.
 
     Raises:
         ImportError: transformers or accelerate is not installed.
@@ -126,9 +125,12 @@ class _SplitSequence(_Trainer):
     """Methods that precede the Trainer's in the method resolution order."""
 
     preprocess_logits_for_metrics: Any
+    label_smoother: Any
+    compute_loss_func: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from transformers import TrainerCallback
+        from transformers.integrations.liger import apply_liger_kernel
 
         super().__init__(*args, **kwargs)
         _check_trainer(self)
@@ -138,6 +140,13 @@ class _SplitSequence(_Trainer):
         # TRL sums its figures over all ranks; gather_for_metrics would drop ranks without their own
         # sample in the last batch.
         self.accelerator.gather_for_metrics = self.accelerator.gather
+        if self.args.use_liger_kernel:  # the Trainer does so in train(), too late for evaluate()
+            apply_liger_kernel(self.model, self.args.liger_kernel_config)
+        smoother = self.label_smoother
+        if smoother is not None:  # labels are shifted before they are cut
+            self.label_smoother = lambda outputs, labels, shift_labels, **options: smoother(
+                outputs, labels, **options
+            )
         self._loss_checked: set[bool] = set()
         self._preprocess: Any = None  # during an evaluation
         # On NCCL an error of a call comes later: before the optimizer uses the gradients.
@@ -199,13 +208,24 @@ class _SplitSequence(_Trainer):
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         part = self._ring.cut(inputs)
+        given = self.compute_loss_func
+        if given is not None:
+            self.compute_loss_func = partial(self._ring.whole_loss, given, inputs)
+            try:
+                return super().compute_loss(model, part, return_outputs, num_items_in_batch)
+            finally:
+                self.compute_loss_func = given
         if model.training in self._loss_checked:
             return super().compute_loss(model, part, return_outputs, num_items_in_batch)
         self._loss_checked.add(model.training)
+        targets, rows = part["shift_labels"], {k: x for k, x in part.items() if k != "labels"}
         with _outputs(model) as outputs:
             result = super().compute_loss(model, part, return_outputs, num_items_in_batch)
+            if self.args.use_liger_kernel and getattr(outputs[0], "logits", None) is None:
+                with torch.no_grad():  # Liger's loss in training leaves the logits out
+                    outputs[0] = model(**{**rows, "skip_logits": False})
         loss = result[0] if return_outputs else result
-        _check_loss(self, loss, outputs, part["shift_labels"], num_items_in_batch)
+        _check_loss(self, loss, outputs, targets, num_items_in_batch)
         return result
 
     def prediction_step(
@@ -316,6 +336,19 @@ class _Ring:
         # The model computes a loss only with labels, but from shift_labels.
         return {**part, **others, "labels": part["shift_labels"], LAYOUT: layout}
 
+    def whole_loss(
+        self, function: Any, inputs: Mapping[str, Any], outputs: Any, _: Any, **options: Any
+    ) -> Tensor:
+        """This rank's share of a user's loss of the whole batch, which every rank computes alike.
+
+        The ranks' gradients add up to those of the loss, as do the values.
+        """
+        documents = as_documents(inputs)
+        layout = self.layout_of(documents.rows)
+        logits = documents.batch(whole_rows(outputs.logits, layout, self.rank, self.group))
+        loss = function(type(outputs)(logits=logits), inputs.get("labels"), **options)
+        return loss - loss.detach() * (1 - 1 / self.size)
+
     def predictions(self, found: Any, inputs: Mapping[str, Any], preprocess: Any) -> Any:
         """What the model found for this rank's rows, of the whole batch, (batch, columns, ...).
 
@@ -362,7 +395,8 @@ def _check_loss(
     labels that are shifted already, or divide by this rank's rows.
     """
     got, expected = float(loss.detach()), float("nan")
-    terms = _terms(outputs[-1], targets) if outputs else None
+    smoothing = trainer.args.label_smoothing_factor
+    terms = _terms(outputs[0], targets, smoothing) if outputs else None
     if terms is not None:
         if getattr(trainer.args, "loss_type", "nll") == "dft":
             terms = terms * torch.exp(-terms)
@@ -380,7 +414,7 @@ def _check_loss(
         raise error
 
 
-def _terms(output: Any, targets: Tensor) -> Tensor | None:
+def _terms(output: Any, targets: Tensor, smoothing: float) -> Tensor | None:
     """The cross-entropy of each of this rank's rows; None if the output does not tell it."""
     if isinstance(getattr(output, "log_probs", None), Tensor):  # TRL's, without logits
         return -output.log_probs.detach()
@@ -389,7 +423,8 @@ def _terms(output: Any, targets: Tensor) -> Tensor | None:
         return None
     # In parts, since float32 copies of all logits may not fit in memory.
     parts = zip(logits.detach()[0].split(1024), targets[0].split(1024), strict=True)
-    return torch.cat([cross_entropy(x.float(), y, reduction="none") for x, y in parts])
+    of = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+    return torch.cat([of(x.float(), y) for x, y in parts])
 
 
 def _registration(model: Any) -> Registration:
@@ -430,5 +465,7 @@ def _check_trainer(trainer: Any) -> None:
         wrong["average_tokens_across_devices=False"] = "each rank would divide by its own labels"
     if parallel is not None and parallel.tp_enabled:
         wrong["tp_size"] = "ranks of a tensor-parallel group have the same rows"
+    if args.use_liger_kernel and (args.label_smoothing_factor or trainer.compute_loss_func):
+        wrong["use_liger_kernel"] = "its models give no logits, of which this loss is computed"
     for name, why in wrong.items():
         raise NotImplementedError(f"{name} does not go with a split sequence: {why}; leave it out")

@@ -75,13 +75,16 @@ def token_logprobs(
     own = -cross_entropy(
         scaled.flatten(0, 1), shift_labels.flatten(), ignore_index=ignore_index, reduction="none"
     )
-    whole: Tensor = _Whole.apply(own.view(shift_labels.shape), layout, rank, process_group)
+    return whole_rows(own.view(shift_labels.shape), layout, rank, process_group)
+
+
+def whole_rows(x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup) -> Tensor:
+    """The whole tensor, of which each rank's loss is the same; gradients of this rank's rows."""
+    whole: Tensor = _Whole.apply(x, layout, rank, group)
     return whole
 
 
 class _Whole(torch.autograd.Function):
-    """The whole tensor, of which each rank's loss is the same; gradients of this rank's rows."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup

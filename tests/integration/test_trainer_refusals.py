@@ -142,13 +142,10 @@ PARALLEL = "accelerator.state.parallelism_config"
         (PARALLEL, ParallelismConfig(sp_size=2), ValueError, "sp_size=2"),
         (PARALLEL, ParallelismConfig(tp_size=2), NOT_BUILT, "tp_size"),
         ("is_deepspeed_enabled", True, NOT_BUILT, "DeepSpeed"),
-        ("args.use_liger_kernel", True, NOT_BUILT, "liger"),
-        ("args.label_smoothing_factor", 0.1, NOT_BUILT, "label_smoothing_factor"),
         ("args.neftune_noise_alpha", 5.0, NOT_BUILT, "neftune"),
         ("args.include_num_input_tokens_seen", "all", NOT_BUILT, "include_num_input_tokens_seen"),
         ("args.train_sampling_strategy", "batch_rebalance", NOT_BUILT, "batch_rebalance"),
         ("args.accelerator_config.dispatch_batches", True, NOT_BUILT, "dispatch_batches"),
-        ("compute_loss_func", print, NOT_BUILT, "compute_loss_func"),
         ("args.average_tokens_across_devices", False, NOT_BUILT, "average_tokens"),
         ("model_accepts_loss_kwargs", False, NOT_BUILT, "num_items_in_batch"),
     ],
@@ -163,4 +160,18 @@ def test_surroundings_that_are_refused(
         integration._check_trainer(trainer)
         holder = attrgetter(owner)(trainer) if owner else trainer
         with mock.patch.object(holder, name, wrong), pytest.raises(error, match=text):
+            integration._check_trainer(trainer)
+
+
+@pytest.mark.parametrize(
+    "loss", [{"args.label_smoothing_factor": 0.1}, {"compute_loss_func": print}]
+)
+def test_liger_does_not_go_with_losses_of_logits(tmp_path: Path, loss: dict[str, Any]) -> None:
+    args = arguments(str(tmp_path))
+    trainer = make_trainer(make_model("llama", "sdpa"), args, transformers.Trainer, "padded")
+    ((attribute, value),) = loss.items()
+    owner, _, name = attribute.rpartition(".")
+    with mock.patch.object(attrgetter(owner)(trainer) if owner else trainer, name, value):
+        integration._check_trainer(trainer)
+        with mock.patch.object(args, "use_liger_kernel", True), refused(NOT_BUILT, "use_liger"):
             integration._check_trainer(trainer)

@@ -73,6 +73,40 @@ def in_groups(model: Any, out: Path, of: Of) -> Run:
     return trained(make_trainer(model, args, of(transformers.Trainer), "padded", EVEN_TEXTS))
 
 
+def squared_and_right(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """A loss of a whole batch that is no sum over rows: each text's loss is squared."""
+    logits = outputs.logits[:, :-1].transpose(1, 2)
+    terms = cross_entropy(logits, labels[:, 1:], reduction="none")
+    return terms.sum(1).square().sum() / num_items_in_batch
+
+
+def with_own_loss_function(model: Any, out: Path, of: Of) -> Run:
+    args, given = arguments(str(out)), {"compute_loss_func": squared_and_right}
+    return trained(make_trainer(model, args, of(transformers.Trainer), "padded", **given))
+
+
+def with_adapters(model: Any, out: Path, of: Of) -> Run:
+    """Trains LoRA adapters, whose second factors begin at random instead of at zero."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    generator = torch.Generator().manual_seed(9)
+    for name, p in adapted.named_parameters():
+        if p.requires_grad:
+            p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
+        else:
+            assert "lora" not in name
+    return usual(adapted, out, of)
+
+
+def with_liger(model: Any, out: Path, of: Of) -> Run:
+    """Trains by Liger's fused projection and loss, interpreted; in one process without it."""
+    others = ("cross_entropy", "rope", "rms_norm", "swiglu")
+    kernels = {"fused_linear_cross_entropy": True} | dict.fromkeys(others, False)
+    liger = {"use_liger_kernel": True, "liger_kernel_config": kernels}
+    return usual(model, out, of, **(liger if dist.is_initialized() else {}))
+
+
 @dataclass
 class Stream(torch.utils.data.IterableDataset):
     """Texts in a fixed order, as from a file; perhaps without the first."""
@@ -137,9 +171,18 @@ TRAININGS = {
         3,
         where={"layout": "striped"},
     ),
+    "smoothed": Training(partial(usual, label_smoothing_factor=0.3), 3, slow=False),
+    "own loss": Training(with_own_loss_function, 3, slow=False),
+    "own loss, two ranks": Training(with_own_loss_function),
+    "smoothed, two ranks": Training(partial(usual, label_smoothing_factor=0.3)),
+    "adapters": Training(with_adapters, slow=False),
+    "adapters, three ranks": Training(with_adapters, 3),
+    "liger": Training(with_liger, slow=False),
+    "liger, three ranks": Training(with_liger, 3),
     "groups": Training(in_groups, 4, where={"layout": "contiguous", "dp": 2}),
     "a stream": Training(streamed, slow=False),
     "trl packed": Training(partial(supervised, packing=True)),
+    "trl smoothed": Training(partial(supervised, packing=True, label_smoothing_factor=0.3)),
     "trl padded": Training(partial(supervised, packing=False), 3),
     "trl padding-free": Training(partial(supervised, padding_free=True, max_length=None), 3),
 }

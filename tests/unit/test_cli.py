@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +72,33 @@ def test_help_loads_no_subcommand() -> None:
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
     text = done.stdout.decode()
     assert all(command.name in text and command.help in text for command in cli.COMMANDS)
+
+
+def test_the_help_of_a_group_of_commands_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ring-attn bench COMMAND")
+    for command in cli.COMMANDS:
+        assert (command.help in text) == command.name.startswith("bench ")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_every_option_says_what_it_is_and_its_default(command: cli.Command) -> None:
+    """Flags are off by default; words that must be given have none."""
+    parser = cli.Parser()
+    import_module(command.module).add_arguments(parser)
+    silent = [
+        (action.option_strings or [action.dest])[0]
+        for action in parser._actions
+        if not action.help
+        or not (action.required or action.nargs == 0 or "default:" in action.help)
+        and not isinstance(action, argparse._HelpAction)
+    ]
+    switches = [x for x in parser._actions if isinstance(x, argparse.BooleanOptionalAction)]
+    silent += [x.dest for x in switches if "default: " not in str(x.help)]
+    assert not silent
 
 
 PLAN = ["--seqlen", "1M", "--world-size", "8"]
