@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import ring_attn
 from common import Transformer, dense_attention
 from ring_attn import SequenceLayout
+from ring_attn.integrations.context_parallel import context_parallel
 from tests.audit_steps import SEQLEN, loss_of, model_with, reported, ring_of, sharded, tokens
 
 DOCUMENTS = (0, 7, 20, SEQLEN)
@@ -256,4 +258,64 @@ def lora(bug: str = "", layout_name: str = "contiguous") -> Any:
         loss.backward()
     left_out = "lora_A" if bug == "lora_A left out" else "-"
     ring_attn.sync_gradients([x for n, x in model.named_parameters() if left_out not in n])
+    return model, reported(loss)
+
+
+class TorchRing(torch.autograd.Function):
+    """torch's own ring, whose public entry has no operator on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        group = dist.group.WORLD
+        out, lse = _attention._templated_ring_attention(group, 2, operator, *qkv, is_causal=True)
+        ctx.save_for_backward(*qkv, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return _attention._templated_ring_attention_backward(
+            dist.group.WORLD, 2, operator, grad.contiguous(), "grad_out", *ctx.saved_tensors,
+            is_causal=True, dropout_p=0.0,
+        )[:3]  # fmt: skip
+
+
+def torch_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(2) // x.size(2), 2) for x in (k, v))
+    return TorchRing.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
+
+
+def of_torch(bug: str = "", layout_name: str = "") -> Any:
+    """torch's ring, which takes rows as its load balancer cuts them: head and tail."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    cut = SequenceLayout.contiguous if bug == "cut without the balancer" else SequenceLayout.zigzag
+    layout = cut(24, world_size)
+    model = model_with(dense_attention if world_size == 1 else torch_ring)
+    ids = tokens(seqlen=24)
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    part["count"] = torch.tensor(2 * 23)
+    loss = loss_of(model, part)
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+def by_buffers(bug: str = "", layout_name: str = "") -> Any:
+    """`context_parallel` by torch's parameters, which shards buffers in place."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = model_with(dense_attention)
+    ids = tokens(seqlen=24)
+    part = ring_attn.shard_batch(
+        {"input_ids": ids, "labels": ids}, SequenceLayout.contiguous(24, 1), 0
+    )
+    buffers = [part["input_ids"], part["position_ids"], part["shift_labels"]]
+    part["count"] = torch.tensor(2 * 23)
+    if bug == "labels left out of the buffers":
+        part["shift_labels"] = buffers.pop().chunk(world_size, 1)[rank]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+        loss = loss_of(model, part)
+        loss.backward()
+    ring_attn.sync_gradients(model)
     return model, reported(loss)

@@ -331,13 +331,17 @@ def _attention(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Tr
         "model's attention function is the one that was replaced",
         "whose attention is cut into the ranks' rows", {("rows",): rows},
     )  # fmt: skip
-    if fed.layout and fed.layout[0] != "contiguous":
-        yield Trial.of_twin(
-            "layout",
-            f"attention takes the rows for contiguous, but they are cut {fed.layout[0]}: give it "
-            "the layout of the batch",
-            "whose attention takes the rows in the ranks' order", {("rows",): [torch.cat(rows)]},
-        )  # fmt: skip
+    given, whole = (fed.layout or ("otherwise",))[0], torch.cat(rows)
+    for name in LAYOUTS:
+        layout = SequenceLayout.from_name(name, len(whole), len(rows))
+        taken = torch.cat([layout.position_ids(r) for r in range(len(rows))])
+        if name != given and layout.shard_lens == tuple(map(len, rows)):
+            yield Trial.of_twin(
+                "layout",
+                f"attention takes the rows for {name}, but they are cut {given}: give it the "
+                "layout of the batch",
+                "whose attention takes the rows so", {("rows",): [whole[taken.argsort()]]},
+            )  # fmt: skip
 
 
 def clipping(twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:

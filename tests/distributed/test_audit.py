@@ -97,6 +97,8 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     "fsdp_clipped": {"clipped by the shard's norm": "clipping"},  # Megatron-LM 5916
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
     "checkpointed": {"gradients cleared between": "accumulation"},
+    "of_torch": {"cut without the balancer": "layout"},
+    "by_buffers": {"labels left out of the buffers": "labels"},
     "lora": {
         "lora_A left out": "gradient sum",
         "adapters by the rank's seed": "initial weights",
