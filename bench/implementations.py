@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -31,11 +31,15 @@ from torch import Tensor
 
 from ring_attn import drivers
 from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.backends.base import BackwardInputs
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.tiles import pair_tiles
+from ring_attn.kernels.configs import Config
 from ring_attn.machines.rehearse import Silent
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
@@ -338,3 +342,60 @@ def reason(error: Exception, warned: Sequence[str] = ()) -> str:
     text = "; ".join([" ".join(w.split("(Triggered")[0].split()) for w in warned] + [text])
     text = f"{type(error).__name__}: {text}"
     return text if len(text) <= REASON_CHARS else f"{text[: REASON_CHARS - 3]}..."
+
+
+class Kernels(Implementation):
+    """The whole attention on the Triton backend, with chosen configs."""
+
+    def __init__(self, problem: Shape, data: Data, chosen: Mapping[str, Config]) -> None:
+        """`chosen`, by kind, replace the frozen configs."""
+        layouts = [SequenceLayout.contiguous(n, 1) for n in (problem.rows, problem.seqlen)]
+        self._tiles = pair_tiles(*layouts, problem.mask, 0, 0)
+        self._decodes = problem.queries is not None
+        self._backend, self._scores = TritonBackend(chosen), Scores(problem.head_dim**-0.5)
+        self._inputs = data.rows_first
+
+    def forward(self) -> None:
+        q, k, v, _ = self._inputs
+        if self._decodes:
+            out, self.lse = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
+            self.out = out.to(q.dtype)
+            return
+        state = self._backend.new_state(q, v.size(3))
+        args = (q, k, v, self._tiles, state)
+        state = self._backend.forward(*args, scores=self._scores, last=True)
+        self.out, self.lse = self._backend.finalize(state, q.dtype)
+        self.grads = ()
+
+    def backward(self) -> None:
+        self._prepare()
+        (dq,), (dk, dv) = self._gradients(0), self._gradients(1, 2)
+        factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
+        self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
+
+    def one(self, kernel: str) -> Callable[[], list[Tensor]]:
+        """A call of one kernel, ready to be timed, that returns the kernel's results."""
+        if kernel in ("fwd", "decode"):
+            return self._forward_once
+        self.forward()
+        self._prepare()
+        return partial(self._gradients, *((0,) if kernel == "dq" else (1, 2)))
+
+    def _forward_once(self) -> list[Tensor]:
+        self.forward()
+        assert self.lse is not None, "forward makes it"
+        return [*self.results(), self.lse]
+
+    def _prepare(self) -> None:
+        *qkv, dout = self._inputs
+        assert self.out is not None and self.lse is not None, "forward comes first"
+        statistics = self._backend.row_statistics(self.out, dout, self.lse)
+        self._backward_inputs = BackwardInputs(*self._inputs, *statistics)
+        self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in qkv]
+
+    def _gradients(self, *which: int) -> list[Tensor]:
+        """Adds to some of the sums of dq, dk, dv."""
+        dq, dk, dv = (x if index in which else None for index, x in enumerate(self._sums))
+        inputs, sums = self._backward_inputs, (dq, dk, dv)
+        self._backend.backward(inputs, self._tiles, sums, scores=self._scores)
+        return [self._sums[index] for index in which]

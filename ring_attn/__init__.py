@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ring_attn import profiling
-from ring_attn.api import ring_attention, select_backend, tree_decode, unshard
+from ring_attn.api import ring_attention, select_backend, tree_decode
 from ring_attn.connections import check, prepare
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
@@ -17,7 +17,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.decode import next_rank
 from ring_attn.models import tensor_parallel
-from ring_attn.models.batch import shard_batch
+from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.gradients import sync_gradients
 from ring_attn.models.logprobs import token_logprobs
 from ring_attn.neighbours import halo, roll

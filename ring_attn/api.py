@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Unpack, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,8 +33,9 @@ from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.debug import debug_enabled
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import debug_enabled, new_p2p, open_p2p, tell_refusal
+from ring_attn.transport.p2p import open_p2p, tell_refusal
 
 
 @overload
@@ -468,40 +468,3 @@ def select_backend(
         causal=right >= 0 if mask is None else mask.has_upper_bounds,
     )
     return proven_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
-
-
-def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
-    """The whole tensor on every rank, from the shards of all ranks; for evaluation, no gradient.
-
-    Args:
-        x: this rank's shard, `layout.shard_len(rank)` rows in `dim`.
-        layout: how the sequence is split.
-        group: as for `ring_attention`.
-        dim: the sequence dim.
-
-    Returns:
-        `x` with `layout.seqlen` rows in `dim`.
-
-    Raises:
-        ValueError: a wrong number of rows, or a dim that x lacks.
-        TypeError: a type that is not accepted, such as a layout given by name.
-        RuntimeError: no process group.
-    """
-    process_group = groups.check_group(group)
-    try:
-        refusals.check_shard(x, dim, layout, process_group)
-        refusals.check_capture("unshard", x)
-    except Exception as error:
-        tell_refusal(error, process_group)
-        raise
-    # An all-gather needs equal sizes: short shards are padded, and cut again after it.
-    longest = max(layout.shard_lens)
-    rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
-    rows[: x.size(dim)] = x.detach().movedim(dim, 0)
-    dim = dim % x.ndim
-    described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": layout}
-    transport = new_p2p(process_group, TransportOptions())
-    with transport.call("unshard", Agreement(described), x.device):
-        gathered = transport.gather(rows)
-    shards = zip(gathered, layout.shard_lens, strict=True)
-    return layout.unshard([part[:n].movedim(0, dim) for part, n in shards], dim)

@@ -25,9 +25,8 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -36,10 +35,8 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import BackwardInputs
-from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.cells import add_device_arguments, parse_device
-from ring_attn.bench.implementations import Data, Implementation, Shape, reason
+from ring_attn.bench.implementations import Data, Kernels, Shape, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
@@ -48,13 +45,10 @@ from ring_attn.cli.arguments import format_size, names_of, new_table, parse_size
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import map_in_processes, num_cores
 from ring_attn.core.dtypes import dtype_name
-from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.spec import Scores
-from ring_attn.core.tiles import pair_tiles
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon
-from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
+from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
@@ -147,63 +141,6 @@ class TuneSetting:
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
         return f"{heads}, {dtype_name(self.dtype)}"
-
-
-class Kernels(Implementation):
-    """The whole attention on the Triton backend, with chosen configs."""
-
-    def __init__(self, problem: Shape, data: Data, chosen: Mapping[str, Config]) -> None:
-        """`chosen`, by kind, replace the frozen configs."""
-        layouts = [SequenceLayout.contiguous(n, 1) for n in (problem.rows, problem.seqlen)]
-        self._tiles = pair_tiles(*layouts, problem.mask, 0, 0)
-        self._decodes = problem.queries is not None
-        self._backend, self._scores = TritonBackend(chosen), Scores(problem.head_dim**-0.5)
-        self._inputs = data.rows_first
-
-    def forward(self) -> None:
-        q, k, v, _ = self._inputs
-        if self._decodes:
-            out, self.lse = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
-            self.out = out.to(q.dtype)
-            return
-        state = self._backend.new_state(q, v.size(3))
-        args = (q, k, v, self._tiles, state)
-        state = self._backend.forward(*args, scores=self._scores, last=True)
-        self.out, self.lse = self._backend.finalize(state, q.dtype)
-        self.grads = ()
-
-    def backward(self) -> None:
-        self._prepare()
-        (dq,), (dk, dv) = self._gradients(0), self._gradients(1, 2)
-        factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
-        self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
-
-    def one(self, kernel: str) -> Callable[[], list[Tensor]]:
-        """A call of one kernel, ready to be timed, that returns the kernel's results."""
-        if kernel in ("fwd", "decode"):
-            return self._forward_once
-        self.forward()
-        self._prepare()
-        return partial(self._gradients, *((0,) if kernel == "dq" else (1, 2)))
-
-    def _forward_once(self) -> list[Tensor]:
-        self.forward()
-        assert self.lse is not None, "forward makes it"
-        return [*self.results(), self.lse]
-
-    def _prepare(self) -> None:
-        *qkv, dout = self._inputs
-        assert self.out is not None and self.lse is not None, "forward comes first"
-        statistics = self._backend.row_statistics(self.out, dout, self.lse)
-        self._backward_inputs = BackwardInputs(*self._inputs, *statistics)
-        self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in qkv]
-
-    def _gradients(self, *which: int) -> list[Tensor]:
-        """Adds to some of the sums of dq, dk, dv."""
-        dq, dk, dv = (x if index in which else None for index, x in enumerate(self._sums))
-        inputs, sums = self._backward_inputs, (dq, dk, dv)
-        self._backend.backward(inputs, self._tiles, sums, scores=self._scores)
-        return [self._sums[index] for index in which]
 
 
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> TuneRow:

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ring_attn.api import unshard
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.models.batch import unshard
 from ring_attn.models.dtensors import chunks
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 

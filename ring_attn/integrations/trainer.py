@@ -46,12 +46,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from ring_attn import groups
-from ring_attn.api import unshard
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.trainer_batches import as_documents, fingerprint, num_targets
 from ring_attn.integrations.transformers import LAYOUT, Registration
 from ring_attn.integrations.transformers_masks import tokens_of
-from ring_attn.models.batch import shard_batch
+from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows
 from ring_attn.transport.p2p import check_pending, tell_refusal
 from ring_attn.transport.ranks.identity import set_step

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn import groups
-from ring_attn.api import unshard
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.decode import next_rank
 from ring_attn.integrations.transformers_masks import tokens_of
+from ring_attn.models.batch import unshard
 
 # Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2

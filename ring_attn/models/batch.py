@@ -1,4 +1,4 @@
-"""`shard_batch`: cuts a training batch by a layout."""
+"""`shard_batch` cuts a training batch by a layout; `unshard` gathers a tensor again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ring_attn import groups, refusals
+from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_int, as_ints, check_type
+from ring_attn.transport.base import Agreement
+from ring_attn.transport.options import TransportOptions
+from ring_attn.transport.p2p import new_p2p, tell_refusal
 
 
 def shard_batch(
@@ -86,6 +91,43 @@ def shard_batch(
         positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
         part["position_ids"] = positions.to(device)[None]
     return part
+
+
+def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
+    """The whole tensor on every rank, from the shards of all ranks; for evaluation, no gradient.
+
+    Args:
+        x: this rank's shard, `layout.shard_len(rank)` rows in `dim`.
+        layout: how the sequence is split.
+        group: as for `ring_attention`.
+        dim: the sequence dim.
+
+    Returns:
+        `x` with `layout.seqlen` rows in `dim`.
+
+    Raises:
+        ValueError: a wrong number of rows, or a dim that x lacks.
+        TypeError: a type that is not accepted, such as a layout given by name.
+        RuntimeError: no process group.
+    """
+    process_group = groups.check_group(group)
+    try:
+        refusals.check_shard(x, dim, layout, process_group)
+        refusals.check_capture("unshard", x)
+    except Exception as error:
+        tell_refusal(error, process_group)
+        raise
+    # An all-gather needs equal sizes: short shards are padded, and cut again after it.
+    longest = max(layout.shard_lens)
+    rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
+    rows[: x.size(dim)] = x.detach().movedim(dim, 0)
+    dim = dim % x.ndim
+    described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": layout}
+    transport = new_p2p(process_group, TransportOptions())
+    with transport.call("unshard", Agreement(described), x.device):
+        gathered = transport.gather(rows)
+    shards = zip(gathered, layout.shard_lens, strict=True)
+    return layout.unshard([part[:n].movedim(0, dim) for part, n in shards], dim)
 
 
 def _boundaries(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> list[int]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ring_attn import groups, refusals
-from ring_attn.api import unshard
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import check_type
+from ring_attn.models.batch import unshard
 from ring_attn.transport.p2p import tell_refusal
 
 

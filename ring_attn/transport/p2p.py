@@ -17,7 +17,6 @@ compute stream wait for the exchange. The host waits for neither.
 from __future__ import annotations
 
 import datetime
-import os
 import time
 import weakref
 import zlib
@@ -45,16 +44,11 @@ from ring_attn.transport.base import (
     rank_name,
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
-from ring_attn.transport.debug import COMPARING, compared, texts_of
+from ring_attn.transport.debug import COMPARING, compared, debug_enabled, texts_of
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import DifferentError
-from ring_attn.transport.ranks.group import (
-    NOTHING,
-    RankGroup,
-    Waiting,
-    rank_group,
-)
+from ring_attn.transport.ranks.group import NOTHING, RankGroup, Waiting, rank_group
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
 from ring_attn.transport.streams import Event, Stream
@@ -72,11 +66,6 @@ CALLS_KNOWN = 1024
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]  # the work, RECEIVE or SEND, and the peer
-
-
-def debug_enabled() -> bool:
-    """Whether RING_ATTN_DEBUG is set to anything but 0."""
-    return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
 class P2PTransport(Transport):
@@ -462,8 +451,7 @@ def check_within(outer: dist.ProcessGroup) -> None:
 def check_pending(group: dist.ProcessGroup) -> None:
     """Compares a group's calls since the last comparison, where its device is not waited for.
 
-    Elsewhere calls compare themselves. Does nothing while a graph is captured: its calls have not
-    run.
+    Elsewhere calls compare themselves. Does nothing in a capture, whose calls have not run.
     """
     if group not in _transports:
         return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ring_attn import ring_attention
 from ring_attn.testing import Case, Heads, RankResult, put_together, run_rank
-from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
+from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 from tests.refusals import refused
 
 CASE = Case("causal", backend="triton", heads=Heads(2, 1, 16, 16), seqlen=90, batch=1)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.bench.implementations import Kernels
 from ring_attn.bench.judge import OracleJudge
 from ring_attn.cli import tune
-from ring_attn.cli.tune import Kernels, TuneRow, Tuning, best, label
+from ring_attn.cli.tune import TuneRow, Tuning, best, label
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
+from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"

@@ -53,12 +53,13 @@ def run(example: doctest.DocTest) -> str:
     runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
     report: list[str] = []
     torch.manual_seed(0)
+    example.globs["torch"] = torch
     assert runner.run(example, out=report.append).attempted > 0
     return "".join(report)
 
 
 def run_on_ranks() -> list[str]:
-    names = {"torch": torch, "ring_attn": ring_attn, "rank": dist.get_rank()}
+    names = {"ring_attn": ring_attn, "rank": dist.get_rank()}
     names |= {"F": F, "init_device_mesh": init_device_mesh}
     found = []
     for name in NEED_RANKS:

@@ -23,8 +23,8 @@ PACKAGE = "ring_attn"
 ROWS = [
     "core core.dtypes core.values core.heads core.state torch_private",
     "core.mask core.spec core.segments core.messages transport.options compiling",
-    "core.masks core.layout backends.rates strategies.strategy",
-    "core.facts core.oracle core.tiles",
+    "core.dense core.layout backends.rates strategies.strategy",
+    "core.facts core.masks core.oracle core.tiles",
     "core.work core.program",
     "core.turns",
     "core.ranks",

@@ -8,7 +8,6 @@ every later call on the group raises.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import math
 import os
@@ -25,13 +24,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ring_attn.core.values import regular_file
 from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Agreement, rank_name
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.board import Board
+from ring_attn.transport.ranks.configs import ONE_FILE, hash_of_configs
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import (
     Meetings,
@@ -51,9 +50,6 @@ from ring_attn.transport.streams import Stream
 T = TypeVar("T")
 
 logger = logging.getLogger("ring_attn")
-
-CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
-ONE_FILE = f"use the same file of configs, which {CONFIGS_VARIABLE} names"
 
 NOTHING = Agreement({})
 
@@ -445,7 +441,7 @@ class RankGroup:
 
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._met:
-            place = seconds, _hash_of_configs(), ONE_FILE, self._arrive
+            place = seconds, hash_of_configs(), ONE_FILE, self._arrive
             answered(partial(self._meetings.attend, *place), seconds)
             self._met = True
         if streams.are_used(device):
@@ -472,19 +468,6 @@ class RankGroup:
         meeting = self._meeting if self._met else self._meetings.find()
         if meeting is not None:
             Board(self._store, meeting, self.global_rank).tell_refusal(list(self._calls))
-
-
-def _hash_of_configs() -> str:
-    path = os.environ.get(CONFIGS_VARIABLE)
-    if not path:
-        return "none"
-    try:
-        return hashlib.sha256(regular_file(path).read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        # Not raised here: the other ranks would wait for this rank.
-        return f"unreadable ({error.strerror})"
-    except ValueError:
-        return "no regular file"
 
 
 # -- all groups
