@@ -47,12 +47,10 @@ EXACT = {
 
 
 # How one run on one rank differs from the step as it is written. The keys:
-#   "seed"                    the state of random generators before the step
-#   "noise"                   the seed of random roundings of every result
+#   "seed"; "noise"           seeds of the random generators; of random roundings of every result
 #   "input", forward, name    what modules and embeddings get instead
 #   "targets", forward        the targets of its cross-entropies
-#   "factor", forward, i      what its i-th cross-entropy is multiplied by
-#   "backward", forward       what the gradient of its loss is multiplied by
+#   "factor", forward, i      a factor of its i-th cross-entropy; "backward", forward: of its loss
 #   "rows"                    rows that attention sees only among themselves, as a list of tensors
 #   "causal"                  attention drops every mask but the causal one
 #   "weight", name            a parameter's values at the first forward
