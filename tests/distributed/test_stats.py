@@ -88,6 +88,7 @@ def measured_as_planned(kind: str, strategy: str | Strategy) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(2)
 def test_what_is_measured_is_what_is_planned(ranks: Pools, name: str) -> None:
     world_size, kind, strategy = CASES[name]
     ranks(world_size).run(measured_as_planned, kind, strategy)

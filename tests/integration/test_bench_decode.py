@@ -26,6 +26,7 @@ def test_every_implementation_is_timed_and_checked(report_of: Any) -> None:
         assert row["rate"] == pytest.approx(nbytes / row["median_ms"] / 1e6)
 
 
+@pytest.mark.slow
 def test_a_backend_without_parts(report_of: Any) -> None:
     report = report_of(f"{RUN} --backend aten")
     notes = {row["impl"]: row["note"] for row in report["rows"]}

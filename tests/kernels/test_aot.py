@@ -35,6 +35,7 @@ def run_compiling(*words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_toys_fail_for_their_reasons_alone() -> None:
     run_compiling("-m", "tests.kernels.toys")
 

@@ -316,7 +316,7 @@ PLANTED = [
         kernel,
         *fault,
         id=f"{kernel} {name}",
-        marks=[] if kernel in QUICK or name == "parity" else pytest.mark.slow,
+        marks=[] if kernel in QUICK else pytest.mark.slow,
     )
     for kernel, faults in FAULTS_BY_KERNEL.items()
     for name, fault in faults.items()

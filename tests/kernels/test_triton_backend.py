@@ -287,5 +287,6 @@ def square(seqlen: int) -> tuple[Tile, ...]:
     return (Tile(0, seqlen, 0, seqlen),)
 
 
+@pytest.mark.slow
 def test_repeated_launches_equal_new_launches() -> None:
     run_compiling("-m", "tests.kernels.repeats")

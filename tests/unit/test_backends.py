@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.backends import aten, get_backend
+from ring_attn.backends import PREFERENCE, aten, get_backend
 from ring_attn.backends.base import flash_pieces, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
@@ -33,6 +33,8 @@ PACKAGES = {
     "flash_attn_4": emulated_cuda.FlashAttn4,
 }
 BACKENDS = ("reference", "aten", "aten, short edges", "aten, cuda", "cudnn, cuda", *PACKAGES)
+TESTED = {name.split(",")[0] for name in BACKENDS}
+assert {*PREFERENCE} - {"triton"} == TESTED, "tests/kernels has Triton's"
 
 # Caps of the scores: 0 is none, and a small cap flattens nearly all, so that slopes are about 0.
 CAPS = {"aten": (0.0,), "cudnn": (0.0,)}

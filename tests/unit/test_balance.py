@@ -218,6 +218,7 @@ def test_long_sequences_are_searched_in_part(
     assert costs[list(layout.cuts or ())].sum() <= costs[list(balanced.cuts or ())].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_a_million_tokens_on_thousands_of_ranks() -> None:
     rng = random.Random(0)

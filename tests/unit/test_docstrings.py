@@ -69,6 +69,7 @@ def run_on_ranks() -> list[str]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_examples_of_ranks(ranks: Any) -> None:
     first, second = ranks(2).run(run_on_ranks)
     assert first[:-1] == second[:-1] == [""] * (len(NEED_RANKS) - 1) and second[-1] == ""

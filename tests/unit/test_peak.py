@@ -129,7 +129,7 @@ CELLS: dict[str, tuple[int, Strategy, Any]] = {
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("nheads_kv", [4, 1])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 def test_every_strategy_holds_what_is_predicted(
     layout: str, nheads_kv: int, name: str, no_kernels: None
 ) -> None:

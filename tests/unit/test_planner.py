@@ -279,7 +279,7 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("world_size", [24, 32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [24, pytest.param(64, marks=pytest.mark.slow)])
 def test_some_ranks_stand_for_all(causal: bool, world_size: int) -> None:
     """The choice is that of all ranks, and times are within 2 % (DESIGN, issue 32)."""
     args: dict[str, Any] = {
