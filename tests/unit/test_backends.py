@@ -34,7 +34,7 @@ PACKAGES = {
 }
 BACKENDS = ("reference", "aten", "aten, short edges", "aten, cuda", "cudnn, cuda", *PACKAGES)
 TESTED = {name.split(",")[0] for name in BACKENDS}
-assert {*PREFERENCE} - {"triton"} == TESTED, "tests/kernels has Triton's"
+assert {*PREFERENCE} - {"triton"} == TESTED, "a backend without tests (Triton's: tests/kernels)"
 
 # Caps of the scores: 0 is none, and a small cap flattens nearly all, so that slopes are about 0.
 CAPS = {"aten": (0.0,), "cudnn": (0.0,)}
