@@ -38,11 +38,16 @@ from ring_attn.core.values import on_host
 # Stands for "no row" under a minimum: larger than any row.
 NO_ROW = torch.iinfo(torch.int32).max
 
-# An index of (P, P) tables: slices of ranks, or tensors of ranks.
-Pairs = tuple[Any, Any]
+# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`.
+Pairs = Any
 
-# Pairs computed at a time: with all intermediate results they fit into a CPU core's cache.
-CHUNK = 1 << 16
+# Pairs computed at a time: with all intermediate results they fit into a CPU core's cache, and are
+# so few that torch computes them in one thread.
+CHUNK = 1 << 15
+
+# Tables of up to SMALL ranks (7 MB each) are kept while a plan comes back to them; of more ranks, a
+# plan keeps few tables, and computes single lines without a table.
+SMALL = 512
 
 
 @dataclass(frozen=True)
@@ -112,15 +117,27 @@ def _owners(grid: Grid, ranks: slice) -> Tensor:
     return (outer * grid.inner + inner).flatten(1)
 
 
-@lru_cache(maxsize=4)
-@on_host()
 def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
     """The work of all pairs of ranks."""
     check_fit(layout_q, layout_kv, mask)
-    shape = layout_q.world_size, layout_q.world_size
+    table = _small_table if layout_q.world_size <= SMALL else _large_table
+    return table(layout_q, layout_kv, mask)
+
+
+@on_host()
+def _table(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
+    return _work_between(_Side.of(layout_q), _Side.of(layout_kv, by_position=True), mask)
+
+
+_small_table = lru_cache(maxsize=32)(_table)
+_large_table = lru_cache(maxsize=4)(_table)
+
+
+def _work_between(q: _Side, kv: _Side, mask: Mask) -> PairWork:
+    """The work of all pairs of ranks of two sides."""
+    shape = q.num_ranks, kv.num_ranks
     area = torch.zeros(shape, dtype=torch.int64)
     edge, *ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
-    q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     for table in mask.tables:
         pieces, columns = _pieces(q, table)
         for pair, tiles in _tiles_of_pieces(pieces, kv, columns, *_seen(pieces, kv, columns)):
@@ -184,9 +201,15 @@ def sizes_with(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, rank: int, travels: Traveller
 ) -> list[Sizes]:
     """Sizes of the tiles between a rank's shard and each rank's shard of the travelling side."""
-    pairs = (rank, slice(None)) if travels == "kv" else (slice(None), rank)
-    work = pair_work(layout_q, layout_kv, mask).at(pairs)
-    return [*map(Sizes, *(table.tolist() for table in work))]
+    check_fit(layout_q, layout_kv, mask)
+    if layout_q.world_size <= SMALL:
+        table = pair_work(layout_q, layout_kv, mask)
+        work = table.at((rank, slice(None)) if travels == "kv" else (slice(None), rank))
+    else:
+        q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+        q, kv = (q.only(rank), kv) if travels == "kv" else (q, kv.only(rank))
+        work = Work(*(x.flatten() for x in _work_between(q, kv, mask).at(...)))
+    return [*map(Sizes, *(sizes.tolist() for sizes in work))]
 
 
 @lru_cache(maxsize=64)
@@ -216,7 +239,7 @@ def num_seen(
 class _Side:
     """Segments of a layout, or pieces of them: rank, first row in its shard, and positions."""
 
-    world_size: int
+    num_ranks: int
     stride: int
     rank: Tensor
     first: Tensor
@@ -224,6 +247,7 @@ class _Side:
     length: Tensor
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of(cls, layout: SequenceLayout, *, by_position: bool = False) -> _Side:
         """All segments, in the order of the ranks or of their positions."""
         rows = []
@@ -236,6 +260,12 @@ class _Side:
             rows.sort(key=lambda row: row[2])
         columns = torch.tensor(rows, dtype=torch.int64).view(-1, 4).t().contiguous()
         return cls(layout.world_size, layout.stride, *columns)
+
+    def only(self, rank: int) -> _Side:
+        """The segments of one rank, which counts as rank 0."""
+        columns = self.first, self.start, self.length
+        here = self.rank == rank
+        return _Side(1, self.stride, torch.zeros_like(self.rank[here]), *(x[here] for x in columns))
 
     @property
     def end(self) -> Tensor:
@@ -317,7 +347,7 @@ def _tiles_of_pieces(
         rows, cols, q0, k0 = pieces.length[piece], kv.length[at], pieces.first[piece], kv.first[at]
         uncut = torch.zeros(1, dtype=torch.int32).expand_as(rows)
         tiles = _Tiles(rows * cols, uncut, q0, q0 + rows, k0, k0 + cols)
-        yield pieces.rank[piece] * kv.world_size + kv.rank[at], tiles
+        yield pieces.rank[piece] * kv.num_ranks + kv.rank[at], tiles
     for index, at in _expanded(torch.cat((begin, full_to)), torch.cat((full_from, end))):
         piece = index % len(begin)
         length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
@@ -325,7 +355,7 @@ def _tiles_of_pieces(
         # Bounds on `j - i` in rows of segments whose starts are `gap` positions apart.
         band = _ceil_div(gap + lo[piece], kv.stride), _floor_div(gap + hi[piece], kv.stride)
         tiles = _tiles((torch.zeros_like(length), length), kv_rows, *band)
-        pair = pieces.rank[piece] * kv.world_size + kv.rank[at]
+        pair = pieces.rank[piece] * kv.num_ranks + kv.rank[at]
         tiles = tiles.moved(pieces.first[piece], kv.first[at])
         seen = tiles.area > 0
         if not bool(seen.all()):
@@ -354,7 +384,7 @@ def needed_rows(
         run = work.kv if travels == "kv" else work.q
         return (run.stop - run.start).fill_diagonal_(0)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
-    world_size, room = q.world_size, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
+    world_size, room = q.num_ranks, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
     cut = [_pieces(q, table) for table in mask.tables]
     counts = torch.zeros(world_size * world_size, dtype=torch.int64)
     for ranks in _blocks(world_size):
@@ -386,7 +416,7 @@ def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:
         piece = q.rank[segment], q.first[segment] + start, position, stop - start
         parts.append(torch.stack((*piece, *table[2:, index]))[:, start < stop])
     columns = torch.cat([torch.empty(8, 0, dtype=torch.int64), *parts], 1)
-    return _Side(q.world_size, q.stride, *columns[:4]), columns[4:]
+    return _Side(q.num_ranks, q.stride, *columns[:4]), columns[4:]
 
 
 def _expanded(begin: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -75,7 +75,7 @@ def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
 
 def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> None:
     with mock.patch.object(module, "CHUNK", chunk):
-        work = pair_work.__wrapped__(*layouts, mask)
+        work = module._table(*layouts, mask)
     for pair, seen in visible.items():
         tiles = pair_tiles(*layouts, mask, *pair)
         assert torch.equal(painted(tiles, *seen.shape), seen.long()), (pair, tiles)
@@ -89,6 +89,15 @@ def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> N
             needed = indices(seen.any(dim))
             run = (needed[0], needed[-1] + 1) if needed else (0, 0)
             assert (int(rows.start[pair]), int(rows.stop[pair])) == run, pair
+    check_lines(layouts, mask)
+
+
+def check_lines(layouts: Layouts, mask: Mask) -> None:
+    """Checks that a line computed alone, as of many ranks, is that of the table."""
+    for rank, travels in product(range(layouts[0].world_size), TRAVELLERS):
+        with mock.patch.object(module, "SMALL", 0):
+            alone = module.sizes_with.__wrapped__(*layouts, mask, rank, travels)
+        assert alone == module.sizes_with(*layouts, mask, rank, travels)
 
 
 def check_tile(tile: Tile) -> None:
@@ -318,6 +327,23 @@ def test_work_of_many_ranks_or_documents_takes_no_time() -> None:
         work = pair_work(layout, layout, mask)
         assert time.thread_time() - start < 4
         assert int(work.area.sum()) == mask.area
+
+
+def test_the_sizes_of_one_of_many_ranks_need_no_table_of_all_pairs() -> None:
+    computed = []
+    for count in (1024, 2048):
+        layout, mask = SequenceLayout.zigzag(count * 8, count), Mask(count * 8, count * 8, True)
+        with mock.patch.object(module, "_tiles_of_pieces", wraps=module._tiles_of_pieces) as tiles:
+            sizes = [
+                module.sizes_with.__wrapped__(layout, layout, mask, count - 1, travels)
+                for travels in TRAVELLERS
+            ]
+        assert all(sum(one.area for one in line) > 0 for line in sizes)
+        # Arguments 3 and 4 are the runs of segments that each piece sees.
+        runs = [(call.args[4] - call.args[3]).clamp(min=0).sum() for call in tiles.mock_calls]
+        computed.append(int(sum(runs)))
+    assert computed[0] <= 2 * 4 * 1024  # two travellers, and 2 x 2 segments of a pair of ranks
+    assert computed[1] <= 2.1 * computed[0]
 
 
 @pytest.mark.parametrize("num_documents", [1, 2000])
