@@ -277,7 +277,7 @@ def _plan(place: PlanKey, device: torch.device) -> Cached[_Plan]:
 
     def wanted(r: int) -> Tensor:
         """Positions of a rank's runs with their neighbours; -1 outside of the sequence."""
-        runs = _runs(layout, r)
+        runs = runs_of(layout, r)
         spans = [torch.arange(x.start - left, x.start + x.length + right) for x in runs]
         positions = torch.cat(spans)
         end = layout.seqlen if layout.shard_len(r) else 0
@@ -313,10 +313,10 @@ def _plan(place: PlanKey, device: torch.device) -> Cached[_Plan]:
 
 def _lengths(place: PlanKey) -> list[int]:
     layout, left, right, rank = place
-    return [run.length + left + right for run in _runs(layout, rank)]
+    return [run.length + left + right for run in runs_of(layout, rank)]
 
 
-def _runs(layout: SequenceLayout, rank: int) -> list[Segment]:
+def runs_of(layout: SequenceLayout, rank: int) -> list[Segment]:
     """Runs of consecutive positions, in the order of the rank's rows; at least one, empty."""
     runs: list[Segment] = []
     for segment in layout.segments(rank):

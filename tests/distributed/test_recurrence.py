@@ -1,0 +1,146 @@
+"""Recurrences over split sequences, against the recurrence of the whole, step by step in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from ring_attn import SequenceLayout
+from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from tests.distributed.test_neighbours import layouts
+
+Inputs = dict[str, Tensor]
+SEQLENS = (1, 17, 40)
+WIDTH = 4
+
+
+def step_by_step(
+    q: Tensor, k: Tensor, v: Tensor, *, decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None = None, output_final_state: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A delta rule with a decay of each channel of the keys: Kimi's, and others as its cases."""
+    batch, _, heads, headdim = k.shape
+    state = initial_state
+    if state is None:
+        state = v.new_zeros(batch, heads, headdim, v.size(-1))
+    outs = []
+    for q_, k_, v_, d_, b_ in zip(*(x.unbind(1) for x in (q, k, v, decay, beta)), strict=True):
+        state = state * d_[..., None]
+        seen = torch.einsum("bhk,bhkv->bhv", k_, state)
+        state = state + torch.einsum("bhk,bhv->bhkv", k_, b_[..., None] * (v_ - seen))
+        outs.append(torch.einsum("bhk,bhkv->bhv", q_, state))
+    return torch.stack(outs, 1), state
+
+
+def delta_rule(x: Inputs, place: dict[str, Any]) -> Tensor:
+    rows = {"decay": x["decay"], "beta": x["beta"]}
+    return linear_attention(step_by_step, x["q"], x["k"], x["v"], rows=rows, **place)
+
+
+def whole_delta_rule(x: Inputs) -> Tensor:
+    return step_by_step(**x)[0]
+
+
+def running(x: Inputs) -> tuple[Tensor, Tensor]:
+    """A decayed sum of k v, read by q, and the state after it: the decays are those of heads."""
+    state = x["v"].new_zeros(*x["k"].shape[::2][:1], *x["k"].shape[2:], x["v"].size(-1))
+    outs = []
+    for q, k, v, decay in zip(*(x[name].unbind(1) for name in ("q", "k", "v", "decay"))):
+        state = state * decay[..., :1, None] + k[..., None] * v[..., None, :]
+        outs.append(torch.einsum("bhk,bhkv->bhv", q, state))
+    return torch.stack(outs, 1), state
+
+
+def decayed_sum(x: Inputs, place: dict[str, Any]) -> Tensor:
+    def run(piece: Piece) -> Part:
+        rows = {name: piece.of(tensor) for name, tensor in x.items()}
+        out, end = running(rows)
+        factors = rows["decay"][..., :1].cumprod(1)
+
+        def add(out: Tensor, start: Tensor) -> Tensor:
+            return out + torch.einsum("blhk,bhkv->blhv", rows["q"] * factors, start)
+
+        return Part(out, end, factors[:, -1][..., None], add)
+
+    return recurrence(run, **place)
+
+
+def convolved(x: Inputs, place: dict[str, Any]) -> Tensor:
+    return causal_conv(partial(conv, weight=x["weight"]), x["q"].flatten(2), WIDTH, **place)
+
+
+def conv(rows: Tensor, weight: Tensor) -> Tensor:
+    padded = functional.pad(rows.mT, (WIDTH - 1, 0))
+    return functional.conv1d(padded, weight, groups=weight.size(0)).mT
+
+
+KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Inputs], Tensor]]] = {
+    "delta rule": (delta_rule, whole_delta_rule),
+    "decayed sum": (decayed_sum, lambda x: running(x)[0]),
+    "convolution": (convolved, lambda x: conv(x["q"].flatten(2), x["weight"])),
+}
+
+
+def inputs(seqlen: int) -> Inputs:
+    torch.manual_seed(0)
+    shape = 2, seqlen, 2
+    x = {name: torch.randn(*shape, n, dtype=torch.float64) for name, n in zip("qkv", (3, 3, 5))}
+    x["k"] = functional.normalize(x["k"], dim=-1)
+    x["decay"] = 0.5 + 0.5 * torch.rand(*shape, 3, dtype=torch.float64)
+    x["beta"] = torch.rand(shape, dtype=torch.float64)
+    return x
+
+
+def by_document(whole: Callable[[Inputs], Tensor], x: Inputs, cuts: list[int]) -> Tensor:
+    """The layer applied to one document after another."""
+    cut = [dict(zip(x, rows)) for rows in zip(*(t.split_with_sizes(cuts, 1) for t in x.values()))]
+    return torch.cat([whole(part) for part in cut if part["q"].size(1)], 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_the_whole(
+    ranks: Any, kind: str, world_size: int
+) -> None:
+    ranks(world_size).run(values_and_gradients, kind)
+
+
+def values_and_gradients(kind: str) -> None:
+    split, whole = KINDS[kind]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for seqlen in SEQLENS:
+        lengths = [[seqlen], [1, 0, 5, 7, seqlen - 13]] if seqlen > 13 else [[seqlen]]
+        for layout in layouts(seqlen, world_size):
+            for documents in lengths:
+                x = inputs(seqlen)
+                weight = torch.randn(6, 1, WIDTH, dtype=torch.float64)
+                if kind != "delta rule":
+                    x.pop("beta")
+                shared = {"weight": weight} if kind == "convolution" else {}
+                leaves = {name: t.requires_grad_() for name, t in x.items()}
+                expected = by_document(lambda part: whole(part | shared), leaves, documents)
+                dout = torch.randn_like(expected)
+                wanted = torch.autograd.grad(expected, list(x.values()), dout, allow_unused=True)
+
+                cu = torch.tensor([0, *torch.tensor(documents).cumsum(0).tolist()])
+                place = {"layout": layout, "cu_seqlens": cu if len(documents) > 1 else None}
+                own = {
+                    name: layout.shard(t.detach(), rank).requires_grad_() for name, t in x.items()
+                }
+                out = split(own | shared, place)
+                bound = 1e3 * torch.finfo(torch.float64).eps
+                close = partial(torch.testing.assert_close, rtol=bound, atol=bound)
+                close(out, layout.shard(expected, rank))
+                got = torch.autograd.grad(
+                    out, list(own.values()), layout.shard(dout, rank), allow_unused=True
+                )
+                for name, a, b in zip(x, got, wanted, strict=True):
+                    if b is not None:
+                        close(a, layout.shard(b, rank), msg=lambda text: f"{name} {layout}\n{text}")
