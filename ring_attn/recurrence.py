@@ -134,7 +134,7 @@ def recurrence(
         runs = pieces_of(layout, dist.get_rank(process_group), cuts)
         pieces = [piece for run_pieces in runs for piece in run_pieces]
         parts = [run(piece) for piece in pieces or (Piece(0, 0, True),)]
-        wide = torch.promote_types(parts[0].end.dtype, torch.float32)
+        wide = _wide(parts[0].end)
         ends = torch.stack([part.end.to(wide) for part in parts])
         decays = torch.stack([_decay(part, matrix).to(wide) for part in parts])
     except Exception as error:
@@ -146,12 +146,14 @@ def recurrence(
     entered = {i: n for n, i in enumerate([0, *after][: len(runs)])}
     place = list(layout.numbers), list(cuts), matrix, process_group.group_name
     starts = _start_states(decays[lasts], ends[lasts], *place)[0]
-    # The sum of nothing, so that every rank takes part in the backward.
-    outs = [parts[0].out[:, :0] + starts[:0].sum()]
+    outs = []
     for i, (piece, part) in enumerate(zip(pieces, parts, strict=False)):
         enters = i in entered and not piece.first
-        outs.append(part.add(part.out, starts[entered[i]]) if enters else part.out)
-    return torch.cat(outs, 1)
+        with no_autocast(starts):
+            outs.append(part.add(part.out, starts[entered[i]]) if enters else part.out)
+    # No rows, but they depend on the start states: so every rank takes part in the backward.
+    none = parts[0].out[:, :0] + starts[:0].sum()
+    return torch.cat([*outs, none.to(outs[0].dtype)], 1) if outs else none
 
 
 def linear_attention(
@@ -164,6 +166,7 @@ def linear_attention(
     rows: Mapping[str, Tensor],
     cu_seqlens: Tensor | None = None,
     group: Group = None,
+    float32: bool = True,
     **options: Any,
 ) -> Tensor:
     """Linear attention of any kind on this rank's rows, by a kernel that takes a state.
@@ -181,6 +184,9 @@ def linear_attention(
         rows: other tensors that the kernel takes, (batch, rows, ...), by name: `g`, `beta`.
         cu_seqlens: boundaries of documents in the whole sequence.
         group: as for `ring_attention`.
+        float32: whether pieces with a start state are computed in float32 where inputs have 16
+            bits, so that what a start state contributes is rounded once, with the output. For
+            kernels that refuse float32, as fla's, False.
         options: handed on to the kernel.
 
     Returns:
@@ -192,22 +198,25 @@ def linear_attention(
     headdim, headdim_v = k.size(-1), v.size(-1)
 
     def run(piece: Piece) -> Part:
-        q_, k_, v_ = piece.of(q), piece.of(k), piece.of(v)
+        given = {"q": q, "k": k, "v": v, **rows}
+        cut = {name: piece.of(x) for name, x in given.items()}
         start = None
         if not piece.first:
-            unit = torch.eye(headdim, dtype=torch.promote_types(v.dtype, torch.float32))
-            start = functional.pad(unit, (headdim_v, 0)).to(v.device)
+            if float32:
+                cut = {name: x.to(_wide(x)) for name, x in cut.items()}
+            unit = torch.eye(headdim, dtype=_wide(v), device=v.device)
+            start = functional.pad(unit, (headdim_v, 0))
             start = start.expand(v.size(0), v.size(2), headdim, headdim_v + headdim).contiguous()
-            v_ = functional.pad(v_, (0, headdim))
-        cut = {name: piece.of(x) for name, x in rows.items()}
-        out, end = kernel(q_, k_, v_, initial_state=start, output_final_state=True, **cut, **options)
+            cut["v"] = functional.pad(cut["v"], (0, headdim))
+        tensors = [cut.pop(name) for name in "qkv"]
+        out, end = kernel(*tensors, initial_state=start, output_final_state=True, **cut, **options)
         if start is None:
             return Part(out, end, None, _adds_nothing)
         sizes = [headdim_v, headdim]
         (out, reads), (end, decay) = out.split(sizes, -1), end.split(sizes, -1)
 
         def add(out: Tensor, start: Tensor) -> Tensor:
-            return (out + torch.einsum("blhk,bhkv->blhv", reads.to(start), start)).to(out.dtype)
+            return (out + torch.einsum("blhk,bhkv->blhv", reads.to(start), start)).to(v.dtype)
 
         return Part(out, end, decay, add)
 
@@ -326,6 +335,15 @@ def _decay(part: Part, matrix: bool) -> Tensor:
     return part.decay
 
 
+def no_autocast(x: Tensor) -> Any:
+    """A context in which products with states stay in their dtype."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _adds_nothing(out: Tensor, start: Tensor) -> Tensor:
     return out
 
@@ -350,7 +368,7 @@ def _start_states(
         for x, shape in zip(gathered.split(sizes, -1), shapes, strict=True)
     )
     rank = dist.get_rank(group_by_name(group))
-    starts, state = torch.zeros_like(end), torch.zeros_like(end[0] if len(end) else ends[0, 0])
+    starts, state = torch.zeros_like(end), torch.zeros_like(ends[0, 0])
     for run in _order(whole, tuple(cuts)):
         if run.first:
             state = torch.zeros_like(state)
@@ -365,13 +383,25 @@ def _start_states(
 
 @torch.library.custom_op("ring_attn::start_states_backward", mutates_args=())
 def _start_states_backward(
-    dstarts: Tensor, starts: Tensor, decays: Tensor, layout: Sequence[int], cuts: Sequence[int],
-    matrix: bool, group: str,
+    dstarts: Tensor,
+    starts: Tensor,
+    decays: Tensor,
+    layout: Sequence[int],
+    cuts: Sequence[int],
+    matrix: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's decays and ends."""
     whole, shape = SequenceLayout.from_numbers(layout), dstarts.shape[1:]
     shapes = (decays.shape[2:], shape)
-    gathered = _gathered(dstarts.reshape(len(dstarts), shape.numel()), shapes, whole, (cuts, matrix), group, "backward")
+    gathered = _gathered(
+        dstarts.reshape(len(dstarts), shape.numel()),
+        shapes,
+        whole,
+        (cuts, matrix),
+        group,
+        "backward",
+    )
     gathered = gathered.unflatten(-1, shape) if shape else gathered[..., 0]
     rank = dist.get_rank(group_by_name(group))
     ddecay, dend = dstarts.new_zeros(len(starts), *decays.shape[2:]), torch.zeros_like(dstarts)
@@ -385,14 +415,17 @@ def _start_states_backward(
         if run.first:
             dleft = torch.zeros_like(dleft)
         elif run.passes:
-            dleft = gathered[run.rank, run.number] + _applied(_adjoint(decay, matrix), dleft, matrix)
+            dleft = gathered[run.rank, run.number] + _applied(
+                _adjoint(decay, matrix), dleft, matrix
+            )
         else:
             dleft = gathered[run.rank, run.number].clone()
     return ddecay, dend
 
 
 def _applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
-    return decay @ state if matrix else decay * state
+    with no_autocast(state):
+        return decay @ state if matrix else decay * state
 
 
 def _adjoint(decay: Tensor, matrix: bool) -> Tensor:
@@ -400,7 +433,8 @@ def _adjoint(decay: Tensor, matrix: bool) -> Tensor:
 
 
 def _decay_gradient(dleft: Tensor, start: Tensor, decay: Tensor, matrix: bool) -> Tensor:
-    return dleft @ start.mT if matrix else (dleft * start).sum_to_size(decay.shape)
+    with no_autocast(start):
+        return dleft @ start.mT if matrix else (dleft * start).sum_to_size(decay.shape)
 
 
 def _gathered(
@@ -445,8 +479,13 @@ def _(
 
 @_start_states_backward.register_fake
 def _(
-    dstarts: Tensor, starts: Tensor, decays: Tensor, layout: Sequence[int], cuts: Sequence[int],
-    matrix: bool, group: str,
+    dstarts: Tensor,
+    starts: Tensor,
+    decays: Tensor,
+    layout: Sequence[int],
+    cuts: Sequence[int],
+    matrix: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
     return dstarts.new_empty(len(starts), *decays.shape[2:]), torch.empty_like(dstarts)
 

@@ -84,13 +84,46 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Models of which half the layers have a recurrence, one of each kind.
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+RECURRENT = GQA | {"layer_types": ["linear_attention", "full_attention"]}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {"mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", RECURRENT | LINEAR | EXPERTS),
+    "olmo_hybrid": ("OlmoHybridConfig", RECURRENT | LINEAR | {"pad_token_id": None}),
+    "bamba": (
+        "BambaConfig",
+        GQA | MAMBA | {"mamba_n_heads": 4, "mamba_d_head": 32, "attn_layer_indices": [1]},
+    ),
+    "jamba": (
+        "JambaConfig",
+        GQA
+        | MAMBA
+        | EXPERTS
+        | {"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    ),
+    "lfm2": ("Lfm2Config", GQA | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4}),
+}
+
 # Attention that supports every option of the family: sdpa has neither softcap nor sinks.
 YARDSTICKS = dict.fromkeys(("gemma2", "gpt_oss", "llama4", "gemma3_images"), "eager")
 
 
 def make_model(family: str, implementation: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode: the same weights in every process."""
-    name, options = CONFIGS[family]
+    name, options = (CONFIGS | HYBRIDS)[family]
     config = getattr(transformers, name)(**options | changes)
     auto = (
         transformers.AutoModelForMaskedLM
@@ -99,7 +132,8 @@ def make_model(family: str, implementation: str, **changes: Any) -> Any:
     )
     torch.manual_seed(0)
     # The experts' grouped matmul has no float64.
-    experts = {"experts_implementation": "eager"} if family == "gpt_oss" else {}
+    grouped = ("gpt_oss", "qwen3_next", "jamba")
+    experts = {"experts_implementation": "eager"} if family in grouped else {}
     given: Any = implementation
     if family == "gemma3_images":
         given = {"text_config": implementation, "vision_config": "sdpa"}

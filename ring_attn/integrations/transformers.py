@@ -77,6 +77,7 @@ from ring_attn.integrations.transformers_models import (
     watch_models,
     window_of,
 )
+from ring_attn.integrations.transformers_recurrent import WITH_CACHE, Place
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.p2p import tell_refusal
 
@@ -278,6 +279,21 @@ class Registration:
             total = cuts[-1] if cuts and world_size > 1 else rows * world_size
             placed = SequenceLayout.from_name(placed, total, world_size)
         return CacheStep(placed, placed)
+
+    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
+        """Where the rows of a recurrent layer stand, by its keywords; None on one rank."""
+        try:
+            group = groups.check_group(self.group)
+            cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
+            step = self._step(_placed(given.get(LAYOUT), self.layout), rows, cuts)
+            if dist.get_world_size(group) == 1:
+                return None
+            if step is given.get(LAYOUT):
+                raise NotImplementedError(WITH_CACHE)
+        except Exception as error:
+            tell_refusal(error, self.group)
+            raise
+        return Place(step.cache, given.get("cu_seq_lens_q"), group)
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """The mask function that models call; see `read_mask`."""

@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -25,9 +25,17 @@ from torch import Tensor, nn
 
 from ring_attn import groups
 from ring_attn.call import Group
+from ring_attn.integrations.transformers_recurrent import (
+    RECURRENT_TYPES,
+    ROWWISE_TYPES,
+    Place,
+    prepare,
+    recurrent_layers,
+)
 from ring_attn.transport.p2p import tell_refusal
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+KNOWN_TYPES = LAYER_TYPES | RECURRENT_TYPES | ROWWISE_TYPES
 
 
 class Registered(Protocol):
@@ -38,6 +46,9 @@ class Registered(Protocol):
 
     def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
         """Refuses positions that are not those of this rank's rows."""
+
+    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
+        """Where the rows of a recurrent layer stand; None on one rank."""
 
 
 # The registered names of attn_implementation.
@@ -59,14 +70,18 @@ class _Forward(threading.local):
     Attributes:
         depth: number of watched models whose forwards run.
         calls: number of calls of our attention.
+        recurrences: number of recurrent layers that ran.
         model: class name of the outermost model.
-        given: names of its keywords that are not None.
+        given: its keywords that are not None.
+        recomputes: whether layers run again in the backward, outside of this forward.
     """
 
     depth = 0
     calls = 0
+    recurrences = 0
     model = ""
-    given: frozenset[str] = frozenset()
+    given: Mapping[str, Any] = {}
+    recomputes = False
 
 
 _forward = _Forward()
@@ -101,12 +116,15 @@ def count_call(kwargs: dict[str, Any], names: frozenset[str]) -> None:
     if torch.compiler.is_compiling() or not _forward.depth:
         return
     _forward.calls += 1
-    for name in sorted(names & _forward.given - kwargs.keys()):
-        raise NotImplementedError(
-            f"{_forward.model} does not hand {name} on to its attention: this model works with "
-            "equally many rows on each rank, in the layout given to register(), and without "
-            "documents"
-        )
+    for name in sorted(names & _forward.given.keys() - kwargs.keys()):
+        raise NotImplementedError(_kept_back(name, "attention"))
+
+
+def _kept_back(name: str, layers: str) -> str:
+    return (
+        f"{_forward.model} does not hand {name} on to its {layers}: this model works with equally "
+        "many rows on each rank, in the layout given to register(), and without documents"
+    )
 
 
 @lru_cache
@@ -128,11 +146,13 @@ def first_position(part: nn.Module) -> int:
 def check_config(module: nn.Module) -> None:
     """Refuses models that need rows of other ranks outside of attention."""
     config = getattr(module, "config", None)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    known = LAYER_TYPES if torch.compiler.is_compiling() else KNOWN_TYPES
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise NotImplementedError(
             f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
-            f"their own way: only {' and '.join(sorted(LAYER_TYPES))} work on a split sequence"
+            f"their own way: only {' and '.join(sorted(known))} work on a split sequence, those "
+            "with a recurrence not compiled"
         )
     if getattr(config, "patch_size", None):
         raise NotImplementedError(
@@ -188,17 +208,40 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     names = inspect.signature(model.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    _forward.calls, _forward.model = 0, type(model).__name__
-    _forward.given = frozenset(key for key, x in given.items() if x is not None)
+    _forward.calls, _forward.recurrences, _forward.model = 0, 0, type(model).__name__
+    _forward.given = {key: x for key, x in given.items() if x is not None}
+    _forward.recomputes = model.training and model.is_gradient_checkpointing
     ring = registered[name]
+    for layer in recurrent_layers(model):
+        prepare(layer, partial(_place_of, model.config))
     try:
         _require_positions(model, groups.check_group(ring.group))
         # A split cache cuts and adds them in a hook of its own, after this one.
-        if {"position_ids"} == _forward.given & {"position_ids", "past_key_values"}:
+        if {"position_ids"} == _forward.given.keys() & {"position_ids", "past_key_values"}:
             ring.check_positions(given, given["position_ids"], first_position(model))
     except Exception as error:
         tell_refusal(error, ring.group)
         raise
+
+
+def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
+    """Counts the call of a recurrent layer; its place, where its model is registered."""
+    ring = registered.get(config._attn_implementation)
+    if ring is None:
+        return None
+    _forward.recurrences += 1
+    # Some models hand keywords on to their attention alone.
+    names = (
+        {"sequence_layout", "cu_seq_lens_q"} & _forward.given.keys() if _forward.depth else set()
+    )
+    kept_back = {name: _forward.given[name] for name in names - given.keys()}
+    if kept_back and _forward.recomputes:
+        error = NotImplementedError(
+            _kept_back(min(kept_back), "recurrent layers, which run again in the backward")
+        )
+        tell_refusal(error, ring.group)
+        raise error
+    return ring.place(given | kept_back, rows)
 
 
 def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -216,7 +259,7 @@ def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
             f"{_forward.model} takes no position_ids and counts every rank's rows from 0: it is "
             "only right on one rank"
         )
-    if not _forward.given & {"position_ids", "past_key_values"}:
+    if not _forward.given.keys() & {"position_ids", "past_key_values"}:
         raise ValueError(
             f"position_ids must be passed to {_forward.model}, which else counts every rank's rows "
             "from 0: ring_attn.shard_batch makes them"
@@ -229,18 +272,32 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling() or name not in registered or not _forward.depth:
         return
     _forward.depth -= 1
+    if not _forward.depth:
+        _forward.given = {}
     if _forward.depth or output is None or _runs_compiled(model):
         return
-    config = model.config.get_text_config()
-    layers = min(int(n) for key in LAYERS if (n := getattr(config, key, None)) is not None)
-    if _forward.calls < layers:
+    attending, recurrent = _layers(model.config.get_text_config())
+    if _forward.calls < attending or _forward.recurrences < recurrent:
         error = NotImplementedError(
-            f"{_forward.model} has {layers} layers and called attn_implementation {name!r} "
-            f"{_forward.calls} times: its other layers need rows of other ranks in their own way, "
-            "or were left out at random (layerdrop); its output would be wrong"
+            f"{_forward.model} has {attending} layers with attention and called "
+            f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent layers "
+            f"{_forward.recurrences} are known (see register_recurrence): others need rows of "
+            "other ranks in their own way, or were left out at random (layerdrop); its output "
+            "would be wrong"
         )
         tell_refusal(error, registered[name].group)
         raise error
+
+
+def _layers(config: Any) -> tuple[int, int]:
+    """Numbers of layers that must call attention, and of those that have a recurrence."""
+    layers = min(int(n) for key in LAYERS if (n := getattr(config, key, None)) is not None)
+    types = (getattr(config, "layer_types", None) or [])[:layers]
+    if not types:
+        return layers, 0
+    recurrent = sum(kind in RECURRENT_TYPES for kind in types)
+    alone = sum(kind in ROWWISE_TYPES | RECURRENT_TYPES and "hybrid" not in kind for kind in types)
+    return len(types) - alone, recurrent
 
 
 def _runs_compiled(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.transport import capture, streams
+from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.media import Gloo
 from tests.stand_in import Parts, StandIn
 
@@ -48,9 +49,8 @@ class Communicator(StandIn):
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options)
-        self._gloo = Gloo(
-            store, "communicator", rank, tuple(range(size)), options._timeout.total_seconds()
-        )
+        place, seconds = (store, "communicator", rank), options._timeout.total_seconds()
+        self._gloo = Gloo(*place, tuple(range(size)), seconds, Board(*place))
         self._sent, self._received = [0] * size, [0] * size
 
     def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Moment:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -22,6 +23,7 @@ from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
 from ring_attn.strategies.strategy import NAMES
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks import media
 from tests.distributed.pool import Ended, calls_within, ended, everyone, on_ranks
 
 pytestmark = pytest.mark.gloo
@@ -134,6 +136,17 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
     for rank, (got, *_) in enumerate(pool.results(lost=[victim], timeout=30)[:victim]):
         assert got.error is RuntimeError and got.seconds < IN_TIME, (rank, got)
         assert f"ranks [{victim}] did not come" in got.text, (rank, got)
+
+
+@on_ranks(3)
+def test_a_rank_that_leaves_its_call_while_the_ring_is_formed() -> None:
+    """The others, which have met it and wait for its connections, are told."""
+    group, error = dist.new_group(), RuntimeError("no more sockets")
+    leaves = dist.get_rank() == 1
+    with mock.patch.object(media, "connect_gloo", side_effect=error) if leaves else nullcontext():
+        end = ended(lambda: layer(group=group))
+    assert end.error is RuntimeError and end.seconds < TIMEOUT / 2, end
+    assert "no more sockets" in end.text, end
 
 
 @on_ranks(3)

@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from ring_attn import SequenceLayout
+from ring_attn import SequenceLayout, stats, unshard
+from ring_attn.profiling import collect
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from tests.bounds import assert_close
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_neighbours import layouts
+from tests.hf_models import all_in_float64
+from tests.refusals import refused
 
 Inputs = dict[str, Tensor]
 SEQLENS = (1, 17, 40)
@@ -144,3 +150,80 @@ def values_and_gradients(kind: str) -> None:
                 for name, a, b in zip(x, got, wanted, strict=True):
                     if b is not None:
                         close(a, layout.shard(b, rank), msg=lambda text: f"{name} {layout}\n{text}")
+
+
+def in_16_bits(autocast: bool) -> None:
+    """Inputs in bfloat16, states and decays in float32: errors as of the kernel on the whole."""
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(150, dist.get_world_size())
+    torch.manual_seed(1)
+    shape = 1, layout.seqlen, 4
+    x = {name: torch.randn(*shape, 16).bfloat16() for name in ("query", "key", "value")}
+    x |= {"g": -0.1 * torch.rand(shape), "beta": torch.rand(shape).bfloat16()}
+    dout = torch.randn(*shape, 16).bfloat16()
+
+    def gradients(out: Tensor, leaves: Inputs, dout: Tensor) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))]
+
+    def whole(dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = {name: t.to(dtype or t.dtype, copy=True).requires_grad_() for name, t in x.items()}
+        out, _ = torch_chunk_gated_delta_rule(**leaves, use_qk_l2norm_in_kernel=True)
+        return gradients(out, leaves, dout)
+
+    own = {name: layout.shard(t, rank).requires_grad_() for name, t in x.items()}
+    rows = {name: own[name] for name in ("g", "beta")}
+    tensors = [own[name] for name in ("query", "key", "value")]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain = whole(None)
+        out = linear_attention(
+            torch_chunk_gated_delta_rule, *tensors, rows=rows, layout=layout,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        got = gradients(out, own, layout.shard(dout, rank))
+    with all_in_float64():
+        oracle = whole(torch.float64)
+    for name, *results in zip(("out", *x), got, oracle, plain, strict=True):
+        assert_close(name, unshard(results[0].detach(), layout), *results[1:])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2)
+def test_16_bits(autocast: bool) -> None:
+    in_16_bits(autocast)
+
+
+@on_ranks(3)
+def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document() -> None:
+    rank, sent = dist.get_rank(), set()
+    for seqlen in (13, 130):
+        layout = SequenceLayout.zigzag(seqlen, 3)
+        x = inputs(seqlen)
+        x["v"][:, 4:6] = torch.nan
+        own = {name: layout.shard(t, rank).requires_grad_() for name, t in x.items()}
+        place = {"layout": layout, "cu_seqlens": torch.tensor([0, 3, 7, seqlen])}
+        with collect():
+            out = delta_rule(own, place)
+        positions = layout.position_ids(rank)
+        inside = (positions >= 4) & (positions < 7)
+        assert bool(out[:, inside].isnan().all()) and not bool(out[:, ~inside].isnan().any())
+        sent.add(stats().forward.bytes_sent)
+    # Two runs a rank, of each the decay (3, 3) and the state (3, 5) for 2 x 2 heads, in float64.
+    assert sent == {2 * 2 * 4 * (9 + 15) * 8}
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    layout, group = SequenceLayout.zigzag(8, 2), dist.new_group()
+    own = {name: layout.shard(t, dist.get_rank()) for name, t in inputs(8).items()}
+    with refused(ValueError, "at least 9"):
+        delta_rule(own, {"layout": layout, "cu_seqlens": torch.tensor([0, 9]), "group": group})
+    with refused(TypeError, "layout"):
+        delta_rule(own, {"layout": "zigzag", "group": group})
+    with refused(TypeError, "decay"):
+        recurrence(
+            lambda piece: Part(piece.of(own["q"]), own["v"][:, 0], None, lambda out, start: out),
+            layout, group=group,
+        )  # fmt: skip
+    with refused(RuntimeError, "shapes of decay and state"):
+        heads = slice(0, 2 - dist.get_rank())
+        odd = {name: t[:, :, heads] for name, t in own.items()}
+        delta_rule(odd, {"layout": layout, "group": group})

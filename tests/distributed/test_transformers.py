@@ -21,7 +21,16 @@ from ring_attn.integrations.transformers_cache import NOT_WITH_CACHE
 from tests.bounds import assert_close
 from tests.cold import assert_compiles
 from tests.distributed.pool import Pools, on_ranks
-from tests.hf_models import CONFIGS, IMAGE, VOCAB, all_in_float64, make_batch, make_model, yardstick
+from tests.hf_models import (
+    CONFIGS,
+    HYBRIDS,
+    IMAGE,
+    VOCAB,
+    all_in_float64,
+    make_batch,
+    make_model,
+    yardstick,
+)
 from tests.refusals import refused
 
 SEQLEN = 83
@@ -161,6 +170,12 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         How("qwen2", "contiguous", cuts=DOCUMENTS),
         How("llama4", cuts=DOCUMENTS),
         How("llama4", "contiguous", cuts=DOCUMENTS, restarts=True),
+        *(How(family) for family in HYBRIDS),
+        *(How(family, "contiguous", 3) for family in HYBRIDS),
+        *(How(family, cuts=DOCUMENTS, restarts=True) for family in HYBRIDS),
+        How("qwen3_next", computed_again=True),
+        How("bamba", "contiguous", 3, padded=True),
+        How("lfm2", "striped", 3),
     ],
     ids=lambda how: "-".join(map(str, how)),
 )

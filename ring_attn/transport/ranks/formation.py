@@ -381,10 +381,19 @@ class PollingStore(Store):
 
 
 def connect_gloo(
-    store: Store, meeting: str, rank: int, everyone: Sequence[int], seconds: float
+    store: Store,
+    meeting: str,
+    rank: int,
+    everyone: Sequence[int],
+    seconds: float,
+    bell: Bell,
+    in_vain: InVain,
 ) -> dist.ProcessGroupGloo:
-    """gloo's connections between all ranks, by global ranks; returns when all are connected."""
-    connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect")
+    """gloo's connections between all ranks, by global ranks; returns when all are connected.
+
+    A rank that has met the others may yet leave its call: then `bell` rings, and `in_vain` says so.
+    """
+    connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect", bell)
     connections: list[dist.ProcessGroupGloo] = []
     polling, place, size = PollingStore(store), everyone.index(rank), len(everyone)
 
@@ -402,8 +411,10 @@ def connect_gloo(
     # a thread that takes too long is left behind.
     threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
-        answered(lambda: connected.wait(seconds), seconds)
+        answered(lambda: connected.wait(seconds, in_vain=in_vain), seconds)
     except RuntimeError as error:
+        if (reason := in_vain()) is not None:
+            raise MissingRanksError(reason) from error
         raise unconnected(RollCall(store, f"{meeting}/left", rank, everyone), error) from error
     return connections[0]
 

@@ -446,7 +446,9 @@ class RankGroup:
             self._met = True
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank, self.global_ranks)
-        return Gloo(self._store, self._meeting, self.rank, self.global_ranks, seconds)
+        assert self._board is not None, "the ranks have met"
+        place = self._store, self._meeting, self.rank, self.global_ranks
+        return Gloo(*place, seconds, self._board)
 
     def _arrive(self, meeting: str) -> Callable[[], str | None]:
         """Takes a meeting for the ranks' own; returns what says why some rank will not come."""

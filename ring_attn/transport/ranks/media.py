@@ -28,6 +28,7 @@ from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
 from ring_attn.transport.options import MAX_CTAS, TransportOptions
+from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import (
     RollCall,
     bounded,
@@ -70,12 +71,14 @@ class Gloo(Medium):
     """Tagged messages between all ranks of a group."""
 
     def __init__(
-        self, store: Store, meeting: str, rank: int, global_ranks: Ranks, seconds: float
+        self, store: Store, meeting: str, rank: int, global_ranks: Ranks, seconds: float, board: Board
     ) -> None:
-        """Connects the ranks, after their roll-call."""
+        """Connects the ranks, after their roll-call; refuses when one has written on the board."""
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         me = global_ranks[rank]
-        self.gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds)
+        self.gloo: Any = connect_gloo(
+            store, meeting, me, global_ranks, seconds, board.bell, board.failure
+        )
 
     def close(self) -> None:
         """See `Medium`.
