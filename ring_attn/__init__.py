@@ -8,7 +8,7 @@ and an oracle in float64 with all ranks in one process (`testing`).
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ring_attn import profiling
+from ring_attn import profiling, recurrence
 from ring_attn.api import ring_attention, select_backend, tree_decode
 from ring_attn.connections import check, prepare
 from ring_attn.core import masks
@@ -56,6 +56,7 @@ __all__ = [
     "parallelize",
     "prepare",
     "profiling",
+    "recurrence",
     "ring_attention",
     "roll",
     "select_backend",

@@ -37,6 +37,8 @@ from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
+__all__ = ["LinearKernel", "Part", "Piece", "causal_conv", "linear_attention", "recurrence"]
+
 
 class Piece(NamedTuple):
     """Rows [start, start + length) of a shard: consecutive positions of one document.
@@ -118,13 +120,12 @@ def recurrence(
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> from ring_attn.recurrence import Part, recurrence
         >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)
         >>> x = layout.shard(torch.ones(1, 8), rank)
         >>> def running_sum(piece):
-        ...     rows = piece.of(x)
-        ...     out = rows.cumsum(1)
-        ...     add = lambda out, start: out + start[:, None]
-        ...     return Part(out, out[:, -1], torch.ones(1), add)
+        ...     out = piece.of(x).cumsum(1)
+        ...     return Part(out, out[:, -1], torch.ones(1), lambda out, start: out + start[:, None])
         >>> ring_attn.unshard(recurrence(running_sum, layout), layout).tolist()
         [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]]
     """
@@ -198,8 +199,7 @@ def linear_attention(
     headdim, headdim_v = k.size(-1), v.size(-1)
 
     def run(piece: Piece) -> Part:
-        given = {"q": q, "k": k, "v": v, **rows}
-        cut = {name: piece.of(x) for name, x in given.items()}
+        cut = {name: piece.of(x) for name, x in {"q": q, "k": k, "v": v, **rows}.items()}
         start = None
         if not piece.first:
             if float32:
@@ -208,8 +208,10 @@ def linear_attention(
             start = functional.pad(unit, (headdim_v, 0))
             start = start.expand(v.size(0), v.size(2), headdim, headdim_v + headdim).contiguous()
             cut["v"] = functional.pad(cut["v"], (0, headdim))
-        tensors = [cut.pop(name) for name in "qkv"]
-        out, end = kernel(*tensors, initial_state=start, output_final_state=True, **cut, **options)
+        q_, k_, v_ = (cut.pop(name) for name in "qkv")
+        states = {"initial_state": start, "output_final_state": True}
+        given: dict[str, Any] = states | cut | options
+        out, end = kernel(q_, k_, v_, **given)
         if start is None:
             return Part(out, end, None, _adds_nothing)
         sizes = [headdim_v, headdim]
@@ -414,22 +416,16 @@ def _start_states_backward(
                 ddecay[run.number] = _decay_gradient(dleft, starts[run.number], decay, matrix)
         if run.first:
             dleft = torch.zeros_like(dleft)
-        elif run.passes:
-            dleft = gathered[run.rank, run.number] + _applied(
-                _adjoint(decay, matrix), dleft, matrix
-            )
         else:
-            dleft = gathered[run.rank, run.number].clone()
+            adjoint = decay.mT if matrix else decay
+            through = _applied(adjoint, dleft, matrix) if run.passes else 0
+            dleft = gathered[run.rank, run.number] + through
     return ddecay, dend
 
 
 def _applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
     with no_autocast(state):
         return decay @ state if matrix else decay * state
-
-
-def _adjoint(decay: Tensor, matrix: bool) -> Tensor:
-    return decay.mT if matrix else decay
 
 
 def _decay_gradient(dleft: Tensor, start: Tensor, decay: Tensor, matrix: bool) -> Tensor:

@@ -1,11 +1,11 @@
-"""Recurrent layers of Hugging Face models on a split sequence: linear attention, Mamba, convolutions.
+"""Linear attention, Mamba and convolutions of Hugging Face models on a split sequence.
 
 transformers computes them by functions of a model's Python file, which it replaces by those of fla
 and mamba-ssm where they are installed. Here each of these names has a version for a split sequence,
 which calls that function on pieces of it; all else of a layer works on each row by itself.
 
-    Qwen3NextGatedDeltaNet.forward       in_proj -> causal_conv1d_fn -> torch_chunk_gated_delta_rule -> norm
-    on a split sequence                  in_proj -> halo, conv       -> recurrence                   -> norm
+    Qwen3-Next            in_proj -> causal_conv1d_fn -> torch_chunk_gated_delta_rule -> norm
+    on a split sequence   in_proj -> halo, conv       -> recurrence                   -> norm
 
 Padding at the end of rows needs nothing: no row sees a later one.
 """
@@ -27,6 +27,8 @@ from torch.nn import functional
 from ring_attn import refusals
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+
+__all__ = ["Place", "register_recurrence"]
 
 # Types of layers in a config that have a recurrence, and that mix no rows.
 RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -255,10 +257,9 @@ def _mamba1(
         def add(out: Tensor, start: Tensor) -> Tensor:
             # One channel of the state at a time: all at once are `state` times the activations.
             states = zip(A.unbind(1), c.unbind(1), start.unbind(2), strict=True)
-            read = sum(
-                s[..., None] * (a[:, None] * time).exp() * c_[:, None] for a, c_, s in states
-            )
-            return (out + read.mT).to(out.dtype)
+            for a, c_, s in states:
+                out = out + (s[..., None] * (a[:, None] * time).exp() * c_[:, None]).mT
+            return out.to(hidden_states.dtype)
 
         return Part(out.mT, end, (A * time[..., -1:]).exp(), add)
 

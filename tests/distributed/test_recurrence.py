@@ -1,9 +1,10 @@
-"""Recurrences over split sequences, against the recurrence of the whole, step by step in float64."""
+"""Recurrences over split sequences, against the whole, step by step in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -58,7 +59,8 @@ def running(x: Inputs) -> tuple[Tensor, Tensor]:
     """A decayed sum of k v, read by q, and the state after it: the decays are those of heads."""
     state = x["v"].new_zeros(*x["k"].shape[::2][:1], *x["k"].shape[2:], x["v"].size(-1))
     outs = []
-    for q, k, v, decay in zip(*(x[name].unbind(1) for name in ("q", "k", "v", "decay"))):
+    steps = (x[name].unbind(1) for name in ("q", "k", "v", "decay"))
+    for q, k, v, decay in zip(*steps, strict=True):
         state = state * decay[..., :1, None] + k[..., None] * v[..., None, :]
         outs.append(torch.einsum("bhk,bhkv->bhv", q, state))
     return torch.stack(outs, 1), state
@@ -97,7 +99,8 @@ KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Inputs], Tensor]]] = {
 def inputs(seqlen: int) -> Inputs:
     torch.manual_seed(0)
     shape = 2, seqlen, 2
-    x = {name: torch.randn(*shape, n, dtype=torch.float64) for name, n in zip("qkv", (3, 3, 5))}
+    sizes = {"q": 3, "k": 3, "v": 5}
+    x = {name: torch.randn(*shape, n, dtype=torch.float64) for name, n in sizes.items()}
     x["k"] = functional.normalize(x["k"], dim=-1)
     x["decay"] = 0.5 + 0.5 * torch.rand(*shape, 3, dtype=torch.float64)
     x["beta"] = torch.rand(shape, dtype=torch.float64)
@@ -106,7 +109,8 @@ def inputs(seqlen: int) -> Inputs:
 
 def by_document(whole: Callable[[Inputs], Tensor], x: Inputs, cuts: list[int]) -> Tensor:
     """The layer applied to one document after another."""
-    cut = [dict(zip(x, rows)) for rows in zip(*(t.split_with_sizes(cuts, 1) for t in x.values()))]
+    split = [t.split_with_sizes(cuts, 1) for t in x.values()]
+    cut = [dict(zip(x, rows, strict=True)) for rows in zip(*split, strict=True)]
     return torch.cat([whole(part) for part in cut if part["q"].size(1)], 1)
 
 
@@ -119,37 +123,38 @@ def test_values_and_gradients_are_those_of_the_whole(
 
 
 def values_and_gradients(kind: str) -> None:
-    split, whole = KINDS[kind]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     for seqlen in SEQLENS:
-        lengths = [[seqlen], [1, 0, 5, 7, seqlen - 13]] if seqlen > 13 else [[seqlen]]
-        for layout in layouts(seqlen, world_size):
-            for documents in lengths:
-                x = inputs(seqlen)
-                weight = torch.randn(6, 1, WIDTH, dtype=torch.float64)
-                if kind != "delta rule":
-                    x.pop("beta")
-                shared = {"weight": weight} if kind == "convolution" else {}
-                leaves = {name: t.requires_grad_() for name, t in x.items()}
-                expected = by_document(lambda part: whole(part | shared), leaves, documents)
-                dout = torch.randn_like(expected)
-                wanted = torch.autograd.grad(expected, list(x.values()), dout, allow_unused=True)
+        several = [1, 0, 5, 7, seqlen - 13]
+        for layout in layouts(seqlen, dist.get_world_size()):
+            for documents in ([seqlen], several) if seqlen > 13 else ([seqlen],):
+                compare(kind, layout, documents)
 
-                cu = torch.tensor([0, *torch.tensor(documents).cumsum(0).tolist()])
-                place = {"layout": layout, "cu_seqlens": cu if len(documents) > 1 else None}
-                own = {
-                    name: layout.shard(t.detach(), rank).requires_grad_() for name, t in x.items()
-                }
-                out = split(own | shared, place)
-                bound = 1e3 * torch.finfo(torch.float64).eps
-                close = partial(torch.testing.assert_close, rtol=bound, atol=bound)
-                close(out, layout.shard(expected, rank))
-                got = torch.autograd.grad(
-                    out, list(own.values()), layout.shard(dout, rank), allow_unused=True
-                )
-                for name, a, b in zip(x, got, wanted, strict=True):
-                    if b is not None:
-                        close(a, layout.shard(b, rank), msg=lambda text: f"{name} {layout}\n{text}")
+
+def compare(kind: str, layout: SequenceLayout, documents: list[int]) -> None:
+    split, whole = KINDS[kind]
+    rank, x = dist.get_rank(), inputs(layout.seqlen)
+    shared = {}
+    if kind != "delta rule":
+        x.pop("beta")
+    if kind == "convolution":
+        shared["weight"] = torch.randn(6, 1, WIDTH, dtype=torch.float64)
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    expected = by_document(lambda part: whole(part | shared), leaves, documents)
+    dout = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, list(x.values()), dout, allow_unused=True)
+
+    cu_seqlens = torch.tensor([0, *accumulate(documents)]) if len(documents) > 1 else None
+    own = {name: layout.shard(t.detach(), rank).requires_grad_() for name, t in x.items()}
+    out = split(own | shared, {"layout": layout, "cu_seqlens": cu_seqlens})
+    # Sums of at most 40 terms of about 1, in another order.
+    bound = 1e3 * torch.finfo(torch.float64).eps
+    close = partial(torch.testing.assert_close, rtol=bound, atol=bound)
+    close(out, layout.shard(expected, rank))
+    dx = layout.shard(dout, rank)
+    got = torch.autograd.grad(out, list(own.values()), dx, allow_unused=True)
+    for a, b in zip(got, wanted, strict=True):
+        if b is not None:
+            close(a, layout.shard(b, rank))
 
 
 def in_16_bits(autocast: bool) -> None:
@@ -223,6 +228,13 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
             lambda piece: Part(piece.of(own["q"]), own["v"][:, 0], None, lambda out, start: out),
             layout, group=group,
         )  # fmt: skip
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_ranks_whose_states_differ_in_shape_are_told() -> None:
+    layout, group = SequenceLayout.zigzag(8, 2), dist.new_group()
+    own = {name: layout.shard(t, dist.get_rank()) for name, t in inputs(8).items()}
     with refused(RuntimeError, "shapes of decay and state"):
         heads = slice(0, 2 - dist.get_rank())
         odd = {name: t[:, :, heads] for name, t in own.items()}

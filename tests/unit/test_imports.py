@@ -40,6 +40,7 @@ ROWS = [
     "planning drivers",
     "first_use",
     "ops decode neighbours connections",
+    "recurrence",
     "api",
     "models",
     "__init__",

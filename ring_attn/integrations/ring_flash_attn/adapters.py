@@ -28,6 +28,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_int, check_type
 from ring_attn.integrations.transformers import Registration, transformers_package
 from ring_attn.integrations.transformers_models import registered, watch_models
+from ring_attn.integrations.transformers_recurrent import Place
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.p2p import tell_refusal
 
@@ -106,6 +107,10 @@ class Substitution:
         """Checks the positions that a whole model gets, as `attend` does in each layer."""
         rows = _Rows.of(self.group, position_ids.size(-1))
         rows.check(self._documents(), given.get("attention_mask"), position_ids - first)
+
+    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
+        """Where the rows of a recurrent layer stand."""
+        return self._ring.place({**given, "cu_seq_lens_q": self._documents()}, rows)
 
     def _documents(self) -> Tensor:
         group = groups.check_group(self.group)

@@ -447,8 +447,8 @@ class RankGroup:
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank, self.global_ranks)
         assert self._board is not None, "the ranks have met"
-        place = self._store, self._meeting, self.rank, self.global_ranks
-        return Gloo(*place, seconds, self._board)
+        met = self._store, self._meeting, self.rank, self.global_ranks
+        return Gloo(*met, seconds, self._board)
 
     def _arrive(self, meeting: str) -> Callable[[], str | None]:
         """Takes a meeting for the ranks' own; returns what says why some rank will not come."""

@@ -71,7 +71,13 @@ class Gloo(Medium):
     """Tagged messages between all ranks of a group."""
 
     def __init__(
-        self, store: Store, meeting: str, rank: int, global_ranks: Ranks, seconds: float, board: Board
+        self,
+        store: Store,
+        meeting: str,
+        rank: int,
+        global_ranks: Ranks,
+        seconds: float,
+        board: Board,
     ) -> None:
         """Connects the ranks, after their roll-call; refuses when one has written on the board."""
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
