@@ -356,11 +356,12 @@ def register(
 
     Supported: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) by layer,
     softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows, images
-    whose tokens all see each other (Gemma 3), autocast. Refused: other padding and masks, dropout,
-    output_attentions, RoPE that depends on the length seen so far (dynamic, longrope), layers that
-    mix rows without attention (linear attention, Mamba, convolution), padding or images with a
-    cache, and unknown keywords that reach the attention. Attention with chunks, padding or images
-    is left out of compiled graphs.
+    whose tokens all see each other (Gemma 3), autocast, recurrent layers (delta rules, Mamba,
+    convolutions). Refused: other padding and masks, dropout,
+    output_attentions, RoPE that depends on the length seen so far (dynamic, longrope), recurrent
+    layers that are not known (see `register_recurrence`) or compiled or have a cache, padding or
+    images with a cache, and unknown keywords that reach the attention. Attention with chunks,
+    padding or images is left out of compiled graphs.
 
     If the model passes `position_ids` to its attention, as almost all models but Llama 4 do, they
     are checked against the layout, except under torch.compile. Poolers like BERT's read the first

@@ -28,7 +28,7 @@ SOME = {
     "BartForCausalLM": OWN_POSITIONS,
     "MarianForCausalLM": OWN_POSITIONS,
     "FalconMambaForCausalLM": OWN_CODE,
-    "GraniteMoeHybridForCausalLM": "called attn_implementation 'ring_attn' 0 times",
+    "GraniteMoeHybridForCausalLM": "right",
     "MobileBertForMaskedLM": "trigram_input",
     "T5ForConditionalGeneration": "an encoder and a decoder",
     "PegasusXForConditionalGeneration": OWN_CODE,

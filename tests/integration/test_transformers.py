@@ -205,7 +205,7 @@ LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
 @pytest.mark.parametrize(
     ("config", "options", "text"),
     [
-        ({"layer_types": ["linear_attention"]}, {}, "type linear_attention"),
+        ({"layer_types": ["indexed_attention"]}, {}, "type indexed_attention"),
         ({"layer_types": ["sliding_attention"]}, {}, "layer 0 has a sliding"),
         ({"sliding_window": 8}, {}, "layer 0 has a sliding window"),
         (LONGROPE, {}, "rope_type 'longrope'"),
