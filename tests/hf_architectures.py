@@ -59,7 +59,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "EsmcForMaskedLM": {"num_key_value_heads": 4},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
-    "Mamba2ForCausalLM": {"num_heads": 2, "head_dim": 64},
+    "Mamba2ForCausalLM": {"num_heads": 2, "head_dim": 64, "n_groups": 1},
     "LongcatFlashForCausalLM": {"zero_expert_num": 2},
 }
 

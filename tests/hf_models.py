@@ -117,13 +117,72 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", GQA | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4}),
 }
 
-# Attention that supports every option of the family: sdpa has neither softcap nor sinks.
-YARDSTICKS = dict.fromkeys(("gemma2", "gpt_oss", "llama4", "gemma3_images"), "eager")
+# Further models with layers of these kinds: one of each architecture.
+# Many heads: the largest error of only 4 numbers of a gradient varies too much to be compared.
+HEADS = {"mamba_n_heads": 16, "mamba_d_head": 8}
+OTHER_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5TextConfig", RECURRENT | LINEAR),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        RECURRENT
+        | {
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "mlp_layer_types": ["dense", "dense"],
+            "pad_token_id": None,
+        },
+    ),
+    "granite_moe_hybrid": (
+        "GraniteMoeHybridConfig",
+        RECURRENT | MAMBA | HEADS | EXPERTS | {"shared_intermediate_size": 32},
+    ),
+    "falcon_h1": ("FalconH1Config", GQA | MAMBA | HEADS | {"mamba_d_ssm": 128}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        GQA
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "ssm_state_size": 8,
+            "mamba_num_heads": 16,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        SIZES
+        | {
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 16,
+            "chunk_size": 16,
+            "use_mem_rope": True,
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        SIZES | {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+    ),
+    "falcon_mamba": ("FalconMambaConfig", SIZES | {"state_size": 8, "time_step_rank": 4}),
+    "minimax": ("MiniMaxConfig", RECURRENT | EXPERTS | {"block_size": 16}),
+}
+
+# Attention that supports every option of the family: sdpa has neither softcap nor sinks, and is
+# refused by models without attention.
+YARDSTICKS = dict.fromkeys(
+    ("gemma2", "gpt_oss", "llama4", "gemma3_images", "mamba2", "falcon_mamba"), "eager"
+)
 
 
 def make_model(family: str, implementation: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode: the same weights in every process."""
-    name, options = (CONFIGS | HYBRIDS)[family]
+    name, options = (CONFIGS | HYBRIDS | OTHER_HYBRIDS)[family]
     config = getattr(transformers, name)(**options | changes)
     auto = (
         transformers.AutoModelForMaskedLM
@@ -132,7 +191,7 @@ def make_model(family: str, implementation: str, **changes: Any) -> Any:
     )
     torch.manual_seed(0)
     # The experts' grouped matmul has no float64.
-    grouped = ("gpt_oss", "qwen3_next", "jamba")
+    grouped = ("gpt_oss", "qwen3_next", "jamba", "granite_moe_hybrid", "minimax")
     experts = {"experts_implementation": "eager"} if family in grouped else {}
     given: Any = implementation
     if family == "gemma3_images":

@@ -179,7 +179,8 @@ def _refuse_by_code(model: Any) -> None:
     """Refuses a model by what transformers says of its class, and by its config."""
     name, config = type(model).__name__, model.config
     calls_functions = model.is_backend_compatible() or model._supports_sdpa
-    if not (calls_functions and model._can_set_attn_implementation()):
+    settable = calls_functions and model._can_set_attn_implementation()
+    if not settable and not _only_recurrent(config):
         raise NotImplementedError(
             f"{name} computes attention by code of its own, not by an attention function: it "
             "cannot be split over ranks; use a model that supports transformers' "
@@ -246,7 +247,7 @@ def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
 
 def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Refuses models that take no positions, and forwards without them."""
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1 or _only_recurrent(model.config):
         return
     if model not in _takes_positions:
         _takes_positions[model] = any(
@@ -287,6 +288,12 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
         )
         tell_refusal(error, registered[name].group)
         raise error
+
+
+def _only_recurrent(config: Any) -> bool:
+    """Whether no layer has attention, as of Mamba: none asks where its rows stand."""
+    types = {*(getattr(config, "layer_types", None) or ())}
+    return bool(types) and types <= {"linear_attention", "conv"} | ROWWISE_TYPES
 
 
 def _layers(config: Any) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +66,12 @@ _current = _Current()
 def register_recurrence(function: str, split: Split) -> None:
     """Lets models run on a split sequence whose layers call a function of this name.
 
-    Layers are known by the names that their forward calls. Register before a model's first forward.
+    Layers are known by the names that their forward calls, or by their own class. Register before a
+    model's first forward.
 
     Args:
-        function: name of the function, in the Python file of the model.
+        function: name of the function, in the Python file of the model; or of the layer's class,
+            for its forward.
         split: called as `split(function, place, *args, **kwargs)` in place of
             `function(*args, **kwargs)`, with this rank's rows. `place` has `layout`, `cu_seqlens`
             and `group`, as `ring_attn.recurrence.recurrence` takes them.
@@ -106,8 +109,14 @@ def prepare(layer: nn.Module, place_of: Callable[[dict[str, Any], int], Place | 
     """
     names = inspect.unwrap(type(layer).forward).__globals__
     for function in _called(layer):
-        if not hasattr(names[function], "dispatches"):
-            names[function] = _dispatching(function, names[function])
+        found, is_layer = names[function], isinstance(names[function], type)
+        inner = found.forward if is_layer else found
+        if hasattr(inner, "dispatches"):
+            continue
+        if is_layer:
+            found.forward = _dispatching(function, inner)
+        else:
+            names[function] = _dispatching(function, inner)
     if any(hasattr(hook, "enters") for hook in layer._forward_pre_hooks.values()):
         return
 
@@ -134,7 +143,9 @@ def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 def _called(layer: nn.Module) -> set[str]:
     forward = inspect.unwrap(type(layer).forward)
     code = getattr(forward, "__code__", None)
-    return set() if code is None else SPLITS.keys() & {*code.co_names} & forward.__globals__.keys()
+    if code is None:
+        return set()
+    return SPLITS.keys() & {*code.co_names, type(layer).__name__} & forward.__globals__.keys()
 
 
 def _dispatching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,6 +279,39 @@ def _mamba1(
     return (out, None) if return_last_state else out
 
 
+def _lightning(
+    forward: Callable[..., Any], place: Place, layer: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """MiniMax's attention of scalar decays, whose forward has no function for it.
+
+    That forward runs on pieces of projected rows, and as a layer whose other parts do nothing.
+    """
+    kept = (
+        "num_attention_heads", "head_dim", "block_size", "layer_idx", "slope_rate", "query_decay",
+        "key_decay", "diagonal_decay",
+    )  # fmt: skip
+    nothing = dict.fromkeys(("qkv_proj", "act_fn", "norm", "out_proj"), nn.Identity())
+    bare = SimpleNamespace(**{name: getattr(layer, name) for name in kept}, **nothing)
+    bare.output_gate = lambda x: x.new_tensor(torch.inf)
+    projected = layer.act_fn(layer.qkv_proj(hidden_states))
+    slope = layer.slope_rate.flatten().float()
+
+    def run(piece: Piece) -> Part:
+        rows = piece.of(projected)
+        out, end = forward(bare, rows, None, None)
+        q = rows.unflatten(-1, (layer.num_attention_heads, -1))[..., : layer.head_dim]
+        factors = torch.exp(-slope * torch.arange(1, rows.size(1) + 1, device=q.device)[:, None])
+
+        def add(out: Tensor, start: Tensor) -> Tensor:
+            read = torch.einsum("blhk,bhkv->blhv", q * factors[..., None], start)
+            return (out + read.flatten(2)).to(out.dtype)
+
+        return Part(out, end, factors[-1, :, None, None], add)
+
+    out = layer.norm(recurrence(run, **place._asdict()))
+    return layer.out_proj(functional.sigmoid(layer.output_gate(hidden_states)) * out), None
+
+
 def _discretized(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return functional.softplus(dt) if softplus else dt
@@ -285,4 +329,5 @@ SPLITS: dict[str, Split] = {
     "mamba2_split_conv1d_scan_combined": _not_fused,
     "mamba_selective_scan": _mamba1,
     "mamba_inner_fn": _not_fused,
+    "MiniMaxLightningAttention": _lightning,
 }

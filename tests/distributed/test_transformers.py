@@ -25,6 +25,7 @@ from tests.hf_models import (
     CONFIGS,
     HYBRIDS,
     IMAGE,
+    OTHER_HYBRIDS,
     VOCAB,
     all_in_float64,
     make_batch,
@@ -186,6 +187,28 @@ def test_a_training_step(ranks: Pools, how: How) -> None:
         assert_close("loss", loss, oracle[0], plain[0])
         for name, gradient in grads.items():
             assert_close(name, gradient, oracle[1][name], plain[1][name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHER_HYBRIDS)
+@pytest.mark.gloo
+def test_other_hybrid_models(ranks: Pools, family: str) -> None:
+    """Steps are judged together: the error of one number, as a loss, may be small by chance."""
+    compared: dict[str, list[tuple[Tensor, ...]]] = {}
+    for how in (
+        How(family),
+        How(family, "contiguous", 3),
+        How(family, cuts=DOCUMENTS, restarts=True),
+        How(family, "contiguous", padded=True),
+    ):
+        oracle, plain = whole_step(how)
+        for loss, grads in ranks(how.world_size).run(sharded_step, how):
+            assert oracle[1].keys() == grads.keys()
+            compared.setdefault("loss", []).append((loss, oracle[0], plain[0]))
+            for name, x in grads.items():
+                compared.setdefault(name, []).append((x, oracle[1][name], plain[1][name]))
+    for name, steps in compared.items():
+        assert_close(name, *map(torch.stack, zip(*steps, strict=True)))
 
 
 def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:

@@ -1,0 +1,76 @@
+"""A recurrent layer that is not known is refused; one function makes it known, from outside."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_attn import SequenceLayout, shard_batch
+from ring_attn.integrations import transformers_recurrent
+from ring_attn.integrations.transformers import register
+from ring_attn.integrations.transformers_recurrent import Place, register_recurrence
+from ring_attn.recurrence import Part, Piece, recurrence
+from tests.bounds import assert_close
+from tests.distributed.pool import on_ranks
+from tests.hf_models import all_in_float64, make_batch, make_model
+from tests.refusals import refused
+
+SEQLEN = 23
+
+
+def sums_of_rows(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+class Sums(nn.Module):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return sums_of_rows(hidden_states)
+
+
+def split_sums(function: Any, place: Place, x: Tensor) -> Tensor:
+    def run(piece: Piece) -> Part:
+        out = function(piece.of(x))
+        return Part(out, out[:, -1], torch.ones(1), lambda out, start: out + start[:, None])
+
+    return recurrence(run, **place._asdict())
+
+
+def make(implementation: str) -> Any:
+    model = make_model("lfm2", implementation)
+    model.model.layers[0].conv = Sums()
+    return model
+
+
+@on_ranks(2)
+def test_a_kind_of_ones_own() -> None:
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, 2)
+    ids = make_batch(SEQLEN)["input_ids"]
+    part = shard_batch({"input_ids": ids}, layout, rank)
+    with torch.no_grad():
+        model = make("sdpa")
+        plain = model(ids).logits
+        with all_in_float64():
+            oracle = copy.deepcopy(model).double()(ids).logits
+        with (
+            register(layout="zigzag"),
+            mock.patch.dict(transformers_recurrent.SPLITS),
+        ):
+            model = make("ring_attn")
+            with refused(NotImplementedError, "register_recurrence"):
+                model(**part, sequence_layout=layout)
+            register_recurrence("sums_of_rows", split_sums)
+            got = model(**part, sequence_layout=layout).logits
+    assert_close("logits", got, *(layout.shard(x, rank) for x in (oracle, plain)))
+
+
+def test_what_cannot_be_registered() -> None:
+    with pytest.raises(ValueError, match="name of a function"):
+        register_recurrence("a.b", split_sums)
+    with pytest.raises(TypeError, match="split must be a function"):
+        register_recurrence("sums_of_rows", None)  # type: ignore[arg-type]
