@@ -312,8 +312,7 @@ class _Run(NamedTuple):
 
     rank: int
     number: int
-    first: bool  # starts a document
-    passes: bool  # what leaves it depends on what enters it
+    passes: bool  # no document starts in it, so what leaves it depends on what enters it
 
 
 @lru_cache(maxsize=256)
@@ -324,8 +323,8 @@ def _order(layout: SequenceLayout, cuts: tuple[int, ...]) -> tuple[_Run, ...]:
         held = [run for run in runs_of(layout, rank) if run.length]
         runs = pieces_of(layout, rank, cuts)
         for number, (run, pieces) in enumerate(zip(held, runs, strict=True)):
-            first = pieces[0].first
-            found.append((run.start, _Run(rank, number, first, not first and len(pieces) == 1)))
+            passes = len(pieces) == 1 and not pieces[0].first
+            found.append((run.start, _Run(rank, number, passes)))
     return tuple(run for _, run in sorted(found))
 
 
@@ -372,8 +371,6 @@ def _start_states(
     rank = dist.get_rank(group_by_name(group))
     starts, state = torch.zeros_like(end), torch.zeros_like(ends[0, 0])
     for run in _order(whole, tuple(cuts)):
-        if run.first:
-            state = torch.zeros_like(state)
         if run.rank == rank:
             starts[run.number] = state
         left = ends[run.rank, run.number]
@@ -414,12 +411,9 @@ def _start_states_backward(
             dend[run.number] = dleft
             if run.passes:
                 ddecay[run.number] = _decay_gradient(dleft, starts[run.number], decay, matrix)
-        if run.first:
-            dleft = torch.zeros_like(dleft)
-        else:
-            adjoint = decay.mT if matrix else decay
-            through = _applied(adjoint, dleft, matrix) if run.passes else 0
-            dleft = gathered[run.rank, run.number] + through
+        adjoint = decay.mT if matrix else decay
+        through = _applied(adjoint, dleft, matrix) if run.passes else 0
+        dleft = gathered[run.rank, run.number] + through
     return ddecay, dend
 
 
