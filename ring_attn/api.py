@@ -33,9 +33,9 @@ from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.debug import debug_enabled
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, tell_refusal
+from ring_attn.transport.ranks.identity import debug_enabled
 
 
 @overload

@@ -84,7 +84,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Models of which half the layers have a recurrence, one of each kind.
+# Models with recurrent layers, one of each architecture.
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -100,13 +100,12 @@ LINEAR = {
     "linear_value_head_dim": 16,
 }
 MAMBA = {"mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}
+# Many heads: the largest error of only 4 numbers of a gradient varies too much to be compared.
+HEADS = {"mamba_n_heads": 16, "mamba_d_head": 8}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", RECURRENT | LINEAR | EXPERTS),
     "olmo_hybrid": ("OlmoHybridConfig", RECURRENT | LINEAR | {"pad_token_id": None}),
-    "bamba": (
-        "BambaConfig",
-        GQA | MAMBA | {"mamba_n_heads": 4, "mamba_d_head": 32, "attn_layer_indices": [1]},
-    ),
+    "bamba": ("BambaConfig", GQA | MAMBA | HEADS | {"attn_layer_indices": [1]}),
     "jamba": (
         "JambaConfig",
         GQA
@@ -115,12 +114,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     ),
     "lfm2": ("Lfm2Config", GQA | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4}),
-}
-
-# Further models with layers of these kinds: one of each architecture.
-# Many heads: the largest error of only 4 numbers of a gradient varies too much to be compared.
-HEADS = {"mamba_n_heads": 16, "mamba_d_head": 8}
-OTHER_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", RECURRENT | LINEAR),
     "kimi_linear": (
         "KimiLinearConfig",
@@ -182,7 +175,7 @@ YARDSTICKS = dict.fromkeys(
 
 def make_model(family: str, implementation: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode: the same weights in every process."""
-    name, options = (CONFIGS | HYBRIDS | OTHER_HYBRIDS)[family]
+    name, options = (CONFIGS | HYBRIDS)[family]
     config = getattr(transformers, name)(**options | changes)
     auto = (
         transformers.AutoModelForMaskedLM

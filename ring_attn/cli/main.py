@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from ring_attn import __version__
 from ring_attn.cli.arguments import is_first_rank, write_if_interrupted, write_so_far
-from ring_attn.transport.debug import debug_enabled
+from ring_attn.transport.ranks.identity import debug_enabled
 
 PROG = "ring-attn"
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ring_attn import groups
 from ring_attn.call import Group
 from ring_attn.integrations.transformers_recurrent import (
+    ALONE_TYPES,
     RECURRENT_TYPES,
     ROWWISE_TYPES,
     Place,
@@ -293,7 +294,7 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
 def _only_recurrent(config: Any) -> bool:
     """Whether no layer has attention, as of Mamba: none asks where its rows stand."""
     types = {*(getattr(config, "layer_types", None) or ())}
-    return bool(types) and types <= {"linear_attention", "conv"} | ROWWISE_TYPES
+    return bool(types) and types <= ALONE_TYPES | ROWWISE_TYPES
 
 
 def _layers(config: Any) -> tuple[int, int]:
@@ -303,8 +304,8 @@ def _layers(config: Any) -> tuple[int, int]:
     if not types:
         return layers, 0
     recurrent = sum(kind in RECURRENT_TYPES for kind in types)
-    alone = sum(kind in ROWWISE_TYPES | RECURRENT_TYPES and "hybrid" not in kind for kind in types)
-    return len(types) - alone, recurrent
+    attending = sum(kind not in ROWWISE_TYPES | ALONE_TYPES for kind in types)
+    return attending, recurrent
 
 
 def _runs_compiled(model: nn.Module) -> bool:

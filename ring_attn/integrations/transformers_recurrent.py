@@ -32,7 +32,8 @@ from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, rec
 __all__ = ["Place", "register_recurrence"]
 
 # Types of layers in a config that have a recurrence, and that mix no rows.
-RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
+RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
 ROWWISE_TYPES = {"mlp", "moe"}
 
 

@@ -7,7 +7,6 @@ exchanges per call, over the ring's connections and within its timeout.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 
@@ -19,11 +18,6 @@ from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_na
 from ring_attn.transport.ranks.identity import checksum, current_step
 
 COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
-
-
-def debug_enabled() -> bool:
-    """Whether RING_ATTN_DEBUG is set to anything but 0."""
-    return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
 def texts_of(kind: str, number: int | None, values: Mapping[str, Tensor | None]) -> dict[str, str]:

@@ -44,12 +44,12 @@ from ring_attn.transport.base import (
     rank_name,
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
-from ring_attn.transport.debug import COMPARING, compared, debug_enabled, texts_of
+from ring_attn.transport.debug import COMPARING, compared, texts_of
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import DifferentError
 from ring_attn.transport.ranks.group import NOTHING, RankGroup, Waiting, rank_group
-from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
+from ring_attn.transport.ranks.identity import Identity, checksum, debug_enabled, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
 from ring_attn.transport.streams import Event, Stream
 

@@ -25,7 +25,6 @@ from tests.hf_models import (
     CONFIGS,
     HYBRIDS,
     IMAGE,
-    OTHER_HYBRIDS,
     VOCAB,
     all_in_float64,
     make_batch,
@@ -171,12 +170,6 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         How("qwen2", "contiguous", cuts=DOCUMENTS),
         How("llama4", cuts=DOCUMENTS),
         How("llama4", "contiguous", cuts=DOCUMENTS, restarts=True),
-        *(How(family) for family in HYBRIDS),
-        *(How(family, "contiguous", 3) for family in HYBRIDS),
-        *(How(family, cuts=DOCUMENTS, restarts=True) for family in HYBRIDS),
-        How("qwen3_next", computed_again=True),
-        How("bamba", "contiguous", 3, padded=True),
-        How("lfm2", "striped", 3),
     ],
     ids=lambda how: "-".join(map(str, how)),
 )
@@ -189,10 +182,16 @@ def test_a_training_step(ranks: Pools, how: How) -> None:
             assert_close(name, gradient, oracle[1][name], plain[1][name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OTHER_HYBRIDS)
+FAST = ("qwen3_next", "lfm2")
+MORE = {"qwen3_next": {"computed_again": True}, "lfm2": {"kind": "striped", "world_size": 3}}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in HYBRIDS],
+)
 @pytest.mark.gloo
-def test_other_hybrid_models(ranks: Pools, family: str) -> None:
+def test_hybrid_models(ranks: Pools, family: str) -> None:
     """Steps are judged together: the error of one number, as a loss, may be small by chance."""
     compared: dict[str, list[tuple[Tensor, ...]]] = {}
     for how in (
@@ -200,6 +199,7 @@ def test_other_hybrid_models(ranks: Pools, family: str) -> None:
         How(family, "contiguous", 3),
         How(family, cuts=DOCUMENTS, restarts=True),
         How(family, "contiguous", padded=True),
+        How(family, **MORE.get(family, {})),
     ):
         oracle, plain = whole_step(how)
         for loss, grads in ranks(how.world_size).run(sharded_step, how):

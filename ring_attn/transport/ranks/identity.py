@@ -16,6 +16,7 @@ another call is never received; on NCCL, which has no tags, as 64 bytes that the
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -63,6 +64,11 @@ def set_step(step: int | None) -> None:
     """
     global _step
     _step = None if step is None else as_int("step", step, least=0)
+
+
+def debug_enabled() -> bool:
+    """Whether RING_ATTN_DEBUG is set to anything but 0."""
+    return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
 def current_step() -> int | None:
