@@ -444,7 +444,7 @@ def check_within(outer: dist.ProcessGroup) -> None:
     ranks = set(dist.get_process_group_ranks(outer))
     # By name: ranks may have used their groups first in different orders.
     for group in sorted(_transports, key=lambda group: group.group_name):
-        if ranks.issuperset(dist.get_process_group_ranks(group)):
+        if groups.is_alive(group) and ranks.issuperset(dist.get_process_group_ranks(group)):
             check_pending(group)
 
 
