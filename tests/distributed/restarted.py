@@ -34,6 +34,10 @@ def main(when: str, victims: str, folder: str) -> None:
     q, k, v = torch.randn(3, 1, 31, 4, 8, generator=generator)
     layout = SequenceLayout.zigzag(31, world_size)
     shards = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+    # A victim that torchrun ends before its mark would die again in the second start.
+    marks = [Path(folder, f"started.{victim}") for victim in victims.split(",")]
+    while dies and not all(mark.exists() for mark in marks):
+        time.sleep(0.01)
     if dies and when == "before":
         time.sleep(1.0)  # the others wait for this rank by now
         os._exit(7)
