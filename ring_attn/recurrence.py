@@ -29,9 +29,9 @@ from torch.nn import functional
 from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import check_type
+from ring_attn.core.values import as_int, check_type
 from ring_attn.neighbours import halo, runs_of
-from ring_attn.profiling import observe
+from ring_attn.profiling import Direction, observe
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
@@ -43,22 +43,30 @@ __all__ = ["LinearKernel", "Part", "Piece", "causal_conv", "linear_attention", "
 class Piece(NamedTuple):
     """Rows [start, start + length) of a shard: consecutive positions of one document.
 
-    `first` says that they start a document, so that their start state is zeros.
+    Attributes:
+        first: the rows start a document, so that their start state is zeros.
+        rows: number of rows of the whole shard.
     """
 
     start: int
     length: int
     first: bool
+    rows: int
 
     def of(self, x: Tensor) -> Tensor:
         """The piece's rows of a shard, (batch, rows, ...); one row of zeros if there are none."""
+        if x.size(1) != self.rows:
+            raise ValueError(
+                f"the shard must have {self.rows} rows in dim 1 for its layout, got {x.size(1)}: "
+                "cut it by layout.shard"
+            )
         if self.length:
             return x.narrow(1, self.start, self.length)
         return functional.pad(x, (*(0, 0) * (x.ndim - 2), 0, 1))
 
 
 class Part(NamedTuple):
-    """What a layer computes of one piece from a state of zeros.
+    """Results of a layer for one piece, from a state of zeros.
 
     Attributes:
         out: (batch, rows, ...), the outputs.
@@ -115,8 +123,9 @@ def recurrence(
         The outputs, (batch, rows, ...). States are composed in float32 (float64 for float64).
 
     Raises:
-        ValueError, TypeError: the layout or cu_seqlens do not fit, or states differ in shape.
-        RuntimeError: as `ring_attention`.
+        ValueError: a wrong number of rows, or cu_seqlens end beyond the layout.
+        TypeError: a type that is not accepted, such as a layout given by name.
+        RuntimeError: states of pieces or ranks differ in shape; else as `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -131,26 +140,26 @@ def recurrence(
     """
     process_group = groups.check_group(group)
     try:
-        cuts = boundaries(layout, cu_seqlens, process_group)
-        runs = pieces_of(layout, dist.get_rank(process_group), cuts)
+        cuts = _boundaries(layout, cu_seqlens, process_group)
+        runs = _pieces_of(layout, dist.get_rank(process_group), cuts)
         pieces = [piece for run_pieces in runs for piece in run_pieces]
-        parts = [run(piece) for piece in pieces or (Piece(0, 0, True),)]
+        parts = [run(piece) for piece in pieces or (Piece(0, 0, True, 0),)]
+        # A state enters a run at its first piece, and what leaves the run is of its last.
+        after = list(accumulate(map(len, runs)))
+        entered = {i: n for n, i in enumerate([0, *after][: len(runs)])}
+        leaving = [parts[i - 1] for i in after] or parts
         wide = _wide(parts[0].end)
-        ends = torch.stack([part.end.to(wide) for part in parts])
-        decays = torch.stack([_decay(part, matrix).to(wide) for part in parts])
+        ends = torch.stack([part.end.to(wide) for part in leaving])[: len(runs)]
+        decays = torch.stack([_decay(part, matrix).to(wide) for part in leaving])[: len(runs)]
     except Exception as error:
         tell_refusal(error, process_group)
         raise
-    # A state enters a run at its first piece, and what leaves the run is of its last.
-    after = list(accumulate(map(len, runs)))
-    lasts = torch.tensor([i - 1 for i in after], dtype=torch.long, device=ends.device)
-    entered = {i: n for n, i in enumerate([0, *after][: len(runs)])}
     place = list(layout.numbers), list(cuts), matrix, process_group.group_name
-    starts = _start_states(decays[lasts], ends[lasts], *place)[0]
+    starts = _start_states(decays, ends, *place)[0]
     outs = []
     for i, (piece, part) in enumerate(zip(pieces, parts, strict=False)):
         enters = i in entered and not piece.first
-        with no_autocast(starts):
+        with _no_autocast(starts):
             outs.append(part.add(part.out, starts[entered[i]]) if enters else part.out)
     # No rows, but they depend on the start states: so every rank takes part in the backward.
     none = parts[0].out[:, :0] + starts[:0].sum()
@@ -255,16 +264,16 @@ def causal_conv(
     """
     process_group = groups.check_group(group)
     try:
-        cuts = boundaries(layout, cu_seqlens, process_group)
+        before = as_int("width", width, least=1) - 1
+        cuts = _boundaries(layout, cu_seqlens, process_group)
     except Exception as error:
         tell_refusal(error, process_group)
         raise
-    before = width - 1
     rank = dist.get_rank(process_group)
     around = halo(x, layout, before, group=group, dim=dim)
     outs = []
     held = [(run, x) for run, x in zip(runs_of(layout, rank), around, strict=True) if run.length]
-    for (run, whole), pieces in zip(held, pieces_of(layout, rank, cuts), strict=True):
+    for (run, whole), pieces in zip(held, _pieces_of(layout, rank, cuts), strict=True):
         row = 0  # in `whole`, which begins `before` rows ahead
         for piece in pieces:
             # Rows of the document before the piece: those of others count as zeros.
@@ -278,7 +287,7 @@ def causal_conv(
     return conv(around[0]).narrow(dim, 0, 0)
 
 
-def boundaries(
+def _boundaries(
     layout: SequenceLayout, cu_seqlens: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[int, ...]:
     """Positions at which documents start, and the sequence's end; checked."""
@@ -291,7 +300,7 @@ def boundaries(
 
 
 @lru_cache(maxsize=256)
-def pieces_of(
+def _pieces_of(
     layout: SequenceLayout, rank: int, cuts: tuple[int, ...]
 ) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of each run of a rank's shard, in the order of its rows."""
@@ -301,7 +310,10 @@ def pieces_of(
         within = [run.start, *(c for c in cuts if run.start < c < stop), stop]
         if run.length:
             runs.append(
-                tuple(Piece(row + a - run.start, b - a, a in cuts) for a, b in pairwise(within))
+                tuple(
+                    Piece(row + a - run.start, b - a, a in cuts, layout.shard_len(rank))
+                    for a, b in pairwise(within)
+                )
             )
         row += run.length
     return tuple(runs)
@@ -321,7 +333,7 @@ def _order(layout: SequenceLayout, cuts: tuple[int, ...]) -> tuple[_Run, ...]:
     found = []
     for rank in range(layout.world_size):
         held = [run for run in runs_of(layout, rank) if run.length]
-        runs = pieces_of(layout, rank, cuts)
+        runs = _pieces_of(layout, rank, cuts)
         for number, (run, pieces) in enumerate(zip(held, runs, strict=True)):
             passes = len(pieces) == 1 and not pieces[0].first
             found.append((run.start, _Run(rank, number, passes)))
@@ -336,7 +348,7 @@ def _decay(part: Part, matrix: bool) -> Tensor:
     return part.decay
 
 
-def no_autocast(x: Tensor) -> Any:
+def _no_autocast(x: Tensor) -> Any:
     """A context in which products with states stay in their dtype."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -363,7 +375,7 @@ def _start_states(
     sizes = [shape.numel() for shape in shapes]
     pairs = zip((decay, end), sizes, strict=True)
     flat = torch.cat([x.reshape(len(x), size) for x, size in pairs], 1)
-    gathered = _gathered(flat, shapes, whole, (cuts, matrix), group, "forward")
+    gathered = _gathered(flat, shapes, whole, tuple(cuts), matrix, group, "forward")
     decays, ends = (
         x.unflatten(-1, shape) if shape else x[..., 0]
         for x, shape in zip(gathered.split(sizes, -1), shapes, strict=True)
@@ -393,14 +405,8 @@ def _start_states_backward(
     """The gradients of this rank's decays and ends."""
     whole, shape = SequenceLayout.from_numbers(layout), dstarts.shape[1:]
     shapes = (decays.shape[2:], shape)
-    gathered = _gathered(
-        dstarts.reshape(len(dstarts), shape.numel()),
-        shapes,
-        whole,
-        (cuts, matrix),
-        group,
-        "backward",
-    )
+    flat = dstarts.reshape(len(dstarts), shape.numel())
+    gathered = _gathered(flat, shapes, whole, tuple(cuts), matrix, group, "backward")
     gathered = gathered.unflatten(-1, shape) if shape else gathered[..., 0]
     rank = dist.get_rank(group_by_name(group))
     ddecay, dend = dstarts.new_zeros(len(starts), *decays.shape[2:]), torch.zeros_like(dstarts)
@@ -418,12 +424,12 @@ def _start_states_backward(
 
 
 def _applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
-    with no_autocast(state):
+    with _no_autocast(state):
         return decay @ state if matrix else decay * state
 
 
 def _decay_gradient(dleft: Tensor, start: Tensor, decay: Tensor, matrix: bool) -> Tensor:
-    with no_autocast(start):
+    with _no_autocast(start):
         return dleft @ start.mT if matrix else (dleft * start).sum_to_size(decay.shape)
 
 
@@ -431,19 +437,19 @@ def _gathered(
     x: Tensor,
     shapes: tuple[torch.Size, torch.Size],
     layout: SequenceLayout,
-    told: tuple[Sequence[int], bool],
+    cuts: tuple[int, ...],
+    matrix: bool,
     group: str,
-    direction: Any,
+    direction: Direction,
 ) -> Tensor:
     """(runs, numbers) of each rank, as (ranks, most runs of a rank, numbers)."""
     refusals.check_capture("recurrence", x)
     process_group = group_by_name(group)
     described = {
         "dtype": x.dtype, "shapes of decay and state": shapes, "layout": layout,
-        "cu_seqlens": tuple(told[0]), "matrix": told[1], "direction": direction,
+        "cu_seqlens": cuts, "matrix": matrix, "direction": direction,
     }  # fmt: skip
-    cuts = tuple(told[0])
-    most = max(len(pieces_of(layout, r, cuts)) for r in range(layout.world_size))
+    most = max(len(_pieces_of(layout, r, cuts)) for r in range(layout.world_size))
     try:
         transport = open_p2p(process_group, TransportOptions())
         with (
@@ -463,7 +469,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     whole = SequenceLayout.from_numbers(layout)
     ranks = range(whole.world_size)
-    most = max(len(pieces_of(whole, r, tuple(cuts))) for r in ranks)
+    most = max(len(_pieces_of(whole, r, tuple(cuts))) for r in ranks)
     return torch.empty_like(end), decay.new_empty(len(ranks), most, *decay.shape[1:])
 
 

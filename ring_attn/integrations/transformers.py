@@ -61,7 +61,9 @@ from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.integrations.transformers_masks import (
     BatchMask,
     Rule,
+    check_batch_mask,
     chunk_of,
+    from_document,
     mask_of,
     read_mask,
     repeated,
@@ -79,6 +81,7 @@ from ring_attn.integrations.transformers_models import (
 )
 from ring_attn.integrations.transformers_recurrent import WITH_CACHE, Place
 from ring_attn.models.sdpa import as_autocast
+from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import tell_refusal
 
 # The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
@@ -247,10 +250,10 @@ class Registration:
                 raise NotImplementedError(
                     "images with a cache that is split over ranks are not built"
                 )
-            _check_batch_mask(batch_mask, cuts, documents, (batch, seqlen))
+            check_batch_mask(batch_mask, cuts, documents, (batch, seqlen))
             if scales_by_row_index(module):
                 counted = torch.arange(past, past + rows)
-                positions = _from_document(step.position_ids(rank, rows), cuts)
+                positions = from_document(step.position_ids(rank, rows), cuts)
                 q = scaled_again(module, q, counted, positions)
         except Exception as error:
             tell_refusal(error, self.group)
@@ -290,6 +293,11 @@ class Registration:
                 return None
             if step is given.get(LAYOUT):
                 raise NotImplementedError(WITH_CACHE)
+            if self.execution.get("transport", TransportOptions()) != TransportOptions():
+                raise NotImplementedError(
+                    "recurrent layers exchange with the default options: register() without "
+                    "transport"
+                )
         except Exception as error:
             tell_refusal(error, self.group)
             raise
@@ -329,7 +337,7 @@ class Registration:
         if _validated.get(position_ids) == checked:
             return
         expected = step.position_ids(rank, position_ids.size(-1))
-        allowed = [expected + first, _from_document(expected, cuts) + first]
+        allowed = [expected + first, from_document(expected, cuts) + first]
         got = position_ids.detach().cpu()
         for values in allowed:
             if got.ndim == 2 and got.size(1) == len(values) and bool((got == values).all()):
@@ -357,11 +365,11 @@ def register(
     Supported: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) by layer,
     softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows, images
     whose tokens all see each other (Gemma 3), autocast, recurrent layers (delta rules, Mamba,
-    convolutions). Refused: other padding and masks, dropout,
-    output_attentions, RoPE that depends on the length seen so far (dynamic, longrope), recurrent
-    layers that are not known (see `register_recurrence`) or compiled or have a cache, padding or
-    images with a cache, and unknown keywords that reach the attention. Attention with chunks,
-    padding or images is left out of compiled graphs.
+    convolutions). Refused: other padding and masks, dropout, output_attentions, RoPE that depends
+    on the length seen so far (dynamic, longrope), recurrent layers that are not known (see
+    `register_recurrence`), compiled, with a cache or with transport, padding or images with a
+    cache, and unknown keywords that reach the attention. Attention with chunks, padding or images
+    is left out of compiled graphs.
 
     If the model passes `position_ids` to its attention, as almost all models but Llama 4 do, they
     are checked against the layout, except under torch.compile. Poolers like BERT's read the first
@@ -455,40 +463,8 @@ def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
     return given
 
 
-def _from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
-    """Positions counted from the start of their documents."""
-    if not cuts:
-        return positions
-    starts = torch.tensor(cuts)
-    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-
-
 def _for_decode(options: AttentionOptions) -> Any:
     return {name: x for name, x in options.items() if name in DECODE_OPTIONS}
-
-
-def _check_batch_mask(
-    batch_mask: BatchMask | None,
-    cuts: tuple[int, ...] | None,
-    documents: tuple[Tensor | None, Tensor | None],
-    shape: tuple[int, int],
-) -> None:
-    """Refuses padding and images beside documents, or for a part of the sequence."""
-    if cuts != refusals.check_cu_seqlens("cu_seq_lens_k", documents[1]):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
-    if batch_mask is None:
-        return
-    if (len(batch_mask.rows), batch_mask.seqlen) != shape:
-        raise ValueError(
-            f"attention_mask and token_type_ids must be those of the whole sequence, {shape}, got "
-            f"{(len(batch_mask.rows), batch_mask.seqlen)}: give every rank all of them, as "
-            "ring_attn.shard_batch does with attention_mask"
-        )
-    if cuts and any(length < batch_mask.seqlen for length, _ in batch_mask.rows):
-        raise ValueError(
-            "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
-            "last boundary are padding"
-        )
 
 
 # position_ids -> (their version, the key of their checked values). All layers of a model share

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ring_attn import refusals
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -268,3 +269,35 @@ def _mask_of_row(
     inner, outer = (left, -1) if beyond_windows else (-1, left)
     of_spans = masks.spans(seqlen, spans, left=inner)
     return of_spans & Mask(seqlen, seqlen, False, (outer, -1), cuts, cuts)
+
+
+def check_batch_mask(
+    batch_mask: BatchMask | None,
+    cuts: tuple[int, ...] | None,
+    documents: tuple[Tensor | None, Tensor | None],
+    shape: tuple[int, int],
+) -> None:
+    """Refuses padding and images beside documents, or for a part of the sequence."""
+    if cuts != refusals.check_cu_seqlens("cu_seq_lens_k", documents[1]):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
+    if batch_mask is None:
+        return
+    if (len(batch_mask.rows), batch_mask.seqlen) != shape:
+        raise ValueError(
+            f"attention_mask and token_type_ids must be those of the whole sequence, {shape}, got "
+            f"{(len(batch_mask.rows), batch_mask.seqlen)}: give every rank all of them, as "
+            "ring_attn.shard_batch does with attention_mask"
+        )
+    if cuts and any(length < batch_mask.seqlen for length, _ in batch_mask.rows):
+        raise ValueError(
+            "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
+            "last boundary are padding"
+        )
+
+
+def from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
+    """Positions counted from the start of their documents."""
+    if not cuts:
+        return positions
+    starts = torch.tensor(cuts)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]

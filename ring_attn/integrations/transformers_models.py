@@ -32,6 +32,7 @@ from ring_attn.integrations.transformers_recurrent import (
     Place,
     prepare,
     recurrent_layers,
+    refuse_compiled,
 )
 from ring_attn.transport.p2p import tell_refusal
 
@@ -147,13 +148,11 @@ def first_position(part: nn.Module) -> int:
 def check_config(module: nn.Module) -> None:
     """Refuses models that need rows of other ranks outside of attention."""
     config = getattr(module, "config", None)
-    known = LAYER_TYPES if torch.compiler.is_compiling() else KNOWN_TYPES
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES)
     if others:
         raise NotImplementedError(
             f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
-            f"their own way: only {' and '.join(sorted(known))} work on a split sequence, those "
-            "with a recurrence not compiled"
+            f"their own way: only {' and '.join(sorted(KNOWN_TYPES))} work on a split sequence"
         )
     if getattr(config, "patch_size", None):
         raise NotImplementedError(
@@ -203,8 +202,15 @@ def _refuse_by_code(model: Any) -> None:
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Begins a forward; refuses one whose rows would have the positions of rank 0's."""
     name = model.config._attn_implementation
-    if torch.compiler.is_compiling() or name not in registered:
+    if name not in registered:
         return
+    recurrent = bool(RECURRENT_TYPES & {*(getattr(model.config, "layer_types", None) or ())})
+    if torch.compiler.is_compiling():
+        if recurrent:
+            refuse_compiled()
+        return
+    for layer in recurrent_layers(model) if recurrent else ():
+        prepare(layer, partial(_place_of, model.config))
     _forward.depth += 1
     if _forward.depth > 1:
         return
@@ -214,8 +220,6 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forward.given = {key: x for key, x in given.items() if x is not None}
     _forward.recomputes = model.training and model.is_gradient_checkpointing
     ring = registered[name]
-    for layer in recurrent_layers(model):
-        prepare(layer, partial(_place_of, model.config))
     try:
         _require_positions(model, groups.check_group(ring.group))
         # A split cache cuts and adds them in a hook of its own, after this one.
@@ -231,6 +235,8 @@ def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
     ring = registered.get(config._attn_implementation)
     if ring is None:
         return None
+    if torch.compiler.is_compiling():
+        refuse_compiled()
     _forward.recurrences += 1
     # Some models hand keywords on to their attention alone.
     names = (

@@ -31,11 +31,13 @@ from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, rec
 
 __all__ = ["Place", "register_recurrence"]
 
+# fla's kernels take 16 bits only.
+HAS_FLA = find_spec("fla") is not None
+
 # Types of layers in a config that have a recurrence, and that mix no rows.
 ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
 RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
 ROWWISE_TYPES = {"mlp", "moe"}
-
 
 WITH_CACHE = (
     "recurrent layers on a split sequence do not continue from a cache: generate with another "
@@ -100,6 +102,14 @@ def register_recurrence(function: str, split: Split) -> None:
 def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose forward calls one of the known functions."""
     return (part for part in model.modules() if _called(part))
+
+
+# Not traced: an error while tracing would run the rest as it is, with half of the hooks.
+@torch.compiler.disable
+def refuse_compiled() -> None:
+    raise NotImplementedError(
+        "recurrent layers on a split sequence are not compiled: leave torch.compile out"
+    )
 
 
 def prepare(layer: nn.Module, place_of: Callable[[dict[str, Any], int], Place | None]) -> None:
@@ -203,7 +213,7 @@ def _delta_rule(
     """Gated delta rule, or Kimi's, whose decays `g` are those of channels; no end state."""
     out = linear_attention(
         kernel, query, key, value, rows={"g": g, "beta": beta}, **place._asdict(),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, float32=find_spec("fla") is None,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, float32=not HAS_FLA,
     )  # fmt: skip
     return out, None
 

@@ -136,7 +136,7 @@ def diagnose(
         return result
 
     def tried(groups: Sequence[Sequence[Trial]]) -> list[tuple[list[Finding], list[str]]]:
-        """What each group of trials finds together, and what it leaves unexplained."""
+        """Findings of each group of trials together, and results that it leaves unexplained."""
         explained = []
         of_ranks = [
             {r: {k: v for t in group for k, v in t.on_ranks.get(r, {}).items()}

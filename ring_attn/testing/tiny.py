@@ -11,7 +11,7 @@ import torch
 
 LAYERS, HEADS, HEADDIM = 2, 4, 16
 # Numbers of a config that are at most so large; widths that are none of these stay.
-MOST = {
+MAX_SIZES = {
     "intermediate_size": 96, "moe_intermediate_size": 48, "num_local_experts": 4,
     "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
@@ -22,7 +22,7 @@ def shrunk(config: Any) -> Any:
     given = config.to_dict()
     heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
     groups = heads // (given.get("num_key_value_heads") or heads)
-    small = {name: min(most, given[name]) for name, most in MOST.items() if given.get(name)}
+    small = {name: min(most, given[name]) for name, most in MAX_SIZES.items() if given.get(name)}
     small |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     small |= {"hidden_size": HEADS * HEADDIM}
     if given.get("num_key_value_heads"):
@@ -30,7 +30,7 @@ def shrunk(config: Any) -> Any:
     if given.get("head_dim"):
         small["head_dim"] = HEADDIM
     for name, x in given.items():
-        # Of what is given for each layer: both kinds, where there are two.
+        # Lists with a value for each layer keep both kinds, where there are two.
         if isinstance(x, list) and len(x) == layers:
             small[name] = [x[0], next((y for y in x if y != x[0]), x[0])]
     return type(config)(**given | small)

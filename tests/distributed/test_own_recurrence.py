@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn import SequenceLayout, shard_batch
+from ring_attn import SequenceLayout, TransportOptions, shard_batch
 from ring_attn.integrations import transformers_recurrent
 from ring_attn.integrations.transformers import register
 from ring_attn.integrations.transformers_recurrent import Place, register_recurrence
@@ -67,6 +67,38 @@ def test_a_kind_of_ones_own() -> None:
             register_recurrence("sums_of_rows", split_sums)
             got = model(**part, sequence_layout=layout).logits
     assert_close("logits", got, *(layout.shard(x, rank) for x in (oracle, plain)))
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+@pytest.mark.parametrize("compiled", ["the model", "its layers"])
+def test_compiled_models_are_refused(compiled: str) -> None:
+    """Before or after a forward as it is: a trace would leave the exchange out in silence."""
+    layout = SequenceLayout.zigzag(SEQLEN, 2)
+    part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, dist.get_rank())
+    for first in (False, True):
+        with torch.no_grad(), register(dist.new_group(), layout="zigzag"):
+            model = make_model("lfm2", "ring_attn")
+            if first:
+                model(**part, sequence_layout=layout)
+            for module in [model] if compiled == "the model" else model.model.layers:
+                module.compile(backend="eager")
+            with refused(NotImplementedError, "not compiled"):
+                model(**part, sequence_layout=layout)
+    torch.compiler.reset()
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_options_of_transport_are_refused() -> None:
+    layout = SequenceLayout.zigzag(SEQLEN, 2)
+    part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, dist.get_rank())
+    options = TransportOptions(timeout=7.0)
+    with (
+        register(dist.new_group(), "zigzag", transport=options),
+        refused(NotImplementedError, "without transport"),
+    ):
+        make_model("lfm2", "ring_attn")(**part, sequence_layout=layout)
 
 
 def test_what_cannot_be_registered() -> None:

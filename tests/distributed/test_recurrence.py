@@ -223,6 +223,13 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         delta_rule(own, {"layout": layout, "cu_seqlens": torch.tensor([0, 9]), "group": group})
     with refused(TypeError, "layout"):
         delta_rule(own, {"layout": "zigzag", "group": group})
+    with refused(ValueError, "must have 4 rows|got 5"):
+        longer = {
+            name: functional.pad(t, (*(0, 0) * (t.ndim - 2), 0, 1)) for name, t in own.items()
+        }
+        delta_rule(longer, {"layout": layout, "group": group})
+    with refused(ValueError, "width|at least 1"):
+        causal_conv(lambda x: x, own["q"], 0, layout=layout, group=group)
     with refused(TypeError, "decay"):
         recurrence(
             lambda piece: Part(piece.of(own["q"]), own["v"][:, 0], None, lambda out, start: out),

@@ -49,7 +49,7 @@ def test_on_any_layout_and_documents(ranks: Any, world_size: int) -> None:
 
 
 def failure(kind: str, case: Drawn, spoilt: int) -> str:
-    """What is wrong on this rank; empty if nothing is. No rank raises, so that all can go on."""
+    """Names what is wrong on this rank, if anything. No rank raises, so that all can go on."""
     split, whole = KINDS[kind]
     (runs, documents), rank, world_size = case, dist.get_rank(), dist.get_world_size()
     parts: list[list[Segment]] = [[] for _ in range(world_size)]
