@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,11 @@ from ring_attn.bench.implementations import (
     Data,
     Implementation,
     Shape,
-    forget_compiled,
     make,
     reason,
     unavailable,
 )
 from ring_attn.bench.judge import OracleJudge, worst_of
-from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
     TimedCall,
@@ -41,6 +40,7 @@ from ring_attn.bench.timing import (
     watch_for,
 )
 from ring_attn.cli.arguments import (
+    add_common,
     format_size,
     new_table,
     parse_dtype,
@@ -134,8 +134,10 @@ class Cells(Report[CellSetting, CellRow]):
         peak: the device's TFLOP/s by the datasheet; in decoding GB/s of a copy; None if unknown.
     """
 
-    def __init__(self, setting: CellSetting, outputs: Outputs | None = None) -> None:
-        super().__init__(setting, outputs)
+    def __init__(
+        self, setting: CellSetting, json: Path | None = None, *, quiet: bool = False
+    ) -> None:
+        super().__init__(setting, json, quiet=quiet)
         device = setting.device
         self.unavailable = {
             name: why
@@ -186,7 +188,6 @@ class Cells(Report[CellSetting, CellRow]):
 
     def _measured(self, problem: Shape) -> list[CellRow]:
         """Builds, checks, then times all implementations that can run a cell."""
-        forget_compiled()
         free_memory(self.setting.device)
         try:
             data = problem.data()
@@ -340,7 +341,7 @@ def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -
     budget = "start no measurement after this time (default: no limit)"
     add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
-    add_outputs(parser)
+    add_common(parser)
 
 
 def add_cell_arguments(parser: argparse.ArgumentParser, default: CellSetting) -> None:
@@ -391,6 +392,6 @@ def parse_device(name: str | None) -> torch.device:
 
 def run_cells(args: argparse.Namespace, setting: CellSetting) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
-    bench = Cells(setting, Outputs.of(args))
+    bench = Cells(setting, args.json, quiet=args.quiet)
     bench.run()
-    return bench.finish([] if args.quiet else tables(bench.rows, bench.unit), bench.remarks())
+    return bench.finish(tables(bench.rows, bench.unit), bench.remarks())

@@ -3,8 +3,6 @@
     ours           ring_attn's forward and backward on one rank, with a chosen backend
     torch-flash    scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION: FlashAttention 2
     cudnn          scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION
-    flex           flex_attention under torch.compile(dynamic=False), as documented, with a
-                   BlockMask, the kernel_options documented for causal, and its own tiles
     flash-attn     the package flash_attn: FlashAttention 2
     flash-attn-3   the package flash_attn_interface: FlashAttention 3
     flash-attn-4   the package flash_attn.cute: FlashAttention 4
@@ -16,14 +14,11 @@ dim). Peers run under autograd, ours by the driver's two functions.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +49,7 @@ FLASH_PACKAGES = {
 SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # Ours in `bench kernel`, and in `bench decode`.
 OURS = ("ours", "parts", "whole")
-IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, "flex", *FLASH_PACKAGES)
-
-# Guarantees of a causal mask by FlexKernelOptions, which allow flex to skip checks.
-FLEX_CAUSAL = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
 
 # Most characters of a reason, which is one line of a table.
 REASON_CHARS = 160
@@ -232,7 +224,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
     package = FLASH_PACKAGES.get(name)
     if package and not _installed(package):
         return f"the package {package} is not installed"
-    if name not in OURS and device.type == "cpu" and name not in ("torch-flash", "flex"):
+    if name not in OURS and device.type == "cpu" and name != "torch-flash":
         return f"runs on CUDA, got {device.type}"
     return None
 
@@ -244,7 +236,7 @@ def make(name: str, problem: Shape, data: Data, *, backend: str, backward: bool)
     if name in FLASH_PACKAGES:
         function = _flash(FLASH_PACKAGES[name], problem.causal)
         return Differentiable(function, data.rows_first, backward=backward)
-    function = _flex(problem) if name == "flex" else _sdpa(SDPA_BACKENDS[name], problem)
+    function = _sdpa(SDPA_BACKENDS[name], problem)
     return HeadsFirst(function, data.heads_first, backward=backward)
 
 
@@ -261,53 +253,6 @@ def _sdpa(backend: str, problem: Shape) -> Callable[..., Tensor]:
             )
 
     return run
-
-
-def _flex(problem: Shape) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    cuda = problem.device.type == "cuda"
-    attention: Any = compiled_flex() if cuda else flex_attention
-    block_mask, options = None, None
-    if problem.causal:
-        options = FLEX_CAUSAL
-        n = problem.seqlen
-        block_mask = create_block_mask(_sees, None, None, n, n, device=problem.device.type)
-    grouped = problem.heads != problem.kv_heads
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        inputs = {"block_mask": block_mask, "enable_gqa": grouped, "kernel_options": options}
-        if cuda:
-            return attention(q, k, v, **inputs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # uncompiled flex warns at every call that it is slow
-            return attention(q, k, v, **inputs)
-
-    return run
-
-
-def _sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return i >= j
-
-
-@lru_cache
-def compiled_flex() -> Callable[..., Any]:
-    """flex_attention under torch.compile, for one shape at a time.
-
-    With fullgraph=True, as torch would otherwise silently run it uncompiled after too many
-    recompilations.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return compiled
-
-
-def forget_compiled() -> None:
-    """Drops compiled code for other shapes, so that there is no limit of recompilations."""
-    compiled_flex.cache_clear()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
 
 
 def _flash(package: str, causal: bool) -> Callable[..., Tensor]:

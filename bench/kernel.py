@@ -9,7 +9,6 @@ its backward. FLOPs are 4 x visible pairs x head_dim per head forward, 2.5 times
     ours           triton (on a CPU auto) as the whole attention: deterministic, a ring of one rank
     torch-flash    scaled_dot_product_attention with FlashAttention 2
     cudnn          scaled_dot_product_attention with cuDNN
-    flex           compiled flex_attention, with its own tiles
     flash-attn     flash_attn, where installed (flash-attn-3, flash-attn-4: interface, cute)
 
 The exit status is 1 if a result of ours is wrong or a call of ours failed.

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import (
     MODES,
@@ -45,6 +45,7 @@ from ring_attn.bench.ring_implementations import (
 )
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.cli.arguments import (
+    add_common,
     add_switch,
     names_of,
     new_table,
@@ -119,14 +120,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_size, help=f"timed repetitions (default: {ITERS})")
     names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
     add("--baseline", type=names_of(BASELINES), default=",".join(BASELINES), help=names)
-    add_outputs(parser)
+    add_common(parser)
 
 
 class RingReport(Report[Sweep, RingRow]):
     """The rows of rank 0, and the samples that it sends during the run."""
 
-    def __init__(self, setting: Sweep, outputs: Outputs | None = None) -> None:
-        super().__init__(setting, outputs)
+    def __init__(self, setting: Sweep, json: Path | None = None, *, quiet: bool = False) -> None:
+        super().__init__(setting, json, quiet=quiet)
         self.samples: list[dict[str, Any]] = []
 
     def more(self) -> dict[str, Any]:
@@ -163,11 +164,11 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = RingReport(setting_of(args), Outputs.of(args))
+    bench = RingReport(setting_of(args), args.json, quiet=args.quiet)
     bench.run(args.device)
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
     lines = [note for note in notes if "cannot run" in note or "wrong" in note]
-    return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
+    return bench.finish(_tables(bench), lines)
 
 
 def setting_of(args: argparse.Namespace) -> Sweep:

@@ -29,10 +29,10 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
 from ring_attn.cli.arguments import (
+    add_common,
     is_first_rank,
     new_table,
     parse_input,
@@ -187,13 +187,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_size, help=iters)
     cluster = "a file of ring-attn calibrate (default: calibrates first)"
     add("--cluster", metavar="FILE", type=parse_input, help=cluster)
-    add_outputs(parser)
+    add_common(parser)
 
 
 class Strategies(Report[StrategySetting, StrategyRow]):
-    def __init__(self, setting: StrategySetting, outputs: Outputs | None = None) -> None:
-        super().__init__(setting, outputs)
-        self.clusters: dict[str, Any] = {}
+    clusters: dict[str, Any]  # as JSON, by number of ranks
 
     def more(self) -> dict[str, Any]:
         verdicts = [{**asdict(v), "ratio": v.ratio} for v in judged(self.rows)]
@@ -205,7 +203,8 @@ def run(args: argparse.Namespace) -> int:
     shapes = chosen_shapes(args.shapes, quick=args.quick)
     iters = args.iters or (QUICK_ITERS if args.quick else None)
     setting = StrategySetting(shapes, args.world_sizes, iters, args.quick)
-    bench = Strategies(setting, Outputs.of(args))
+    bench = Strategies(setting, args.json, quiet=args.quiet)
+    bench.clusters = {}
     for world_size in setting.world_sizes:
         if args.cluster is None:
             cluster = calibrate(world_size, quick=args.quick)
@@ -223,8 +222,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(verdicts)} cases; median ratio {statistics.median(v.ratio for v in verdicts):.3f}, "
         f"greatest {max(v.ratio for v in verdicts):.3f}"
     )
-    tables = [] if args.quiet else [verdict_table(verdicts)]
-    return bench.finish(tables, [summary])
+    return bench.finish([verdict_table(verdicts)], [summary])
 
 
 def chosen_shapes(words: str | None, *, quick: bool) -> tuple[Shape, ...]:

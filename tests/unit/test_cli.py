@@ -1,6 +1,7 @@
 """The command line: its output, its exit codes, and the parsing that subcommands share."""
 
 import argparse
+import io
 import json
 import math
 import multiprocessing
@@ -18,10 +19,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import ring_attn
 from ring_attn import testing
-from ring_attn.cli import env, launch, verify
+from ring_attn.cli import arguments, env, launch, verify
 from ring_attn.cli import main as cli
 from ring_attn.cli.arguments import (
     command_line,
@@ -53,6 +55,16 @@ def test_a_report_has_no_infinities_and_a_line_for_each_row(tmp_path: Path) -> N
     text = path.read_text()
     assert json.loads(text) == {"a": [1, None], "b": {"c": None}, "rows": [{"x": [1, 2]}], "d": []}
     assert '{"x": [1, 2]}' in map(str.strip, text.splitlines())
+
+
+def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, quiet in ((True, False), (True, True), (False, False)):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
+        with arguments.progress(2, quiet=quiet) as begin:
+            begin("long ones", 2)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("long ones, time left" in shown) == (terminal and not quiet), shown
 
 
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
