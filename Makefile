@@ -9,6 +9,8 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 3
 TRITON ?=
+MINUTES ?= 10
+SEED ?= 0
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -20,7 +22,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all ptx lint format run verify bench aot abi gpu docs wheel release clean clean-dist
+.PHONY: help setup test test-slow test-all ptx fuzz lint format run verify bench aot abi gpu docs wheel release clean clean-dist
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +45,9 @@ test-all: test test-slow  ## run every test that needs no GPU
 
 ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
 	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py
+
+fuzz: $(READY)  ## random calls against float64 for MINUTES=10, from SEED=0
+	OMP_NUM_THREADS=1 $(BIN)/python -m dev fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from ring_attn.cli.main import Command, main
 PROG = "python -m dev"
 COMMANDS = (
     Command("aot", "dev.aot", "compile and check every kernel without a GPU"),
+    Command("fuzz", "dev.fuzz", "random calls against float64, until one fails"),
     Command("release", "dev.release", "try a release's files in a fresh environment"),
 )
 
