@@ -86,7 +86,9 @@ def drawn_calls(draw: st.DrawFn) -> Drawn:
         noncontiguous=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
-    one = st.sampled_from(("normal", "normal", "-0.0", "denormal"))
+    one = st.sampled_from(("normal", "normal", "-0.0"))
+    if case.dtype != "float64":  # float64's own denormals are as coarse in the oracle
+        one |= st.just("denormal")
     # Plain PyTorch's scores in float16 overflow with logits of 1e4, which leaves no bound.
     of_q = one if case.dtype == "float16" else one | st.just("1e4")
     return Drawn(case, world_size, (draw(of_q), draw(one), draw(one), draw(one)))
