@@ -9,89 +9,111 @@ import argparse
 import ast
 import re
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis
 import torch
-from hypothesis import HealthCheck, given, reproduce_failure, settings
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, reproduce_failure, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attn.core.dtypes import BY_NAME
-from ring_attn.core.mask import Mask
+from ring_attn import tree_decode
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.oracle import Inputs
-from ring_attn.machines.check import check_calls
-from ring_attn.testing import (
-    STRATEGIES,
-    Case,
-    Heads,
-    check_all,
-    dense_gradients,
-    masks,
-    plain_gradients,
-    run_calls,
-    strategy_of,
-    usable_backends,
-    whole_of,
-)
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.machines.check import check, check_calls
+from ring_attn.strategies.tree_decode import decode_tiles, make_call, program
+from ring_attn.testing import STRATEGIES, Case, Heads, expected, run_all_ranks, strategy_of
 from ring_attn.testing.ranks import calls_of
-from tests.drawn import flash_masks, layouts_for, slice_masks, table_masks
+from tests import recurrences
+from tests.bounds import assert_holds
+from tests.distributed import test_neighbours as neighbours
+from tests.distributed.pool import Pools
+from tests.drawn import flash_masks, layouts, layouts_for, made_masks, slice_masks, table_masks
 
-# Hypothesis draws the calls of a round before the clock is looked at again.
-ROUND = 50
-
-PRIMES = (1, 2, 3, 5, 7, 11, 13, 17, 23)
-HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (6, 3))
+HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (6, 3), (5, 5))
+# Of each backend. Triton's interpreter computes bfloat16 wrong.
+DTYPES = {
+    "reference": ("float16", "float32", "bfloat16", "float64"),
+    "aten": ("float16", "float32", "bfloat16"),
+    "triton": ("float16", "float32"),
+}
 BLOB = re.compile(r"reproduce_failure\('[^']*', (b'[^']*')\)")
 
+# Processes over gloo, which stay from call to call.
+pools = Pools(queued=False)
 
-class Drawn(NamedTuple):
-    """A call, the number of its ranks, and what is done to each of q, k, v and dout."""
 
-    case: Case
-    world_size: int
-    values: tuple[str, str, str, str]
+class Refused(Exception):
+    """The package says that a call is not built."""
+
+
+# -- attention
+
+
+@dataclass(frozen=True)
+class Call(Case):
+    """A case, the number of its ranks, and what is done to each of q, k, v and dout."""
+
+    world_size: int = 1
+    values: tuple[str, str, str, str] = ("normal",) * 4
+
+    def build_inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        return Inputs(*map(changed, super().build_inputs(device), self.values))
+
+
+def changed(x: Tensor, value: str) -> Tensor:
+    """The tensor with logits of 1e4, denormal numbers, or -0.0 in every other row."""
+    if value == "-0.0":
+        x = x.clone()
+        x[:, ::2] = -0.0
+        return x
+    scales = {"normal": 1.0, "1e4": 1e4, "denormal": torch.finfo(x.dtype).tiny / 4}
+    return x * scales[value]
 
 
 @st.composite
-def both_masks(draw: st.DrawFn) -> Mask:
-    """The pairs that two masks of the table have in common."""
-    of_size: dict[tuple[int, int], list[Mask]] = {}
-    for mask in masks(draw(st.sampled_from(PRIMES))).values():
-        of_size.setdefault((mask.seqlen_q, mask.seqlen_k), []).append(mask)
-    same = of_size[draw(st.sampled_from(sorted(of_size)))]
-    return draw(st.sampled_from(same)) & draw(st.sampled_from(same))
-
-
-@st.composite
-def drawn_calls(draw: st.DrawFn) -> Drawn:
+def calls(draw: st.DrawFn, backends: tuple[str, ...], decode: bool = False) -> Call:
     world_size = draw(st.integers(1, 5))
-    mask = draw(flash_masks(23) | slice_masks() | table_masks() | both_masks())
-    backend = draw(st.sampled_from([x for x in usable_backends("cpu") if x != "triton"]))
-    dtypes = [x for x in BY_NAME if x != "float64" or backend == "reference"]
-    case = Case(
+    mask = draw(flash_masks(23) | slice_masks() | table_masks() | made_masks())
+    if decode:
+        hypothesis.assume(mask.seqlen_q)
+        first = draw(st.integers(max(0, mask.seqlen_q - 4), mask.seqlen_q - 1))
+        mask = mask.rows(first, mask.seqlen_q)
+    backend = draw(st.sampled_from(backends))
+    nheads, nheads_kv = draw(st.sampled_from(HEADS))
+    dims = st.integers(1, 40) | st.sampled_from((64, 80, 128, 192))
+    dtype = draw(st.sampled_from(DTYPES[backend]))
+    sinks = st.sampled_from((0.0, 1.5, -1e4, 100.0, -torch.inf))
+    one = st.sampled_from(("normal", "normal", "-0.0"))
+    if dtype != "float64":  # float64's own denormals are as coarse in the oracle
+        one |= st.just("denormal")
+    # Plain PyTorch's scores in float16 overflow with logits of 1e4, which leaves no bound.
+    of_q = one if dtype == "float16" else one | st.just("1e4")
+    return Call(
         mask,
         draw(layouts_for(mask, st.just(world_size))),
         draw(st.sampled_from(_strategies(world_size))),
         backend,
-        draw(st.sampled_from(dtypes)),
-        Heads(*draw(st.sampled_from(HEADS)), draw(st.integers(1, 40)), draw(st.integers(1, 40))),
-        batch=draw(st.integers(1, 2)),
-        softmax_scale=draw(st.sampled_from((None, 0.01, 2.0))),
-        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
-        sinks=draw(st.booleans()),
+        dtype,
+        Heads(nheads, nheads_kv, draw(dims), draw(dims)),
+        batch=draw(st.sampled_from((1, 2) if decode else (1, 2, None))),
+        softmax_scale=draw(st.sampled_from((None, 0.01, 2.0, 2.0**-63))),
+        # torch's fused attention has no softcap.
+        softcap=0.0 if backend == "aten" else draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
+        sinks=draw(st.booleans() | st.tuples(*[sinks] * nheads)),
         noncontiguous=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
+        world_size=world_size,
+        values=(draw(of_q), draw(one), draw(one), draw(one)),
     )
-    one = st.sampled_from(("normal", "normal", "-0.0"))
-    if case.dtype != "float64":  # float64's own denormals are as coarse in the oracle
-        one |= st.just("denormal")
-    # Plain PyTorch's scores in float16 overflow with logits of 1e4, which leaves no bound.
-    of_q = one if case.dtype == "float16" else one | st.just("1e4")
-    return Drawn(case, world_size, (draw(of_q), draw(one), draw(one), draw(one)))
 
 
 def _strategies(world_size: int) -> list[str]:
@@ -103,55 +125,148 @@ def _strategies(world_size: int) -> list[str]:
     return [name for name in fitting if name != "auto"]
 
 
-def changed(x: Tensor, value: str) -> Tensor:
-    """A copy with logits of 1e4, denormal numbers, or -0.0 in every other row."""
-    if value == "-0.0":
-        x = x.clone()
-        x[:, ::2] = -0.0
-        return x
-    scales = {"normal": 1.0, "1e4": 1e4, "denormal": torch.finfo(x.dtype).tiny / 4}
-    return x * scales[value]
-
-
-def exercise(drawn: Drawn) -> str:
-    """Runs a call, and asserts each result within its bound; whether the call is refused."""
-    case, world_size, values = drawn
+def attention(case: Call, processes: bool = False) -> None:
     try:
-        calls = calls_of(case, world_size)
-    except NotImplementedError:
-        return "refused"
-    faults = [fault for back in (False, True) for fault in check_calls(calls, backward=back)]
+        ranks = calls_of(case, case.world_size)
+    except NotImplementedError as error:
+        raise Refused from error
+    faults = [fault for back in (False, True) for fault in check_calls(ranks, backward=back)]
     assert not faults, faults
-    inputs = Inputs(*map(changed, case.build_inputs(), values))
-    layouts, sinks, mask = case.build_layouts(world_size), case.build_sinks(), case.build_mask()
-    ranks = run_calls(calls, inputs, layouts, sinks, noncontiguous=case.noncontiguous)
-    oracle, plain = (
-        results(*inputs, mask, case.softmax_scale, softcap=case.softcap, sinks=sinks)
-        for results in (dense_gradients, plain_gradients)
+    run = pools(case.world_size).run if processes else None
+    ran = run_all_ranks(case, case.world_size, run)
+    assert not ran.failures, ran.failures
+
+
+def in_processes(case: Call) -> None:
+    attention(case, processes=True)
+
+
+def decoding(case: Call) -> None:
+    inputs, mask, sinks = case.build_inputs(), case.build_mask(), case.build_sinks()
+    layout = case.build_layouts(case.world_size)[1]
+    spec = AttentionSpec.of(*inputs[:3], case.softcap, sinks)
+    call = make_call(spec, softmax_scale=case.softmax_scale, backend=case.backend)
+    programs = [
+        program(
+            call, decode_tiles(layout.segments(rank), mask), mask.seqlen_q, layout.shard_len(rank),
+            rank, case.world_size,
+        )
+        for rank in range(case.world_size)
+    ]  # fmt: skip
+    faults = check(programs)
+    assert not faults, faults
+    results = pools(case.world_size).run(decode_on_rank, case)
+    oracle, plain = expected(case)
+    assert_holds(dict(zip(("out", "lse"), results[0], strict=True)), oracle, plain)
+    assert all(torch.equal(a, b) for each in results for a, b in zip(each, results[0], strict=True))
+
+
+def decode_on_rank(case: Call) -> tuple[Tensor, Tensor]:
+    layout = case.build_layouts(case.world_size)[1]
+    q, k, v, _ = case.build_inputs()
+    k, v = (layout.shard(x, dist.get_rank()) for x in (k, v))
+    return tree_decode(
+        q, k, v, mask=case.build_mask(), softmax_scale=case.softmax_scale, softcap=case.softcap,
+        sinks=case.build_sinks(), layout=layout, backend=case.backend, return_lse=True,
+    )  # fmt: skip
+
+
+# -- neighbours and recurrences
+
+
+class Rows(NamedTuple):
+    """A layout, documents, and numbers of rows or of a document."""
+
+    layout: SequenceLayout
+    cuts: list[int]
+    left: int
+    right: int
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Rows:
+    layout = draw(layouts(st.integers(1, 24), st.integers(1, 5), segments=True))
+    inner = draw(st.lists(st.integers(0, layout.seqlen), max_size=5))
+    number = st.integers(0, layout.seqlen + 3)
+    return Rows(layout, [0, *sorted(inner), layout.seqlen], draw(number), draw(number))
+
+
+def neighbouring(drawn: Rows) -> None:
+    _on_ranks(neighbours.compare, drawn.layout, drawn.layout, drawn.left, drawn.right)
+    _on_ranks(
+        neighbours.compare_rolled, drawn.layout, drawn.layout, drawn.left - drawn.right, drawn.cuts
     )
-    wrong = [str(x) for x in check_all(whole_of(ranks, layouts), oracle, plain) if not x.ok]
-    assert not wrong, wrong
-    return "right"
 
 
-def fuzz(seed: int, examples: int, counts: Counter[str], case: str | None = None) -> str | None:
+def recurrent(drawn: Rows) -> None:
+    for kind in recurrences.KINDS:
+        spoilt = drawn.left % (len(drawn.cuts) - 1)
+        _on_ranks(recurrences.compare, drawn.layout, kind, drawn.layout, drawn.cuts, spoilt)
+
+
+def _on_ranks(fn: Callable[..., None], layout: SequenceLayout, *args: Any) -> None:
+    failed = [text for text in pools(layout.world_size).run(asserted, fn, *args) if text]
+    assert not failed, failed
+
+
+def asserted(fn: Callable[..., None], *args: Any) -> str:
+    """What a rank asserts in vain: had it raised, the others would wait for it."""
+    try:
+        fn(*args)
+    except AssertionError as error:
+        return f"rank {dist.get_rank()}: {error or 'wrong'}"
+    return ""
+
+
+# -- rounds
+
+
+class Kind(NamedTuple):
+    """Calls of one kind, and how many there are in a round."""
+
+    drawn: st.SearchStrategy[Any]
+    run: Callable[[Any], None]
+    share: int
+
+
+# Triton's interpreter takes a second for a call.
+KINDS = {
+    "attention": Kind(calls(("reference", "aten")), attention, 300),
+    "processes": Kind(calls(("reference", "aten")), in_processes, 100),
+    "decode": Kind(calls(("reference", "aten"), decode=True), decoding, 100),
+    "triton": Kind(calls(("triton",)), attention, 9),
+    "triton-decode": Kind(calls(("triton",), decode=True), decoding, 6),
+    "neighbours": Kind(rows(), neighbouring, 60),
+    "recurrences": Kind(rows(), recurrent, 40),
+}
+
+
+def fuzz(
+    kind: str, seed: int, examples: int, counts: Counter[str], case: str | None = None
+) -> str | None:
     """Runs random calls; the text of the first failure, with the command that repeats it.
 
     Args:
+        kind: a name of `KINDS`.
         seed: seed of the calls.
         examples: number of calls.
-        counts: outcomes, added to.
+        counts: calls that were right, by kind, and refused ones; added to.
         case: runs this one call only.
     """
 
-    def clean(drawn: Drawn) -> None:
-        counts[exercise(drawn)] += 1
+    def clean(drawn: Any) -> None:
+        try:
+            KINDS[kind].run(drawn)
+            counts[kind] += 1
+        except Refused:
+            counts["refused"] += 1
 
     limits = settings(
         deadline=None, database=None, max_examples=examples, print_blob=True,
         report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
     )  # fmt: skip
-    test = hypothesis.seed(seed)(limits(given(drawn_calls())(clean)))
+    test = hypothesis.seed(seed)(limits(given(KINDS[kind].drawn)(clean)))
     if case is not None:
         test = reproduce_failure(hypothesis.__version__, case.encode())(test)
     try:
@@ -161,30 +276,38 @@ def fuzz(seed: int, examples: int, counts: Counter[str], case: str | None = None
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", ()))
         blob = BLOB.search(notes)
-        blobs = [ast.literal_eval(blob[1]).decode()] if blob else [case]
-        again = "\n".join(f"python -m dev fuzz --case '{each}'" for each in blobs)
-        return f"{notes}\n{type(error).__name__}: {error}\n{again}"
+        again = ast.literal_eval(blob[1]).decode() if blob else case
+        return f"{notes}\n{type(error).__name__}: {error}\nmake fuzz ARGS='--case {kind}:{again}'"
     return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the calls")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of calls")
     parser.add_argument("--case", help="run one call, as a failure prints it")
 
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*Triton's interpreter")
     counts: Counter[str] = Counter()
-    end, failure = time.monotonic() + 60.0 * args.minutes, None
     if args.case is not None:
-        failure = fuzz(args.seed, 1, counts, args.case)
+        kind, case = args.case.split(":")
+        failure = fuzz(kind, args.seed, 1, counts, case)
     else:
-        for part in count():
-            failure = fuzz(args.seed * 1_000_003 + part, ROUND, counts)
-            if failure is not None or time.monotonic() > end:
-                break
-    print(f"seed {args.seed}: {counts['right']} calls right, {counts['refused']} refused")
+        failure = _rounds(args.kinds, args.seed, time.monotonic() + 60.0 * args.minutes, counts)
+    pools.close()
+    print(f"seed {args.seed}: {counts.total() - counts['refused']} calls right: {dict(counts)}")
     if failure is not None:
         print(failure)
     return int(failure is not None)
+
+
+def _rounds(kinds: list[str], seed: int, end: float, counts: Counter[str]) -> str | None:
+    for part in count():
+        for kind in kinds:
+            failure = fuzz(kind, seed * 1_000_003 + part, KINDS[kind].share, counts)
+            if failure is not None or time.monotonic() > end:
+                return failure
+    raise AssertionError("rounds have no end")

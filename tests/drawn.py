@@ -108,6 +108,40 @@ def table_masks(longest: int = 24) -> st.SearchStrategy[Mask]:
     return pairs.map(lambda pair: table(pair[0])[pair[1]])
 
 
+@st.composite
+def made_masks(draw: st.DrawFn, longest: int = 24) -> Mask:
+    """Masks of the constructors, with any arguments, and what two of them have in common."""
+    n = draw(st.integers(0, longest))
+    number = st.integers(0, n)
+
+    def made() -> Mask:
+        cu = (0, *sorted(draw(st.lists(number, max_size=4))), n)
+        lengths = [b - a for a, b in pairwise(cu)]
+        a, b, c = draw(st.tuples(number, number, st.integers(1, 5)))
+        i = torch.arange(n)
+        pattern = (i[:, None] * a + i * b) % 5 < c
+        few = -(-n // c)
+        return draw(
+            st.sampled_from(
+                (
+                    lambda: masks_of.causal(n),
+                    lambda: masks_of.window(n, a - 1, b - 1),
+                    lambda: masks_of.documents(cu, causal=c > 2),
+                    lambda: masks_of.chunked(n, c),
+                    lambda: masks_of.prefix([x * a // max(1, n) for x in lengths], cu),
+                    lambda: masks_of.spans(n, [*pairwise(cu)][::2], left=a - 1),
+                    lambda: masks_of.shared_prefix(lengths[0], lengths[1:]),
+                    lambda: masks_of.sink_window(n, a, b),
+                    lambda: masks_of.blocks(pattern[:few, :few], c, n, n),
+                    lambda: masks_of.from_dense(pattern),
+                    lambda: masks_of.by_document([masks_of.window(x, a - 1, c) for x in lengths]),
+                )
+            )
+        )()
+
+    return made() & made() if draw(st.booleans()) else made()
+
+
 def masks(longest: int = 12) -> st.SearchStrategy[Mask]:
     return flash_masks(longest) | slice_masks(longest) | table_masks(2 * longest)
 

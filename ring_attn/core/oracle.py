@@ -270,7 +270,8 @@ def _attention(
 
     def scores_in(dtype: torch.dtype) -> Tensor:
         # (batch, kv heads, q heads per kv head, seqlen_q, seqlen_k). Rows that see no key become
-        # finite before the softmax and zero after it: a row of -inf gives NaN in both directions.
+        # finite before the softmax and zero after it, with their sink, which may be -inf: a row of
+        # -inf gives NaN in both directions.
         grouped = q.unflatten(2, (k.size(2), -1)).to(dtype)
         x = torch.einsum("bignd,bjgd->bgnij", grouped, k.to(dtype)) * scale
         x = softcap * torch.tanh(x / softcap) if softcap else x
@@ -278,6 +279,7 @@ def _attention(
         if sinks is None:
             return x
         column = sinks.to(dtype).view(k.size(2), -1, 1, 1).expand(*x.shape[:-1], 1)
+        column = column.masked_fill(alone, 0.0)
         return torch.cat((column, x) if backwards else (x, column), -1)
 
     # Heads stay grouped, so that gradients of k and v are one sum over a group's heads and rows, as

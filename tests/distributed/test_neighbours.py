@@ -43,25 +43,30 @@ def expected(x: Tensor, layout: SequenceLayout, rank: int, left: int, right: int
 
 
 def values_and_gradients(seqlen: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for layout, (left, right) in product(layouts(seqlen, world_size), SIDES):
-        torch.manual_seed(0)
-        whole = torch.randn(2, seqlen, 3, dtype=torch.float64, requires_grad=True)
-        x = layout.shard(whole.detach(), rank).requires_grad_()
-        runs = halo(x, layout, left, right)
-        wanted = [expected(whole, layout, r, left, right) for r in range(world_size)]
-        assert len(runs) == len(wanted[rank])
-        assert all(torch.equal(a, b) for a, b in zip(runs, wanted[rank], strict=True)), layout
-        # Whole numbers, whose sums are exact in any order.
-        weights = [[torch.randn_like(run).round().requires_grad_() for run in of] for of in wanted]
-        (dx,) = torch.autograd.grad(runs, x, weights[rank], create_graph=True)
-        total = sum((run * w.detach()).sum() for of in zip(wanted, weights, strict=True)
-                    for run, w in zip(*of, strict=True))  # fmt: skip
-        (dwhole,) = torch.autograd.grad(total, whole)
-        assert torch.equal(dx, layout.shard(dwhole, rank))
-        # The derivative of the backward is the halo of its argument.
-        back = torch.autograd.grad(dx, weights[rank], x)
-        assert all(torch.equal(a, b) for a, b in zip(back, runs, strict=True))
+    for layout, sides in product(layouts(seqlen, dist.get_world_size()), SIDES):
+        compare(layout, *sides)
+
+
+def compare(layout: SequenceLayout, left: int, right: int) -> None:
+    """Asserts this rank's values and gradients, after all ranks have made all exchanges."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    whole = torch.randn(2, layout.seqlen, 3, dtype=torch.float64, requires_grad=True)
+    x = layout.shard(whole.detach(), rank).requires_grad_()
+    runs = halo(x, layout, left, right)
+    wanted = [expected(whole, layout, r, left, right) for r in range(layout.world_size)]
+    # Whole numbers, whose sums are exact in any order.
+    weights = [[torch.randn_like(run).round().requires_grad_() for run in of] for of in wanted]
+    (dx,) = torch.autograd.grad(runs, x, weights[rank], create_graph=True)
+    total = sum((run * w.detach()).sum() for of in zip(wanted, weights, strict=True)
+                for run, w in zip(*of, strict=True))  # fmt: skip
+    (dwhole,) = torch.autograd.grad(total, whole)
+    # The derivative of the backward is the halo of its argument.
+    back = torch.autograd.grad(dx, weights[rank], x)
+    assert len(runs) == len(wanted[rank])
+    assert all(torch.equal(a, b) for a, b in zip(runs, wanted[rank], strict=True)), layout
+    assert torch.equal(dx, layout.shard(dwhole, rank))
+    assert all(torch.equal(a, b) for a, b in zip(back, runs, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -84,20 +89,25 @@ def rolled(whole: Tensor, shift: int, cuts: list[int], fill: float) -> Tensor:
 
 
 def rolls_like_one_process(seqlen: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for layout, shift in product(layouts(seqlen, world_size), (-1, 2, 0, -seqlen - 3)):
-        for cuts in ([0], [0, seqlen // 3, seqlen // 3, seqlen // 3 + 1, seqlen - seqlen // 4]):
-            torch.manual_seed(2)
-            whole = torch.randn(2, 3, seqlen, requires_grad=True)
-            x = layout.shard(whole.detach(), rank, 2).requires_grad_()
-            documents = torch.tensor(cuts, dtype=torch.int32) if len(cuts) > 1 else None
-            got = roll(x, layout, shift, cu_seqlens=documents, fill=0.5, dim=2)
-            want = rolled(whole.movedim(2, 1), shift, cuts, 0.5).movedim(1, 2)
-            assert torch.equal(got, layout.shard(want, rank, 2)), (layout, shift, cuts)
-            dout = torch.randn_like(want)
-            got.backward(layout.shard(dout, rank, 2))
-            (dx,) = torch.autograd.grad(want, whole, dout)
-            assert torch.equal(x.grad, layout.shard(dx, rank, 2))
+    several = [0, seqlen // 3, seqlen // 3, seqlen // 3 + 1, seqlen - seqlen // 4]
+    for layout, shift in product(layouts(seqlen, dist.get_world_size()), (-1, 2, 0, -seqlen - 3)):
+        for cuts in ([0], several):
+            compare_rolled(layout, shift, cuts)
+
+
+def compare_rolled(layout: SequenceLayout, shift: int, cuts: list[int]) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(2)
+    whole = torch.randn(2, 3, layout.seqlen, requires_grad=True)
+    x = layout.shard(whole.detach(), rank, 2).requires_grad_()
+    documents = torch.tensor(cuts, dtype=torch.int32) if len(cuts) > 1 else None
+    got = roll(x, layout, shift, cu_seqlens=documents, fill=0.5, dim=2)
+    want = rolled(whole.movedim(2, 1), shift, cuts, 0.5).movedim(1, 2)
+    dout = torch.randn_like(want)
+    got.backward(layout.shard(dout, rank, 2))
+    (dx,) = torch.autograd.grad(want, whole, dout)
+    assert torch.equal(got, layout.shard(want, rank, 2)), (layout, shift, cuts)
+    assert torch.equal(x.grad, layout.shard(dx, rank, 2))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

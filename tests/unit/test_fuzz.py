@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from dev.fuzz import fuzz
+from dev import fuzz
+from dev.fuzz import KINDS
+from ring_attn import neighbours, recurrence
 from ring_attn.backends import base, reference
+from ring_attn.core import program as ops
 from ring_attn.core import state
 from ring_attn.core.tiles import Tile
 from ring_attn.machines import run as machine
 
 
-def test_random_calls_are_right() -> None:
+@pytest.fixture(autouse=True)
+def processes() -> Iterator[None]:
+    """Processes that have the faults of a test."""
+    yield
+    fuzz.pools.close()
+
+
+# About 20 s in all.
+@pytest.mark.parametrize(("kind", "examples"), [(x, KINDS[x].share // 3) for x in KINDS])
+def test_random_calls_are_right(kind: str, examples: int) -> None:
     counts: Counter[str] = Counter()
-    failure = fuzz(0, 200, counts)
+    failure = fuzz.fuzz(kind, 0, examples, counts)
     assert failure is None, failure
-    assert counts["right"] >= 100, counts
+    assert counts[kind] >= examples / 2, counts
 
 
 def wider_band(tile: Tile, device: torch.device) -> torch.Tensor:
@@ -40,23 +53,59 @@ def mean_over_rows(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) 
     return state.sinks_gradient(sinks, lse, delta) / max(1, lse.size(-1))
 
 
+def last_gradient_alone(run: Any, op: ops.Add) -> None:
+    run._blocks[op.into.name] = run._blocks.pop(op.buffer.name)
+
+
+def own_gradients_alone(plan: Any, around: torch.Tensor, transport: Any) -> torch.Tensor:
+    sums = around.new_zeros(plan.own + sum(plan.received), around.size(1))
+    for places, rows in plan.sums:
+        sums[places] += around[rows]
+    neighbours._exchanged(sums[plan.own :], plan.received, list(map(len, plan.sent)), transport)
+    return sums[: plan.own].clone()
+
+
+def no_decay(decay: torch.Tensor, start: torch.Tensor, matrix: bool) -> torch.Tensor:
+    return start
+
+
+# The kind of calls that finds a fault, and how it is planted.
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "band": ("attention", lambda: mock.patch.object(reference, "band_mask", wider_band)),
+    "rescaling": ("attention", lambda: mock.patch.object(state, "_weights", no_rescale)),
+    "sinks": ("attention", lambda: mock.patch.object(machine, "sinks_gradient", mean_over_rows)),
+    "gradients": (
+        "attention",
+        lambda: mock.patch.dict(machine._DO[machine.Run], {ops.Add: last_gradient_alone}),
+    ),
+    "decoding": ("decode", lambda: mock.patch.object(state, "_weights", no_rescale)),
+    "halo": (
+        "neighbours",
+        lambda: mock.patch.object(neighbours._Plan, "back", own_gradients_alone),
+    ),
+    "states": ("recurrences", lambda: mock.patch.object(recurrence, "_applied", no_decay)),
+}
+
+
+def plant(name: str) -> None:
+    FAULTS[name][1]().start()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [
-        (reference, "band_mask", wider_band),
-        (state, "_weights", no_rescale),
-        (machine, "sinks_gradient", mean_over_rows),
-    ],
-)
-def test_a_planted_fault_is_found_and_repeated(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
-) -> None:
-    monkeypatch.setattr(owner, name, fault)
-    failure = fuzz(0, 500, Counter())
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_repeated(name: str) -> None:
+    kind = FAULTS[name][0]
+
+    def everywhere(fn: Callable[..., Any], *args: Any) -> None:
+        fn(*args)
+        for world_size in range(1, 6):
+            fuzz.pools(world_size).run(fn, *args)
+
+    everywhere(plant, name)
+    failure = fuzz.fuzz(kind, 0, 500, Counter())
     assert failure is not None
-    case = re.search(r"--case '(\S+)'", failure)
-    assert case is not None, failure
-    assert fuzz(0, 1, Counter(), case[1]) is not None
-    monkeypatch.undo()
-    assert fuzz(0, 1, Counter(), case[1]) is None
+    command = re.search(r"--case (\S+):(\S+)'", failure)
+    assert command is not None and command[1] == kind, failure
+    assert fuzz.fuzz(kind, 1, 1, Counter(), command[2]) is not None
+    everywhere(mock.patch.stopall)
+    assert fuzz.fuzz(kind, 1, 1, Counter(), command[2]) is None

@@ -29,6 +29,7 @@ from ring_attn.testing import (
     dense_gradients,
     masks,
     plain_attention,
+    plain_gradients,
     poisoned_empty,
     random_qkv,
     random_sinks,
@@ -84,6 +85,13 @@ def test_rows_that_see_nothing_have_their_sinks(
     assert (out[:, :alone] == 0).all() and (grads[0][:, :alone] == 0).all()
     assert all(x.isfinite().all() for x in (out, *grads))
     assert grads[3][0] == 0 and (grads[3][2:] != 0).all()
+
+
+def test_without_keys_and_sinks_there_are_no_gradients() -> None:
+    inputs, sinks = inputs_for(Mask(3, 0)), torch.full((4,), -math.inf)
+    for results in (dense_gradients, plain_gradients):
+        found = results(*inputs, Mask(3, 0), sinks=sinks).dsinks
+        assert found is not None and (found == 0).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
