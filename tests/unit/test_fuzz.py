@@ -28,10 +28,11 @@ def processes() -> Iterator[None]:
     fuzz.pools.close()
 
 
-# About 20 s in all.
-@pytest.mark.parametrize(("kind", "examples"), [(x, KINDS[x].share // 3) for x in KINDS])
-def test_random_calls_are_right(kind: str, examples: int) -> None:
+# About 20 s in all; Triton's attention has `tests/kernels/test_options.py`.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "triton"])
+def test_random_calls_are_right(kind: str) -> None:
     counts: Counter[str] = Counter()
+    examples = KINDS[kind].share // 3
     failure = fuzz.fuzz(kind, 0, examples, counts)
     assert failure is None, failure
     assert counts[kind] >= examples / 2, counts
