@@ -40,6 +40,10 @@ from ring_attn.core.tiles import MaskKind, Tile
 
 aten = torch.ops.aten
 
+# Bytes of scores that a thread of the CPU operator holds, at most: two blocks of 256 x 512, in the
+# backward.
+SCRATCH = 1 << 20
+
 # Rows per piece of a window's tile on CPU, whose two edges are masked pieces of EDGE x EDGE.
 EDGE = 256
 
@@ -285,12 +289,7 @@ def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool, rebuilt_out: 
     if cpu:
         if piece.corner_band not in ((None, None), (None, 0)):
             masks = piece.rows * piece.cols * (2 * item + 1)  # ours, and the operator's copy
-        # Each thread of the operator holds one block of scores, two in the backward.
-        block_q = 256 if piece.rows >= 768 else 64 if piece.rows >= 192 else 32
-        block = min(block_q, piece.rows) * min(512, piece.cols)
-        scratch = block * (2 if backward else 1) * item * torch.get_num_threads()
-        if not backward:
-            scratch += min(block_q, piece.rows) * (dim + 2) * item * torch.get_num_threads()
+        scratch = SCRATCH * torch.get_num_threads()
     return (outputs + statistics + copies) * spec.batch + masks + scratch
 
 

@@ -194,21 +194,6 @@ class Backend:
         rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
         return max(most, acc + 4 * statistics + rounded)
 
-    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
-        """Peak bytes of results and workspace of `merge`; `rows` counts q rows."""
-        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
-        acc = statistics * spec.headdim_v
-        # The messages of all ranks do not form one tensor along the batch.
-        copied = num_sets * (acc + statistics) if min(spec.batch, num_sets) > 1 else 0
-        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
-        root = acc + max(rounded + 3 * statistics, (6 if spec.sinks else 4) * statistics)
-        level = num_sets // 2 * 4 * statistics
-        return copied + num_sets * statistics + max(level, root)
-
-    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Tiles) -> int:
-        """Peak bytes of results and workspace of `decode`."""
-        raise NotImplementedError
-
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:

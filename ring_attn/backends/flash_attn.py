@@ -49,6 +49,7 @@ class FlashAttnBackend(Backend):
     oldest = "2.8.0"  # earlier versions have other arguments or results
     architectures: tuple[str, ...] = ()  # empty means all GPUs
     most_headdim = 256
+    splits_dq = True
     # The operators for forward and backward, and their arguments beside tensors, window and scores.
     names = ("_flash_attn_forward", "_flash_attn_backward")
     options: Mapping[str, Any] = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
@@ -117,27 +118,17 @@ class FlashAttnBackend(Backend):
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Bytes of the largest tile's outputs and accumulators, and of a rebuilt `out`.
-
-        The accumulators are as the packages' sources allocate them; no GPU has measured them.
-        """
+        """Bytes of the largest tile's outputs and, estimated, of a backward's sums in float32."""
         dim, most = max(spec.headdim, spec.headdim_v), 0
+        splits = -(-SMS // (spec.batch * spec.nheads)) if self.splits_dq else 1
         for tile in tiles:
             q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
             rows = q_rows + 2 * kv_rows if backward else q_rows
             rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds else 0
-            nbytes = rows * dim * spec.dtype.itemsize + q_rows * 4
-            most = max(most, nbytes + backward * self.accumulated_bytes(spec, tile))
+            sums = splits * q_rows + (2 * kv_rows if spec.nheads > spec.nheads_kv else 0)
+            nbytes = rows * dim * spec.dtype.itemsize + 4 * (q_rows + backward * sums * dim)
+            most = max(most, nbytes)
         return most * spec.batch
-
-    def accumulated_bytes(self, spec: AttentionSpec, tile: Tile) -> int:
-        """Bytes of dq's float32 sums, one for each split, and of dk and dv by q head."""
-        rows, dim = _rounded(tile.rows, 128), max(spec.headdim, spec.headdim_v)
-        splits = -(-SMS // (spec.batch * spec.nheads))
-        nbytes = spec.nheads * rows * (splits * _rounded(dim, 32) + 1) * 4
-        if spec.nheads > spec.nheads_kv:
-            nbytes += 2 * tile.cols * spec.nheads * dim * spec.dtype.itemsize
-        return nbytes
 
 
 class FlashAttn3Backend(FlashAttnBackend):
@@ -148,6 +139,7 @@ class FlashAttn3Backend(FlashAttnBackend):
     install = "build it from flash-attention's folder hopper"
     oldest = "3.0.0"
     architectures = ("sm_90",)
+    splits_dq = False
     most_headdim = 192  # above it the backward is not deterministic
     names = ("fwd", "bwd")
     options = {"is_causal": False}
@@ -158,9 +150,6 @@ class FlashAttn3Backend(FlashAttnBackend):
 
         return torch.ops.flash_attn_3
 
-    def accumulated_bytes(self, spec: AttentionSpec, tile: Tile) -> int:
-        return _accumulated_bytes(spec, tile)
-
 
 class FlashAttn4Backend(FlashAttnBackend):
     """FlashAttention 4 from the package flash-attn-4, which compiles its kernels when called."""
@@ -170,6 +159,7 @@ class FlashAttn4Backend(FlashAttnBackend):
     install = "pip install flash-attn-4"
     oldest = "4.0.0b13"
     architectures = ("sm_90", "sm_100")
+    splits_dq = False
     most_headdim = 128
     names = ("_flash_attn_fwd", "_flash_attn_bwd")
     options = {"causal": False}
@@ -190,22 +180,6 @@ class FlashAttn4Backend(FlashAttnBackend):
     ) -> None:
         (dout, q, k, v, out, lse), (dq, dk, dv) = inputs, grads
         operator(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
-
-    def accumulated_bytes(self, spec: AttentionSpec, tile: Tile) -> int:
-        return _accumulated_bytes(spec, tile)
-
-
-def _accumulated_bytes(spec: AttentionSpec, tile: Tile) -> int:
-    """Bytes of float32 sums of dq, of two statistics, and with grouped heads of dk and dv."""
-    dim = _rounded(max(spec.headdim, spec.headdim_v), 32)
-    numbers = spec.nheads * _rounded(tile.rows, 128) * (dim + 2)
-    if spec.nheads > spec.nheads_kv:
-        numbers += 2 * spec.nheads_kv * _rounded(tile.cols, 128) * dim
-    return numbers * 4
-
-
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _installed(package: str) -> str | None:

@@ -62,38 +62,15 @@ class ReferenceBackend(Backend):
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Bytes of the tile that takes most: score matrices, products, and copies.
-
-        Copies are 16-bit inputs in the state's dtype, and what `einsum` copies to multiply one
-        stack of matrices: batch entries with several KV heads, or several q heads of a KV head.
-        """
-        return max((_tile_bytes(spec, tile, backward) for tile in tiles), default=0)
-
-
-def _tile_bytes(spec: AttentionSpec, tile: Tile, backward: bool) -> int:
-    """The greatest sum of what is held at once; each sum is the peak of one product."""
-    q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
-    q, out = q_rows * spec.headdim, q_rows * spec.headdim_v
-    k, v = kv_rows * spec.headdim, kv_rows * spec.headdim_v
-    area = q_rows * tile.cols
-    widened, capped = spec.dtype != spec.accum_dtype, spec.softcap > 0
-    grouped = spec.nheads > spec.nheads_kv
-    stacked = spec.batch > 1 and spec.nheads_kv > 1
-    both = grouped and spec.nheads_kv > 1
-    scores = area + (widened + (grouped or stacked)) * q + stacked * k
-    if not backward:
-        values = (2 + grouped) * area + q_rows + out + (widened + stacked) * v
-        most = max(scores + widened * k, values, 2 * (area + q_rows) + (1 + both) * out)
-    else:
-        held = (3 + capped) * area + v
-        most = widened * (k + v + out) + max(
-            scores,
-            held + area,
-            held + (grouped or stacked) * out + stacked * v,  # dout v^T
-            held + q + stacked * k,  # dq
-            held + grouped * area + (1 + widened + (both or stacked)) * q + k,  # dk
-        )
-    return most * spec.batch * spec.accum_dtype.itemsize
+        """Bytes of the tile that takes most: scores that are held at once, results and copies."""
+        grouped, capped = spec.nheads > spec.nheads_kv, spec.softcap > 0
+        held = 4 + capped if backward else 2 + grouped
+        sides = (1 + (spec.dtype != spec.accum_dtype)) * max(spec.headdim, spec.headdim_v)
+        most = 0
+        for tile in tiles:
+            q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
+            most = max(most, held * q_rows * tile.cols + sides * (q_rows + 2 * kv_rows))
+        return most * spec.batch * spec.accum_dtype.itemsize
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

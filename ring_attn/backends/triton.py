@@ -209,19 +209,6 @@ class TritonBackend(Backend):
         )  # fmt: skip
         return out, lse
 
-    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Tiles) -> int:
-        """Bytes of the results, and of each part's queries and state."""
-        group = spec.nheads // spec.nheads_kv
-        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
-        results = statistics * (spec.headdim_v + 1)
-        if rows * group > MAX_DECODED_ROWS:
-            rounded = 0 if spec.dtype == spec.accum_dtype else statistics * spec.headdim_v
-            return self.forward_bytes(spec, rows, (tiles,)) + rounded
-        q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
-        _, parts = self._parts(q, tiles, rows * group, spec.batch * spec.nheads_kv, spec.headdim_v)
-        packed = spec.batch * rows * spec.nheads * spec.headdim * spec.dtype.itemsize
-        return results + parts.num_parts * (packed + statistics * (spec.headdim_v + 2))
-
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """-lse in base 2, and delta = rowsum(dO * O)."""
         out, dout, lse = _unit_stride(out), _unit_stride(dout), lse.contiguous()
@@ -326,11 +313,6 @@ class TritonBackend(Backend):
         several = not last or sum(map(bool, steps)) > 1 or spec.max_logits
         carried = statistics * (spec.headdim_v + 2) if several else 0
         return carried + (results if last else 0)
-
-    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
-        """Bytes of out and lse: the merge needs no workspace."""
-        results = spec.headdim_v * spec.dtype.itemsize + spec.accum_dtype.itemsize
-        return spec.batch * rows * spec.nheads * results
 
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False

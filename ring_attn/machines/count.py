@@ -1,22 +1,19 @@
-"""Counts a program's bytes, messages and memory."""
+"""Counts the bytes that a program sends, and the memory that it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.call import Call
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Gathered, Message, Records
-from ring_attn.core.program import Array, Buffer, Entry, Op, Operand, Program, View, part_of_heads
+from ring_attn.core.messages import Message
+from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles
-from ring_attn.strategies.base import result_arrays
 from ring_attn.strategies.registry import program_of
 from ring_attn.transport.options import MAX_CTAS
 
@@ -24,11 +21,6 @@ from ring_attn.transport.options import MAX_CTAS
 def bytes_sent(program: Program) -> int:
     """Bytes that leave a rank."""
     return sum(post.nbytes for post in program.posts())
-
-
-def num_messages(program: Program) -> int:
-    """Number of exchanges of a rank; a collective is one."""
-    return sum(1 for _ in program.posts())
 
 
 # Bytes of the buffers with which NCCL receives from one rank on one channel, for its protocols LL,
@@ -222,10 +214,6 @@ class Memory:
                 self._rows, self._steps = op.array.rows, []
             case ops.Attend():
                 self._attend(op)
-            case ops.Decode():
-                self._decode(op)
-            case ops.Merge():
-                self._merge(op)
             case ops.Finish():
                 self._finish(op)
             case ops.Delta():
@@ -271,23 +259,6 @@ class Memory:
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
-    def _decode(self, op: ops.Decode) -> None:
-        rows = self.arrays[op.q.name].rows
-        self._use(self.backend.decode_bytes(self.spec, rows, op.tiles))
-        self._results("partial out", "partial lse", rows, self.spec.accum_dtype)
-
-    def _merge(self, op: ops.Merge) -> None:
-        message, rows = self._messages[op.buffer.name], self.arrays["q"].rows
-        assert isinstance(message, Gathered)
-        self._use(self.backend.merge_bytes(self.spec, rows, message.count))
-        self._results(op.out, op.lse, rows, self.spec.dtype)
-        self._give(op.buffer)
-
-    def _results(self, out: str, lse: str, rows: int, dtype: torch.dtype) -> None:
-        arrays = result_arrays(replace(self.spec, dtype=dtype), rows)
-        self._make(out, arrays["out"])
-        self._make(lse, arrays["lse"])
-
     def _differentiate(self, op: ops.Differentiate) -> None:
         if not op.tiles:
             return
@@ -295,8 +266,6 @@ class Memory:
             if isinstance(operand, Entry):
                 self._written(operand.buffer)
         spec = part_of_heads(op, self.spec)
-        copied = sum(map(self._copied_bytes, op.q_side[2:]))
-        taken = 0
         if op.part == "all":
             rebuilds = op.out is None
             key = op.tiles.sizes, spec, rebuilds
@@ -304,23 +273,7 @@ class Memory:
                 self._asked[key] = self.backend.workspace_bytes(
                     spec, op.tiles.listed, backward=True, rebuilds=rebuilds
                 )
-            taken = self._asked[key]
-        self._use(copied + taken)
-
-    def _copied_bytes(self, statistic: Operand) -> int:
-        """Bytes of the contiguous copy of a statistic; 0 if it is contiguous."""
-        item = self.spec.accum_dtype.itemsize
-        if isinstance(statistic, View):
-            if statistic.heads is None or self.spec.batch == 1:
-                return 0
-            array = self.arrays[statistic.name]
-            heads = statistic.heads.stop - statistic.heads.start
-            return int(array.batch * array.rows * heads * item)
-        message = self._messages[statistic.buffer.name]
-        if not isinstance(message, Gathered) or not isinstance(message.part, Records):
-            return 0
-        records = message.part
-        return message.count * records.batch * records.rows * records.heads * item
+            self._use(self._asked[key])
 
     def _round(self, op: ops.Round) -> None:
         """Makes the result beside the gradient, or of it, then drops the gradient."""

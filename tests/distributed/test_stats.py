@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from ring_attn import SequenceLayout, Strategy, ring_attention, tree_decode
 from ring_attn.core.program import Attend, Differentiate, Inner, Program, Step
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines.count import bytes_sent, num_messages
+from ring_attn.machines.count import bytes_sent
 from ring_attn.profiling import Figures, collect, gradient_sync, stats
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.strategy import resolve_strategy
@@ -39,7 +39,7 @@ def planned(program: Program) -> Counts:
             steps += op.number is not None
         elif isinstance(op, Attend | Differentiate):
             merges += len(op.tiles)
-    return bytes_sent(program), num_messages(program), steps, merges
+    return bytes_sent(program), len([*program.posts()]), steps, merges
 
 
 def adding_up(figures: Figures | None, seconds: float) -> Figures:

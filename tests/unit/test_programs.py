@@ -20,7 +20,7 @@ from ring_attn.core.sizes import SHARE_OF_DQ, flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import NO_TILES, Grid, Traveller
 from ring_attn.machines.check import _add_work, check, check_calls
-from ring_attn.machines.count import bytes_sent, num_messages
+from ring_attn.machines.count import bytes_sent
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.planning.balance import by_area
@@ -83,7 +83,7 @@ def calls_of(
 def sent(calls: list[Call], *, backward: bool = False) -> list[Sent]:
     """Bytes and messages that each rank sends in one direction."""
     programs = [program_of(call, backward=backward) for call in calls]
-    return [Sent(bytes_sent(program), num_messages(program)) for program in programs]
+    return [Sent(bytes_sent(program), len([*program.posts()])) for program in programs]
 
 
 def every_call(world_size: int) -> Iterator[list[Call]]:
@@ -281,4 +281,4 @@ def test_every_exchange_is_drawn(backward: bool) -> None:
             program = program_of(call, backward=backward)
             text = draw(program)
             assert text.startswith(f"rank {call.rank} of 4")
-            assert text.count("post ") == num_messages(program)
+            assert text.count("post ") == len([*program.posts()])
