@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from ring_attn import Mask, masks
 from ring_attn.testing import masks as table
-from tests.drawn import WINDOWS, flash_masks, pairs_of, reproducible
+from tests.drawn import flash_masks, pairs_of, reproducible
 from tests.drawn import masks as any_masks
 
 
@@ -100,68 +98,6 @@ DRAWN = {
 @pytest.mark.parametrize("function", DRAWN, ids=lambda function: function.__name__)
 def test_docstrings_draw_what_is_made(function: Any) -> None:
     assert DRAWN[function].dense().tolist() == drawing(function)
-
-
-def test_constructors_at_all_small_sizes() -> None:
-    """Compares with the definitions."""
-    for n, size in product(range(8), range(1, 9)):
-        i, j = torch.arange(n)[:, None], torch.arange(n)
-        assert torch.equal(masks.chunked(n, size).dense(), (j <= i) & (i // size == j // size))
-        sinks = (j <= i) & ((j < size) | (i - j <= 2))
-        assert torch.equal(masks.sink_window(n, size, 2).dense(), sinks)
-        for left, right in WINDOWS:
-            near = ((left < 0) | (i - j <= left)) & ((right < 0) | (j - i <= right))
-            assert torch.equal(masks.window(n, left, right).dense(), near)
-    for n, start, stop, left in product((0, 3, 6), range(4), range(7), (-1, 0, 2)):
-        if start <= stop <= n:
-            i, j = torch.arange(n)[:, None], torch.arange(n)
-            inside = (start <= i) & (i < stop) & (start <= j) & (j < stop)
-            near = (j <= i) & ((left < 0) | (i - j <= left))
-            found = masks.spans(n, [(start, stop)], left=left).dense()
-            assert torch.equal(found, near | inside), (n, start, stop, left)
-    for p, a, b in product(range(4), repeat=3):
-        answers = masks.shared_prefix(p, [a, b]).dense()
-        whole = masks.causal(p + a + b).dense()
-        whole[p + a :, p : p + a] = False
-        assert torch.equal(answers, whole)
-        document = masks.prefix([p], [0, p + a]).dense()
-        assert torch.equal(document, masks.causal(p + a).dense() | (torch.arange(p + a) < p))
-
-
-def test_flex_attentions_block_masks() -> None:
-    n = 96
-
-    def causal(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
-        return i >= j
-
-    def window_of_documents(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i - j <= 40) & ((i >= 50) == (j >= 50))
-
-    def dilated(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j) % 2 == 0
-
-    for function in (causal, window_of_documents, dilated):
-        block_mask = create_block_mask(function, None, None, n, n, device="cpu", BLOCK_SIZE=16)
-        found = masks.blocks(block_mask)
-        i, j = torch.arange(n)[:, None], torch.arange(n)
-        assert torch.equal(found.dense(), function(0, 0, i, j)), function
-    several = create_block_mask(causal, None, 2, n, n, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(NotImplementedError, match="one batch and head"):
-        masks.blocks(several)
-
-
-@pytest.mark.parametrize("size", [1, 3, (2, 4)])
-@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
-def test_blocks_are_slices(density: float, size: int | tuple[int, int]) -> None:
-    """Whole and cut."""
-    seen = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) < density
-    rows, cols = size if isinstance(size, tuple) else (size, size)
-    expected = seen.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-    for cut in (0, 1):
-        lengths = 5 * rows - cut * (rows // 2), 4 * cols - cut * (cols // 2)
-        mask = masks.blocks(seen, size, *lengths)
-        assert torch.equal(mask.dense(), expected[: lengths[0], : lengths[1]])
-        assert Mask.of(mask.seqlen_q, mask.seqlen_k, mask.slices) == mask
 
 
 def test_a_dense_mask_becomes_few_slices() -> None:

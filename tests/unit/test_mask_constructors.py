@@ -241,6 +241,9 @@ def test_block_masks_are_read_as_torch_reads_them(name: str) -> None:
         assert mask.area == int(expected.sum())
 
 
-def test_functions_themselves_are_refused() -> None:
+def test_functions_themselves_and_masks_of_several_heads_are_refused() -> None:
     with refused(TypeError, "create_block_mask|from_dense"):
         masks.blocks(FUNCTIONS["causal"])
+    several = create_block_mask(FUNCTIONS["causal"], None, 2, 320, 320, device="cpu")
+    with refused(NotImplementedError, "one batch and head"):
+        masks.blocks(several)
