@@ -363,11 +363,7 @@ def setting_of(args: argparse.Namespace, gpu: CellSetting, cpu: CellSetting) -> 
 
 
 def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Query and kv heads: "32/8,16" is ((32, 8), (16, 16)).
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """Query and kv heads: "32/8,16" is ((32, 8), (16, 16))."""
     pairs = []
     for part in text.split(","):
         q, _, kv = part.partition("/")
@@ -379,11 +375,7 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def parse_device(name: str | None) -> torch.device:
-    """The device of that name; None is the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: "cuda" is requested, but torch can use no GPU.
-    """
+    """The device of that name; None is the GPU if there is one, else the CPU."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU that torch can use")

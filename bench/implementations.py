@@ -108,11 +108,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Data:
-    """The inputs of a problem in both layouts.
-
-    Attributes:
-        rows_first: q, k, v, dout (batch, seqlen, heads, dim), contiguous.
-    """
+    """The inputs of a problem in both layouts."""
 
     rows_first: Inputs
 
@@ -274,13 +270,7 @@ def _installed(package: str) -> bool:
 
 
 def reason(error: Exception, warned: Sequence[str] = ()) -> str:
-    """The reason why a call cannot run, in one line.
-
-    Args:
-        error: the error of the call.
-        warned: earlier warnings: in these `scaled_dot_product_attention` says why a backend cannot
-            run a call, and its error says only that no backend can.
-    """
+    """Why a call cannot run, in one line; torch says it in warnings, `warned`, before the error."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     text = " ".join(str(error).split()) or type(error).__name__

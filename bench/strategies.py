@@ -226,11 +226,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_shapes(words: str | None, *, quick: bool) -> tuple[Shape, ...]:
-    """The shapes with one of the words in their names; quick ones are an eighth as long.
-
-    Raises:
-        ValueError: no shape has such a name.
-    """
+    """The shapes with one of the words in their names; quick ones are an eighth as long."""
     separate = [word.strip() for word in words.split(",")] if words else [""]
     shapes = [shape for shape in SHAPES if any(word in shape.name for word in separate)]
     if not shapes:

@@ -105,12 +105,7 @@ def uses(backend: str, spec: AttentionSpec, purpose: Purpose) -> Iterator[Use]:
 def proven_backend(
     spec: AttentionSpec, backend: str = "auto", purpose: Purpose = FORWARD
 ) -> BackendChoice:
-    """The backend for a call on this machine, as `choose_backend`, whose kernels are right here.
-
-    Raises:
-        NotImplementedError: the named backend does not support the call, or is wrong on this GPU.
-        ValueError, ImportError: as `choose_backend`.
-    """
+    """The backend for a call on this machine, as `choose_backend`, whose kernels are right here."""
     refused = dict[str, str]()
     while True:
         choice = choose_backend(spec, backend, purpose, tuple(refused.items()))

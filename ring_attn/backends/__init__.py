@@ -110,13 +110,7 @@ def choose_backend(
     purpose: Purpose = FORWARD,
     wrong: tuple[tuple[str, str], ...] = (),
 ) -> BackendChoice:
-    """The backend for a call; `wrong` are names of backends that may not run here, and reasons.
-
-    Raises:
-        ValueError: no backend has that name.
-        ImportError: the named backend's package is not installed.
-        NotImplementedError: the named backend does not support the call.
-    """
+    """The backend for a call; `wrong` are names of backends that may not run here, and reasons."""
     if backend != "auto":
         get_backend(backend)
     reasons = {

@@ -113,10 +113,8 @@ def table_console() -> Any:
 def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
     """Shows the current part and the time left, unless quiet.
 
-    Not in a terminal, writes a line to stderr every `LINE_S` seconds.
-
-    Yields:
-        A function to call at the start of a part, with its name and its share of `total`.
+    Not in a terminal, writes a line to stderr every `LINE_S` seconds. Yields a function to call at
+    the start of a part, with its name and its share of `total`.
     """
     from rich.progress import Progress, TextColumn, TimeRemainingColumn
 

@@ -51,12 +51,7 @@ SAMPLE_HEADS, SAMPLE_HEADDIM = 4, 64
 
 
 def machine() -> dict[str, Any]:
-    """Versions and hardware, ready for JSON.
-
-    Returns:
-        `versions` (name -> version or None), `os`, `cpu`, `cores` (that this process may use),
-        torch's `threads`, `memory_bytes`, `devices` (GPUs), `distributed` (built-in backends).
-    """
+    """Versions and hardware, ready for JSON."""
     return {
         "versions": _versions(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -66,16 +66,7 @@ class Parser(argparse.ArgumentParser):
 def main(
     argv: Sequence[str] | None = None, prog: str = PROG, commands: Sequence[Command] = COMMANDS
 ) -> int:
-    """Runs one subcommand.
-
-    Args:
-        argv: the words after `prog`; None takes them from the command line.
-        prog: the name of the command.
-        commands: its subcommands.
-
-    Returns:
-        The exit status: 0, 1 if a check failed, 2 if the command cannot run as asked.
-    """
+    """Runs one subcommand; returns 0, 1 if a check failed, or 2 if it cannot run as asked."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = _find(words, commands)
     if command is None:

@@ -237,11 +237,7 @@ def shortened_lines(text: str, most: int) -> str:
 
 
 def check_bounds(args: argparse.Namespace) -> None:
-    """Refuses sizes whose plan would take much more than 20 s or 4 GiB.
-
-    Raises:
-        ValueError: an option is too large; the text has the limit.
-    """
+    """Refuses sizes whose plan would take much more than 20 s or 4 GiB."""
     documents = 0
     if args.documents is not None:
         documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
@@ -302,12 +298,7 @@ def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
 
 
 def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Cluster:
-    """A built-in cluster, a file's cluster, or by default this machine's.
-
-    Raises:
-        ValueError: `name` is neither a built-in cluster nor a calibration.
-        OSError: the file cannot be read.
-    """
+    """A built-in cluster, a file's cluster, or by default this machine's."""
     if name is None:
         known = torch.cuda.is_available() or os.environ.get(CLUSTER_VARIABLE)
         cluster = find_cluster(None, world_size) if known else builtin_cluster("H100")

@@ -406,11 +406,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> TuneSetting:
-    """The setting from the options; a CPU gets small sizes, only to test the search.
-
-    Raises:
-        ValueError: kernels cannot run here, or there are several heads or head dims.
-    """
+    """The setting from the options; a CPU gets small sizes, only to test the search."""
     if args.device is None and not torch.cuda.is_available():
         raise ValueError(
             "this machine has no GPU that torch can use; --device cpu uses tiny sizes and "

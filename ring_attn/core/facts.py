@@ -27,11 +27,7 @@ SHOWN = 300
 
 
 def facts(value: object) -> Any:
-    """The value as lists of None, bools, ints and texts, which JSON keeps as they are.
-
-    Raises:
-        TypeError: a type whose facts are not known.
-    """
+    """The value as lists of None, bools, ints and texts, which JSON keeps as they are."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):

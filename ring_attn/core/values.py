@@ -31,12 +31,7 @@ def on_host() -> Iterator[None]:
 
 
 def regular_file(path: str | Path) -> Path:
-    """The path of a file; refuses pipes and devices, which could be read without end.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is no regular file.
-    """
+    """The path of a file; refuses pipes and devices, which could be read without end."""
     path = Path(path)
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} must be a regular file, and is a folder, a pipe or a device")

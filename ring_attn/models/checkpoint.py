@@ -21,12 +21,6 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
     Args:
         source: a `.safetensors` file, a `model.safetensors.index.json`, or the folder of either.
-
-    Raises:
-        ValueError: the source is not a safetensors checkpoint, is damaged, or has files that
-            are not beside its index.
-        FileNotFoundError: the source, or a file that its index names, does not exist.
-        ImportError: safetensors is not installed.
     """
     if find_spec("safetensors") is None:
         raise ImportError("safetensors is not installed: pip install 'ring-attn[hf]'")

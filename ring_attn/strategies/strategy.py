@@ -190,11 +190,6 @@ def resolve_strategy(
 
     If the group is a mesh of `mesh_shape`, the size of its second axis is the degree of "hybrid"
     and "double_ring".
-
-    Raises:
-        ValueError: an unknown name, a missing degree, or a degree that does not divide the number
-            of ranks or differs from the mesh.
-        TypeError: neither a name nor a `Strategy`.
     """
     if isinstance(strategy, str):
         needed = strategy in NAMES and NAMES[strategy].needed

@@ -154,12 +154,7 @@ class P2PTransport(Transport):
     def compare(
         self, texts: Mapping[str, str], device: torch.device, agreement: Agreement = NOTHING
     ) -> None:
-        """Compares all ranks' calls, by texts and an agreement; see `debug.difference`.
-
-        Raises:
-            ValueError: on every rank, naming each differing argument, its ranks and their values.
-            RuntimeError: a rank did not take part in time.
-        """
+        """Compares all ranks' calls, by texts and an agreement; see `debug.difference`."""
         # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
         options = replace(self._options, nccl_max_ctas=None)
         transport = P2PTransport(self._shared, options, self._timeout_s)

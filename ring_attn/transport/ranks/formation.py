@@ -178,9 +178,6 @@ class RollCall:
         """Waits until all members have come; else names the missing ranks, or who gave up.
 
         `in_vain` says why some member will not come, if that is known; it is asked at each ring.
-
-        Raises:
-            DifferentError: members have told different texts, against the rule.
         """
 
         def news() -> Answer | None:

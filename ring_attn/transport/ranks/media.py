@@ -246,11 +246,7 @@ class Nccl(Medium):
         seconds: float,
         device: torch.device,
     ) -> Lane:
-        """The lane of a channel among `members`, numbered in that order; made at its first use.
-
-        Raises:
-            MissingRanksError: naming the ranks that did not come in time.
-        """
+        """The lane of a channel among `members`, numbered in that order; made at its first use."""
         key = members, channel, options.nccl_max_ctas
         if key not in self._lanes:
             name = f"{self._meeting}/{hashed(members)}/{channel}/{options.nccl_max_ctas}"
