@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def texts(num: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(VOCAB, (n,), generator=generator)} for n in lengths]
 
 
-def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def padded(
+    rows: list[dict[str, Tensor]], without_labels: slice = slice(2, 5)
+) -> dict[str, Tensor]:
     ids = [row["input_ids"] for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     batch = {
@@ -38,12 +41,13 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         "attention_mask": pad([torch.ones_like(x) for x in ids], batch_first=True),
         "labels": pad(ids, batch_first=True, padding_value=-100),
     }
-    batch["labels"][:, 2:5] = -100
+    batch["labels"][:, without_labels] = -100
     return batch
 
 
 COLLATORS: dict[str, Callable[..., Any]] = {
     "padded": padded,
+    "padded, all labels": partial(padded, without_labels=slice(0)),
     "packed": transformers.DataCollatorWithFlattening(),
     "packed, with cu_seq_lens": transformers.DataCollatorWithFlattening(
         return_flash_attn_kwargs=True

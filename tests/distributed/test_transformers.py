@@ -197,7 +197,7 @@ def test_hybrid_models(ranks: Pools, family: str) -> None:
     for how in (
         How(family),
         How(family, "contiguous", 3),
-        How(family, cuts=DOCUMENTS, restarts=True),
+        How(family, world_size=3, cuts=DOCUMENTS, restarts=True),
         How(family, "contiguous", padded=True),
         How(family, **MORE.get(family, {})),
     ):

@@ -65,6 +65,12 @@ def usual(model: Any, out: Path, of: Of, collate: str = "padded", **options: Any
     return trained(make_trainer(model, args, of(transformers.Trainer), collate))
 
 
+def in_documents(model: Any, out: Path, of: Of) -> Run:
+    """Trains on packed texts; in one process on padded ones, as recurrent layers lose boundaries."""
+    packed = dist.is_initialized()
+    return usual(model, out, of, "packed, with cu_seq_lens" if packed else "padded, all labels")
+
+
 def in_groups(model: Any, out: Path, of: Of) -> Run:
     """All groups of two ranks together train on batches of two texts and evaluate six."""
     dp = dist.get_world_size() // 2 if dist.is_initialized() else 1
@@ -165,6 +171,9 @@ TRAININGS = {
     "padded": Training(usual, slow=False),
     "documents": Training(partial(usual, collate="packed, with cu_seq_lens"), slow=False),
     "llama4": Training(usual, where={"family": "llama4"}),
+    "qwen3_next": Training(usual, where={"family": "qwen3_next"}),
+    "bamba": Training(usual, 3, where={"family": "bamba"}),
+    "bamba, documents": Training(in_documents, slow=False, where={"family": "bamba"}),
     "three ranks": Training(usual, 3),
     "computed again": Training(
         partial(usual, collate="packed", gradient_checkpointing=True),
