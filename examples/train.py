@@ -12,6 +12,7 @@ one process in float32, plus a rounding (`ring_attn.testing.check`); else the ex
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
@@ -97,7 +98,12 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
     return judge(ring.model, layout, next(data))
 
 
-def judge(model: Transformer, layout: SequenceLayout, batch: Batch) -> bool:
+def judge(
+    model: Transformer,
+    layout: SequenceLayout,
+    batch: Batch,
+    make: Callable[[], Transformer] = Transformer,
+) -> bool:
     """Compares losses and gradients at the model's weights; prints the verdict on rank 0."""
     losses = ring_attn.unshard(backward(model, batch, layout), layout)
     ring_attn.sync_gradients(model)
@@ -105,7 +111,7 @@ def judge(model: Transformer, layout: SequenceLayout, batch: Batch) -> bool:
         return True
     results = [named(losses.float(), model)]
     for dtype in (torch.float64, torch.float32):
-        twin = Transformer().to(losses.device, dtype)
+        twin = make().to(losses.device, dtype)
         twin.load_state_dict(model.state_dict())
         losses = backward(twin, batch, SequenceLayout.contiguous(layout.seqlen, 1))
         results.append(named(losses.to(dtype), twin))

@@ -32,6 +32,7 @@ from ring_attn.transport.ranks.identity import set_step
 if TYPE_CHECKING:
     from ring_attn import integrations, testing
     from ring_attn.models.parallelize import parallelize
+    from ring_attn.models.recurrent import RecurrentParallel, register_recurrence
     from ring_attn.models.style import ContextParallel
     from ring_attn.testing.audit import audit
 
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ContextParallel",
     "Mask",
+    "RecurrentParallel",
     "Segment",
     "SequenceLayout",
     "Strategy",
@@ -57,6 +59,7 @@ __all__ = [
     "prepare",
     "profiling",
     "recurrence",
+    "register_recurrence",
     "ring_attention",
     "roll",
     "select_backend",
@@ -72,14 +75,20 @@ __all__ = [
 ]
 
 
+_LATE = {
+    "ContextParallel": "models.style",
+    "RecurrentParallel": "models.recurrent",
+    "audit": "testing.audit",
+    "parallelize": "models.parallelize",
+    "register_recurrence": "models.recurrent",
+}
+
 if not TYPE_CHECKING:  # a type checker would take every name for an object
 
     def __getattr__(name: str) -> object:
         """Imports, at their first use, what takes long or needs other packages."""
-        if name in ("ContextParallel", "parallelize"):
-            return getattr(import_module("ring_attn.models.parallelize"), name)
-        if name == "audit":
-            return import_module("ring_attn.testing.audit").audit
+        if name in _LATE:
+            return getattr(import_module(f"ring_attn.{_LATE[name]}"), name)
         if name in ("integrations", "testing"):
             return import_module(f"ring_attn.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

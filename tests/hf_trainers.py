@@ -31,9 +31,7 @@ def texts(num: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(VOCAB, (n,), generator=generator)} for n in lengths]
 
 
-def padded(
-    rows: list[dict[str, Tensor]], without_labels: slice = slice(2, 5)
-) -> dict[str, Tensor]:
+def padded(rows: list[dict[str, Tensor]], without_labels: slice = slice(2, 5)) -> dict[str, Tensor]:
     ids = [row["input_ids"] for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     batch = {

@@ -71,6 +71,7 @@ from ring_attn.integrations.transformers_masks import (
     scales_by_row_index,
 )
 from ring_attn.integrations.transformers_models import (
+    WITH_CACHE,
     causal_of,
     check_config,
     count_call,
@@ -79,7 +80,7 @@ from ring_attn.integrations.transformers_models import (
     watch_models,
     window_of,
 )
-from ring_attn.integrations.transformers_recurrent import WITH_CACHE, Place
+from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import tell_refusal

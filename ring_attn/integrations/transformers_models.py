@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -25,17 +25,19 @@ from torch import Tensor, nn
 
 from ring_attn import groups
 from ring_attn.call import Group
-from ring_attn.integrations.transformers_recurrent import (
-    ALONE_TYPES,
-    RECURRENT_TYPES,
-    ROWWISE_TYPES,
+from ring_attn.models.recurrent import (
     Place,
-    prepare,
-    recurrent_layers,
+    current,
+    functions_of,
     refuse_compiled,
+    split_functions,
 )
 from ring_attn.transport.p2p import tell_refusal
 
+# Types of layers in a config that have a recurrence, and that mix no rows.
+ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
+RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
+ROWWISE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 KNOWN_TYPES = LAYER_TYPES | RECURRENT_TYPES | ROWWISE_TYPES
 
@@ -52,6 +54,11 @@ class Registered(Protocol):
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
         """Where the rows of a recurrent layer stand; None on one rank."""
 
+
+WITH_CACHE = (
+    "recurrent layers on a split sequence do not continue from a cache: generate with another "
+    "attn_implementation, in one process"
+)
 
 # The registered names of attn_implementation.
 registered: dict[str, Registered] = {}
@@ -209,8 +216,10 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recurrent:
             refuse_compiled()
         return
-    for layer in recurrent_layers(model) if recurrent else ():
-        prepare(layer, partial(_place_of, model.config))
+    for layer in model.modules() if recurrent else ():
+        if functions := functions_of(layer):
+            split_functions(layer, functions)
+            _place_rows_of(layer, model.config)
     _forward.depth += 1
     if _forward.depth > 1:
         return
@@ -228,6 +237,42 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     except Exception as error:
         tell_refusal(error, ring.group)
         raise
+
+
+def _place_rows_of(layer: nn.Module, config: Any) -> None:
+    """Hooks a recurrent layer, so that it knows where its rows stand where it is registered.
+
+    The hooks run in each forward, also in those that recompute activations.
+    """
+    if any(hasattr(hook, "enters") for hook in layer._forward_pre_hooks.values()):
+        return
+
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows: Tensor = args[0] if args else kwargs["hidden_states"]
+        current.place = _place_of(config, kwargs, rows.size(1))
+        if current.place is None:
+            return None
+        _refuse_states(layer, kwargs)
+        left_out = dict.fromkeys(
+            {"attention_mask", "cu_seq_lens_q", "cache_params", "past_key_values"} & kwargs.keys()
+        )
+        return args, kwargs | left_out
+
+    enter.enters = True  # type: ignore[attr-defined]
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(_leave, always_call=True)
+
+
+def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    current.place = None
+
+
+def _refuse_states(layer: Any, kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+    layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", 0)
+    states = getattr(layers[index], "has_previous_state", {}) if index < len(layers) else {}
+    if any(states.values()):
+        raise NotImplementedError(WITH_CACHE)
 
 
 def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:

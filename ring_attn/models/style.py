@@ -58,9 +58,6 @@ OutputKey = int | str
 # Arguments of `ring_attention` that change the result; the others choose how to compute it.
 OPTIONS = tuple(MathOptions.__annotations__)
 
-# An attribute that marks the class of a module with a style.
-_MARK = "_ring_attn_context_parallel"
-
 # (batch, heads, rows, headdim)
 _SDPA_DIMS = Dims(seq=2, head=1)
 
@@ -161,25 +158,34 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Changes the module's class to one with another forward; for `parallelize_module`."""
-        cls = type(module)
-        if hasattr(cls, _MARK):
-            raise ValueError(f"a ContextParallel style is applied to this {cls.__name__} already")
-        if "forward" in vars(module):
-            raise NotImplementedError(
-                f"this {cls.__name__} has a forward of its own, instead of its class's; apply "
-                "ContextParallel before that forward is set"
-            )
         attention = _ParallelAttention(self, device_mesh, module)
+        return with_forward(module, self, attention.run)
 
-        # A subclass, like FSDP2's. Copies of the module would share a forward set on the instance,
-        # which would call the original.
-        @wraps(cls.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return attention.run(self, partial(cls.forward, self), args, kwargs)
 
-        body = {"forward": forward, _MARK: attention, "__module__": cls.__module__}
-        module.__class__ = type(f"ContextParallel{cls.__name__}", (cls,), body)
-        return module
+def with_forward(module: nn.Module, style: ParallelStyle, run: Callable[..., Any]) -> nn.Module:
+    """Changes the module's class to one whose forward is `run(module, forward, args, kwargs)`.
+
+    A style is applied to a module once.
+    """
+    cls, name = type(module), type(style).__name__
+    mark = f"_ring_attn_{name}"
+    if hasattr(cls, mark):
+        raise ValueError(f"a {name} style is applied to this {cls.__name__} already")
+    if "forward" in vars(module):
+        raise NotImplementedError(
+            f"this {cls.__name__} has a forward of its own, instead of its class's; apply "
+            f"{name} before that forward is set"
+        )
+
+    # A subclass, like FSDP2's. Copies of the module would share a forward set on the instance,
+    # which would call the original.
+    @wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, partial(cls.forward, self), args, kwargs)
+
+    body = {"forward": forward, mark: style, "__module__": cls.__module__}
+    module.__class__ = type(f"{name}{cls.__name__}", (cls,), body)
+    return module
 
 
 class _Shards(NamedTuple):

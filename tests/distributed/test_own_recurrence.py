@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn import SequenceLayout, TransportOptions, shard_batch
-from ring_attn.integrations import transformers_recurrent
 from ring_attn.integrations.transformers import register
-from ring_attn.integrations.transformers_recurrent import Place, register_recurrence
+from ring_attn.models.recurrent import SPLITS, Place, register_recurrence
 from ring_attn.recurrence import Part, Piece, recurrence
 from tests.bounds import assert_close
 from tests.distributed.pool import on_ranks
@@ -59,7 +58,7 @@ def test_a_kind_of_ones_own() -> None:
             oracle = copy.deepcopy(model).double()(ids).logits
         with (
             register(layout="zigzag"),
-            mock.patch.dict(transformers_recurrent.SPLITS),
+            mock.patch.dict(SPLITS),
         ):
             model = make("ring_attn")
             with refused(NotImplementedError, "register_recurrence"):

@@ -18,12 +18,14 @@ from torch import Tensor
 
 import fsdp2
 import generate
+import hybrid
 import mesh
 import own_mask
 import quickstart
 import train
 from common import Layer, Transformer, batches
 from ring_attn import SequenceLayout, masks, ring_attention
+from ring_attn.models.recurrent import SPLITS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -53,7 +55,7 @@ def test_train() -> None:
     "words",
     ["train.py --steps 2 --seqlen 66 --strategy all_gather", "mesh.py cp=3 --steps 2 --batch 2",
      "own_mask.py --document 100", "fsdp2.py --cp 3 --steps 2 --batch 2",
-     "generate.py --steps 2 --seqlen 65 --tokens 20"],
+     "generate.py --steps 2 --seqlen 65 --tokens 20", "hybrid.py --steps 2 --seqlen 65"],
 )  # fmt: skip
 def test_three_ranks_under_torchrun(words: str) -> None:
     assert "ok" in run(words, *TORCHRUN)
@@ -173,6 +175,22 @@ def generated(wrong: bool) -> bool:
 def test_the_split_cache_gives_the_bytes_of_one_process(ranks: Any) -> None:
     assert ranks(2).run(generated, False) == [True, True]
     assert ranks(2).run(generated, True) == [False, False]
+
+
+# -- hybrid.py
+
+
+def trained_hybrid(every_rank_from_zeros: bool) -> bool:
+    with mock.patch.dict(SPLITS):
+        if every_rank_from_zeros:
+            SPLITS["delta_rule"] = lambda function, place, *qkv, **rows: function(*qkv, **rows)
+        return hybrid.main(Namespace(steps=2, seqlen=33), CPU)
+
+
+@pytest.mark.gloo
+def test_the_verdict_of_hybrid_needs_the_states(ranks: Any) -> None:
+    assert ranks(2).run(trained_hybrid, False) == [True, True]
+    assert ranks(2).run(trained_hybrid, True) == [False, True]
 
 
 # -- quickstart.py, own_mask.py, fsdp2.py

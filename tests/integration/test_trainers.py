@@ -66,7 +66,7 @@ def usual(model: Any, out: Path, of: Of, collate: str = "padded", **options: Any
 
 
 def in_documents(model: Any, out: Path, of: Of) -> Run:
-    """Trains on packed texts; in one process on padded ones, as recurrent layers lose boundaries."""
+    """Trains on packed texts; in one process on padded ones, where Mamba loses boundaries."""
     packed = dist.is_initialized()
     return usual(model, out, of, "packed, with cu_seq_lens" if packed else "padded, all labels")
 

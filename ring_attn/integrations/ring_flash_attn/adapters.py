@@ -28,7 +28,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_int, check_type
 from ring_attn.integrations.transformers import Registration, transformers_package
 from ring_attn.integrations.transformers_models import registered, watch_models
-from ring_attn.integrations.transformers_recurrent import Place
+from ring_attn.models.recurrent import Place
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.p2p import tell_refusal
 

@@ -1,11 +1,15 @@
-"""Linear attention, Mamba and convolutions of Hugging Face models on a split sequence.
+"""Linear attention, state spaces and convolutions of a module on a split sequence.
 
-transformers computes them by functions of a model's Python file, which it replaces by those of fla
-and mamba-ssm where they are installed. Here each of these names has a version for a split sequence,
-which calls that function on pieces of it; all else of a layer works on each row by itself.
+A layer computes them by functions, known here by their names: those of Hugging Face's models, which
+transformers replaces by those of fla and mamba-ssm where they are installed, and those that
+`register_recurrence` adds. `SPLITS` has a version of each for a split sequence, which calls that
+function on pieces of it; all else of a layer works on each row by itself.
 
     Qwen3-Next            in_proj -> causal_conv1d_fn -> torch_chunk_gated_delta_rule -> norm
     on a split sequence   in_proj -> halo, conv       -> recurrence                   -> norm
+
+In a Python file that has such a function, its name gets a function that asks where the rows of the
+layer stand that runs: `RecurrentParallel` says so for a module, `register` for Hugging Face's.
 
 Padding at the end of rows needs nothing: no row sees a later one.
 """
@@ -15,7 +19,9 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,26 +29,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn import functional
 
-from ring_attn import refusals
+from ring_attn import groups, refusals
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.values import as_tuple
+from ring_attn.models.style import with_forward
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from ring_attn.transport.p2p import tell_refusal
 
-__all__ = ["Place", "register_recurrence"]
+__all__ = ["Place"]
+
+# Arguments of functions that differ by piece, or change what the versions here compute by hand.
+NOT_SPLIT = {"initial_state", "initial_states", "seq_idx", "z", "scale"}
 
 # fla's kernels take 16 bits only.
 HAS_FLA = find_spec("fla") is not None
-
-# Types of layers in a config that have a recurrence, and that mix no rows.
-ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
-RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
-ROWWISE_TYPES = {"mlp", "moe"}
-
-WITH_CACHE = (
-    "recurrent layers on a split sequence do not continue from a cache: generate with another "
-    "attn_implementation, in one process"
-)
 
 
 class Place(NamedTuple):
@@ -58,19 +63,26 @@ Split = Callable[..., Any]
 
 
 class _Current(threading.local):
-    """The place of the layer that runs in this thread; None outside, and on one rank."""
+    """The recurrent layer whose forward runs in this thread.
+
+    Attributes:
+        place: where the layer's rows stand; None outside, and on one rank.
+        called: the known functions that the layer has called.
+    """
 
     place: Place | None = None
+    called: set[str] = set()
 
 
-_current = _Current()
+current = _Current()
 
 
 def register_recurrence(function: str, split: Split) -> None:
-    """Lets models run on a split sequence whose layers call a function of this name.
+    """Lets modules run on a split sequence that call a function of this name.
 
-    Layers are known by the names that their forward calls, or by their own class. Register before a
-    model's first forward.
+    Known already, by transformers' names and arguments: `causal_conv1d_fn`,
+    `torch_chunk_gated_delta_rule`, `chunk_kimi_delta_attention`, `mamba2_chunk_scan`,
+    `mamba_selective_scan`. Register others before a model's first forward.
 
     Args:
         function: name of the function, in the Python file of the model; or of the layer's class,
@@ -99,9 +111,100 @@ def register_recurrence(function: str, split: Split) -> None:
     SPLITS[function] = split
 
 
-def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose forward calls one of the known functions."""
-    return (part for part in model.modules() if _called(part))
+@dataclass(kw_only=True, eq=False)
+class RecurrentParallel(ParallelStyle):
+    """A style, for `parallelize`, that splits the sequence of a recurrent module across a mesh.
+
+    Call the module as before, with this rank's rows as plain tensors. Results and gradients are
+    those of the module on the whole sequence. All that mixes rows must be in `functions`; all else
+    must work on each row by itself. Checkpoint the module, not parts of it, which would be computed
+    again outside of its forward.
+
+    Args:
+        functions: names of the functions in the module's Python file that mix rows, of those that
+            `register_recurrence` lists and knows; each must be called in each forward. Instead of a
+            function, the name of the module's class, if its whole forward is known.
+        layout: positions of each rank: a `SequenceLayout`, or "contiguous", "zigzag" or "striped"
+            if all ranks have equally many rows, in dim 1 of the first argument.
+        cu_seqlens: boundaries of documents in the whole sequence, or a function of the module that
+            returns them, called in each forward.
+
+    Raises:
+        ValueError: a function is not known, or the layout's name.
+        TypeError: a type is not accepted.
+    """
+
+    functions: Sequence[str]
+    layout: str | SequenceLayout = "contiguous"
+    cu_seqlens: Tensor | Callable[[nn.Module], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        self.functions = as_tuple("functions", self.functions)
+        unknown = sorted({*self.functions} - SPLITS.keys())
+        if unknown or not self.functions:
+            raise ValueError(
+                f"functions must be some of {sorted(SPLITS)}, got {list(self.functions)}: "
+                "register_recurrence makes others known"
+            )
+        if isinstance(self.layout, str):
+            SequenceLayout.from_name(self.layout, 0, 1)
+        elif not isinstance(self.layout, SequenceLayout):
+            raise TypeError(f"layout must be a SequenceLayout or its name, got {self.layout!r}")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Changes the module's class to one with another forward; for `parallelize_module`."""
+        name, group = type(module).__name__, groups.check_group(device_mesh)
+        missing = sorted({*self.functions} - _names_at(module).keys())
+        if missing:
+            raise ValueError(f"{missing} are no functions in the Python file of {name}")
+        split_functions(module, self.functions)
+
+        def run(
+            module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        ) -> Any:
+            if torch.compiler.is_compiling():
+                refuse_compiled()
+            try:
+                place = self._place(module, group, args)
+                with at(place) as called:
+                    out = forward(*args, **kwargs)
+                left = sorted({*self.functions} - called)
+                if left and place is not None:
+                    raise NotImplementedError(
+                        f"{name} did not call {left}, so that its rows were mixed in another way: "
+                        "give RecurrentParallel the functions that it calls"
+                    )
+            except Exception as error:
+                tell_refusal(error, group)
+                raise
+            return out
+
+        return with_forward(module, self, run)
+
+    def _place(
+        self, module: nn.Module, group: dist.ProcessGroup, args: tuple[Any, ...]
+    ) -> Place | None:
+        if not args or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor):
+            raise TypeError(
+                f"{type(module).__name__} must get this rank's rows, a plain tensor, as its first "
+                f"argument, got {[type(x).__name__ for x in args]}"
+            )
+        world_size, layout = dist.get_world_size(group), self.layout
+        if isinstance(layout, str):
+            layout = SequenceLayout.from_name(layout, args[0].size(1) * world_size, world_size)
+        cuts = self.cu_seqlens(module) if callable(self.cu_seqlens) else self.cu_seqlens
+        return Place(layout, cuts, group) if world_size > 1 else None
+
+
+@contextmanager
+def at(place: Place | None) -> Iterator[set[str]]:
+    """A context in which known functions run at a place; gives the names of those that did."""
+    outside = current.place, current.called
+    current.place, current.called = place, set()
+    try:
+        yield current.called
+    finally:
+        current.place, current.called = outside
 
 
 # Not traced: an error while tracing would run the rest as it is, with half of the hooks.
@@ -112,14 +215,22 @@ def refuse_compiled() -> None:
     )
 
 
-def prepare(layer: nn.Module, place_of: Callable[[dict[str, Any], int], Place | None]) -> None:
-    """Makes a layer call the known functions' versions for a split sequence, where `place_of` says.
+def functions_of(layer: nn.Module) -> set[str]:
+    """The known functions that a layer's forward calls, or its class."""
+    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    called = {*getattr(code, "co_names", ()), type(layer).__name__}
+    return SPLITS.keys() & called & _names_at(layer).keys()
 
-    `place_of` gets the layer's keywords and its number of rows. It is called before each forward,
-    also of those that recompute activations.
-    """
-    names = inspect.unwrap(type(layer).forward).__globals__
-    for function in _called(layer):
+
+def _names_at(layer: nn.Module) -> dict[str, Any]:
+    """The names in the Python file of a layer."""
+    return getattr(inspect.unwrap(type(layer).forward), "__globals__", {})
+
+
+def split_functions(layer: nn.Module, functions: Collection[str]) -> None:
+    """Makes known functions in a layer's Python file ask for the current place."""
+    names = _names_at(layer)
+    for function in functions:
         found, is_layer = names[function], isinstance(names[function], type)
         inner = found.forward if is_layer else found
         if hasattr(inner, "dispatches"):
@@ -128,54 +239,20 @@ def prepare(layer: nn.Module, place_of: Callable[[dict[str, Any], int], Place | 
             found.forward = _dispatching(function, inner)
         else:
             names[function] = _dispatching(function, inner)
-    if any(hasattr(hook, "enters") for hook in layer._forward_pre_hooks.values()):
-        return
-
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rows: Tensor = args[0] if args else kwargs["hidden_states"]
-        _current.place = place_of(kwargs, rows.size(1))
-        if _current.place is None:
-            return None
-        _refuse_states(layer, kwargs)
-        left_out = dict.fromkeys(
-            {"attention_mask", "cu_seq_lens_q", "cache_params", "past_key_values"} & kwargs.keys()
-        )
-        return args, kwargs | left_out
-
-    enter.enters = True  # type: ignore[attr-defined]
-    layer.register_forward_pre_hook(enter, with_kwargs=True)
-    layer.register_forward_hook(_leave, always_call=True)
-
-
-def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    _current.place = None
-
-
-def _called(layer: nn.Module) -> set[str]:
-    forward = inspect.unwrap(type(layer).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return set()
-    return SPLITS.keys() & {*code.co_names, type(layer).__name__} & forward.__globals__.keys()
 
 
 def _dispatching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _current.place is None:
+        place = current.place
+        if place is None:
             return function(*args, **kwargs)
-        return SPLITS[name](function, _current.place, *args, **kwargs)
+        current.called.add(name)
+        with at(None):  # the function itself gets pieces
+            return SPLITS[name](function, place, *args, **kwargs)
 
     call.dispatches = True  # type: ignore[attr-defined]
     return call
-
-
-def _refuse_states(layer: Any, kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
-    layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", 0)
-    states = getattr(layers[index], "has_previous_state", {}) if index < len(layers) else {}
-    if any(states.values()):
-        raise NotImplementedError(WITH_CACHE)
 
 
 # -- the functions
@@ -188,9 +265,10 @@ def _convolution(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **ignored: Any,
+    **others: Any,
 ) -> Tensor:
     """(batch, channels, rows) -> likewise."""
+    _check_others(others)
 
     def run(x: Tensor) -> Tensor:
         return conv(x, weight, bias, activation=activation)
@@ -208,9 +286,10 @@ def _delta_rule(
     beta: Tensor,
     *,
     use_qk_l2norm_in_kernel: bool = False,
-    **ignored: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Gated delta rule, or Kimi's, whose decays `g` are those of channels; no end state."""
+    _check_others(others)
     out = linear_attention(
         kernel, query, key, value, rows={"g": g, "beta": beta}, **place._asdict(),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, float32=not HAS_FLA,
@@ -231,9 +310,10 @@ def _mamba2(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **ignored: Any,
+    **others: Any,
 ) -> Tensor:
     """State space of scalar decays: dt (batch, rows, heads), C (batch, rows, groups, state)."""
+    _check_others(others)
     options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
     def run(piece: Piece) -> Part:
@@ -321,6 +401,13 @@ def _lightning(
 
     out = layer.norm(recurrence(run, **place._asdict()))
     return layer.out_proj(functional.sigmoid(layer.output_gate(hidden_states)) * out), None
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    """Refuses arguments of rows or states that a piece of them would not have."""
+    given = sorted(name for name in NOT_SPLIT if others.get(name) is not None)
+    if given:
+        raise NotImplementedError(f"{', '.join(given)} of a recurrence are not built on split rows")
 
 
 def _discretized(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
