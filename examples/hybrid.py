@@ -111,7 +111,9 @@ def make_split(layout: SequenceLayout, device: torch.device) -> Hybrid:
     style = RecurrentParallel(functions=["delta_rule"], layout=layout)
     ring_attn.parallelize(model, mesh, {"layers.*.delta": style})
     # (3) Softmax attention, as in train.py.
-    model.layers["3"].attention = partial(ring_attn.ring_attention, causal=True, layout=layout)
+    last = model.layers["3"]
+    assert isinstance(last, Layer)
+    last.attention = partial(ring_attn.ring_attention, causal=True, layout=layout)
     return model
 
 
