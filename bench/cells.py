@@ -18,7 +18,6 @@ import torch
 from rich.table import Table
 
 from ring_attn.bench.implementations import (
-    IMPLEMENTATIONS,
     OURS,
     Data,
     Implementation,
@@ -39,17 +38,9 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.cli.arguments import (
-    add_common,
-    format_size,
-    new_table,
-    parse_dtype,
-    parse_seconds,
-    parse_size,
-    parse_sizes,
-    show,
-)
-from ring_attn.cli.launch import DEVICES
+from ring_attn.cli.arguments import format_size, new_table, show
+from ring_attn.cli.options.bench import MODES
+from ring_attn.cli.options.bench_kernel import IMPLEMENTATIONS
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
@@ -61,7 +52,6 @@ COPY_BYTES, COPY_ITERS = 4 << 30, 15
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
 
 # The modes of the rows for each --mode, and the stages of a call in each mode.
-MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 
@@ -331,28 +321,6 @@ def _figures(row: CellRow | None) -> list[str]:
 # -- options; each is stored under the name of its field of `CellSetting`
 
 
-def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -> None:
-    """Adds the options of every benchmark on one device; `heads` are those on a GPU."""
-    add = parser.add_argument
-    pairs = f"query heads / kv heads, as 32/8 (default: {heads}; on a CPU 4/2)"
-    add("--heads", type=parse_heads, help=pairs)
-    add("--head-dim", dest="head_dims", type=parse_sizes, help="default: 128; on a CPU 16 or 64")
-    add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
-    budget = "start no measurement after this time (default: no limit)"
-    add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
-    add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
-    add_common(parser)
-
-
-def add_cell_arguments(parser: argparse.ArgumentParser, default: CellSetting) -> None:
-    """Adds the options of `Cells`; `default` is the setting on a GPU."""
-    add = parser.add_argument
-    lens = ",".join(map(format_size, default.seqlens))
-    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
-    add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {default.iters})")
-    add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in default.heads))
-
-
 def setting_of(args: argparse.Namespace, gpu: CellSetting, cpu: CellSetting) -> CellSetting:
     """The options that are given, and the rest of the default for the device."""
     device = parse_device(args.device)
@@ -360,18 +328,6 @@ def setting_of(args: argparse.Namespace, gpu: CellSetting, cpu: CellSetting) -> 
     names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return replace(default, **given | {"device": device})
-
-
-def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Query and kv heads: "32/8,16" is ((32, 8), (16, 16))."""
-    pairs = []
-    for part in text.split(","):
-        q, _, kv = part.partition("/")
-        heads, kv_heads = parse_size(q), parse_size(kv or q)
-        if heads % kv_heads:
-            raise argparse.ArgumentTypeError(f"{part!r}: kv heads must divide the query heads")
-        pairs.append((heads, kv_heads))
-    return tuple(pairs)
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -28,6 +28,7 @@ from ring_attn import drivers
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.cli.options.bench import FLASH_PACKAGES, SDPA_BACKENDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
@@ -41,15 +42,8 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs
 
-FLASH_PACKAGES = {
-    "flash-attn": "flash_attn",
-    "flash-attn-3": "flash_attn_interface",
-    "flash-attn-4": "flash_attn.cute",
-}
-SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # Ours in `bench kernel`, and in `bench decode`.
 OURS = ("ours", "parts", "whole")
-IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
 
 # Most characters of a reason, which is one line of a table.
 REASON_CHARS = 160

@@ -23,8 +23,6 @@ from ring_attn.transport.base import TransportStats
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p
 
-MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
-
 Attend = Callable[..., Tensor]
 
 

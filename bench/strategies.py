@@ -1,17 +1,4 @@
-"""Times every fixed strategy over many shapes, and compares auto's choice with the best of them.
-
-All strategies of a shape run in turn within every repetition, so that drift of the machine affects
-all alike. A time is the slowest rank's for forward and backward; medians are over the repetitions.
-Auto chooses one of the strategies, from a calibration of this machine only. Of the shapes "long
-tail", one batch of documents in three layouts, the times tell what `ring_attn.pack` gains:
-
-    packed         documents whole on one rank if they fit
-    zigzag         chunks r and 2P-1-r of the packed sequence, wherever documents begin
-    per document   chunks r and 2P-1-r of every document
-
-    ring-attn calibrate --json machine.json
-    ring-attn bench strategies --cluster machine.json --json strategies.json
-"""
+"""`ring-attn bench strategies`: times every strategy over many shapes, beside auto's choice."""
 
 from __future__ import annotations
 
@@ -31,17 +18,10 @@ from torch import Tensor
 import ring_attn
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
-from ring_attn.cli.arguments import (
-    add_common,
-    is_first_rank,
-    new_table,
-    parse_input,
-    parse_size,
-    parse_sizes,
-    show,
-)
+from ring_attn.cli.arguments import is_first_rank, new_table, show
 from ring_attn.cli.calibrate import calibrate
 from ring_attn.cli.launch import run_ranks, send_part, timed_on_ranks
+from ring_attn.cli.options.bench_strategies import ITERS, MAX_ITERS, SECONDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.segments import Segment
 from ring_attn.planning.choice import Choice
@@ -49,10 +29,7 @@ from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.strategy import Strategy
 
-WORLD_SIZES = (2, 4)
-# A shape is repeated for SECONDS, from ITERS to MAX_ITERS times: short calls vary most.
-ITERS, MAX_ITERS, SECONDS, WARMUP = 7, 35, 4.0, 1
-QUICK_ITERS = 2
+WARMUP, QUICK_ITERS = 1, 2
 
 # Auto's choice should be within this share of the best.
 SHARE = 0.10
@@ -169,25 +146,6 @@ class ShapeVerdict:
     def ratio(self) -> float:
         """Auto's time / the best time."""
         return self.auto_ms / self.best_ms
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--world-sizes",
-        type=parse_sizes,
-        default=WORLD_SIZES,
-        help="numbers of ranks (default: 2,4)",
-    )
-    add(
-        "--shapes",
-        help="comma-separated words; only shapes with one of them in their names (default: all)",
-    )
-    iters = f"repetitions (default: for {SECONDS:g} s, {ITERS} to {MAX_ITERS})"
-    add("--iters", type=parse_size, help=iters)
-    cluster = "a file of ring-attn calibrate (default: calibrates first)"
-    add("--cluster", metavar="FILE", type=parse_input, help=cluster)
-    add_common(parser)
 
 
 class Strategies(Report[StrategySetting, StrategyRow]):

@@ -6,9 +6,9 @@ from ring_attn.cli.main import Command, main
 
 PROG = "python -m dev"
 COMMANDS = (
-    Command("aot", "dev.aot", "compile and check every kernel without a GPU"),
-    Command("fuzz", "dev.fuzz", "random calls against float64, until one fails"),
-    Command("release", "dev.release", "try a release's files in a fresh environment"),
+    Command("aot", "dev.aot", "dev.aot", "compile and check every kernel without a GPU"),
+    Command("fuzz", "dev.fuzz", "dev.fuzz", "random calls against float64, until one fails"),
+    Command("release", "dev.release", "dev.release", "try a release in a fresh environment"),
 )
 
 if __name__ == "__main__":

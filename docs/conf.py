@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
 import sys
 from contextlib import redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ sys.path[:0] = [str(HERE.parent)]
 os.environ["COLUMNS"] = "100"  # the width of the commands' help
 
 from ring_attn import __version__  # noqa: E402
-from ring_attn.cli.main import COMMANDS, main  # noqa: E402
+from ring_attn.cli.main import COMMANDS, PROG, main  # noqa: E402
 
 project = "ring_attn"
 version = release = __version__
@@ -71,14 +69,7 @@ def write_commands(path: Path) -> None:
     """A page with the help of every command."""
     parts = ["# Commands and their options", "`ring-attn COMMAND --help` prints the same."]
     for command in COMMANDS:
-        module = import_module(command.module)
-        parser = argparse.ArgumentParser(
-            prog=f"ring-attn {command.name}",
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(parser)
-        text = parser.format_help().rstrip()
+        text = command.parser(PROG).format_help().rstrip()
         parts.append(f"## ring-attn {command.name}\n\n````text\n{text}\n````")
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 

@@ -28,6 +28,7 @@ from ring_attn.profiling import stats
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.identity import set_step
+from ring_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ring_attn import integrations, testing
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from ring_attn.models.recurrent import RecurrentParallel, register_recurrence
     from ring_attn.models.style import ContextParallel
     from ring_attn.testing.audit import audit
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ContextParallel",

@@ -1,5 +1,7 @@
 """Options that the subcommands of `ring-attn` share: sizes such as 8k, dtypes, --json, --quiet.
 
+Nothing here imports torch before it is called: a command's help does not wait for it.
+
 The `parse_*` functions raise argparse.ArgumentTypeError; argparse shows its text.
 """
 
@@ -20,11 +22,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from ring_attn.core.dtypes import BY_NAME, SHORT_NAMES
-
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
 T = TypeVar("T")
@@ -93,6 +92,8 @@ def names_of(known: Iterable[str], *, least: int = 0) -> Callable[[str], tuple[s
 
 def parse_dtype(text: str) -> torch.dtype:
     """A dtype from its name in torch, or from fp16, bf16, fp32, fp64."""
+    from ring_attn.core.dtypes import BY_NAME, SHORT_NAMES  # needs torch, which help does not
+
     name = SHORT_NAMES.get(text, text)
     if name not in BY_NAME:
         raise argparse.ArgumentTypeError(

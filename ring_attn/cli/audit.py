@@ -1,50 +1,19 @@
-"""`ring-attn audit FILE:FUNCTION`: says what a training step does wrong on several ranks.
-
-The function takes no arguments, and does what the training does for one rank: it makes a small
-model from a seed, and a batch; it runs forward and backward, and sums gradients. It returns the
-model, or (model, loss), or (model, loss, evaluation loss). It runs on each number of ranks, and in
-one process as their twin, whose batch is that of all ranks together.
-
-    ring-attn audit train.py:step
-    ring-attn audit train.py:step --world-size 2 4
-    ring-attn audit train.py:step --tiny        models of transformers shrunk to 2 layers
-
-The exit status is 1 if a result of the ranks differs from the twin's.
-"""
+"""`ring-attn audit FILE:FUNCTION`: says what a training step does wrong on several ranks."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from ring_attn.cli.arguments import add_common, parse_size, write_json
+from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import machine
-from ring_attn.testing.audit import WORLD_SIZES, audit
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("step", metavar="FILE:FUNCTION", help="the training step of a rank")
-    sizes = " ".join(map(str, WORLD_SIZES))
-    add(
-        "--world-size", nargs="+", type=parse_size, metavar="N",
-        help=f"numbers of ranks (default: {sizes}; with --quick the first)",
-    )  # fmt: skip
-    add(
-        "--timeout", type=float, default=120.0, metavar="S", help="seconds for a run (default: 120)"
-    )
-    threads = "CPU threads of each rank (default: cores / ranks)"
-    add("--threads", type=parse_size, metavar="N", help=threads)
-    add(
-        "--tiny", action="store_true",
-        help="shrink models of transformers to 2 layers, few heads and random weights",
-    )  # fmt: skip
-    add_common(parser)
+from ring_attn.core.names import AUDITED_SIZES
+from ring_attn.testing.audit import audit
 
 
 def run(args: argparse.Namespace) -> int:
     """Audits a step and prints the report; returns 1 if it found something."""
-    sizes = args.world_size or WORLD_SIZES
+    sizes = args.world_size or AUDITED_SIZES
     try:
         report = audit(
             args.step, sizes[:1] if args.quick else sizes, timeout=args.timeout,

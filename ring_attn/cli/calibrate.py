@@ -1,13 +1,4 @@
-"""Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
-
-    ring-attn calibrate --json machine.json           # 1, 2 and 4 ranks, one thread each
-    ring-attn plan --cluster machine.json ...
-
-All ranks work at the same time, so the figures include contention (cores, memory, the loopback).
-Messages and copies go into new memory, as in a call; on a CPU its page faults may take longer than
-the copy. `devices.Rate` is fitted to the times of tiles, `devices.Link` to the times of messages.
-The table shows the largest errors of the fits.
-"""
+"""`ring-attn calibrate`: measures this machine for the simulator, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -28,11 +19,7 @@ from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
 from ring_attn.cli.arguments import (
-    add_common,
     command_line,
-    parse_dtype,
-    parse_size,
-    parse_sizes,
     table_console,
     with_options,
     write_if_interrupted,
@@ -111,22 +98,6 @@ class MessageSample:
     op: str
     nbytes: int
     seconds: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (default: 1,2,4)")
-    add("--heads", type=parse_size, default=8, help="heads of q, k and v (default: 8)")
-    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
-    add("--dtype", type=parse_dtype, default=torch.float32, help="of q, k and v (default: float32)")
-    add("--backend", default="auto", help="as for ring_attention (default: auto)")
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="where to run (default: cuda if there are enough GPUs)",
-    )
-    add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,13 +1,4 @@
-"""`ring-attn doctor`: whether this machine is ready, on one screen, and what mends what is not.
-
-    ring-attn doctor
-    torchrun --nnodes 2 --nproc-per-node 8 -m ring_attn doctor    also names ranks that differ
-
-It runs a ring of two ranks here and compares it with attention in float64, says which backend takes
-each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and noted first
-uses. Under torchrun its ranks are the ring; --quick leaves the ring out. The exit status is 1 if
-something is wrong; what is only missing, such as an optional package, leaves it 0.
-"""
+"""`ring-attn doctor`: whether this machine is ready, and what mends what is not."""
 
 from __future__ import annotations
 
@@ -27,7 +18,7 @@ from rich.text import Text
 
 from ring_attn import first_use, select_backend
 from ring_attn.backends import Purpose
-from ring_attn.cli.arguments import add_common, write_json
+from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import VARIABLES, gpu_text, machine
 from ring_attn.cli.launch import (
     LAUNCH_ORDER,
@@ -82,10 +73,6 @@ class Finding:
     state: str
     text: str
     mend: str = ""  # what to do
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ring_attn import __version__, select_backend
-from ring_attn.cli.arguments import add_common, new_table, write_json
+from ring_attn import select_backend
+from ring_attn.cli.arguments import new_table, write_json
 from ring_attn.cli.launch import num_cores
 from ring_attn.core.dtypes import BY_NAME
+from ring_attn.version import __version__
 
 # Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
@@ -74,10 +75,6 @@ def backend_reasons() -> dict[str, dict[str, str | None]]:
             for backend, reason in reasons.items():
                 by_backend.setdefault(backend, {})[f"{device} {name}"] = reason
     return by_backend
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:

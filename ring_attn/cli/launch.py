@@ -30,12 +30,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ring_attn.core.names import DEVICES
 from ring_attn.core.values import env_int
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-DEVICES = ("cpu", "cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 # Makes kernels of several NCCL communicators start in the host's order. Otherwise a kernel that

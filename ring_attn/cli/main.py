@@ -1,8 +1,8 @@
-"""The `ring-attn` command: a table of subcommands, each a module with `add_arguments` and `run`.
+"""The `ring-attn` command: a table of subcommands, each with a module of options and one that runs.
 
-Only the chosen subcommand's module is imported. A user's error prints one line on stderr and exits
-with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C, SIGTERM and SIGHUP print one line too, and
-exit with 130, 143 and 129; what was measured so far is in the report.
+Help and wrong options need only the former, which import no torch. A user's error prints one line
+on stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C, SIGTERM and SIGHUP
+print one line too, and exit with 130, 143 and 129; what was measured so far is in the report.
 """
 
 from __future__ import annotations
@@ -17,43 +17,12 @@ from importlib import import_module
 from multiprocessing import active_children
 from typing import NamedTuple, NoReturn
 
-from ring_attn import __version__
 from ring_attn.cli.arguments import is_first_rank, write_if_interrupted, write_so_far
-from ring_attn.transport.ranks.identity import debug_enabled
+from ring_attn.version import __version__
 
 PROG = "ring-attn"
 
-
-class Command(NamedTuple):
-    """A subcommand: its words, its module, and its line of help."""
-
-    name: str
-    module: str
-    help: str
-
-
-COMMANDS = (
-    Command("doctor", "ring_attn.cli.doctor", "check that this machine is ready"),
-    Command("env", "ring_attn.cli.env", "show what is installed and which backends can run"),
-    Command(
-        "verify", "ring_attn.cli.verify", "check every result against dense attention in float64"
-    ),
-    Command("audit", "ring_attn.cli.audit", "say what a training step does wrong on several ranks"),
-    Command("plan", "ring_attn.cli.plan", "predict the best strategy and the costs of each step"),
-    Command(
-        "bench strategies", "ring_attn.bench.strategies", "time every strategy, and auto's choice"
-    ),
-    Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
-    Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
-    Command("bench decode", "ring_attn.bench.decode", "time of a query against long caches"),
-    Command("calibrate", "ring_attn.cli.calibrate", "measure this machine for the simulator"),
-    Command("tune", "ring_attn.cli.tune", "find the fastest configs of the kernels on a GPU"),
-)
-
 EXIT_USAGE = 2
-
-# Errors that the package raises for wrong arguments; all others keep their traceback.
-USER_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +30,51 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class Command(NamedTuple):
+    """A subcommand: its words, two modules, and its line of help.
+
+    `options` has the text of its help and `add_arguments`, `module` has `run`.
+    """
+
+    name: str
+    options: str
+    module: str
+    help: str
+
+    def parser(self, prog: str) -> Parser:
+        options = import_module(self.options)
+        parser = Parser(
+            prog=f"{prog} {self.name}",
+            description=options.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        options.add_arguments(parser)
+        return parser
+
+
+def _ours(name: str, module: str, help: str) -> Command:
+    options = f"ring_attn.cli.options.{name.replace(' ', '_')}"
+    return Command(name, options, f"ring_attn.{module}", help)
+
+
+COMMANDS = (
+    _ours("doctor", "cli.doctor", "check that this machine is ready"),
+    _ours("env", "cli.env", "show what is installed and which backends can run"),
+    _ours("verify", "cli.verify", "check every result against dense attention in float64"),
+    _ours("audit", "cli.audit", "say what a training step does wrong on several ranks"),
+    _ours("plan", "cli.plan", "predict the best strategy and the costs of each step"),
+    _ours("bench strategies", "bench.strategies", "time every strategy, and auto's choice"),
+    _ours("bench ring", "bench.ring", "time and memory of ring attention"),
+    _ours("bench kernel", "bench.kernel", "TFLOP/s of attention on one device"),
+    _ours("bench decode", "bench.decode", "time of a query against long caches"),
+    _ours("calibrate", "cli.calibrate", "measure this machine for the simulator"),
+    _ours("tune", "cli.tune", "find the fastest configs of the kernels on a GPU"),
+)
+
+# Errors that the package raises for wrong arguments; all others keep their traceback.
+USER_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 
 
 def main(
@@ -77,7 +91,7 @@ def main(
             signal.signal(number, _interrupt)
     write_if_interrupted(None, dict)
     try:
-        return _run(name, command.module, words[len(command.name.split()) :])
+        return _run(prog, command, words[len(command.name.split()) :])
     except KeyboardInterrupt as ended:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second ^C
         _end_by(signal.Signals(ended.args[0] if ended.args else signal.SIGINT), name)
@@ -103,20 +117,16 @@ def _end_by(number: signal.Signals, name: str) -> NoReturn:
     os._exit(128 + number)
 
 
-def _run(name: str, module_name: str, options: list[str]) -> int:
+def _run(prog: str, command: Command, options: list[str]) -> int:
+    parser = command.parser(prog)
     try:
-        module = import_module(module_name)
-        parser = Parser(
-            prog=name,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(parser)
         for word in options:
             if word.endswith("=--"):
                 # argparse would ignore the value.
                 parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
         args = parser.parse_args(options)
+        load()
+        module = import_module(command.module)
         with ExitStack() as stack:
             if os.environ.get("RANK", "0") != "0":
                 # Under torchrun every rank runs the command; only rank 0 prints.
@@ -124,12 +134,20 @@ def _run(name: str, module_name: str, options: list[str]) -> int:
                 stack.enter_context(redirect_stdout(nothing))
             status: int = module.run(args)
     except USER_ERRORS as error:
-        if debug_enabled():
+        if os.environ.get("RING_ATTN_DEBUG", "") not in ("", "0"):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        print(f"{name}: {text}", file=sys.stderr)
+        print(f"{parser.prog}: {text}", file=sys.stderr)
         return EXIT_USAGE
     return status
+
+
+def load() -> None:
+    """Runs the `__init__` of the package where `ring_attn_cli` has left it out."""
+    package = sys.modules["ring_attn"]
+    if not hasattr(package, "__all__"):
+        assert package.__spec__ is not None and package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
 
 
 def _find(words: list[str], commands: Sequence[Command]) -> Command | None:

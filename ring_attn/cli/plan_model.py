@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ring_attn.cli.options.plan import HEADDIM, HEADS
 from ring_attn.core.values import regular_file
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
-
-# Sizes without --model, of a layer as Llama 3 8B's.
-HEADS, HEADDIM = 32, 128
 
 
 @dataclass(frozen=True)

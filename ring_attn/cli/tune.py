@@ -1,22 +1,4 @@
-"""Finds the fastest configs of the kernels on one device: builds, checks and times them.
-
-    ring-attn tune --json tune.json            on a GPU, in 10 minutes
-    RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, which must be the same on every rank
-    RING_ATTN_CONFIGS=tune.json ring-attn bench kernel     compares with cuDNN and flash-attn
-    ring-attn tune --device cpu                in the interpreter: only tests the search
-
-Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent: all
-configs of `configs.search_space`, and on sm_90 those of the forward in Gluon. The configs are
-
-    built      by --jobs processes, which run each config once and so fill triton's cache on disk; a
-               config that crashes its process loses only its own row
-    checked    against float64 (`judge`), and REPEATS runs must be equal bit for bit
-    timed      in turn within every repetition
-
-A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s count
-the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding (one token
-against all keys). The exit status is 1 if a frozen config is wrong.
-"""
+"""`ring-attn tune`: finds the fastest configs of the kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -36,14 +18,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.bench.cells import add_device_arguments, parse_device
+from ring_attn.bench.cells import parse_device
 from ring_attn.bench.implementations import Data, Kernels, Shape, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, free_memory, quantiles, time_in_turn, watch_for
-from ring_attn.cli.arguments import format_size, names_of, new_table, parse_size, show
+from ring_attn.cli.arguments import format_size, new_table, show
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import map_in_processes, num_cores
+from ring_attn.cli.options.tune import PRODUCTS
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
@@ -55,9 +38,6 @@ KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
 
 # Number of configs of each kind in the table, the fastest first.
 SHOWN = 5
-
-# Matrix products of a kernel, each of 2 x pairs x head_dim FLOPs.
-PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
 
 # Number of timed runs of a config, and of runs whose bits must be equal.
 ITERS, REPEATS = 12, 20
@@ -388,21 +368,6 @@ def table(rows: Sequence[TuneRow], title: str) -> Table:
         shown_table.add_row("", f"and {len(of_kind) - len(shown)} more, {without} without a time")
         shown_table.add_section()
     return shown_table
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    names = f"some of {','.join(PRODUCTS)} (default: all)"
-    add("--kernels", type=names_of(PRODUCTS), default=",".join(PRODUCTS), help=names)
-    rows = "rows {} mask (default: {}, on a CPU 128; --quick: a quarter)"
-    add("--full-rows", type=parse_size, help=rows.format("without a", "16k"))
-    add("--causal-rows", type=parse_size, help=rows.format("with a causal", "32k"))
-    add(
-        "--jobs",
-        type=int,
-        help="processes that compile; 0: this process only (default: one per core)",
-    )
-    add_device_arguments(parser)
 
 
 def setting_of(args: argparse.Namespace) -> TuneSetting:

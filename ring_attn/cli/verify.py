@@ -1,18 +1,4 @@
-"""`ring-attn verify`: compares ring attention on this machine with dense attention in float64.
-
-A case is one call: strategy, backend, layout, mask, dtype, heads, length, softcap and sinks. Each
-rank computes its shard; rank 0 checks out, lse and every gradient against the bound of
-`ring_attn.testing`, which follows from plain PyTorch's error in the same dtype. The figures are
-error / bound: above 1 a case fails. All buffers start as NaN.
-
-    ring-attn verify                                         a sample of the table, in a minute
-    ring-attn verify --all --world-size 3 --strategy ring hybrid
-    torchrun --nproc-per-node 4 -m ring_attn verify
-
-A sample has every strategy with every layout, mask, backend and dtype; `--seed` draws another one.
-The exit status is 1 if a case failed or none passed. Cases that a backend refuses are listed with
-the reason; they neither fail nor pass.
-"""
+"""`ring-attn verify`: compares ring attention on this machine with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -32,9 +18,7 @@ from rich.text import Text
 
 from ring_attn import select_backend
 from ring_attn.cli.arguments import (
-    add_common,
     new_table,
-    parse_size,
     progress,
     table_console,
     write_if_interrupted,
@@ -42,13 +26,13 @@ from ring_attn.cli.arguments import (
 )
 from ring_attn.cli.env import backend_reasons, machine
 from ring_attn.cli.launch import (
-    DEVICES,
     checked_device,
     rank_device,
     run_ranks,
     send_part,
     under_torchrun,
 )  # fmt: skip
+from ring_attn.cli.options.verify import DEFAULT_WORLD_SIZE
 from ring_attn.core.values import env_int
 from ring_attn.testing import (
     LAYOUTS,
@@ -63,8 +47,6 @@ from ring_attn.testing import (
     usable_backends,
 )
 from ring_attn.testing.cases import sample
-
-DEFAULT_WORLD_SIZE = 4
 
 # Cases of a sample: with 240, each strategy meets every layout and mask.
 SAMPLE, QUICK = 240, 40
@@ -124,31 +106,6 @@ def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
             break
     lost = "not run: the ranks were out of step after the case before"
     return results + [CaseResult(case, error=lost) for case in wanted[len(results) :]]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--world-size", type=parse_size, metavar="N",
-        help=f"ranks to start (default: {DEFAULT_WORLD_SIZE}, or as many as torchrun started)",
-    )  # fmt: skip
-    add(
-        "--strategy", nargs="+", choices=(*STRATEGIES, "all"), metavar="NAME", default=["all"],
-        help=f"some of {', '.join(STRATEGIES)} (default: all)",
-    )  # fmt: skip
-    add("--backend", nargs="+", metavar="NAME", help="some by name (default: all that can run)")
-    layouts = f"some of {', '.join(LAYOUTS)} (default: all)"
-    add("--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=layouts)
-    add("--all", action="store_true", help="every case of the table")
-    add("--seed", type=int, metavar="N", help="of the sample (default: drawn, and printed)")
-    add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
-    add(
-        "--threads",
-        type=parse_size,
-        metavar="N",
-        help="CPU threads of each rank (default: cores / ranks)",
-    )
-    add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from ring_attn.backends import choose_backend
 from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.names import STRATEGIES
 from ring_attn.core.program import Program
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import on_host
@@ -49,9 +50,13 @@ def registered(code: StrategyCode) -> Iterator[None]:
         code_of.cache_clear()
 
 
-for _code in (ring.CODE, all_gather.CODE, exchange.CODE):
-    register(_code)
-NAMES |= {**ulysses.NAMES, "double_ring": ring.DOUBLE_RING, "q_exchange": q_exchange.NAMED}
+CODES = {code.name: code for code in (ring.CODE, all_gather.CODE, exchange.CODE)}
+NAMED = {**ulysses.NAMES, "double_ring": ring.DOUBLE_RING, "q_exchange": q_exchange.NAMED}
+for _name in STRATEGIES:
+    if _name in CODES:
+        register(CODES[_name])
+    else:
+        NAMES[_name] = NAMED[_name]
 
 
 @lru_cache(maxsize=1024)

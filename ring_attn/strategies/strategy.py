@@ -54,7 +54,6 @@ class Named:
 
 
 CORES: dict[str, Core] = {}
-# In the order of the planner's candidates: of equally fast ones the first is chosen.
 NAMES: dict[str, Named] = {}
 
 

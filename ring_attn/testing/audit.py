@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from ring_attn.cli.launch import run_ranks, under_torchrun
+from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.core.values import as_ints
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, error_of, results_of
 from ring_attn.testing.hypotheses import Finding
 from ring_attn.testing.observe import Change, Outcome, find, run_step
-
-WORLD_SIZES = (2, 3, 4)
 
 # Runs of the twin with random roundings, from which bounds follow. One more such run would be
 # farther than all three in a quarter of cases: hence bounds are twice the farthest. The worst of 44
@@ -82,7 +81,7 @@ class Report:
 
 def audit(
     step: Callable[[], Any] | str,
-    world_size: int | Sequence[int] = WORLD_SIZES,
+    world_size: int | Sequence[int] = AUDITED_SIZES,
     *,
     timeout: float = 120.0,
     threads: int | None = None,

@@ -19,18 +19,14 @@ from torch import Tensor
 from ring_attn.cli.env import backend_reasons
 from ring_attn.core import masks as masks_of
 from ring_attn.core.dtypes import BY_NAME
-from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.names import TESTED_LAYOUTS, TESTED_STRATEGIES
 from ring_attn.core.oracle import Inputs
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing.inputs import random_qkv, random_sinks
 
-# The strategies of `ring_attention`, a hybrid around all_gather, and the planner's choice.
-STRATEGIES = (*NAMES, "hybrid all_gather", "auto")
-
-# "boundaries" has shards of unequal length, with two ranks or more also empty shards.
-LAYOUTS = (*NAMED_LAYOUTS, "boundaries")
+STRATEGIES, LAYOUTS = TESTED_STRATEGIES, TESTED_LAYOUTS
 
 
 class Heads(NamedTuple):

@@ -7,17 +7,21 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from types import ModuleType
 from unittest import mock
 
 import torch.distributed as dist
 
+from ring_attn.cli import main as cli
 
-def options_of(command: ModuleType, words: str) -> argparse.Namespace:
-    """Parses words by the options of a subcommand's module."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words.split())
+
+def parser_of(name: str) -> cli.Parser:
+    (command,) = (one for one in cli.COMMANDS if one.name == name)
+    return command.parser(cli.PROG)
+
+
+def options_of(name: str, words: str) -> argparse.Namespace:
+    """Parses words by the options of a subcommand."""
+    return parser_of(name).parse_args(words.split())
 
 
 @contextmanager

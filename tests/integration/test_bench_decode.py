@@ -35,6 +35,8 @@ def test_a_backend_without_parts(report_of: Any) -> None:
 
 def test_on_a_gpu_there_is_more_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    chosen, quick = (decode.setting_of(options_of(decode, words)) for words in ("", "--quick"))
+    chosen, quick = (
+        decode.setting_of(options_of("bench decode", words)) for words in ("", "--quick")
+    )
     assert (chosen.seqlens[-1], chosen.batches, chosen.backend) == (1 << 20, (1, 8), "triton")
     assert (quick.seqlens, quick.batches) == ((8192,), (1,))

@@ -39,7 +39,7 @@ def problem(**changes: Any) -> Shape:
 
 
 def setting(words: str) -> cells.CellSetting:
-    return kernel.setting_of(options_of(kernel, words))
+    return kernel.setting_of(options_of("bench kernel", words))
 
 
 class Steps:

@@ -58,7 +58,7 @@ def test_several_lengths_and_numbers_of_ranks(report_of: Any) -> None:
 
 
 def setting(words: str) -> RingSetting:
-    return ring.setting_of(options_of(ring, words)).each
+    return ring.setting_of(options_of("bench ring", words)).each
 
 
 def judged(setting: RingSetting) -> list[Verdict]:

@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +130,7 @@ def check_command(line: str) -> None:
     program, rest = words[0], words[1:]
     if program == "ring-attn":
         (command,) = [c for c in cli.COMMANDS if rest[: len(c.name.split())] == c.name.split()]
-        parser = cli.Parser(prog=line)
-        import_module(command.module).add_arguments(parser)
-        parser.parse_args(rest[len(command.name.split()) :])
+        command.parser(cli.PROG).parse_args(rest[len(command.name.split()) :])
     elif program == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for named in re.findall(r"(?:ring-attn|\.)\[([a-z,]+)\]", line):

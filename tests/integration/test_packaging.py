@@ -23,7 +23,8 @@ import yaml
 import ring_attn
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "ring_attn", "kernels", "bench"]
+FILES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "ring_attn_cli.py"]
+SOURCES = [*FILES, "ring_attn", "kernels", "bench"]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -37,8 +38,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def python_files(root: Path) -> set[str]:
-    """The package's Python files below a root; follows links."""
-    return {
+    """The Python files that are installed from a root; follows links."""
+    return {"ring_attn_cli.py"} | {
         str(Path(folder, name).relative_to(root))
         for folder, _, names in os.walk(root / "ring_attn", followlinks=True)
         for name in names

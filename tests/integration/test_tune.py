@@ -25,7 +25,7 @@ SMALL, NO_TILE = Config(32, 32, 4, 1), Config(48, 64, 4, 1)
 
 
 def setting(words: str) -> tune.TuneSetting:
-    return tune.setting_of(options_of(tune, words))
+    return tune.setting_of(options_of("tune", words))
 
 
 def tuning(words: str, monkeypatch: pytest.MonkeyPatch, *space: Config) -> Tuning:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,17 +72,36 @@ def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command_line() == "ring-attn bench ring --layout 'a b' --quick"
 
 
-def test_help_loads_no_subcommand() -> None:
-    code = (
-        "import sys\nfrom ring_attn.cli import main as cli\n"
-        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "loaded = {'rich', *(c.module for c in cli.COMMANDS)} & set(sys.modules)\n"
-        "assert not loaded, loaded"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
-    text = done.stdout.decode()
-    assert all(command.name in text and command.help in text for command in cli.COMMANDS)
+# Runs `ring-attn` with words, then says which modules it took that help must not wait for.
+HELP = """
+import sys
+import ring_attn_cli
+try:
+    ring_attn_cli.main()
+finally:
+    print(sorted({"torch", "numpy", "rich", "triton", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HELP, *words]
+    done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("command", ["", "bench", *(c.name for c in cli.COMMANDS)])
+def test_help_does_not_wait_for_torch(command: str) -> None:
+    done = without_torch(*command.split(), "--help")
+    assert done.returncode == 0 and f"usage: ring-attn {command}" in done.stdout
+    if not command:
+        assert all(c.name in done.stdout and c.help in done.stdout for c in cli.COMMANDS)
+
+
+def test_the_version_and_a_wrong_option_do_not_wait_for_torch() -> None:
+    assert without_torch("--version").stdout.startswith(f"ring-attn {ring_attn.__version__}")
+    done = without_torch("plan", *PLAN, "--layout", "spiral")
+    assert done.returncode == cli.EXIT_USAGE and "spiral" in done.stderr
 
 
 def test_the_help_of_a_group_of_commands_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +117,7 @@ def test_the_help_of_a_group_of_commands_is_its_own(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
 def test_every_option_says_what_it_is_and_its_default(command: cli.Command) -> None:
     """Flags are off by default; words that must be given have none."""
-    parser = cli.Parser()
-    import_module(command.module).add_arguments(parser)
+    parser = command.parser(cli.PROG)
     silent = [
         (action.option_strings or [action.dest])[0]
         for action in parser._actions

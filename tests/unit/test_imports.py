@@ -21,7 +21,7 @@ PACKAGE = "ring_attn"
 # that is named here by itself. A unit may import its own modules and units of lower rows, nothing
 # else of ours; a backend no other backend. Imports inside functions count.
 ROWS = [
-    "core core.dtypes core.values core.heads core.state torch_private",
+    "core core.dtypes core.names core.values core.heads core.state torch_private version",
     "core.mask core.spec core.segments core.messages transport.options compiling",
     "core.dense core.layout backends.rates strategies.strategy",
     "core.facts core.masks core.oracle core.tiles",
@@ -45,7 +45,7 @@ ROWS = [
     "models",
     "__init__",
     "integrations cli.launch cli.arguments",
-    "cli.env",
+    "cli.env cli.options",
     "testing",
     "cli.verify cli.calibrate",
     "cli.doctor",

@@ -12,6 +12,7 @@ import torch
 from ring_attn.cli import main as cli
 from ring_attn.cli import plan as command
 from ring_attn.cli import plan_report as report
+from ring_attn.cli.options.plan import parse_window
 from ring_attn.machines.check import Fault
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
@@ -22,7 +23,7 @@ SMALL += ["--head-dim", "64", "--cluster", "h100"]
 
 
 def planned(*words: str) -> Choice:
-    return command.plan(options_of(command, " ".join([*SMALL, *words])))
+    return command.plan(options_of("plan", " ".join([*SMALL, *words])))
 
 
 def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,8 +102,8 @@ def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
 def test_documents_and_windows_are_parsed() -> None:
     assert command.boundaries((4, 1), 12) == [0, 4, 5, 9, 10, 12]
     assert command.boundaries((100,), 12) == [0, 12]
-    assert command.parse_window("4k,0") == (4096, 0)
-    assert command.parse_window("-1,16") == (-1, 16)
+    assert parse_window("4k,0") == (4096, 0)
+    assert parse_window("-1,16") == (-1, 16)
     choice = planned("--documents", "1k", "--layout", "contiguous")
     assert len(choice.problem.mask.slices) == 4
     assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
