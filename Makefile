@@ -22,7 +22,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all ptx fuzz lint format run verify bench aot abi gpu docs wheel release clean clean-dist
+.PHONY: help setup test test-slow test-all ptx fuzz lint audit format run verify bench aot abi gpu docs wheel release clean clean-dist
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,10 +49,22 @@ ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
 fuzz: $(READY)  ## random calls against float64 for MINUTES=10, from SEED=0
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m dev fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
-lint: $(READY)  ## check style, format and types
+lint: $(READY)  ## check style, format, types, and known vulnerabilities of packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(PYPI)", timeout=5)' 2>/dev/null; \
+	then $(MAKE) audit; else echo "vulnerabilities: not looked for, $(PYPI) does not answer"; fi
+
+# What pip-audit asks about one package, before it asks about all of them.
+PYPI = https://pypi.org/pypi/$(shell sed -n 's|^torch==|torch/|p' .ci/constraints.txt)/json
+
+audit: $(VENV)/.audit  ## known vulnerabilities of the pinned packages
+	$(BIN)/pip-audit --requirement .ci/constraints.txt --no-deps --disable-pip --progress-spinner off
+
+$(VENV)/.audit: $(READY)
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench,audit]'
+	@touch $@
 
 format: $(READY)  ## put the code into shape
 	$(BIN)/ruff check --fix .

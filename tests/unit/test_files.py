@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import tomllib
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,15 @@ def listening() -> str:
 
 def test_the_store_of_ranks_listens_on_the_loopback() -> None:
     assert launch.run_ranks(listening, nproc=1)[0].startswith("0100007F:")
+
+
+def test_each_dependency_has_its_row() -> None:
+    """CONTRIBUTING.md says why a package is there, and who keeps it."""
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    needed = {re.split(r"[^\w.-]", one)[0] for one in asked} - {"ring-attn"}
+    rows = (root / "CONTRIBUTING.md").read_text().split("## Dependencies")[1].split("\n## ")[0]
+    cells = [line.split("|")[1:4] for line in rows.splitlines() if line.startswith("| ")][1:]
+    assert {name.strip() for names, _, _ in cells for name in names.split(",")} == needed
+    assert all(cell.strip() for row in cells for cell in row)
