@@ -173,6 +173,7 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
     ids=lambda how: "-".join(map(str, how)),
 )
+@pytest.mark.sweep(2)
 def test_a_training_step(ranks: Pools, how: How) -> None:
     oracle, plain = whole_step(how)
     for loss, grads in ranks(how.world_size).run(sharded_step, how):

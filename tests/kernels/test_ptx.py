@@ -310,7 +310,7 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
         ),
     },
 }
-QUICK = ("fwd", "hopper fwd, ragged", "hopper bwd, turns")
+QUICK = ("fwd", "hopper fwd, ragged")
 PLANTED = [
     pytest.param(
         kernel,
