@@ -148,8 +148,8 @@ def decoding(case: Call) -> None:
     call = make_call(spec, softmax_scale=case.softmax_scale, backend=case.backend)
     programs = [
         program(
-            call, decode_tiles(layout.segments(rank), mask), mask.seqlen_q, layout.shard_len(rank),
-            rank, case.world_size,
+            call, decode_tiles(layout.segments(rank), mask),
+            (mask.seqlen_q, spec.batch, layout.shard_len(rank)), rank, case.world_size,
         )
         for rank in range(case.world_size)
     ]  # fmt: skip

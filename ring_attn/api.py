@@ -9,7 +9,7 @@ from typing import Literal, Unpack, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import decode, groups, ops, refusals
+from ring_attn import decode, decode_refusals, groups, ops, refusals
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
     Arguments,
@@ -311,6 +311,8 @@ def tree_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Mask | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    block_table: Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     backend: str = "auto",
@@ -328,8 +330,7 @@ def tree_decode(
     Args:
         q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence, the same on
             every rank: usually 1, or a few for speculative decoding; float16, bfloat16, float32 or
-            float64; any strides. All sequences of a batch have one length, as there is no
-            `cache_seqlens`; if lengths differ, call it once for each sequence, `q[i : i + 1]`.
+            float64; any strides.
         k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, including the queries'
             tokens that this rank holds; rows may be 0. k and v may be None if `layout` gives this
             rank no rows: at the first call with such a layout the ranks then exchange nheads_kv and
@@ -344,10 +345,18 @@ def tree_decode(
             every rank.
         mask: from `ring_attn.masks`, over the new tokens and the whole cache; replaces causal and
             window_size. `Mask.rows` takes the last queries from a mask of the whole sequence.
+        cache_seqlens: (batch,) int32, or an int: the length of each sequence over all ranks, its
+            queries included; the same on every rank, read on the device. k and v have room for more
+            rows, of which a rank's first ones count. Values outside the cache are refused where the
+            host can read them, on CPU and with RING_ATTN_DEBUG=1; else results are undefined.
+        block_table: (batch, pages) int32, for each sequence the pages of its rows on this rank, in
+            order; k and v are then this rank's pool, (num_pages, page_size, nheads_kv, headdim).
         group: a process group, a mesh with one axis, or None for the default group.
         layout: which positions the ranks hold, the same on every rank; for a growing cache see
             `SequenceLayout.appended` and `next_rank`. None: every rank holds one run, in the order
-            of the ranks. If the mask then depends on the runs' lengths (with a window, or with
+            of the ranks. With `cache_seqlens` it is the layout of a sequence's room, one segment a
+            rank; None: page p of a sequence (`page_size` positions) is on rank p % world_size. If
+            without `cache_seqlens` the mask depends on the runs' lengths (with a window, or with
             several causal queries), the ranks exchange them in one more message of 16 bytes, for
             which the host waits on CUDA.
         backend: as for `ring_attention`.
@@ -379,9 +388,12 @@ def tree_decode(
     try:
         if unknown:
             refusals.check_options("tree_decode", unknown, DecodeOptions)
-        k, v = refusals.fill_absent_kv(q, k, v, layout)
-        refusals.check_tensors(q, k, v, packed=False)
-        refusals.check_decode(q, k, v, sinks, layout)
+        several = cache_seqlens is not None or block_table is not None
+        k, v = decode_refusals.fill_absent_kv(q, k, v, layout, several=several)
+        refusals.check_tensors(q, k, v, packed=False, paged=block_table is not None)
+        decode_refusals.check_decode(q, k, v, sinks, layout)
+        if several:
+            decode_refusals.check_tables(q, cache_seqlens, block_table, mask)
         process_group = groups.check_group(group)
         check_flag("return_lse", return_lse)
         refusals.check_sinks(sinks, q)
@@ -394,7 +406,11 @@ def tree_decode(
         call = Call.from_text(text, process_group.rank(), process_group.size())
         if mask is not None:
             refusals.check_mask_alone(mask, not causal, window_size)
-        out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group, sizes_known)
+        if cache_seqlens is not None:
+            tables = cache_seqlens, block_table
+            out, lse = decode.attend_sequences(q, k, v, sinks, *tables, layout, call, process_group)
+        else:
+            out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group, sizes_known)
         return (out, lse) if return_lse else out
     except BaseException as error:
         tell_refusal(error, group, transport)

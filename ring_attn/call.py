@@ -108,6 +108,8 @@ class DecodeOptions(_Basics, _Scores, _Ranks, _Execution, total=False):
     """All options of `tree_decode` except `return_lse`."""
 
     layout: SequenceLayout | None
+    cache_seqlens: int | Tensor | None
+    block_table: Tensor | None
 
 
 def check_execution(options: ExecutionOptions) -> None:

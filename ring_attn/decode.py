@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import drivers, refusals
+from ring_attn import decode_refusals, drivers, refusals
+from ring_attn.backends import Purpose
 from ring_attn.backends.base import cached_by_gpu
 from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
@@ -23,9 +24,10 @@ from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.first_use import proven_backend
 from ring_attn.strategies.tree_decode import decode_tiles, gather_numbers
-from ring_attn.transport import capture
+from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.identity import debug_enabled
 
 
 @capture.a_call
@@ -66,6 +68,40 @@ def attend(
         return drivers.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
+@capture.a_call
+def attend_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cache_seqlens: int | Tensor,
+    block_table: Tensor | None,
+    layout: SequenceLayout | None,
+    call: Call,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """`attend` for sequences of unlike lengths, whose rows may stand in pages."""
+    left, right = call.window_size
+    window = left, 0 if call.causal else right
+    sequences = decode_refusals.check_sequences(
+        k, block_table, layout, window, call.rank, call.world_size
+    )
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
+    lengths = None
+    if not capture.is_on() and (debug_enabled() or not streams.are_used(q.device)):
+        lengths = tuple(cache_seqlens.tolist())
+        decode_refusals.check_lengths(sequences, lengths, layout, block_table, k.size(0))
+    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+    shared = q.size(1), sequences.page_size, layout, lengths
+    decode_call, agreement = _planned_sequences(spec, *shared, call)
+    ends = open_p2p(group, call.transport)
+    with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        tables = cache_seqlens, *(() if block_table is None else (block_table,))
+        return drivers.decode(decode_call, (), q, k, v, ends, sinks, sequences, tables)
+
+
 # Cached: all layers share the values for a token, some of which are slow to hash.
 @cached_by_gpu(maxsize=64)
 def _planned(
@@ -84,22 +120,31 @@ def _planned(
             refusals.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
 
     refusals.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
-    backend = proven_backend(spec, call.backend, call.purpose).name
-    decode_call = replace(call, spec=spec, backend=backend)
-    agreement = Agreement(
-        {
-            **vars(spec),
-            "seqlen_q": rows[0],
-            "causal": call.causal,
-            "window_size": call.window_size,
-            "mask": mask,
-            "softmax_scale": decode_call.scores.softmax_scale,
-            "layout": layout,
-            "backend": decode_call.backend,
-            "transport": call.transport,
-        }
-    )
-    return decode_call, agreement
+    return _agreed(spec, call, call.purpose, {"seqlen_q": rows[0], "mask": mask, "layout": layout})
+
+
+@cached_by_gpu(maxsize=64)
+def _planned_sequences(
+    spec: AttentionSpec,
+    seqlen_q: int,
+    page_size: int,
+    layout: SequenceLayout | None,
+    lengths: tuple[int, ...] | None,
+    call: Call,
+) -> tuple[Call, Agreement]:
+    values = {"seqlen_q": seqlen_q, "page_size": page_size, "layout": layout}
+    purpose = call.purpose._replace(several=True)
+    return _agreed(spec, call, purpose, {**values, "cache_seqlens": lengths})
+
+
+def _agreed(
+    spec: AttentionSpec, call: Call, purpose: Purpose, values: dict[str, object]
+) -> tuple[Call, Agreement]:
+    """The call with its backend, and what must be equal on all ranks."""
+    chosen = replace(call, spec=spec, backend=proven_backend(spec, call.backend, purpose).name)
+    shared = {"causal": call.causal, "window_size": call.window_size, "backend": chosen.backend}
+    options = {"softmax_scale": chosen.scores.softmax_scale, "transport": call.transport}
+    return chosen, Agreement({**vars(spec), **values, **shared, **options})
 
 
 # KV heads and headdim of v, by transport (and dropped with its group) and by kind of query.

@@ -5,16 +5,18 @@ Drivers know the strategies and stand above the machines, which know programs on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn.call import Call
+from ring_attn.core.cache import Sequences
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.run import execute
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.tree_decode import program
+from ring_attn.strategies.tree_decode import TABLES, program
 from ring_attn.transport.base import Transport
 
 # Step number of the exchange of greatest scores; larger than the program's step numbers.
@@ -95,13 +97,19 @@ def decode(
     v: Tensor,
     transport: Transport,
     sinks: Tensor | None = None,
+    sequences: Sequences | None = None,
+    tables: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries over the whole cache, with the same bits on every rank.
 
     The queries and the sinks are the same on every rank; k and v are this rank's rows of the
-    cache, and may have none. `tiles` are those of all queries x these rows.
+    cache, and may have none. `tiles` are those of all queries x these rows; or there are
+    `sequences` with `tables`, their lengths and perhaps their pages.
     """
-    steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
-    inputs = {"q": q, "k": k, "v": v}
+    shape = (q.size(1), *k.shape[:2])
+    steps = program(
+        call, tiles, shape, transport.rank, transport.world_size, sequences, len(tables)
+    )
+    inputs = {"q": q, "k": k, "v": v, **dict(zip(TABLES, tables, strict=False))}
     run = execute(steps, call, inputs, transport, sinks, "decode")
     return run.tensors["out"], run.tensors["lse"]

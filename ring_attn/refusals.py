@@ -51,7 +51,7 @@ def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -
     check_unsupported(dropout_p, None)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool = False) -> None:
     """Checks types, dtypes, devices and shapes of q, k and v, alone and against each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
@@ -64,7 +64,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
             )
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on cpu or cuda, got {q.device}")
-    _check_shapes(q, k, v, packed=packed)
+    _check_shapes(q, k, v, packed=packed, paged=paged)
 
 
 def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
@@ -137,7 +137,7 @@ def check_differentiated(**tensors: Tensor | None) -> bool:
     return True
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool) -> None:
     # A function, called for errors only: text with shapes would bind a graph to these shapes.
     def shapes() -> str:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -153,7 +153,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
             "q, k, v must all be (batch, rows, nheads, headdim), or (rows, nheads, headdim) with "
             f"cu_seqlens; got {shapes()}"
         )
-    if q.ndim == 4 and not q.size(0) == k.size(0) == v.size(0):
+    if q.ndim == 4 and not paged and not q.size(0) == k.size(0) == v.size(0):
         raise ValueError(f"q, k, v must have one batch size, got {shapes()}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v must have the same rows and heads, got {shapes()}")
@@ -204,40 +204,6 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
-
-
-def fill_absent_kv(
-    q: Tensor, k: Tensor | None, v: Tensor | None, layout: object
-) -> tuple[Tensor, Tensor]:
-    """k and v; if both are None, empty tensors with the heads of q in their place."""
-    if k is not None or v is not None:
-        return cast(Tensor, k), cast(Tensor, v)
-    check_type("q", q, Tensor, "a torch.Tensor")
-    if layout is None:
-        raise ValueError(
-            "k and v may be None only with a layout, which tells all ranks that this rank has no "
-            "rows, got layout=None; pass the layout, or k and v with 0 rows"
-        )
-    empty = q.detach()[:, :0]
-    return empty, empty
-
-
-def check_decode(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: SequenceLayout | None
-) -> None:
-    """Checks for `tree_decode` that no input requires a gradient, q has a token, layout a value."""
-    if torch.is_grad_enabled():
-        for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-            if isinstance(x, Tensor) and x.requires_grad:
-                raise NotImplementedError(
-                    f"tree_decode is for inference and has no backward, but {name} requires a "
-                    "gradient: call it under torch.no_grad(), or train with ring_attention"
-                )
-    if q.size(1) == 0:
-        raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
-    if layout is not None:
-        words = "a SequenceLayout, or None if every rank holds one run in the order of the ranks"
-        check_type("layout of a cache", layout, SequenceLayout, words)
 
 
 def check_same_bits(same_bits: bool | None) -> bool | None:

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attn.core.cache import Sequences, tiles_of
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State, merge_tree
 from ring_attn.core.tiles import MaskKind, Tile
+from ring_attn.transport import capture
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -139,6 +141,35 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """`out` and `lse`, in the state's dtype, of all queries over all tiles of a call."""
         raise NotImplementedError
+
+    def decode_sequences(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        cache_seqlens: Tensor,
+        block_table: Tensor | None = None,
+        *,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor]:
+        """`decode` for the last queries of sequences, whose lengths the host need not know.
+
+        By default the host reads them, and computes one sequence after the other.
+        """
+        capture.refuse(f"the host would read cache_seqlens for backend {self.name!r}")
+        parts = []
+        for i, seen in enumerate(sequences.seen(cache_seqlens, q.size(1)).tolist()):
+            one, rows = slice(i, i + 1), max(stop for _, stop in seen)
+            pages = None if block_table is None else block_table[one, : sequences.pages(rows)]
+            own_k, own_v = (
+                x[one] if pages is None else sequences.gathered(x, pages) for x in (k, v)
+            )
+            state = self.new_state(q[one], v.size(-1))
+            state = self.forward(q[one], own_k, own_v, tiles_of(seen), state, scores=scores)
+            parts.append(self.finalize(state, accum_dtype(q.dtype)))
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """lse in the form that `backward` reads, and delta = rowsum(dO * O); once per call.

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attn.backends.base import Backend, BackwardInputs, Tiles, band_mask
+from ring_attn.core.cache import Sequences
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
@@ -37,6 +38,38 @@ class ReferenceBackend(Backend):
         acc = torch.einsum("bgnij,bjgd->bignd", p, v.to(wide))
         statistics = (rearrange(x, "b g n i -> b (g n) i") for x in (m, p.sum(-1)))
         return rearrange(acc, "b i g n d -> b i (g n) d"), *statistics
+
+    def decode_sequences(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        cache_seqlens: Tensor,
+        block_table: Tensor | None = None,
+        *,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor]:
+        """All sequences at once, over all rows that a rank has room for; reads nothing on the host.
+
+        Rows after a sequence's end may hold anything, even NaN.
+        """
+        wide, groups = accum_dtype(q.dtype), k.size(2)
+        k, v = (sequences.gathered(x, block_table).to(wide) for x in (k, v))
+        seen, rows = (
+            sequences.seen(cache_seqlens, q.size(1)),
+            torch.arange(k.size(1), device=q.device),
+        )
+        visible = (rows >= seen[..., :1]) & (rows < seen[..., 1:])  # (batch, queries, rows)
+        s = _scores(q, k, scores, wide).masked_fill_(~visible[:, None, None], -torch.inf)
+        lse = s.logsumexp(-1, keepdim=True)
+        p = (s - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+        v = v.masked_fill(~visible.any(1)[:, :, None, None], 0.0)
+        out = torch.einsum("bgnij,bjgd->bignd", p, v)
+        return (
+            rearrange(out, "b i g n d -> b i (g n) d"),
+            rearrange(lse, "b g n i 1 -> b (g n) i", g=groups).contiguous(),
+        )
 
     def backward_piece(
         self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores

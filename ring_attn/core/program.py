@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ring_attn.core.cache import Sequences
 from ring_attn.core.messages import Message
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
@@ -246,12 +247,17 @@ class Attend(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Computes partial out and lse of a few queries over many keys, in the type of the state."""
+    """Computes partial out and lse of a few queries over many keys, in the type of the state.
+
+    What they see: tiles, or rows of sequences by the tensors `tables`, lengths and perhaps pages.
+    """
 
     tiles: tuple[Tile, ...]
     q: View
     k: View
     v: View
+    sequences: Sequences | None = None
+    tables: tuple[View, ...] = ()
 
 
 class Finish(NamedTuple):
@@ -438,7 +444,8 @@ def effects(op: Op) -> Effects:
         case Attend():
             return Effects(reads=(op.q, op.k, op.v, View(STATE)))
         case Decode():
-            return Effects(reads=(op.q, op.k, op.v), makes=("partial out", "partial lse"))
+            reads = (op.q, op.k, op.v, *op.tables)
+            return Effects(reads=reads, makes=("partial out", "partial lse"))
         case Finish():
             return Effects(reads=(View(STATE),), makes=(op.out, op.lse), drops=(STATE,))
         case Delta():

@@ -85,6 +85,8 @@ def _text(op: Op) -> str:
             return f"{_name(op)} {op.channel}"
         case ops.Add():
             return f"add {op.buffer.name} to {op.into.name}"
+        case ops.Decode() if op.sequences is not None:
+            return "decode sequences"
         case ops.Attend() | ops.Decode() | ops.Differentiate():
             count = f"{len(op.tiles)} tile{'' if len(op.tiles) == 1 else 's'}"
             part = op.part if isinstance(op, ops.Differentiate) and op.part != "all" else ""
@@ -105,6 +107,8 @@ def _name(op: Op) -> str:
 def _size(op: Op) -> str:
     """The bytes that an op sends or copies, or the pairs that it computes."""
     match op:
+        case ops.Decode() if op.sequences is not None:
+            return ""  # their lengths are in a tensor
         case ops.Attend() | ops.Decode() | ops.Differentiate():
             return f"{sum(tile.area for tile in op.tiles)} pairs"
         case ops.Pack() | ops.Add() | ops.Unpack():

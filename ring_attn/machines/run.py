@@ -323,7 +323,12 @@ class Run:
 
     def decode(self, op: ops.Decode) -> None:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
-        out, lse = self.backend.decode(q, k, v, op.tiles, scores=self.scores)
+        if op.sequences is None:
+            out, lse = self.backend.decode(q, k, v, op.tiles, scores=self.scores)
+        else:
+            out, lse = self.backend.decode_sequences(
+                q, k, v, op.sequences, *map(self.get, op.tables), scores=self.scores
+            )
         self.tensors |= {"partial out": out, "partial lse": lse}
 
     def finish(self, op: ops.Finish) -> None:
@@ -425,7 +430,7 @@ class Observed(Run):
         self._count(op.tiles, super().attend, op)
 
     def decode(self, op: ops.Decode) -> None:
-        self._count(op.tiles, super().decode, op)
+        self._count(op.tiles or (op.sequences,), super().decode, op)
 
     def differentiate(self, op: ops.Differentiate) -> None:
         self._count(op.tiles, super().differentiate, op)

@@ -29,6 +29,7 @@ import torch
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.call import NO_MASK, Call
 from ring_attn.core import program as ops
+from ring_attn.core.cache import Sequences
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, Packet, packet_of
@@ -51,18 +52,35 @@ def make_call(
     return replace(call, backend=choose_backend(spec, backend, call.purpose).name)
 
 
+# Inputs that say how long sequences are, and in which pages of a rank's pool their rows stand.
+TABLES = ("cache_seqlens", "block_table")
+
+
 def program(
-    call: Call, tiles: tuple[Tile, ...], rows: int, rows_kv: int, rank: int, world_size: int
+    call: Call,
+    tiles: tuple[Tile, ...],
+    shape: tuple[int, int, int],
+    rank: int,
+    world_size: int,
+    sequences: Sequences | None = None,
+    num_tables: int = 0,
 ) -> Program:
     """The program of one rank: attend to its rows, gather all partial results, merge them.
 
-    `tiles` are those of all `rows` queries x this rank's `rows_kv` rows of the cache.
+    Args:
+        call: the call.
+        tiles: those of all queries x this rank's rows of the cache, if there are no `sequences`.
+        shape: number of queries, and dims 0 and 1 of k and v.
+        rank: this rank.
+        world_size: number of ranks.
+        sequences: what this rank has of sequences, of which the first `num_tables` tables tell.
     """
-    spec, q = call.spec, View("q")
+    (rows, *kv), spec, q = shape, call.spec, View("q")
     partial = result_arrays(replace(spec, dtype=spec.accum_dtype), rows)
     made: list[Op]
-    if tiles and get_backend(call.backend).decodes:
-        made = [ops.Decode(tiles, q, View("k"), View("v"))]
+    if sequences is not None or (tiles and get_backend(call.backend).decodes):
+        tables = tuple(map(View, TABLES[:num_tables]))
+        made = [ops.Decode(tiles, q, View("k"), View("v"), sequences, tables)]
     else:
         # In the type of the state: the root of the tree rounds once.
         made = [ops.Start(q, spec.headdim_v, partial["out"])]
@@ -71,8 +89,8 @@ def program(
         made.append(ops.Finish("partial out", "partial lse", partial["out"], partial["lse"]))
     arrays = {
         "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),
-        "k": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim, spec.dtype),
-        "v": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim_v, spec.dtype),
+        "k": Array(kv[0], kv[1], spec.nheads_kv, spec.headdim, spec.dtype),
+        "v": Array(kv[0], kv[1], spec.nheads_kv, spec.headdim_v, spec.dtype),
     }
     return Program(world_size, rank, False, (*made, *_merging(spec, rows, world_size)), arrays)
 

@@ -39,13 +39,10 @@ _call = _Call()
 
 def captures(device: torch.device) -> bool:
     """Whether a CUDA graph captures the current stream of the device."""
-    with streams.on(device):
-        return _is_current_captured(device)
-
-
-def _is_current_captured(device: torch.device) -> bool:
-    """See `captures`; the device is torch's current one, since a change of it costs a call time."""
-    return streams.are_used(device) and torch.cuda.is_current_stream_capturing()
+    if not streams.are_used(device):
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def a_call(function: F) -> F:
@@ -59,7 +56,7 @@ def a_call(function: F) -> F:
         given = (x.device for x in (*args, *keywords.values()) if isinstance(x, Tensor))
         device = next(given, torch.device("cpu"))
         with streams.on(device):
-            before, _call.is_captured = _call.is_captured, _is_current_captured(device)
+            before, _call.is_captured = _call.is_captured, captures(device)
             try:
                 return function(*args, **keywords)
             finally:

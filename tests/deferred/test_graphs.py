@@ -51,9 +51,12 @@ class Replays:
     def step(self, rank: int, recorder: Recorder, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
+    def other(self, x: Tensor, i: int) -> Tensor:
+        return x.cos() * i if x.is_floating_point() else x - i
+
     def __call__(self, rank: int, recorder: Recorder) -> None:
         inputs = [x.clone() for x in self.shards(rank)]
-        others = [[x.cos() * (i + 1) for x in inputs] for i in range(REPLAYS)]
+        others = [[self.other(x, i + 1) for x in inputs] for i in range(REPLAYS)]
         recorder.given(*inputs, *(x for some in others for x in some))
         results = self.step(rank, recorder, inputs)
         graph = Graph(recorder)
@@ -117,6 +120,31 @@ class Decoding(Replays):
         return (out,)
 
 
+class DecodingPages(Replays):
+    """Sequences whose lengths and pages change from replay to replay, unread by the host."""
+
+    def __init__(self, *, captured: bool) -> None:
+        super().__init__(captured=captured)
+        generator = torch.Generator().manual_seed(0)
+        q, pools = (
+            torch.randn(*shape, 16, generator=generator) for shape in ((2, 1, 4), (3, 2, 6, 2, 2))
+        )
+        table = torch.tensor([[5, 4], [3, 2]], dtype=torch.int32)
+        tables = torch.tensor([9, 4], dtype=torch.int32), table
+        self._shards = [[q, *pools[rank], *tables] for rank in range(3)]
+
+    def shards(self, rank: int) -> list[Tensor]:
+        return self._shards[rank]
+
+    def step(self, rank: int, recorder: Recorder, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        *qkv, lengths, table = inputs
+        out, lse = tree_decode(
+            *qkv, cache_seqlens=lengths, block_table=table, window_size=(5, -1), return_lse=True,
+            backend="reference", transport=TRANSPORT,
+        )  # fmt: skip
+        return out, lse
+
+
 def check(world_size: int, captured: Replays, plain: Replays) -> None:
     """Asserts that replays race with nothing, and have the bits of the same calls not captured."""
     program = record(world_size, captured)
@@ -141,6 +169,7 @@ def test_a_graph_of_forward_and_backward(strategy: str) -> None:
 
 def test_a_graph_of_decoding() -> None:
     check(3, Decoding(), Decoding(captured=False))
+    check(3, DecodingPages(captured=True), DecodingPages(captured=False))
 
 
 NEVER = SimpleNamespace(is_on=lambda: False, refuse=lambda why: None)

@@ -49,6 +49,8 @@ ROWS = SEQLEN // 2
 Arguments = dict[str, Any]
 
 
+RUNS = SequenceLayout.contiguous(SEQLEN, 2)
+
 # Replacements for good arguments, or a function that makes them on the rank; the error; and the
 # words of its message, between bars.
 Bad = tuple[Arguments | Callable[[], Arguments], type[Exception], str]
@@ -80,6 +82,13 @@ def packed(*cu_seqlens: int, **arguments: Any) -> Arguments:
     """Good arguments without a batch dim, and document boundaries."""
     tensors = {name: tensor[0] for name, tensor in good().items()}
     return {**tensors, "cu_seqlens": ints(*cu_seqlens), **arguments}
+
+
+def paged(pages: int = 3, **arguments: Any) -> Arguments:
+    """Good arguments with a pool of pages of 4, of which two are a sequence's."""
+    pool = {name: x(pages, 4, 2, 8) for name in "kv"}
+    tables = {"cache_seqlens": ints(9), "block_table": ints(2, 0)[None]}
+    return {"q": x(1, 1, 4, 8), **pool, **tables, **arguments}
 
 
 def heads_first(**arguments: Any) -> Arguments:
@@ -252,6 +261,25 @@ DECODE: list[Bad] = [
     value_error("None only with a layout", k=None, v=None),
     value_error("must have 5 rows", k=None, v=None, layout=SequenceLayout.contiguous(10, 2)),
     type_error("return_max_logits", return_max_logits=True),
+    value_error("block_table needs cache_seqlens", block_table=ints(0)[None]),
+    value_error("cache_seqlens must be at least 0, got -1", cache_seqlens=-1),
+    value_error("at most 2**30", cache_seqlens=2**31),
+    type_error("cache_seqlens must be int32, got torch.int64|.int()", cache_seqlens=ints(3).long()),
+    value_error("cache_seqlens must be (1), one for each|got shape (2,)", cache_seqlens=ints(3, 3)),
+    value_error("cache_seqlens must be on q's device", cache_seqlens=ints(3).to("meta")),
+    value_error("needs the layout|got layout=None|block_table", cache_seqlens=3),
+    value_error("must be tensors with cache_seqlens", paged(k=None, v=None)),
+    value_error("mask is over a cache of one length", paged(mask=masks.causal(SEQLEN))),
+    type_error("block_table must be int32", paged(block_table=ints(0)[None].long())),
+    value_error("block_table must be (1, pages)|got shape (1,)", paged(block_table=ints(0))),
+    value_error("rank's pool|at least one page|(0, 4, 2, 8)", paged(0)),
+    value_error("got 25 for sequence 0|room for 8 rows", paged(cache_seqlens=ints(25))),
+    value_error("got -1 for sequence 0", paged(cache_seqlens=ints(-1))),
+    value_error("of this rank's pool, 0 to 2|got [3", paged(block_table=ints(3, 0)[None])),
+    not_built("one segment|zigzag", paged(layout=zigzag(SEQLEN))),
+    value_error("another number of ranks", paged(layout=zigzag(SEQLEN, 4))),
+    value_error("the layout for 12 positions|13", cache_seqlens=13, layout=RUNS),
+    value_error("k of the group's rank", cache_seqlens=3, layout=SequenceLayout.contiguous(20, 2)),
 ]
 
 PREPARE: list[Bad] = [
@@ -320,6 +348,7 @@ TAKEN = {
     **dict.fromkeys(("causal", "return_lse", "return_max_logits"), ["True"]),
     **dict.fromkeys(("alibi_slopes", "cu_seqlens", "cu_seqlens_k", "group", "mask"), ["None"]),
     **dict.fromkeys(("same_bits", "sinks", "tree_decode's layout"), ["None"]),
+    **dict.fromkeys(("cache_seqlens", "block_table"), ["None"]),
     "softmax_scale": ["None", "1.5"], "softcap": ["1.5"], "x": ["bool tensor", "complex"],
     "module": ["[]", "{}"],
 }  # fmt: skip

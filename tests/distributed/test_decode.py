@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import (
+    Segment,
     SequenceLayout,
     TransportOptions,
     next_rank,
@@ -86,6 +87,36 @@ def test_none_stands_for_no_rows(starts_full: bool) -> None:
         assert layout.seqlen == 7 * starts_full + step + 1
         assert_exact(results, inputs, Mask(1, layout.seqlen, causal=True))
         assert ends.stats.messages == (2 if step == 0 else 1)
+
+
+@pytest.mark.parametrize("kind", ["pages", "striped"])
+@on_ranks(3)
+def test_sequences_of_unlike_lengths(kind: str) -> None:
+    """One message for all of them; each has the result of a call of its own."""
+    rank, lengths = dist.get_rank(), torch.tensor([29, 0, 3, 16], dtype=torch.int32)
+    ends = open_p2p(dist.group.WORLD, TransportOptions())
+    q, *whole, _ = inputs = random_qkv(seqlen_q=2, seqlen_k=36, **SIZES | {"batch": 4})
+    # Pages of 2: a rank's rows are those of a layout of segments, in the same order.
+    dealt = [[Segment(2 * p, 2) for p in range(r, 18, 3)] for r in range(3)]
+    pages = SequenceLayout.from_segments(dealt)
+    layout = pages if kind == "pages" else SequenceLayout.striped(36, 3)
+    k, v = (layout.shard(x, rank) for x in whole)
+    options: dict[str, Any] = {"layout": layout}
+    if kind == "pages":
+        k, v = (x.reshape(24, 2, *x.shape[2:]) for x in (k, v))
+        options = {"block_table": torch.arange(24, dtype=torch.int32).view(4, 6)}
+    ends.stats.reset()
+    out, lse = tree_decode(
+        q, k, v, cache_seqlens=lengths, window_size=(11, -1), return_lse=True, **options
+    )
+    assert ends.stats.messages == 1
+    assert all(torch.equal(out, other) for other in everyone(out))
+    for i, length in enumerate(lengths.tolist()):
+        one = [x[i : i + 1, : (None, length, length, None)[n]] for n, x in enumerate(inputs)]
+        mask = Mask(2, length, causal=True, window_size=(11, -1))
+        assert_exact((out[i : i + 1], lse[i : i + 1]), one, mask)
+    again = tree_decode(q, k, v, cache_seqlens=29, window_size=(11, -1), **options)
+    assert torch.equal(again[0], out[0])
 
 
 LENGTHS: tuple[tuple[int, dict[str, Any], int], ...] = (

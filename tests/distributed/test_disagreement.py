@@ -190,6 +190,7 @@ def do(group: Group, order: str, **arguments: Any) -> None:
             call(group, **arguments, **changes[name])
 
 
+ROOM = {"layout": SequenceLayout.contiguous(4 * ROWS, WORLD_SIZE)}
 DECODES: dict[str, tuple[Arguments, Arguments]] = {
     "scale": ({}, {"softmax_scale": 0.5}),
     "softcap": ({"softcap": 5.0}, {"softcap": 6.0}),
@@ -198,6 +199,8 @@ DECODES: dict[str, tuple[Arguments, Arguments]] = {
     "dtype of one size": ({"dtype": torch.float16}, {"dtype": torch.bfloat16}),
     "window": ({"window_size": (9, 0)}, {"window_size": (7, 0)}),
     "causal": ({"queries": 2}, {"queries": 2, "causal": False}),
+    "cache_seqlens": ({"cache_seqlens": 20} | ROOM, {"cache_seqlens": 21} | ROOM),
+    "one length": ({"layout": ROOM["layout"]}, {"cache_seqlens": 4 * ROWS} | ROOM),
 }
 
 

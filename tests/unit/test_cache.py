@@ -1,0 +1,164 @@
+"""Sequences of unlike lengths, with all ranks in this process: rows, results, bits, garbage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn import drivers
+from ring_attn.core.cache import Sequences, tiles_of
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.decode_refusals import check_sequences
+from ring_attn.strategies.tree_decode import make_call
+from ring_attn.testing import Inputs, poisoned_empty, random_qkv, random_sinks
+from ring_attn.transport.local import LocalTransport, run_local
+from tests.bounds import assert_holds, expect, painted
+
+LENGTHS = (0, 1, 5, 17, 64, 97)
+ROOM = 128
+
+
+class Cache:
+    """The caches of all ranks with sequences of LENGTHS; all other rows are NaN.
+
+    Pages of a sequence are spread over a rank's pool, from the last page down.
+    """
+
+    def __init__(
+        self,
+        whole: Inputs,
+        lengths: tuple[int, ...],
+        world_size: int,
+        page_size: int,
+        layout: SequenceLayout | None,
+        window_size: tuple[int, int] = (-1, 0),
+    ) -> None:
+        self.lengths, self.ranks = torch.tensor(lengths, dtype=torch.int32), []
+        for rank in range(world_size):
+            # Each position's row on this rank, as the documentation says it.
+            if layout is None:
+                rows = [p for p in range(ROOM) if p // (page_size or ROOM) % world_size == rank]
+            else:
+                rows = layout.position_ids(rank).tolist()
+            pages = -(-len(rows) // page_size) if page_size else 0
+            table = torch.arange(len(lengths) * pages, dtype=torch.int32).flip(0)
+            table = table.view(len(lengths), pages)
+            shape = (len(lengths) * pages, page_size) if page_size else (len(lengths), len(rows))
+            k, v = (x.new_full((*shape, *x.shape[2:]), torch.nan) for x in whole[1:3])
+            for i, length in enumerate(lengths):
+                for j, position in enumerate(p for p in rows if p < length):
+                    at = (table[i, j // page_size], j % page_size) if page_size else (i, j)
+                    k[at], v[at] = whole.k[i, position], whole.v[i, position]
+            pages_of = table if page_size else None
+            sequences = check_sequences(k, pages_of, layout, window_size, rank, world_size)
+            tables = (self.lengths, *((table,) if page_size else ()))
+            self.ranks.append((k, v, sequences, tables))
+
+
+def decoded(
+    cache: Cache, q: Tensor, backend: str, sinks: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which have the same bits on all ranks."""
+    k, v, *_ = cache.ranks[0]
+    softcap = options.pop("softcap", 0.0)
+    call = make_call(AttentionSpec.of(q, k, v, softcap, sinks), backend=backend, **options)
+
+    def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
+        k, v, sequences, tables = cache.ranks[rank]
+        return drivers.decode(call, (), q, k, v, transport, sinks, sequences, tables)
+
+    with poisoned_empty():
+        results = run_local(len(cache.ranks), work)
+    assert all(torch.equal(x, y) for one in results for x, y in zip(one, results[0], strict=True))
+    return results[0]
+
+
+def assert_exact(
+    got: tuple[Tensor, Tensor], whole: Inputs, lengths: tuple[int, ...], window: tuple[int, int],
+    **scores: Any,
+) -> None:  # fmt: skip
+    """Checks each sequence against float64."""
+    out, lse = got
+    for i, length in enumerate(lengths):
+        one = slice(i, i + 1)
+        inputs = Inputs(whole.q[one], whole.k[one, :length], whole.v[one, :length], whole.dout[one])
+        mask = Mask(whole.q.size(1), length, window_size=window)
+        results = {"out": out[one], "lse": lse[one]}
+        assert_holds(results, *expect(inputs, mask, **scores), where=length)
+
+
+# World size, page size (0: no pages), layout of the room.
+PLACES = {
+    "pages on one rank": (1, 16, None),
+    "pages dealt to two": (2, 16, None),
+    "pages of 5 dealt to three": (3, 5, None),
+    "a run": (1, 0, None),
+    "runs": (3, 0, SequenceLayout.boundaries([0, 3, 3, ROOM])),
+    "runs in pages": (2, 8, SequenceLayout.contiguous(ROOM, 2)),
+    "stripes": (3, 0, SequenceLayout.striped(ROOM, 3)),
+    "stripes in pages": (4, 16, SequenceLayout.striped(ROOM, 4)),
+}
+WINDOWS = {"causal": (-1, 0), "all": (-1, -1), "window": (20, 0), "both sides": (9, 1)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.sweep(3)
+def test_against_float64(place: str, backend: str) -> None:
+    """One to three queries of MHA, GQA and MQA, in all dtypes that a CPU has."""
+    turn = [*PLACES].index(place)
+    for i, window in enumerate(WINDOWS.values()):
+        nheads_kv, queries = (4, 2, 1)[(turn + i) % 3], (1, 3, 1, 2)[i]
+        dtype = (torch.float32, torch.bfloat16, torch.float64)[(turn + i) % 3]
+        sizes = {"nheads": 4, "nheads_kv": nheads_kv, "headdim": 8, "headdim_v": 6, "dtype": dtype}
+        whole = random_qkv(batch=len(LENGTHS), seqlen_q=queries, seqlen_k=ROOM, **sizes)
+        sinks = random_sinks(4) if i % 2 else None
+        cache = Cache(whole, LENGTHS, *PLACES[place], window)
+        got = decoded(cache, whole.q, backend, sinks)
+        assert_exact(got, whole, LENGTHS, window, sinks=sinks)
+
+
+def test_sizes_of_mla_and_softcap() -> None:
+    lengths = (33, 0, 7)
+    sizes = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
+    whole = random_qkv(batch=3, seqlen_q=1, seqlen_k=ROOM, **sizes)
+    cache = Cache(whole, lengths, 2, 16, None)
+    for backend in ("aten", "reference"):
+        assert_exact(decoded(cache, whole.q, backend), whole, lengths, (-1, 0))
+    got = decoded(cache, whole.q, "reference", softcap=1.5)
+    assert_exact(got, whole, lengths, (-1, 0), softcap=1.5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_rows_of_all_ranks_are_the_sequence(place: str) -> None:
+    """Counts every pair of a query and a position once, on the rank that has its row."""
+    world_size, page_size, layout = PLACES[place]
+    for window in WINDOWS.values():
+        for length in LENGTHS:
+            count, total = torch.zeros(3, ROOM, dtype=torch.int64), 0
+            for rank in range(world_size):
+                rows = ROOM if page_size else (layout.shard_len(rank) if layout else ROOM)
+                k = torch.empty(1, page_size or rows, 1, 1)
+                table = torch.zeros(1, -(-rows // page_size)) if page_size else None
+                sequences = check_sequences(k, table, layout, window, rank, world_size)
+                (seen,) = sequences.seen(torch.tensor([length]), 3).tolist()
+                assert all(tile.area for tile in tiles_of(seen))
+                area = painted(tiles_of(seen), 3, ROOM)
+                assert area.max() <= 1 and [*area.sum(1)] == [b - a for a, b in seen]
+                total += int(area.sum())
+                positions = _positions(sequences, ROOM)
+                keep = positions < ROOM
+                count[:, positions[keep]] += area[:, keep]
+            mask = Mask(3, length, window_size=window).dense() if length else torch.zeros(3, 0)
+            assert torch.equal(count[:, :length], mask.long()) and int(count.sum()) == total
+
+
+def _positions(sequences: Sequences, rows: int) -> Tensor:
+    j = torch.arange(rows)
+    run = max(sequences.run, 1)
+    return sequences.start + j // run * sequences.period + j % run
