@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ring_attn.bench.implementations import (
     unavailable,
 )
 from ring_attn.bench.judge import OracleJudge, worst_of
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
     TimedCall,
@@ -124,10 +124,8 @@ class Cells(Report[CellSetting, CellRow]):
         peak: the device's TFLOP/s by the datasheet; in decoding GB/s of a copy; None if unknown.
     """
 
-    def __init__(
-        self, setting: CellSetting, json: Path | None = None, *, quiet: bool = False
-    ) -> None:
-        super().__init__(setting, json, quiet=quiet)
+    def __init__(self, setting: CellSetting, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
         device = setting.device
         self.unavailable = {
             name: why
@@ -340,6 +338,6 @@ def parse_device(name: str | None) -> torch.device:
 
 def run_cells(args: argparse.Namespace, setting: CellSetting) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
-    bench = Cells(setting, args.json, quiet=args.quiet)
+    bench = Cells(setting, Outputs.of(args))
     bench.run()
-    return bench.finish(tables(bench.rows, bench.unit), bench.remarks())
+    return bench.finish([] if args.quiet else tables(bench.rows, bench.unit), bench.remarks())

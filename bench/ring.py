@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import (
     Dense,
@@ -82,8 +82,8 @@ class Sweep:
 class RingReport(Report[Sweep, RingRow]):
     """The rows of rank 0, and the samples that it sends during the run."""
 
-    def __init__(self, setting: Sweep, json: Path | None = None, *, quiet: bool = False) -> None:
-        super().__init__(setting, json, quiet=quiet)
+    def __init__(self, setting: Sweep, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
         self.samples: list[dict[str, Any]] = []
 
     def more(self) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = RingReport(setting_of(args), args.json, quiet=args.quiet)
+    bench = RingReport(setting_of(args), Outputs.of(args))
     bench.run(args.device)
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
     lines = [note for note in notes if "cannot run" in note or "wrong" in note]
-    return bench.finish(_tables(bench), lines)
+    return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
 
 
 def setting_of(args: argparse.Namespace) -> Sweep:

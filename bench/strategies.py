@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
 from ring_attn.cli.arguments import is_first_rank, new_table, show
@@ -149,7 +150,9 @@ class ShapeVerdict:
 
 
 class Strategies(Report[StrategySetting, StrategyRow]):
-    clusters: dict[str, Any]  # as JSON, by number of ranks
+    def __init__(self, setting: StrategySetting, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
+        self.clusters: dict[str, Any] = {}
 
     def more(self) -> dict[str, Any]:
         verdicts = [{**asdict(v), "ratio": v.ratio} for v in judged(self.rows)]
@@ -161,8 +164,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = chosen_shapes(args.shapes, quick=args.quick)
     iters = args.iters or (QUICK_ITERS if args.quick else None)
     setting = StrategySetting(shapes, args.world_sizes, iters, args.quick)
-    bench = Strategies(setting, args.json, quiet=args.quiet)
-    bench.clusters = {}
+    bench = Strategies(setting, Outputs.of(args))
     for world_size in setting.world_sizes:
         if args.cluster is None:
             cluster = calibrate(world_size, quick=args.quick)
@@ -180,7 +182,8 @@ def run(args: argparse.Namespace) -> int:
         f"{len(verdicts)} cases; median ratio {statistics.median(v.ratio for v in verdicts):.3f}, "
         f"greatest {max(v.ratio for v in verdicts):.3f}"
     )
-    return bench.finish([verdict_table(verdicts)], [summary])
+    tables = [] if args.quiet else [verdict_table(verdicts)]
+    return bench.finish(tables, [summary])
 
 
 def chosen_shapes(words: str | None, *, quick: bool) -> tuple[Shape, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dev.code_rules import SHARED_BYTES, Limits, failures
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size
 from ring_attn.cli.launch import map_in_processes
@@ -402,7 +403,7 @@ def run(args: argparse.Namespace) -> int:
         args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
-    bench = Report[Selection, CompiledRow](setting, args.json, quiet=args.quiet)
+    bench = Report[Selection, CompiledRow](setting, Outputs(args.json, quiet=args.quiet))
     with bench.progress(len(chosen)) as begin:
         for row in compile_all(chosen, args.jobs):
             begin(_name(row), 1)
@@ -412,7 +413,8 @@ def run(args: argparse.Namespace) -> int:
     bench.failures += [f"FAIL {_name(row)}: {text}" for row, text in other_orders(bench.rows)]
     bench.save(last=True)
     counts = f"{len(bench.rows)} cells in {bench.seconds:.0f} s, {len(bench.failures)} failed"
-    return bench.finish([_results(bench.rows)], [f"triton {triton.__version__}: {counts}"])
+    tables = [] if args.quiet else [_results(bench.rows)]
+    return bench.finish(tables, [f"triton {triton.__version__}: {counts}"])
 
 
 def _name(row: CompiledRow) -> str:

@@ -37,7 +37,7 @@ TABLE_WIDTH = 180
 MAX_SIZE = 1 << 50
 
 # Options that name files; they do not change the measurements.
-FILES = ("--json", "--plot")
+FILES = ("--json", "--plot", "--compare")
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

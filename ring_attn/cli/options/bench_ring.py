@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 
 from ring_attn.cli.arguments import (
-    add_common,
     add_switch,
     names_of,
     parse_dtype,
     parse_size,
     parse_sizes,
 )
-from ring_attn.cli.options.bench import MODES
+from ring_attn.cli.options.bench import MODES, add_outputs
 from ring_attn.core.names import DEVICES, LAYOUTS
 
 SEQLEN, ITERS = 8192, 9
@@ -50,4 +49,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_size, help=f"timed repetitions (default: {ITERS})")
     names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
     add("--baseline", type=names_of(BASELINES), default=",".join(BASELINES), help=names)
-    add_common(parser)
+    add_outputs(parser)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import argparse
 
-from ring_attn.cli.arguments import add_common, parse_input, parse_size, parse_sizes
+from ring_attn.cli.arguments import parse_input, parse_size, parse_sizes
+from ring_attn.cli.options.bench import add_outputs
 
 # A shape is repeated for SECONDS, from ITERS to MAX_ITERS times: short calls vary most.
 ITERS, MAX_ITERS, SECONDS = 7, 35, 4.0
@@ -39,4 +40,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_size, help=iters)
     cluster = "a file of ring-attn calibrate (default: calibrates first)"
     add("--cluster", metavar="FILE", type=parse_input, help=cluster)
-    add_common(parser)
+    add_outputs(parser)
