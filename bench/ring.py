@@ -41,7 +41,7 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines import count
 from ring_attn.profiling import peak_bytes
-from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.registry import both_programs, make_call, program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Inputs, Verdict, check, random_qkv
 
@@ -300,7 +300,7 @@ def _planned(setting: RingSetting, mode: str) -> tuple[int, int, int]:
     return (
         sum(flops(area, spec, backward=back) for back in directions),
         max(sent),
-        max(count.peak_bytes(call, backward=mode != "fwd") for call in calls),
+        max(count.peak_bytes(both_programs(call, backward=mode != "fwd"), call) for call in calls),
     )
 
 

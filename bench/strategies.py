@@ -25,8 +25,9 @@ from ring_attn.cli.launch import run_ranks, send_part, timed_on_ranks
 from ring_attn.cli.options.bench_strategies import ITERS, MAX_ITERS, SECONDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.segments import Segment
+from ring_attn.machines.cluster import Cluster
 from ring_attn.planning.choice import Choice
-from ring_attn.planning.devices import Cluster, load_cluster, to_json
+from ring_attn.planning.devices import load_cluster, to_json
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.strategy import Strategy
 

@@ -28,7 +28,8 @@ from ring_attn import tree_decode
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.oracle import Inputs
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines.check import check, check_calls
+from ring_attn.machines.check import check
+from ring_attn.strategies.registry import programs_of
 from ring_attn.strategies.tree_decode import decode_tiles, make_call, program
 from ring_attn.testing import STRATEGIES, Case, Heads, expected, run_all_ranks, strategy_of
 from ring_attn.testing.ranks import calls_of
@@ -130,7 +131,8 @@ def attention(case: Call, processes: bool = False) -> None:
         ranks = calls_of(case, case.world_size)
     except NotImplementedError as error:
         raise Refused from error
-    faults = [fault for back in (False, True) for fault in check_calls(ranks, backward=back)]
+    both = (programs_of(ranks, backward=backward) for backward in (False, True))
+    faults = [fault for programs in both for fault in check(programs, ranks[0])]
     assert not faults, faults
     run = pools(case.world_size).run if processes else None
     ran = run_all_ranks(case, case.world_size, run)

@@ -21,7 +21,7 @@ from ring_attn.planning import planner
 from ring_attn.planning.candidates import layouts_of
 from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import builtin_cluster, with_backend
-from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.registry import both_programs, program_of
 from ring_attn.testing import Case, run_all_ranks
 from tests.unit.test_programs import calls_of
 
@@ -51,7 +51,8 @@ def programs() -> dict[str, object]:
                             program = program_of(call, backward=backward)
                             found[key] = (
                                 digest(program.ops), str(bytes_sent(program)),
-                                len([*program.posts()]), peak_bytes(call, backward=backward),
+                                len([*program.posts()]),
+                                peak_bytes(both_programs(call, backward=backward), call),
                             )  # fmt: skip
     return found
 

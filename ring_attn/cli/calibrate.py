@@ -32,8 +32,8 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.groups import check_group
+from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link, compute_seconds
 from ring_attn.planning import devices
-from ring_attn.planning.devices import Cluster, Device, Link
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import P2PTransport, open_p2p
@@ -72,7 +72,7 @@ class CalibrationSetting:
 
 @dataclass(frozen=True)
 class TileSample:
-    """Seconds of one tile, and its sizes for `devices.compute_seconds`."""
+    """Seconds of one tile, and its sizes for `compute_seconds`."""
 
     backward: bool
     kind: str
@@ -88,7 +88,7 @@ class TileSample:
 
     def predicted(self, rate: Rate) -> float:
         shape = (self.area, self.rows, self.edge, self.per_pair)
-        return float(devices.compute_seconds(rate, *shape))
+        return float(compute_seconds(rate, *shape))
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def calibrate(
         window_backward=rates[True, True],
         source="measured",
     )
-    host = devices.HOST if gpu else devices.Host()
-    copies = devices.Copies() if gpu else None
+    host = devices.HOST if gpu else Host()
+    copies = Copies() if gpu else None
     return Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
 
 

@@ -24,21 +24,16 @@ from ring_attn.cli.arguments import (
 )
 from ring_attn.cli.plan_model import model_lines, read_model
 from ring_attn.core.values import regular_file
-from ring_attn.machines.check import check_calls
+from ring_attn.machines.check import check
+from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.machines.timeline import Simulation
 from ring_attn.planning.choice import Candidate, Choice, Problem
-from ring_attn.planning.devices import (
-    CLUSTER_VARIABLE,
-    Cluster,
-    builtin_cluster,
-    find_cluster,
-    load_cluster,
-)
+from ring_attn.planning.devices import CLUSTER_VARIABLE, builtin_cluster, find_cluster, load_cluster
 from ring_attn.planning.planner import call_of, explain, rated_cluster, walked_calls
 from ring_attn.strategies.base import StrategyCode
-from ring_attn.strategies.registry import program_of, registered
+from ring_attn.strategies.registry import programs_of, registered
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
@@ -119,10 +114,11 @@ def checked(choice: Choice, *, quiet: bool) -> bool:
     calls = [replace(call_of(problem, best), rank=rank) for rank in range(problem.world_size)]
     count, faults = 0, []
     for backward in (False, True) if problem.backward else (False,):
-        count += sum(len(program_of(call, backward=backward).ops) for call in calls)
-        faults += check_calls(calls, backward=backward)
+        programs = programs_of(calls, backward=backward)
+        count += sum(len(program.ops) for program in programs)
+        faults += check(programs, calls[0])
         if not quiet:
-            print(shortened_lines(draw(program_of(calls[0], backward=backward)), MAX_LINES))
+            print(shortened_lines(draw(programs[0]), MAX_LINES))
     for fault in faults[:MAX_LINES]:
         print(fault)
     print(f"checked {count} ops of {len(calls)} ranks: {len(faults)} faults")
@@ -220,12 +216,10 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
 def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
     """Simulations of both directions of a candidate, with the spans of every rank."""
     names = ("forward", "backward") if problem.backward else ("forward",)
+    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
     return {
         name: simulate(
-            walked_calls(problem, candidate),
-            rated_cluster(problem, candidate),
-            backward=name == "backward",
-            spans=True,
+            programs_of(calls, backward=name == "backward"), calls[0], cluster, spans=True
         )
         for name in names
     }

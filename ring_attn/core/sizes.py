@@ -12,6 +12,7 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Packet
+from ring_attn.core.program import Array
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
@@ -84,6 +85,14 @@ def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> in
         * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
         for n in counts.nonzero().flatten().tolist()
     )
+
+
+def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
+    """Sizes of out and lse with `rows` rows."""
+    return {
+        "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
+        "lse": Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype),
+    }
 
 
 def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:

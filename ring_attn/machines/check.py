@@ -21,7 +21,6 @@ from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.program import Channel, Entry, Op, Operand, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.registry import program_of
 
 
 class Fault(NamedTuple):
@@ -39,12 +38,6 @@ class Fault(NamedTuple):
         where = "all ranks" if self.rank is None else f"rank {self.rank}"
         at = "" if self.op is None else f", op {self.op}"
         return f"{self.kind}: {where}{at}: {self.text}"
-
-
-def check_calls(calls: Sequence[Call], *, backward: bool) -> list[Fault]:
-    """The faults in one direction of a call, which `calls` has once for each rank."""
-    programs = [program_of(call, backward=backward) for call in calls]
-    return check(programs, calls[0])
 
 
 def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:

@@ -14,7 +14,6 @@ from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles
-from ring_attn.strategies.registry import program_of
 from ring_attn.transport.options import MAX_CTAS
 
 
@@ -63,14 +62,8 @@ def _add_sources(program: Program, rank: int, members: Members, sources: Sources
             found.add(None)
 
 
-def peak_bytes(call: Call, *, backward: bool) -> int:
-    """Peak bytes that a call holds on its rank, beyond its inputs.
-
-    `backward` True counts forward and backward, False the forward alone.
-    """
-    programs = [program_of(call, backward=False)]
-    if backward:
-        programs.append(program_of(call, backward=True))
+def peak_bytes(programs: Sequence[Program], call: Call) -> int:
+    """Peak bytes that a rank holds beyond its inputs, in a forward or a forward and a backward."""
     if call.spec.device_type == "cpu":
         return peak_of_programs(programs, call)
     # Buffers stay in the pool between calls: a second call reuses those of the first.

@@ -34,9 +34,8 @@ from ring_attn.core import program as ops
 from ring_attn.core.program import Program, part_of_heads
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.machines.cluster import Cluster, Link, compute_seconds
 from ring_attn.machines.timeline import Pending, Simulation, Timeline, Usage
-from ring_attn.planning.devices import Cluster, Link, compute_seconds
-from ring_attn.strategies.registry import program_of
 
 # Most ranks of a node in a sample.
 RUN = 8
@@ -53,16 +52,16 @@ def sampled_ranks(world_size: int, node_size: int) -> list[int]:
 
 
 def simulate(
-    calls: Sequence[Call], cluster: Cluster, *, backward: bool, spans: bool = False
+    programs: Sequence[Program], call: Call, cluster: Cluster, *, spans: bool = False
 ) -> Simulation:
-    """Simulates one direction of a call, which `calls` has once for each rank to be walked.
+    """Simulates one direction of a call: the programs of the ranks to be walked.
 
     Nodes hold consecutive ranks. `spans` keeps the start and end of every op.
 
     Raises:
         ValueError: the programs do not end; `machines.check` says why.
     """
-    return _Run(calls, cluster, backward, spans).all()
+    return _Run(programs, call, cluster, spans).all()
 
 
 class _Posted(NamedTuple):
@@ -103,20 +102,19 @@ class _Group:
 class _Run:
     """State of a simulation: timelines and ports."""
 
-    calls: Sequence[Call]
+    programs: Sequence[Program]
+    call: Call
     cluster: Cluster
-    backward: bool
     keep: bool
 
     def __post_init__(self) -> None:
-        call = self.calls[0]
-        self.window = call.mask.has_windows
-        self.carries = get_backend(call.backend).carries_state
-        self.rate = self.cluster.device.rate(backward=self.backward, window=self.window)
+        self.carries = get_backend(self.call.backend).carries_state
+        backward, window = self.programs[0].backward, self.call.mask.has_windows
+        self.rate = self.cluster.device.rate(backward=backward, window=window)
         self.bandwidth = self.cluster.device.memory_bandwidth
         self.links = (self.cluster.inside, self.cluster.between)
         self.ports_per_node = self.cluster.ports or self.cluster.node_size
-        self.ranks = {call.rank: Timeline(call.rank, self.keep) for call in self.calls}
+        self.ranks = {p.rank: Timeline(p.rank, self.keep) for p in self.programs}
         self.groups: dict[tuple[int, ...], _Group] = {}
         # By port, which is a kind of link and a number: time at which it is free, out and in;
         # seconds that it was sending; sender and receiver of its last message.
@@ -134,11 +132,11 @@ class _Run:
 
     def all(self) -> Simulation:
         """Walks each rank up to its next exchange; the last rank of a group lets all go on."""
-        everyone = tuple(range(self.calls[0].world_size))
-        walks = {}
-        for call in self.calls:
-            me, program = self.ranks[call.rank], program_of(call, backward=self.backward)
-            walks[call.rank] = _Walk(self, me, program, call.spec, everyone).all()
+        everyone, spec = tuple(range(self.call.world_size)), self.call.spec
+        walks = {
+            program.rank: _Walk(self, self.ranks[program.rank], program, spec, everyone).all()
+            for program in self.programs
+        }
         moving = [*reversed(self.ranks.values())]
         while moving:
             rank = moving.pop()
@@ -161,7 +159,7 @@ class _Run:
         return self.groups[members]
 
     def _done(self) -> Simulation:
-        world_size = self.calls[0].world_size
+        world_size = self.call.world_size
         links = []
         for kind, name in enumerate(("inside", "between")):
             if not self.nbytes[kind]:

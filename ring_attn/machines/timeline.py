@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ring_attn.core.program import Channel
-from ring_attn.planning.devices import Cluster
+from ring_attn.machines.cluster import Cluster
 
 
 class Pending(NamedTuple):

@@ -15,8 +15,8 @@ from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
+from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.timeline import Simulation
-from ring_attn.planning.devices import Cluster
 from ring_attn.strategies.strategy import Strategy, family, label
 
 # Ways in which a rank spends its time.

@@ -1,13 +1,7 @@
-"""Speeds of devices and of the links between them; a `Cluster` combines both.
+"""Clusters: of built-in devices and links, of a file, or of this machine.
 
-    time of a tile     launch + (area + row_columns * rows + edge_columns * edge) * FLOP / rate
-                       + bytes of the state / memory bandwidth
-    time of a message  latency + bytes / bandwidth
-    nothing begins     before the host has launched it
-
-`backends.rates` has the rates and explains their columns. The figures of the built-in devices are
-from datasheets and published kernel measurements. `ring-attn calibrate` measures the machine at
-hand; `load_cluster` reads its file.
+The figures of the built-in devices are from datasheets and published kernel measurements.
+`ring-attn calibrate` measures the machine at hand; `load_cluster` reads its file.
 """
 
 from __future__ import annotations
@@ -16,24 +10,17 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import groupby
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ring_attn.backends.rates import FA3, RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import (
-    check_cost,
-    check_size,
-    check_speed,
-    check_types,
-    env_int,
-    regular_file,
-)
+from ring_attn.core.values import env_int, regular_file
+from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
 from ring_attn.transport.options import MAX_CTAS
 
 GB = 1e9
@@ -43,151 +30,6 @@ CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
 
 # Number of ranks of a node, set by torchrun.
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-
-
-@dataclass(frozen=True)
-class Device:
-    """A rank's processor.
-
-    Attributes:
-        peak_flops: the datasheet's dense FLOP/s, in 16 bits; 0 if unknown.
-        forward, backward: rates of attention.
-        memory_bandwidth: bytes/s of passes that copy or add.
-        memory_bytes: size of its memory; 0 if unknown.
-        window_forward, window_backward: rates with a window, if measured: a backend may split its
-            tiles into strips.
-        architecture: key of `backends.rates`, for each backend's rates; "" uses only those above.
-        source: where the rates come from: "measured", "published: ..", "estimate: .." or "given".
-    """
-
-    name: str
-    peak_flops: float
-    forward: Rate
-    backward: Rate
-    memory_bandwidth: float
-    memory_bytes: float = 0.0
-    window_forward: Rate | None = None
-    window_backward: Rate | None = None
-    architecture: str = ""
-    source: str = "given"
-
-    def __post_init__(self) -> None:
-        check_types(self, str, "name", "architecture", "source")
-        check_types(self, Rate, "forward", "backward")
-        check_types(self, (Rate, NoneType), "window_forward", "window_backward")
-        check_speed(self, "memory_bandwidth")
-        check_size(self, "peak_flops", "memory_bytes")
-
-    def rate(self, *, backward: bool, window: bool = False) -> Rate:
-        usual = self.backward if backward else self.forward
-        windowed = self.window_backward if backward else self.window_forward
-        return windowed if window and windowed is not None else usual
-
-
-@dataclass(frozen=True)
-class Link:
-    """Connection between two ranks, in one direction.
-
-    The latency is in seconds, of an empty message; the bandwidth is attained bytes/s of large ones.
-    """
-
-    name: str
-    latency: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        check_types(self, str, "name")
-        check_cost(self, "latency")
-        check_speed(self, "bandwidth")
-
-
-@dataclass(frozen=True)
-class Host:
-    """Seconds that a rank's Python takes for each thing that it issues; all are 0 for CPU ranks.
-
-    Attributes:
-        launch: to launch a kernel over a step's tiles; a backward launches two.
-        copy: to launch a pass over memory.
-        post: to post an exchange.
-        wait: to make the device wait for an exchange.
-    """
-
-    launch: float = 0.0
-    copy: float = 0.0
-    post: float = 0.0
-    wait: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_cost(self, "launch", "copy", "post", "wait")
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Copies that run beside attention, on a device with streams.
-
-    `latency` is the seconds between the end of an operator and the start of the next on another
-    stream that the links' latencies lack; those of a small send and receive include all of them.
-    """
-
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_cost(self, "latency")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes of devices.
-
-    Attributes:
-        device: device of each rank.
-        node_size: number of consecutive ranks that form a node.
-        inside: link of a device to the others of its node, in each direction.
-        between: one network port of a node, in each direction.
-        ports: network ports of a node; None is one for each device.
-        slowdown: the share of its speed that compute loses during transfers: to the SMs, on CPUs
-            the cores, that copies take.
-        collectives: measured collectives by name, with all ranks taking part; bytes are those that
-            leave a rank. The times of all others follow from the links.
-        host: host times of each rank.
-        copies: start of copies beside attention; None is a device without streams, whose exchanges
-            start when they are posted.
-
-    Example:
-        >>> cluster = builtin_cluster("H100")
-        >>> cluster.device.name, cluster.node_size, cluster.between.name
-        ('H100', 8, '400 Gb/s')
-    """
-
-    device: Device
-    node_size: int
-    inside: Link
-    between: Link
-    ports: int | None = None
-    slowdown: float = 0.0
-    collectives: Mapping[str, Link] = field(default_factory=dict)
-    host: Host = field(default_factory=Host)
-    copies: Copies | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self, Device, "device")
-        check_types(self, Link, "inside", "between")
-        check_types(self, Host, "host")
-        check_types(self, (Copies, NoneType), "copies")
-        check_types(self, int, "node_size")
-        check_types(self, (int, NoneType), "ports")
-        check_cost(self, "slowdown")
-        for operation, link in self.collectives.items():
-            if not isinstance(link, Link):
-                raise TypeError(f"collectives must be links, got {link!r} for {operation!r}")
-        if self.node_size < 1:
-            raise ValueError(f"node_size must be at least 1, got {self.node_size}")
-        if self.slowdown >= 1.0:
-            raise ValueError(f"slowdown must be at least 0 and less than 1, got {self.slowdown}")
-        if self.ports is not None and not 1 <= self.ports <= self.node_size:
-            raise ValueError(
-                f"ports must be from 1 to node_size {self.node_size}, got {self.ports}"
-            )
 
 
 def _device(
@@ -303,25 +145,6 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
             window_forward=window.forward, window_backward=window.backward, source=rates.source,
         ),
     )  # fmt: skip
-
-
-Number = TypeVar("Number", float, torch.Tensor)
-
-
-def compute_seconds(
-    rate: Rate, area: Number, rows: Number, edge: Number, per_pair: float
-) -> Number:
-    """Seconds of tiles: of numbers, or of float64 tensors; 0 for tiles without visible pairs.
-
-    `rows` take part, the mask cuts `edge` of them, and `per_pair` is the FLOPs of a pair in all
-    heads.
-
-    Example:
-        >>> compute_seconds(Rate(1e9, 0.5, 10.0), 990, 1, 0, 10**6)
-        1.5
-    """
-    columns = area + rate.row_columns * rows + rate.edge_columns * edge
-    return (rate.launch + columns * per_pair / rate.flops) * (area > 0)
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ring_attn.call import Call
 from ring_attn.machines.count import communicator_bytes, peak_of_programs
-from ring_attn.strategies.registry import code_of, program_of
+from ring_attn.strategies.registry import both_programs, code_of
 
 # Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
 MAX_COUNTED = 16
@@ -25,7 +25,7 @@ def peak_of(call: Call, *, backward: bool = True) -> Peak:
     peaks = []
     for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
-        both = [program_of(of_rank, backward=b) for b in ((False, True) if backward else (False,))]
+        both = both_programs(of_rank, backward=backward)
         on_nccl = both if call.spec.device_type == "cuda" else []
         nccl = communicator_bytes(on_nccl, rank, call.world_size)
         peaks.append(Peak(peak_of_programs(both, of_rank), nccl))

@@ -32,6 +32,7 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller, check_fit
 from ring_attn.core.work import gathered_work, num_seen
+from ring_attn.machines.cluster import Cluster, compute_seconds
 from ring_attn.machines.time import sampled_ranks, simulate
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
 from ring_attn.planning.choice import (
@@ -44,9 +45,9 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.devices import Cluster, compute_seconds, find_cluster, with_backend
+from ring_attn.planning.devices import find_cluster, with_backend
 from ring_attn.planning.memory import peak_of
-from ring_attn.strategies.registry import code_of, why_not_same_bits
+from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
 # Candidates to simulate: those that could be the best; these and at least one of each name of
@@ -441,7 +442,7 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
     try:
         forward, *backward = [
-            DirectionCost.of(simulate(calls, cluster, backward=backward))
+            DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
             for backward in ((False, True) if problem.backward else (False,))
         ]
     except NotImplementedError as error:

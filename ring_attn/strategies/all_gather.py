@@ -45,7 +45,7 @@ from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Gathered, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
-from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet
+from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet, result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Traveller
 from ring_attn.strategies import ring
@@ -54,7 +54,6 @@ from ring_attn.strategies.base import (
     core_program,
     input_arrays,
     pack_and_post,
-    result_arrays,
 )
 from ring_attn.strategies.order import why_not_in_order
 from ring_attn.strategies.strategy import Strategy

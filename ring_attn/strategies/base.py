@@ -26,7 +26,7 @@ from ring_attn.core.program import (
     Program,
     View,
 )
-from ring_attn.core.sizes import SHARD
+from ring_attn.core.sizes import SHARD, result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Traveller, check_fit
 from ring_attn.strategies.strategy import Strategy
@@ -179,14 +179,6 @@ def finish(call: Call) -> ops.Finish:
     """Makes the results from the state."""
     results = result_arrays(call.spec, call.ranks.rows("q"))
     return ops.Finish("out", "lse", results["out"], results["lse"])
-
-
-def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
-    """Sizes of out and lse with `rows` rows."""
-    return {
-        "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
-        "lse": Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype),
-    }
 
 
 def differentiate(

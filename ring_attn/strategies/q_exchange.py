@@ -34,14 +34,9 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Message, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
+from ring_attn.core.sizes import result_arrays
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.base import (
-    SAVED,
-    StrategyCode,
-    input_arrays,
-    pack_and_post,
-    result_arrays,
-)
+from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays, pack_and_post
 from ring_attn.strategies.strategy import Named, Strategy
 
 

@@ -8,7 +8,7 @@ A strategy from outside the package is an object, and named in `strategy=` while
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -117,3 +117,13 @@ def program_of(call: Call, *, backward: bool) -> Program:
             program = code_of(call.strategy).program(call, backward=backward)
         call.programs[backward] = program
     return call.programs[backward]
+
+
+def programs_of(calls: Sequence[Call], *, backward: bool) -> list[Program]:
+    """The programs of several ranks' calls, in one direction."""
+    return [program_of(call, backward=backward) for call in calls]
+
+
+def both_programs(call: Call, *, backward: bool) -> list[Program]:
+    """The forward's program of the call's rank; with `backward`, also the backward's."""
+    return [program_of(call, backward=b) for b in ((False, True) if backward else (False,))]

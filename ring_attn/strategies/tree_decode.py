@@ -35,9 +35,9 @@ from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, Packet, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
+from ring_attn.core.sizes import result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
-from ring_attn.strategies.base import result_arrays
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.base import Transport
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from ring_attn.cli.calibrate import TileSample, fit_rate, largest_error
+from ring_attn.machines.cluster import Cluster, Copies, compute_seconds
 from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
-    Cluster,
-    Copies,
     Rate,
     builtin_cluster,
     cluster_from_json,
-    compute_seconds,
     load_cluster,
     to_json,
 )

@@ -13,13 +13,13 @@ import pytest
 from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import chunked
-from ring_attn.machines.check import check_calls
+from ring_attn.machines.check import check
 from ring_attn.machines.count import peak_bytes
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.planning.devices import builtin_cluster
 from ring_attn.planning.planner import explain
-from ring_attn.strategies.registry import program_of, register, registered
+from ring_attn.strategies.registry import both_programs, programs_of, register, registered
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
 from tests.unit.test_programs import assert_all_is_timed, calls_of, sent
@@ -51,14 +51,16 @@ def test_results_are_right(layout: str, around: int) -> None:
 def test_checked_counted_timed_and_drawn(backward: bool) -> None:
     for mask in (Mask(96, 96, causal=True), chunked(96, 20)):
         calls = calls_of(Strategy("star"), mask, "zigzag", 4)
-        assert check_calls(calls, backward=backward) == []
+        programs = programs_of(calls, backward=backward)
+        assert check(programs, calls[0]) == []
         assert {one.messages for one in sent(calls, backward=backward)} == {6 if backward else 3}
         assert_all_is_timed(calls, backward=backward)
         for call in calls:
-            drawn = draw(program_of(call, backward=backward))
+            both = both_programs(call, backward=backward)
+            drawn = draw(both[-1])
             assert drawn.count("post ") == (6 if backward else 3)
-            assert peak_bytes(call, backward=backward) > 0
-        assert simulate(calls, builtin_cluster("H100"), backward=backward).seconds > 0
+            assert peak_bytes(both, call) > 0
+        assert simulate(programs, calls[0], builtin_cluster("H100")).seconds > 0
 
 
 @pytest.mark.usefixtures("star")

@@ -117,7 +117,7 @@ def test_programs_are_checked_and_drawn(
     text = capsys.readouterr().out
     assert "rank 0 of 4, backward" in text and "4 ranks: 0 faults" in text
     fault = Fault("message", 1, None, "planted")
-    monkeypatch.setattr(command, "check_calls", lambda calls, backward: [fault])
+    monkeypatch.setattr(command, "check", lambda programs, call: [fault])
     assert cli.main([*words, "--quiet", "--json", str(tmp_path / "plan.json")]) == 1
     assert str(fault) in capsys.readouterr().out and (tmp_path / "plan.json").exists()
     assert cli.main(["plan", "--seqlen", "1M", "--world-size", "4096", "--check"]) != 0

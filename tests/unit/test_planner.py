@@ -17,11 +17,12 @@ import torch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.machines.cluster import Cluster
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
-from ring_attn.planning.devices import Cluster, builtin_cluster, cpu_cluster, find_cluster, to_json
+from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster, to_json
 from ring_attn.planning.planner import choose, explain
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy

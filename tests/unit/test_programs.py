@@ -19,14 +19,14 @@ from ring_attn.core.ranks import OneRank
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import NO_TILES, Grid, Traveller
-from ring_attn.machines.check import _add_work, check, check_calls
+from ring_attn.machines.check import _add_work, check
 from ring_attn.machines.count import bytes_sent
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.planning.balance import by_area
 from ring_attn.planning.devices import Rate, cpu_cluster
 from ring_attn.planning.planner import explain
-from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.registry import make_call, program_of, programs_of
 from ring_attn.strategies.strategy import CORES, Strategy
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
@@ -82,7 +82,7 @@ def calls_of(
 
 def sent(calls: list[Call], *, backward: bool = False) -> list[Sent]:
     """Bytes and messages that each rank sends in one direction."""
-    programs = [program_of(call, backward=backward) for call in calls]
+    programs = programs_of(calls, backward=backward)
     return [Sent(bytes_sent(program), len([*program.posts()])) for program in programs]
 
 
@@ -106,7 +106,7 @@ def test_no_program_has_a_fault_and_all_is_timed(world_size: int) -> None:
     # With six ranks all calls take a minute.
     chosen = islice(every_call(world_size), 0, None, 3 if world_size == 6 else 1)
     for calls, backward in product(chosen, (False, True)):
-        assert check_calls(calls, backward=backward) == [], calls[0]
+        assert check(programs_of(calls, backward=backward), calls[0]) == [], calls[0]
         if count % 7 == 0:
             assert_all_is_timed(calls, backward=backward)
         count += 1
@@ -117,7 +117,8 @@ def assert_all_is_timed(calls: list[Call], *, backward: bool) -> None:
     """Compares bytes, messages and FLOPs of a simulation with those of each rank's program."""
     on, spec = cpu_cluster(), calls[0].spec
     device = replace(on.device, forward=Rate(1.0), backward=Rate(1.0))
-    found = simulate(calls, replace(on, device=device), backward=backward)
+    programs = programs_of(calls, backward=backward)
+    found = simulate(programs, calls[0], replace(on, device=device))
     assert [Sent(rank.sent, rank.messages) for rank in found.ranks] == sent(
         calls, backward=backward
     )
@@ -146,7 +147,7 @@ def ops_of(rank: int, *, backward: bool) -> list[ops.Op]:
 
 def faults(rank: int, todo: list[ops.Op], *, backward: bool) -> set[str]:
     """The kinds of faults where one rank of a ring has other ops."""
-    programs = [program_of(call, backward=backward) for call in RING]
+    programs = programs_of(RING, backward=backward)
     programs[rank] = replace(programs[rank], ops=tuple(todo))
     return {fault.kind for fault in check(programs, RING[0])}
 

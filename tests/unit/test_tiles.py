@@ -35,7 +35,7 @@ from ring_attn.core.tiles import (
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_displacements, needed_rows, pair_work
 from ring_attn.machines.count import peak_bytes
-from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.registry import both_programs, program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
@@ -300,7 +300,7 @@ def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
     for world_size in (6, 12, 24):
         mask = Mask(64 * world_size, 64 * world_size)
         call = calls_of(exchange, mask, "contiguous", world_size, spec)[1]
-        peaks.add(peak_bytes(call, backward=True))
+        peaks.add(peak_bytes(both_programs(call, backward=True), call))
     assert len(peaks) == 1
     mask, layout = placed(8)
     calls = calls_of(exchange, mask, (layout, layout), 8, spec, backend="aten")

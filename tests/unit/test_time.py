@@ -16,17 +16,11 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
 from ring_attn.machines.time import simulate
 from ring_attn.machines.timeline import Simulation
-from ring_attn.planning.devices import (
-    Cluster,
-    Copies,
-    Device,
-    Host,
-    Link,
-    Rate,
-)
-from ring_attn.strategies.registry import program_of
+from ring_attn.planning.devices import Rate
+from ring_attn.strategies.registry import programs_of
 from ring_attn.strategies.strategy import Strategy
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
@@ -73,7 +67,7 @@ def simulated(
     mask = Mask(layout.seqlen, layout.seqlen, causal, (window, -1))
     call = Call(SPEC, (layout, layout), mask, 0, strategy, 0.1, backend)
     calls = [replace(call, rank=rank) for rank in range(world_size)]
-    return simulate(calls, on, backward=backward, spans=spans)
+    return simulate(programs_of(calls, backward=backward), call, on, spans=spans)
 
 
 def each(found: Simulation, name: str) -> list[float]:
@@ -219,9 +213,10 @@ def test_spans_are_the_time_of_every_rank() -> None:
 def test_a_rank_that_posts_less_is_named(kinds: tuple[type, ...], words: str) -> None:
     layout, mask = SequenceLayout.contiguous(64, 4), Mask(64, 64)
     calls = [Call(SPEC, (layout, layout), mask, r, Strategy(), 0.1, "aten") for r in range(4)]
-    program = program_of(calls[2], backward=False)
-    last = [max(i for i, op in enumerate(program.ops) if isinstance(op, kind)) for kind in kinds]
-    left = tuple(op for i, op in enumerate(program.ops) if i not in last)
-    calls[2].programs[False] = replace(program, ops=left)
+    programs = programs_of(calls, backward=False)
+    posts = programs[2].ops
+    last = [max(i for i, op in enumerate(posts) if isinstance(op, kind)) for kind in kinds]
+    left = tuple(op for i, op in enumerate(posts) if i not in last)
+    programs[2] = replace(programs[2], ops=left)
     with pytest.raises(ValueError, match=words):
-        simulate(calls, cluster(), backward=False)
+        simulate(programs, calls[0], cluster())
