@@ -160,9 +160,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2": (
         "Mamba2Config",
-        SIZES | {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+        SIZES
+        | {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 16}
+        | {"pad_token_id": None},
     ),
-    "falcon_mamba": ("FalconMambaConfig", SIZES | {"state_size": 8, "time_step_rank": 4}),
+    "falcon_mamba": (
+        "FalconMambaConfig",
+        SIZES | {"state_size": 8, "time_step_rank": 4, "pad_token_id": None},
+    ),
     "minimax": ("MiniMaxConfig", RECURRENT | EXPERTS | {"block_size": 16}),
 }
 

@@ -71,7 +71,7 @@ from ring_attn.integrations.transformers_masks import (
     scales_by_row_index,
 )
 from ring_attn.integrations.transformers_models import (
-    WITH_CACHE,
+    cache_of,
     causal_of,
     check_config,
     count_call,
@@ -147,7 +147,8 @@ class Registration:
         Every rank passes the whole prompt. A rank computes and keeps its rows of the prompt in the
         registered layout; all ranks compute each new token, and one rank (`next_rank`) keeps its
         KV. All ranks get the same logits, bit for bit; sampling needs the same seed on all ranks.
-        Layers with a sliding window keep all rows too.
+        Layers with a sliding window keep all rows too. The states of recurrent layers live whole on
+        every rank; with them, all ranks compute all rows of what follows the first prompt.
 
         Args:
             model: a model with this implementation and a language model's head. It gets hooks,
@@ -285,15 +286,14 @@ class Registration:
         return CacheStep(placed, placed)
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """Where the rows of a recurrent layer stand, by its keywords; None on one rank."""
+        """Where the rows of a recurrent layer stand, by its keywords; None if all are here."""
         try:
             group = groups.check_group(self.group)
             cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
-            step = self._step(_placed(given.get(LAYOUT), self.layout), rows, cuts)
-            if dist.get_world_size(group) == 1:
+            step = getattr(cache_of(given), "step", None)
+            step = step or self._step(_placed(given.get(LAYOUT), self.layout), rows, cuts)
+            if dist.get_world_size(group) == 1 or step.chunk is None:
                 return None
-            if step is given.get(LAYOUT):
-                raise NotImplementedError(WITH_CACHE)
             if self.execution.get("transport", TransportOptions()) != TransportOptions():
                 raise NotImplementedError(
                     "recurrent layers exchange with the default options: register() without "
@@ -302,7 +302,7 @@ class Registration:
         except Exception as error:
             tell_refusal(error, self.group)
             raise
-        return Place(step.cache, given.get("cu_seq_lens_q"), group)
+        return Place(step.chunk, given.get("cu_seq_lens_q"), group)
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """The mask function that models call; see `read_mask`."""

@@ -3,6 +3,8 @@
     prompt   all ranks pass all of it; each computes and keeps its rows     ring_attention
     token    all ranks compute it; one rank keeps its keys and values       tree_decode
     logits   the requested rows, from the rank that has them                one broadcast
+    states   of recurrent layers: whole on every rank, from the prompt's    one broadcast a layer
+             last row on; all ranks compute all later rows
 
 Hooks around the model's forward cut its inputs and complete its logits, so that the loop, with its
 stopping criteria, processors and beams, sees the whole sequence on every rank.
@@ -24,7 +26,9 @@ from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.decode import next_rank
 from ring_attn.integrations.transformers_masks import tokens_of
+from ring_attn.integrations.transformers_models import ALONE_TYPES, RECURRENT_TYPES, cache_of
 from ring_attn.models.batch import unshard
+from ring_attn.models.recurrent import end_of, from_owner
 
 # Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2
@@ -87,7 +91,8 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
             f"{type(model).__name__}.forward passes no keywords on to its attention, which needs "
             f"{keyword}"
         )
-    cache = _cache_class()(groups.check_group(group), kind, block, keyword)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    cache = _cache_class()(groups.check_group(group), kind, block, keyword, tuple(types))
     if _before not in model._forward_pre_hooks.values():  # copies of models have hooks already
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
@@ -97,35 +102,71 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
 @lru_cache(maxsize=1)
 def _cache_class() -> Any:
     """The class of a cache, made late as its base needs transformers."""
-    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.cache_utils import (
+        Cache,
+        DynamicLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
+
+    with_states = dict.fromkeys(RECURRENT_TYPES, LinearAttentionAndFullAttentionLayer)
+    with_states |= dict.fromkeys(ALONE_TYPES, LinearAttentionLayer)
 
     class RingCache(Cache):
-        """This rank's rows of the keys and values of all layers, by `layout`."""
+        """This rank's rows of the keys and values of all layers, by `layout`; whole states.
+
+        Attributes:
+            step: the forward under way, or None.
+            keeps: whether the rank keeps rows of that forward.
+            cut: layout of those rows, of which all ranks compute all, or None.
+        """
 
         is_croppable = False
+        layout: SequenceLayout
+        num_seen: int
+        step: CacheStep | None
+        keeps: bool
+        cut: SequenceLayout | None
 
-        def __init__(self, group: dist.ProcessGroup, kind: str, block: int, keyword: str) -> None:
+        def __init__(
+            self,
+            group: dist.ProcessGroup,
+            kind: str,
+            block: int,
+            keyword: str,
+            types: tuple[str, ...],
+        ) -> None:
             super().__init__(layers=[])
             self.group, self.kind, self.block, self.keyword = group, kind, block, keyword
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-            self.layout = SequenceLayout.from_name(kind, 0, self.world_size)
-            self.num_seen = 0
-            self.keeps = False
+            self.types, self.has_states = types, bool(with_states.keys() & {*types})
+            self.reset()
 
         def begin(self, rows: int, keep: int) -> CacheStep:
             """Assigns `rows` new rows to the ranks that compute and keep them."""
             if self.num_seen != self.layout.seqlen:
                 raise RuntimeError("a forward with this cache has failed: start with an empty one")
+            self.cut = chunk = None
             if rows >= ROWS_PER_RANK * self.world_size:
                 chunk = SequenceLayout.from_name(self.kind, rows, self.world_size)
                 self.layout, self.keeps = self.layout.followed_by(chunk), True
-                return CacheStep(self.layout, chunk, keep)
-            taker = next_rank(self.layout, block=self.block)
-            self.layout, self.keeps = self.layout.appended(taker, rows), taker == self.rank
-            return CacheStep(self.layout, None, keep)
+                if self.has_states and self.num_seen:
+                    self.cut, chunk = chunk, None
+            else:
+                taker = next_rank(self.layout, block=self.block)
+                self.layout, self.keeps = self.layout.appended(taker, rows), taker == self.rank
+            self.step = step = CacheStep(self.layout, chunk, keep)
+            return step
 
         def end(self) -> None:
-            self.num_seen = self.layout.seqlen
+            self.num_seen, self.step = self.layout.seqlen, None
+
+        def under_way(self) -> CacheStep:
+            if self.step is None:
+                raise RuntimeError(
+                    "this cache belongs to another model: make one by Registration.cache(model)"
+                )
+            return self.step
 
         def update(
             self,
@@ -136,15 +177,36 @@ def _cache_class() -> Any:
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor]:
             """Appends new rows if this rank keeps them; only in a forward of the cache's model."""
-            if self.num_seen == self.layout.seqlen:
-                raise RuntimeError(
-                    "this cache belongs to another model: make one by Registration.cache(model)"
-                )
+            self.under_way()
             while len(self.layers) <= layer_idx:
                 self.layers.append(DynamicLayer())
-            if not self.keeps:
+            if self.cut is not None:
+                key_states, value_states = (
+                    self.cut.shard(x, self.rank, 2) for x in (key_states, value_states)
+                )
+            elif not self.keeps:
                 key_states, value_states = key_states[:, :, :0], value_states[:, :, :0]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+        def update_conv_state(
+            self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        ) -> Tensor:
+            """Keeps the rows before the next one; returns the rows that a convolution needs.
+
+            Of split rows these are the rank's own, as the exchange is part of their convolution.
+            """
+            chunk, keep = self.under_way().chunk, super().update_conv_state
+            if chunk is None or self.world_size == 1:
+                return keep(conv_states, layer_idx, state_idx, **kwargs)
+            width = kwargs.get("conv_kernel_size") or conv_states.size(-1)
+            first = max(0, chunk.seqlen - width)
+            positions = chunk.position_ids(self.rank, conv_states.device)
+            last = conv_states.new_zeros(*conv_states.shape[:-1], chunk.seqlen - first)
+            last[..., positions[positions >= first] - first] = conv_states[..., positions >= first]
+            # As bytes, to which one rank each contributes: gloo cannot sum every dtype.
+            dist.all_reduce(last.view(torch.uint8), group=self.group)
+            keep(last, layer_idx, state_idx, **kwargs)
+            return conv_states
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
             """Length of the whole sequence, without the rows that this forward adds."""
@@ -166,8 +228,10 @@ def _cache_class() -> Any:
 
         def reset(self) -> None:
             self.layers.clear()
+            if self.has_states:
+                self.layers += [with_states.get(one, DynamicLayer)() for one in self.types]
             self.layout = SequenceLayout.from_name(self.kind, 0, self.world_size)
-            self.num_seen = 0
+            self.num_seen, self.step, self.keeps, self.cut = 0, None, False, None
 
     return RingCache
 
@@ -176,7 +240,7 @@ def _before(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Cuts the loop's arguments to this rank's rows, and adds the step for the attention."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if not isinstance(cache, _cache_class()):
         return None
     kwargs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
@@ -203,7 +267,7 @@ def _before(
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Completes the logits, with the same bits on all ranks."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if not isinstance(cache, _cache_class()):
         return None
     cache.end()
@@ -219,13 +283,10 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
         return whole[:, -step.keep :]
     # All ranks compute rows that are not split. If one rounded differently, its tokens could
     # differ, and the ranks would continue different texts.
-    owner = 0
-    if step.chunk is not None:
-        last = [int(step.chunk.position_ids(rank)[-1]) for rank in range(step.chunk.world_size)]
-        owner = last.index(step.chunk.seqlen - 1)
+    # All ranks compute rows that are not split. If one rounded differently, its tokens could
+    # differ, and the ranks would continue different texts.
     logits = logits.detach().contiguous()
-    # As bytes: gloo cannot broadcast every dtype.
-    dist.broadcast(logits.view(torch.uint8), group=cache.group, group_src=owner)
+    from_owner(logits, cache.group, 0 if step.chunk is None else end_of(step.chunk)[0])
     return logits
 
 
@@ -258,7 +319,7 @@ def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
 
 def _check_cut(kwargs: dict[str, Any], rows: int) -> None:
     """Refuses unknown arguments with a row per token, which would need splitting too."""
-    known = {*SEQUENCE_DIMS, "attention_mask", "past_key_values"}
+    known = {*SEQUENCE_DIMS, "attention_mask"}
     for name, value in kwargs.items():
         if name not in known and isinstance(value, Tensor) and rows in value.shape[1:]:
             raise NotImplementedError(

@@ -55,9 +55,12 @@ class Registered(Protocol):
         """Where the rows of a recurrent layer stand; None on one rank."""
 
 
+# Names of caches in the forwards of models.
+CACHES = {"past_key_values", "cache_params"}
+
 WITH_CACHE = (
-    "recurrent layers on a split sequence do not continue from a cache: generate with another "
-    "attn_implementation, in one process"
+    "recurrent layers on a split sequence continue only from a cache that is made by "
+    "`Registration.cache(model)` of their model"
 )
 
 # The registered names of attn_implementation.
@@ -252,11 +255,12 @@ def _place_rows_of(layer: nn.Module, config: Any) -> None:
         current.place = _place_of(config, kwargs, rows.size(1))
         if current.place is None:
             return None
-        _refuse_states(layer, kwargs)
-        left_out = dict.fromkeys(
-            {"attention_mask", "cu_seq_lens_q", "cache_params", "past_key_values"} & kwargs.keys()
-        )
-        return args, kwargs | left_out
+        cache = cache_of(kwargs)
+        left_out = {"attention_mask", "cu_seq_lens_q"}
+        if not hasattr(cache, "step"):
+            _refuse_states(layer, cache)
+            left_out |= CACHES
+        return args, kwargs | dict.fromkeys(left_out & kwargs.keys())
 
     enter.enters = True  # type: ignore[attr-defined]
     layer.register_forward_pre_hook(enter, with_kwargs=True)
@@ -267,8 +271,12 @@ def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     current.place = None
 
 
-def _refuse_states(layer: Any, kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache among the keywords of a model or layer, or None."""
+    return next((given[name] for name in CACHES if given.get(name) is not None), None)
+
+
+def _refuse_states(layer: Any, cache: Any) -> None:
     layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", 0)
     states = getattr(layers[index], "has_previous_state", {}) if index < len(layers) else {}
     if any(states.values()):

@@ -245,12 +245,18 @@ def generate_sharded(family: str, kind: str, options: dict[str, Any]) -> Generat
         cache = ring.cache(model, block=4)
         if options.get("do_sample"):
             torch.manual_seed(3)
-        tokens, logits = generate(model, past_key_values=cache, **options)
-        rows = {x.size(2) for layer in cache.layers for x in (layer.keys, layer.values)}
-        assert rows == {cache.layout.shard_len(cache.rank)}
+        name = "cache_params" if family in WITHOUT_ATTENTION else "past_key_values"
+        tokens, logits = generate(model, **{name: cache}, **options)
+        held = [
+            x for layer in cache.layers for x in (getattr(layer, "keys", None),) if x is not None
+        ]
+        assert {x.size(2) for x in held} <= {cache.layout.shard_len(cache.rank)}
+        assert bool(held) != (family in WITHOUT_ATTENTION)
         return tokens, logits, cache.layout.shard_lens
 
 
+WITHOUT_ATTENTION = ("mamba2", "falcon_mamba")
+GENERATING = ("qwen3_next", "bamba", "lfm2")  # others are slow
 CHUNKED = {"prefill_chunk_size": 15}  # the last chunk has 7 rows
 
 
@@ -261,7 +267,15 @@ CHUNKED = {"prefill_chunk_size": 15}  # the last chunk has 7 rows
         *((family, "zigzag", CHUNKED, 2) for family in ("llama", "llama4")),
         *(("llama", kind, {}, 2) for kind in ("contiguous", "striped")),
         ("llama", "zigzag", {"do_sample": True, "top_k": 50}, 2),
-        *((family, "zigzag", {}, 3) for family in ("qwen2", "llama4")),
+        *((family, "zigzag", {}, 3) for family in ("qwen2", "llama4", "lfm2")),
+        ("qwen3_next", "contiguous", CHUNKED, 2),
+        *(
+            pytest.param(
+                family, "zigzag", {}, 2, marks=() if family in GENERATING else pytest.mark.slow
+            )
+            for family in HYBRIDS
+            if family != "minimax"  # has a cache of its own
+        ),
     ],
 )
 @pytest.mark.gloo
@@ -295,23 +309,26 @@ def beams(model: Any, **options: Any) -> Tensor:
     return model.generate(make_prompt(), max_new_tokens=9, num_beams=3, do_sample=False, **options)
 
 
-def sharded(run: Callable[..., Tensor]) -> Tensor:
+def sharded(run: Callable[..., Tensor], family: str) -> Tensor:
     """Runs a copy of a model that already has another cache, and hooks."""
     with register(layout="zigzag") as ring:
-        model = copy.deepcopy(make_model("llama", "ring_attn"))
+        model = copy.deepcopy(make_model(family, "ring_attn"))
         ring.cache(model)
         model = copy.deepcopy(model)
         model.generation_config.eos_token_id = None
         return run(model, past_key_values=ring.cache(model))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("run", [in_two_turns, beams])
 @pytest.mark.gloo
-def test_a_cache_goes_on_and_is_reordered(ranks: Pools, run: Callable[..., Tensor]) -> None:
-    model = yardstick("llama")
+def test_a_cache_goes_on_and_is_reordered(
+    ranks: Pools, run: Callable[..., Tensor], family: str
+) -> None:
+    model = yardstick(family)
     model.generation_config.eos_token_id = None
     expected = run(model, past_key_values=transformers.DynamicCache(config=model.config))
-    assert all(torch.equal(got, expected) for got in ranks(2).run(sharded, run))
+    assert all(torch.equal(got, expected) for got in ranks(2).run(sharded, run, family))
 
 
 def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
