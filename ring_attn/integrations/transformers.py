@@ -368,9 +368,9 @@ def register(
     whose tokens all see each other (Gemma 3), autocast, recurrent layers (delta rules, Mamba,
     convolutions). Refused: other padding and masks, dropout, output_attentions, RoPE that depends
     on the length seen so far (dynamic, longrope), recurrent layers that are not known (see
-    `register_recurrence`), compiled, with a cache or with transport, padding or images with a
-    cache, and unknown keywords that reach the attention. Attention with chunks, padding or images
-    is left out of compiled graphs.
+    `register_recurrence`), compiled or with transport, padding or images with a cache, and unknown
+    keywords that reach the attention. Attention with chunks, padding or images is left out of
+    compiled graphs.
 
     If the model passes `position_ids` to its attention, as almost all models but Llama 4 do, they
     are checked against the layout, except under torch.compile. Poolers like BERT's read the first

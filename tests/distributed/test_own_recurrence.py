@@ -100,6 +100,20 @@ def test_options_of_transport_are_refused() -> None:
         make_model("lfm2", "ring_attn")(**part, sequence_layout=layout)
 
 
+@pytest.mark.gloo
+@on_ranks(2)
+def test_states_of_another_cache_and_their_gradients_are_refused() -> None:
+    ids, layout = make_batch(SEQLEN)["input_ids"], SequenceLayout.zigzag(SEQLEN, 2)
+    alone = make_model("mamba2", "eager")(ids, use_cache=True).cache_params
+    part = shard_batch({"input_ids": ids}, layout, dist.get_rank())["input_ids"]
+    with register(dist.new_group(), layout="zigzag") as ring:
+        model = make_model("mamba2", "ring_attn")
+        with refused(NotImplementedError, "Registration.cache"):
+            model(part, cache_params=alone, sequence_layout=layout)
+        with refused(NotImplementedError, "no gradient|no_grad"):
+            model(ids, cache_params=ring.cache(model))
+
+
 def test_what_cannot_be_registered() -> None:
     with pytest.raises(ValueError, match="name of a function"):
         register_recurrence("a.b", split_sums)
