@@ -128,10 +128,6 @@ class RecurrentParallel(ParallelStyle):
             if all ranks have equally many rows, in dim 1 of the first argument.
         cu_seqlens: boundaries of documents in the whole sequence, or a function of the module that
             returns them, called in each forward.
-
-    Raises:
-        ValueError: a function is not known, or the layout's name.
-        TypeError: a type is not accepted.
     """
 
     functions: Sequence[str]
