@@ -52,6 +52,7 @@ PARTS = 32
 BANDS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
     "causal": (None, 0),
+    "shifted": (None, 8),  # causal, but the diagonal does not end with a block of columns
     "window": (-ROWS // 4, 0),
 }
 
@@ -127,7 +128,7 @@ KERNELS = {
     "hopper_fwd": (
         Limits(warp_specialize=True, exposed=0),
         ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
-         "causal first last", "window ragged"),
+         "causal first last", "shifted first last", "window ragged"),
     ),
     "hopper_bwd": (GLUON_BWD, ("full", "causal", "window ragged")),
     "dkdv": (
@@ -320,7 +321,11 @@ def compile_cell(cell: Cell) -> CompiledRow:
         # There are no registers to run the product with p beside p: of 64 exponentials 30 to 64
         # stand beside no product.
         expected = replace(expected, exposed=None)
-    if cell.variant.few:  # the alternative would leave half the GPU idle
+    if cell.arch == "sm_80" and cell.variant.kernel == "fwd":  # 128 dims, before and after blocks
+        expected = replace(expected, spilled=48, beside=2)
+    elif cell.arch == "sm_80" and cell.variant.kernel == "dkdv" and not cell.variant.few:
+        expected = replace(expected, spilled=72, within=10, beside=17)
+    elif cell.variant.few:  # the alternative would leave half the GPU idle
         expected = replace(expected, spilled=36, within=2, around=5)
     # On sm_100 what is spilled is stored before a loop over blocks and loaded after it.
     elif cell.arch == "sm_100" and cell.variant.is_forward:  # 256 dims, and decoding

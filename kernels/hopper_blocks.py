@@ -58,6 +58,7 @@ class Flags(NamedTuple):
     RAGGED: Any  # runs begin or end within a block of columns
     SOFTCAP: Any = False
     PARTIAL: Any = False  # the same of blocks of rows
+    ONE_ABOVE: Any = False  # of a run's columns, only the last block may need a mask above
 
 
 @gluon.jit

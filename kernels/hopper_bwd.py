@@ -90,7 +90,7 @@ class BwdShared(NamedTuple):
     kv_full: Any  # barriers of both
     kv_empty: Any
     q: Any  # rings; full is q when the statistics are there, too
-    dout: Any
+    dout: Any  # empty when q is
     statistics: Any  # for each buffer of q, minus_lse and delta
     ds: Any  # buffers: two of each consumer
     ds_full: Any
@@ -180,7 +180,7 @@ def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexp
             delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
             shared.statistics.index(2 * stage + 1).store(delta)
             mbarrier.arrive(q.full.index(stage), count=1)
-            await_empty(dout, use)
+            # Its last use ended before q's: no barrier of its own says so.
             dout_uses = fill_rows(
                 dout_desc, coord, dout.buffers.index(stage), dout.full.index(stage),
                 shared.landed.index(2), start, run, dout_uses, RAGGED,
@@ -268,8 +268,6 @@ def _visit(
         if DKV:
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
             dk = warpgroup_mma(ds, q, dk, is_async=True)
-            dv = warpgroup_mma_wait(1 + CONSUMERS if DQ else 1, deps=[dv])
-        mbarrier.arrive(shared.dout.empty.index(stage), count=1)
         if DQ:
             dq = warpgroup_mma_wait(1 if DKV else 0, deps=[dq])
             mbarrier.wait(shared.dq_empty.index(0), (use & 1) ^ 1)
@@ -277,7 +275,7 @@ def _visit(
             parts.index(INDEX).store(dq)
             mbarrier.arrive(shared.dq_full.index(0), count=1)
         if DKV:
-            dk = warpgroup_mma_wait(0, deps=[dk])
+            dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         mbarrier.arrive(shared.q.empty.index(stage), count=1)
         use += 1
     return dk, dv, use
@@ -396,7 +394,7 @@ def hopper_bwd_kernel(
         kv_empty=make_barriers(1, CONSUMERS),
         # A buffer of q is full when its copy and its statistics are there.
         q=BufferRing(q_buffers, make_barriers(STAGES, 2), make_barriers(STAGES, CONSUMERS)),
-        dout=BufferRing(dout_buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        dout=BufferRing(dout_buffers, make_barriers(STAGES, 1), None),
         ds_full=make_barriers(1, CONSUMERS),
         dq_full=make_barriers(1, CONSUMERS),
         dq_empty=make_barriers(1, 1),

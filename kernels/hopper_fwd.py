@@ -27,9 +27,9 @@ tensor cores multiply the weights of the previous block.
 The consumers take turns to issue their two products, so that the softmax of one consumer overlaps
 the products of another. Gluon has no named barriers: a turn is an mbarrier, too.
 
-A program does one task after another (`tasks`): first the task of its own number, then the next
-free one. The producer draws its number from a counter and passes it to the consumers in shared
-memory; the last draw of a launch resets the counter. Consumers release Q before the last product
+A program does one task after another (`tasks`), always the next free one. The producer draws its
+number from a counter and passes it to the consumers in shared memory; the last draw of a launch
+resets the counter. Consumers release Q before the last product
 with V, and the producer copies the first K of a task before its Q: so it loads for the next task
 while the consumers finish this one. Consumers read a carried state before they wait for Q.
 
@@ -78,7 +78,7 @@ from .hopper_blocks import (
     store_place,
     store_place_stats,
 )
-from .hopper_tasks import Tasks, TaskTables, draw_task, first_task, hand_over, load_task, next_task
+from .hopper_tasks import Tasks, TaskTables, draw_task, hand_over, load_task, next_task
 from .launch import Launch
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_run
@@ -132,8 +132,9 @@ def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     use = 0
     uses_landed = 0
     parity = 0
-    drawn_parity = 0
-    task = first_task(tasks.num_tasks)
+    task = draw_task(tasks)
+    drawn_parity = 1
+    hand_over(task, shared.drawn, drawn_parity)
     while task < tasks.num_tasks:
         batch, head, row_start, row_stop, first_run, last_run = load_task(tasks.work, task)
         for i in range(first_run, last_run):
@@ -225,7 +226,9 @@ def _fold_run(
     """Folds the blocks [first, last) of a run, at least one, from the last down.
 
     Masked blocks have separate loops: a branch between a product's start and its end would make
-    ptxas wait there. After the scores of a task's last run (`last_run`) Q is released.
+    ptxas wait there. If no run has more than one masked block above, there is no loop of them: p as
+    an operand passes from loop to loop by 64 moves a block. After the scores of a task's last run
+    (`last_run`) Q is released.
     """
     q, shared, rows, scales = folding
     k, v = shared.k, shared.v
@@ -248,7 +251,7 @@ def _fold_run(
     above = gl.maximum(last - full_last, 1)
     below = gl.maximum(last - full_first, above)
     state = (acc, p, m_i, l_i, v_stage, use, turn)
-    if MASKED:
+    if MASKED and not FLAGS.ONE_ABOVE:
         state = _fold_blocks(state, 1, above, folding, last, run, INDEX, FLAGS, True)
     state = _fold_blocks(state, above, below, folding, last, run, INDEX, FLAGS, False)
     if FLAGS.HAS_LO or FLAGS.RAGGED:
@@ -285,8 +288,8 @@ def _consume(
     use = 0
     turn = 0
     parity = 0
-    drawn_parity = 0
-    task = first_task(tasks.num_tasks)
+    task = next_task(shared.drawn, 0)
+    drawn_parity = 1
     while task < tasks.num_tasks:
         batch, head, row_start, row_stop, first_run, last_run = load_task(work, task)
         row = row_start + INDEX * ROWS
@@ -363,6 +366,7 @@ def hopper_fwd_kernel(
     HAS_LO: gl.constexpr,
     HAS_HI: gl.constexpr,
     RAGGED: gl.constexpr,
+    ONE_ABOVE: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):
@@ -387,7 +391,7 @@ def hopper_fwd_kernel(
     state = CarriedPointers(acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
     to_fold = (shared, tasks, state, num_rows, (inner_scale, outer_scale))
-    FLAGS: gl.constexpr = Flags(HAS_LO, HAS_HI, RAGGED, SOFTCAP)
+    FLAGS: gl.constexpr = Flags(HAS_LO, HAS_HI, RAGGED, SOFTCAP, ONE_ABOVE=ONE_ABOVE)
     # The last list gives registers per thread: the producer leaves most to the consumers.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -432,6 +436,7 @@ def hopper_launch(
     softcap: float = 0.0,
     first: bool,
     last: bool,
+    beside_copies: bool = False,
 ) -> Launch:
     """The launch that folds one step, as `forward_launch`, for calls that `takes_gluon` allows.
 
@@ -439,8 +444,9 @@ def hopper_launch(
         q: q, k, v as from `copyable`, k and v with rows.
         state: also with the counter.
         config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
+        beside_copies: leave multiprocessors to copies between GPUs.
     """
-    schedule = step_schedule(q, k, v, table, config)
+    schedule = step_schedule(q, k, v, table, config, beside_copies=beside_copies)
     return Launch(
         hopper_fwd_kernel,
         (schedule.num_programs,),
@@ -466,6 +472,7 @@ def hopper_launch(
             "FIRST": first,
             "LAST": last,
             **table.constants,
+            "ONE_ABOVE": table.one_above,
             "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
         },

@@ -1,7 +1,8 @@
 """Tasks of the Gluon kernels, and how programs of a persistent grid draw them.
 
-A program first does the task of its own number. Then its producer draws the next free task from a
-counter, and passes the number to the consumers in shared memory.
+A program's producer draws the next free task from a counter, and passes the number to the consumers
+in shared memory. The first task is drawn, too: a program that starts late, since another kernel
+holds its multiprocessor, delays no task.
 """
 
 from __future__ import annotations
@@ -45,27 +46,16 @@ def load_task(work, task):
 
 
 @gluon.jit
-def first_task(num_tasks):
-    """The program's number, read at the place of the call.
-
-    `gl.program_id` is read once, before the warps are specialised, and kept in a register, of which
-    no partition has one to spare.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %ctaid.x;", "=r,r", [num_tasks], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def draw_task(tasks):
     """The next free task; a number of num_tasks or more means that there is none.
 
-    A launch draws num_tasks times: a program's first task is not drawn, and its last draw is vain.
+    Each program draws once in vain, at its end: so the last draw of a launch, which resets the
+    counter, has the number num_tasks + num_programs - 1.
     """
     drawn = gl.atomic_add(tasks.counter_ptr, 1, sem="relaxed")
-    if drawn == tasks.num_tasks - 1:
+    if drawn == tasks.num_tasks + tasks.num_programs - 1:
         gl.store(tasks.counter_ptr, 0)
-    return tasks.num_programs + drawn
+    return drawn
 
 
 @gluon.jit

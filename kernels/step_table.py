@@ -22,7 +22,7 @@ same bits. A program computes the blocks of a run by `column_range`:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -92,6 +92,8 @@ class StepTable:
     has_lo: bool  # some run has a lower bound
     has_hi: bool  # some run has an upper bound
     ragged: bool  # some run begins or ends within a block of columns
+    # Of a run's columns, only the last block has pairs above the band or outside the run.
+    one_above: bool = field(default=False, kw_only=True)
 
     @property
     def constants(self) -> dict[str, bool]:
@@ -129,6 +131,7 @@ def make_step_table(
     """
     runs: list[tuple[int, int, int, int]] = []
     blocks: list[tuple[int, int, int, int, int]] = []
+    one_above = True
     for start, stop, seen in _row_runs(rectangles, num_rows):
         if not seen and not num_rows:
             continue
@@ -136,13 +139,16 @@ def make_step_table(
         runs += [bounded(r) for r in (reversed(seen) if descending else seen)]
         for row in range(start, stop, block_rows):
             end = min(row + block_rows, stop)
-            visits = [len(visited_columns((row, end, *run), block_cols)) for run in runs[first:]]
+            rows = [(row, end, *run) for run in runs[first:]]
+            visits = [len(visited_columns(part, block_cols)) for part in rows]
+            one_above &= all(masked_above(part, block_cols) <= 1 for part in rows)
             visible = [first + i for i, count in enumerate(visits) if count] or [first, first - 1]
             blocks.append((row, end, visible[0], visible[-1] + 1, sum(visits)))
     # Programs start in this order: the longest first, so that no long program runs last and alone.
     blocks.sort(key=lambda block: -block[COLUMNS])
     blocks_there, runs_there = tables_on(device, [block[:COLUMNS] for block in blocks], runs)
-    return StepTable(blocks_there, runs_there, len(blocks), *properties(rectangles, block_cols))
+    known = properties(rectangles, block_cols)
+    return StepTable(blocks_there, runs_there, len(blocks), *known, one_above=one_above)
 
 
 def properties(rectangles: Sequence[Rectangle], block_cols: int) -> tuple[int, bool, bool, bool]:
@@ -185,6 +191,14 @@ def visited_columns(rectangle: Rectangle, block_cols: int) -> range:
     first = (start if lo is None else max(start, row_start + lo)) // block_cols
     last = -(-(stop if hi is None else min(stop, row_stop + hi)) // block_cols)
     return range(first, max(last, first))
+
+
+def masked_above(rectangle: Rectangle, block_cols: int) -> int:
+    """How many of the last visited blocks hold pairs above the band or columns beyond the run."""
+    row_start, _, _, stop, _, hi = rectangle
+    full_last = (stop if hi is None else min(stop, row_start + hi + 1)) // block_cols
+    visited = visited_columns(rectangle, block_cols)
+    return min(max(visited.stop - full_last, 0), len(visited))
 
 
 def tables_on(device: torch.device, *tables: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:

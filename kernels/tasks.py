@@ -10,8 +10,8 @@ other:
 
 A program does the task of its own number. So no multiprocessor is idle while tasks are left, even
 if other kernels hold some, and copies can start whenever a task ends. The forward in Gluon loads
-ahead from task to task: its grid is persistent, and its programs draw their next tasks from a
-counter. Neither order changes the bits of a task.
+ahead from task to task: its grid is persistent, and its programs draw their tasks from a counter.
+Neither order changes the bits of a task.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from .configs import Config
 from .step_table import StepTable
 
-# A persistent grid leaves one in this many multiprocessors to copies between GPUs: 8 of an H100's
-# 132, the number that NCCL may use. With none free, a copy would wait for the grid's end.
+# A persistent grid beside copies between GPUs leaves them one in this many multiprocessors: 8 of an
+# H100's 132, the number that NCCL may use. With none free, a copy would wait for the grid's end.
 SMS_PER_COPY = 16
 
 # Multiprocessors in the interpreter: few, so that programs of a persistent grid do several tasks.
@@ -62,7 +62,14 @@ class Schedule(NamedTuple):
 
 
 def step_schedule(
-    q: Tensor, k: Tensor, v: Tensor, table: StepTable, config: Config, *, kv_rows: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: StepTable,
+    config: Config,
+    *,
+    kv_rows: bool = False,
+    beside_copies: bool = False,
 ) -> Schedule:
     """The schedule of q rows of each head against keys, or of kv rows of each kv head."""
     group = q.size(2) // k.size(2)
@@ -76,7 +83,9 @@ def step_schedule(
     num_programs = table.num_blocks * num_heads
     if config.programs_per_sm:
         sms = num_sms(q.device)
-        num_programs = min(num_programs, config.programs_per_sm * (sms - sms // SMS_PER_COPY))
+        if beside_copies:
+            sms -= sms // SMS_PER_COPY
+        num_programs = min(num_programs, config.programs_per_sm * sms)
     return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
 
 

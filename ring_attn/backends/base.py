@@ -103,10 +103,13 @@ class Backend:
         *,
         scores: Scores,
         last: bool = False,
+        beside_copies: bool = False,
     ) -> Any:
         """Folds the tiles of one step into the state, in their order.
 
-        `last`: no more tiles follow, so the kernel may write out and lse at once.
+        `last`: no more tiles follow, so the kernel may write out and lse at once. `beside_copies`:
+        exchanges are in flight, for whose copies a kernel that stays on all multiprocessors leaves
+        some of them.
         """
         for piece in self._pieces(tiles, q.device.type):
             self._fold_piece(q, k, v, piece, state, scores)

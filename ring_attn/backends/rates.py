@@ -82,10 +82,11 @@ _FA2_A100 = Rates(
     Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0),
     "published: ring-flash-attention's benchmark, one size",
 )  # fmt: skip
-# Our kernels there, by the clocks of their machine code at 16k rows: forward 185 to 200 TFLOP/s,
-# causal 140 to 165 (barriers in masked blocks); backward 85 to 105, bound by shared memory.
+# Our kernels there, by the clocks of their machine code: the forward has the structure of
+# FlashAttention 2, of whose rate we take 0.9. The backward, two kernels with seven products, has a
+# ceiling of 175 TFLOP/s by its traffic of shared memory, of which we take 0.77.
 _AMPERE = Rates(
-    Rate(193e12, 8e-6, 220.0, 1960.0), Rate(95e12, 8e-6, 220.0, 200.0),
+    Rate(203e12, 8e-6, 220.0, 200.0), Rate(135e12, 8e-6, 220.0, 200.0),
     f"estimate: by their instructions, {_UNTRIED}",
 )  # fmt: skip
 # Deterministic backwards keep (flash-attention pull request 1893, H100, 8k rows, causal) 474 of 575

@@ -105,6 +105,7 @@ class TritonBackend(Backend):
         *,
         scores: Scores,
         last: bool = False,
+        beside_copies: bool = False,
     ) -> TritonState:
         """Folds the tiles of one step into the state; the last step writes out and lse."""
         carried, first = state.carried, not state.started
@@ -128,7 +129,9 @@ class TritonBackend(Backend):
         def launch() -> Launch:
             make: Callable[..., Launch]
             if gluon:
-                from ring_attn.kernels.hopper_fwd import hopper_launch as make
+                from ring_attn.kernels.hopper_fwd import hopper_launch
+
+                make = partial(hopper_launch, beside_copies=beside_copies)
             else:
                 from ring_attn.kernels.flash_fwd import forward_launch as make
             config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
@@ -136,7 +139,9 @@ class TritonBackend(Backend):
             table = self._table(tiles, config, q.device, num_rows=rows if first or last else 0)
             return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
-        call = (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None)
+        beside_copies &= gluon
+        kind = "fwd", first, last, beside_copies
+        call = (tiles, kind, scores, state.out_dtype, carried.sinks is None)
         self._launches.run(call, (q, k, v), others, launch)
         state.started = True
         if last:

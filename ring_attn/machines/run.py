@@ -118,6 +118,7 @@ class Run:
         self._heads: slice | None = None  # heads of the state
         # Buffers in use, by name; of a cleared buffer without memory, its message.
         self._blocks: dict[str, Block | Message] = {}
+        self.in_flight = 0  # exchanges posted and not waited for, those of outer programs too
         # On a device with streams: the buffers that the current op computes with.
         self._used: list[Block] = []
         self._index = 0  # of the current op
@@ -258,6 +259,7 @@ class Run:
         if type(op.route) is Hop:
             data, into = send.framed, recv.framed
         transport = self.transport if op.ranks is None else self.transport.sub(op.ranks)
+        self.in_flight += 1
         if not self.queued:
             return transport.post(op.channel, op.step, op.route, data, into)
         after = last_uses(send, recv)
@@ -268,6 +270,7 @@ class Run:
         return end
 
     def wait(self, op: ops.Wait) -> None:
+        self.in_flight -= 1
         (self.transport if op.ranks is None else self.transport.sub(op.ranks)).wait(op.channel)
 
     def join(self, op: ops.Join) -> None:
@@ -279,6 +282,7 @@ class Run:
             sinks = sinks[op.sinks]
         inputs = {inner: self.tensors[outer] for inner, outer in op.inputs}
         run = self.another(op.program, op.spec, inputs, self._among(op.ranks), sinks)
+        run.in_flight = self.in_flight
         run.all()
         for inner, outer in op.results:
             self.tensors[outer] = run.tensors[inner]
@@ -318,7 +322,7 @@ class Run:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         self._state = self.backend.forward(
             q, k, v, tiles, self._state, scores=self.scores,
-            last=op.last and not self.spec.max_logits,
+            last=op.last and not self.spec.max_logits, beside_copies=self.in_flight > 0,
         )  # fmt: skip
 
     def decode(self, op: ops.Decode) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import pair_tiles
@@ -172,6 +174,24 @@ def test_only_blocks_with_visible_pairs_are_loaded_and_those_with_a_hidden_one_m
         assert work == sorted(work, reverse=True), "the longest blocks come first"
         assert loaded[kernel] == dict.fromkeys(to_load, 4 // heads)
         assert masked[kernel] == dict.fromkeys(to_mask, 2 // heads)
+
+
+def test_a_table_knows_whether_only_the_last_block_has_pairs_above_the_band() -> None:
+    found = set[bool]()
+    for (tiles, _), (rows, cols) in product(STEPS.values(), ((64, 32), (32, 32), (32, 64))):
+        table = TritonBackend()._table(tiles, blocks(rows, cols), torch.device("cpu"))
+        most = 0
+        for row, stop, first, last in table.blocks[: table.num_blocks].tolist():
+            i = torch.arange(row, stop)[:, None]
+            for c0, c1, lo, hi in table.runs[first:last].tolist():
+                j = torch.arange(256)
+                seen = (j >= c0) & (j < c1) & (j - i >= lo) & (j - i <= hi)
+                above = (j - i > hi) | (j >= c1)
+                visited = [b for b in range(0, 256, cols) if seen[:, b : b + cols].any()]
+                most = max(most, sum(bool(above[:, b : b + cols].any()) for b in visited))
+        assert table.one_above == (most <= 1)
+        found.add(table.one_above)
+    assert found == {False, True}
 
 
 Counts = defaultdict[str, Counter[tuple[int, int]]]
