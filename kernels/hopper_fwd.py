@@ -132,9 +132,9 @@ def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     use = 0
     uses_landed = 0
     parity = 0
+    drawn_parity = 0
     task = draw_task(tasks)
-    drawn_parity = 1
-    hand_over(task, shared.drawn, drawn_parity)
+    hand_over(task, shared.drawn)
     while task < tasks.num_tasks:
         batch, head, row_start, row_stop, first_run, last_run = load_task(tasks.work, task)
         for i in range(first_run, last_run):
@@ -159,9 +159,10 @@ def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                     shared.landed.index(0), start, run, uses_landed, RAGGED,
                 )  # fmt: skip
                 use += 1
-        drawn_parity ^= 1
         task = draw_task(tasks)
-        hand_over(task, shared.drawn, drawn_parity)
+        mbarrier.wait(shared.drawn.empty.index(0), drawn_parity)
+        drawn_parity ^= 1
+        hand_over(task, shared.drawn)
 
 
 @gluon.jit
