@@ -47,7 +47,7 @@ ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
 	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py
 
 fuzz: $(READY)  ## random calls against float64 for MINUTES=10, from SEED=0
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m dev fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m dev fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: $(READY)  ## check style, format, types, and known vulnerabilities of packages
 	$(BIN)/ruff check .

@@ -9,7 +9,6 @@ import argparse
 import ast
 import re
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -292,7 +291,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*Triton's interpreter")
     counts: Counter[str] = Counter()
     if args.case is not None:
         kind, case = args.case.split(":")
