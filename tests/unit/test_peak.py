@@ -11,6 +11,8 @@ from ring_attn import drivers
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.call import Call
 from ring_attn.core import masks
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.state import rounded_gradient
 from ring_attn.core.tiles import Traveller
@@ -19,6 +21,8 @@ from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.registry import both_programs
 from ring_attn.strategies.strategy import Strategy
+from ring_attn.strategies.tree_decode import decode_tiles
+from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.transport.base import Batch, Channel, Transport
 from tests.unit.test_programs import calls_of
 
@@ -149,6 +153,21 @@ def test_a_backend_takes_what_is_predicted(backend: str, rows: int, dtype: torch
     sizes: dict[str, Any] = {"dtype": dtype, "nheads_kv": 2, "backend": backend, "rows": rows}
     for backward in (False, True):
         assert_holds(calls(RING, 2, **sizes), backward=backward)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decoding_copies_neither_keys_nor_values(
+    dtype: torch.dtype, batch: int, no_kernels: None
+) -> None:
+    q = torch.zeros(batch, 4, 8, 64, dtype=dtype)
+    k, v = torch.zeros(2, batch, 4096, 2, 64, dtype=dtype)
+    call = make_decode(AttentionSpec.of(q, k, v), backend="triton")
+    mask = Mask(4, 4096, causal=True)
+    tiles = decode_tiles(SequenceLayout.contiguous(4096, 1).segments(0), mask)
+    transport: Any = Echo(1)
+    most = peak_bytes(lambda: drivers.decode(call, tiles, q, k, v, transport))
+    assert most < k.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
