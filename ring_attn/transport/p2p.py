@@ -398,7 +398,7 @@ class P2PTransport(Transport):
         self, step: int, what: str, peer: int, elapsed: float, error: Exception
     ) -> RuntimeError:
         shared, member = self._shared, self._global_ranks[peer]
-        timed_out = elapsed >= self._timeout_s
+        timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
         reason = str(shared.failed or shared.reason(member, timed_out=timed_out) or "")
         if not reason:
             reason = f"the peer died, stalled, or did not make this call ({describe_error(error)})"

@@ -117,7 +117,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def calls_within(
-    at: int | None = None, strike: Callable[[], None] | None = None, of: str | None = None
+    at: int | None = None, strike: Callable[[], object] | None = None, of: str | None = None
 ) -> Iterator[list[str]]:
     """Notes the functions of the package that its functions call, or those with the name `of`.
 

@@ -38,16 +38,21 @@ class Board:
         note = json.dumps({"calls": reports, "waits_for": waits_for})
         self._store.set(f"{self._prefix}/calls/{self._rank}", note)
 
-    def lost(self, peer: int) -> int | None:
-        """The rank that holds up a peer: waited for, but waiting for none; None in a cycle."""
-        seen = {self._rank}
-        while peer not in seen:
-            seen.add(peer)
+    def held_up(self, peer: int) -> list[int]:
+        """The peer, and the ranks that hold it up: each waits for the next one, as far as known.
+
+        The last one waits for none, or for one of the others: that note may be old.
+        """
+        ranks = [self._rank]
+        while peer not in ranks:
+            ranks.append(peer)
             note = self._read(f"calls/{peer}")
             if note is None or note["waits_for"] is None:
-                return peer
+                break
             peer = note["waits_for"]
-        return None
+        else:
+            ranks.append(peer)
+        return ranks[1:]
 
     def tell_refusal(self, calls: Iterable[Identity]) -> None:
         """Writes down this rank's calls, of which it has refused the last one."""

@@ -329,18 +329,21 @@ class RankGroup:
     def reason(self, peer: int, *, timed_out: bool) -> str | None:
         """Why no messages of a peer come; None if no rank has written it down.
 
-        After the whole timeout, names the rank for which the peer waits, itself or through others.
+        After the whole timeout, names the rank for which the peer waits, itself or through others:
+        at once, since gloo then closes all connections, and peers look for this rank's note.
         """
         board = self._board
         if board is None:
             return None
-        known = poll(lambda: self._in_time(lambda: board.why(self._calls, peer)), REASON_S)
-        lost = None
-        if timed_out and known is None:
-            lost = self._in_time(lambda: board.lost(peer))
-        if lost is None:
+        why = lambda: self._in_time(lambda: board.why(self._calls, peer))  # noqa: E731
+        known = why() if timed_out else poll(why, REASON_S)
+        ranks = self._in_time(lambda: board.held_up(peer)) if timed_out and known is None else None
+        if not ranks:
             return known
-        return f"{rank_name(lost)} died, stalled, or did not make this call: it waits for no rank"
+        *others, last = map(rank_name, ranks)
+        if ranks[-1] not in (self.global_rank, *ranks[:-1]):
+            return f"{last} died, stalled, or did not make this call: it waits for no rank"
+        return f"one of {', which waits for '.join(others)}, which waits for {last}, stalled"
 
     def look(self) -> None:
         """Ends the ring if a long wait is in vain: a rank has failed, or calls differ."""

@@ -1,0 +1,338 @@
+"""A table of faults x strategies: how a step ends on the other ranks if some ranks fail in it.
+
+    killed        SIGKILL
+    stopped       SIGSTOP
+    raising       an error that nobody catches: the process exits
+    interrupted   SIGINT; the program goes on with the next step
+    memory        an allocation fails; the program goes on with the next step
+    disagreeing   other options, shapes, or another order of backwards
+    skipped       a forward or backward is left out, with `set_step`
+    restarted     a process ends, and torchrun's agent starts all ranks again
+
+The other ranks must have right results, or raise in time and name a rank that failed; also in the
+next step. Words choose rows and columns: `python -m dev faults killed ring backward`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ring_attn import TransportOptions, ring_attention, set_step, tree_decode
+from ring_attn.strategies.strategy import NAMES
+from ring_attn.testing import strategy_of
+from tests.distributed.pool import Ended, Pool, RankError, calls_within, ended, forkserver
+
+RANKS, LAYERS = 4, 2
+# The fault is in step 1; step 2 shows what is left.
+HIT, STEPS = 1, 3
+# Without a fault nothing may time out, however busy the machine is.
+PATIENCE = 60.0
+
+STRATEGIES = (*NAMES, "decode")
+VICTIMS = [ranks for n in (1, 2, 3) for ranks in combinations(range(RANKS), n)]
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"softmax_scale": 0.5}, {"rows": 7}, {"softcap": 5.0}, {"dtype": torch.float64}, {"heads": 8},
+)  # fmt: skip
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail() -> NoReturn:
+    raise RuntimeError("a planted error")
+
+
+def no_fault() -> None:
+    """What a rank does that fails otherwise than within a call."""
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "killed": lambda: send(signal.SIGKILL),
+    "stopped": lambda: send(signal.SIGSTOP),
+    "raising": fail,
+    "interrupted": lambda: send(signal.SIGINT),
+    "memory": lambda: torch.empty(1 << 50),
+    "disagreeing": no_fault,
+    "skipped": no_fault,
+    "restarted": lambda: os._exit(7),
+}
+LOST = ("killed", "stopped", "raising")  # the rank makes no further call
+# Faults that may come when all is done: then the rank can go on.
+PASSING = ("interrupted", "memory")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A fault in a part of a step; the trial, of several, chooses the moment and the ranks."""
+
+    fault: str
+    strategy: str
+    part: str
+    trial: int = 0
+    trials: int = 1
+
+    @property
+    def number(self) -> int:
+        return [*FAULTS].index(self.fault) + STRATEGIES.index(self.strategy) + self.trial
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """^C reaches several ranks; another fault hits one."""
+        several = self.fault == "interrupted"
+        return VICTIMS[5 * self.number % len(VICTIMS) if several else self.number % RANKS]
+
+    @property
+    def timeout(self) -> float:
+        """Only a rank that is stopped is found by a timeout."""
+        return 3.0 if self.fault == "stopped" else 10.0
+
+    @property
+    def first(self) -> int:
+        """The first step, in which the ranks connect; this may be the step of the fault."""
+        return 0 if self.fault == "stopped" else HIT * (self.number % 2)
+
+    def __str__(self) -> str:
+        return f"{self.fault} {self.strategy} {self.part} {self.trial}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a cell ended, the seconds of the longest call, and what ranks said if it is not good."""
+
+    cell: Cell
+    outcome: str
+    seconds: float
+    said: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.outcome in ("told", "right")
+
+
+def cells(trials: int, words: Iterable[str] = ()) -> list[Cell]:
+    """The cells that have each of the words."""
+    every = product(range(trials), FAULTS, STRATEGIES, ("forward", "backward"))
+    made = [Cell(fault, name, part, trial, trials) for trial, fault, name, part in every]
+    return [
+        cell
+        for cell in made
+        if set(words) <= set(str(cell).split())
+        and (cell.strategy, cell.part) != ("decode", "backward")
+    ]
+
+
+class Step:
+    """A rank's step: layers forward, then backward; or two decodes, which have no backward."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        group: dist.ProcessGroup | None,
+        number: int,
+        *,
+        rows: int = 5,
+        heads: int = 4,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        set_step(number)
+        same = torch.Generator().manual_seed(number)
+        own = torch.Generator().manual_seed(100 + RANKS * number + dist.get_rank())
+        shape = (LAYERS, 4, 1, rows, heads, 8)
+        self.decodes = cell.strategy == "decode"
+        transport = TransportOptions(timeout=cell.timeout if group is None else PATIENCE)
+        self.options = options | {"group": group, "transport": transport}
+        self.layers = [
+            [x.requires_grad_(not self.decodes) for x in layer]
+            for layer in torch.randn(shape, dtype=dtype, generator=own)
+        ]
+        if self.decodes:
+            self.queries = torch.randn(1, 1, heads, 8, dtype=dtype, generator=same)
+        else:
+            self.options |= {"causal": True, "strategy": strategy_of(cell.strategy, RANKS)}
+        self.outs = list[Tensor]()
+
+    def forward(self) -> list[Tensor]:
+        if self.decodes:
+            return [tree_decode(self.queries, k, v, **self.options) for _, k, v, _ in self.layers]
+        self.outs = [ring_attention(q, k, v, **self.options) for q, k, v, _ in self.layers]
+        return [out.detach() for out in self.outs]
+
+    def backward(self, order: int = -1) -> list[Tensor]:
+        both = [*zip(self.outs, self.layers, strict=True)][::order]
+        return [x for out, (*leaves, dout) in both for x in torch.autograd.grad(out, leaves, dout)]
+
+
+def run_step(
+    cell: Cell,
+    group: dist.ProcessGroup | None,
+    number: int,
+    results: list[Tensor],
+    *,
+    at: int | None = None,
+    odd: bool = False,
+) -> int:
+    """Adds a step's results; the fault is at call `at` of its part, whose calls are counted."""
+    count, differs = 0, odd and cell.fault == "disagreeing"
+    changes = CHANGES[cell.number % len(CHANGES)] if differs and cell.part == "forward" else {}
+    step = Step(cell, group, number, **changes)
+    for part in ("forward",) if step.decodes else ("forward", "backward"):
+        here = part == cell.part
+        if here and odd and cell.fault == "skipped":
+            break
+        with calls_within(at if here and odd else None, FAULTS[cell.fault]) as seen:
+            if part == "forward":
+                results += step.forward()
+            else:
+                results += step.backward(1 if differs and here else -1)
+        count = len(seen) if here else count
+    return count
+
+
+def on_rank(cell: Cell, victims: Sequence[int]) -> list[tuple[Ended, bool]]:
+    """How each step of this rank ends, and whether what it computed is right."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # torch's own connections may use addresses of an earlier start, which the store still has.
+    with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
+        healthy = dist.new_group()
+    expected = [list[Tensor]() for _ in range(STEPS)]
+    counts = [run_step(cell, healthy, number, expected[number]) for number in range(STEPS)]
+    at = counts[-1] * (2 * cell.trial + 1) // (2 * cell.trials)
+    is_victim, ends = dist.get_rank() in victims, list[tuple[Ended, bool]]()
+    for number in range(cell.first, STEPS):
+        got, odd = list[Tensor](), is_victim and number == HIT
+        end = ended(lambda: run_step(cell, None, number, got, at=at, odd=odd))  # noqa: B023
+        ends.append((end, all(map(torch.equal, got, expected[number]))))
+        if odd and cell.fault == "raising":
+            atexit._run_exitfuncs()
+            os._exit(1)
+    return ends
+
+
+def on_restarted_rank(cell: Cell) -> list[tuple[Ended, bool]]:
+    """The victims of the first start die in it; later all ranks run."""
+    torch.set_num_threads(1)
+    with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
+        dist.init_process_group("gloo")
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    return on_rank(cell, cell.victims if first else ())
+
+
+# multiprocessing looks for processes that have ended when it starts one: not in two threads.
+STARTING = threading.Lock()
+
+
+def run_cell(cell: Cell, work: Callable[..., object] = on_rank) -> Result:
+    """Runs a cell in processes of its own, each of which calls `work`."""
+    start, lost = time.monotonic(), cell.victims if cell.fault in LOST else ()
+    try:
+        if cell.fault == "restarted":
+            ends, codes = restarted(cell), list[int | None](RANKS * [0])
+        else:
+            with STARTING:
+                pool = Pool(RANKS)
+            pool.start(work, cell, cell.victims)
+            ends = pool.results(lost=lost, timeout=PATIENCE + 40.0)
+            with STARTING:
+                codes = pool.close(lost=lost)
+    except RankError as error:
+        outcome = "CRASH" if "the process ended" in str(error) else "HANG"
+        return Result(cell, outcome, time.monotonic() - start, str(error))
+    return judged(cell, ends, codes)
+
+
+def restarted(cell: Cell) -> list[Any]:
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # tells of each process that ends
+    forkserver()
+    config = LaunchConfig(
+        1, 1, RANKS, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id=str(cell),
+        max_restarts=1, start_method="forkserver", local_addr="127.0.0.1",
+    )  # fmt: skip
+    ends = elastic_launch(config, on_restarted_rank)(cell)
+    return [ends[rank] for rank in range(RANKS)]
+
+
+def judged(cell: Cell, ends: Sequence[Any], codes: Sequence[int | None]) -> Result:
+    """The outcome of a cell, from the ends of each rank's steps; a rank that is lost has none."""
+    again = cell.fault == "restarted"
+    others = [rank for rank in range(RANKS) if again or rank not in cell.victims]
+    told = [[end for end, _ in ends[rank] if end.error] for rank in others]
+    errors = [end for of_rank in told for end in of_rank]
+    seconds = max((end.seconds for rank in others for end, _ in ends[rank]), default=0.0)
+    victims = [ends[rank] for rank in cell.victims if cell.fault not in LOST]
+    hit = all(any(again or end.error for end, _ in steps) for steps in victims)
+    named = re.compile(rf"ranks? (\[[^]]*)?\b({'|'.join(map(str, cell.victims))})\b")
+    holds = {
+        "WRONG": all(right for steps in ends for _, right in steps or ()),
+        "CRASH": not any(codes[rank] for rank in others),
+        "HANG": seconds <= cell.timeout + 5.0,
+        "NOT HIT": hit,
+        "UNTOLD": not errors if again else all(told) or cell.fault in PASSING,
+        "UNNAMED": all(named.search(end.text) for end in errors),
+    }
+    for outcome, held in holds.items():
+        if not held:
+            said = [f"rank {rank}: {code}, {ends[rank]}" for rank, code in enumerate(codes)]
+            return Result(cell, outcome, seconds, "\n".join(said))
+    return Result(cell, "told" if errors else "right", seconds)
+
+
+def run_cells(chosen: Sequence[Cell], jobs: int) -> Iterator[Result]:
+    """Runs several cells at once, most of which wait for timeouts; in the order of the cells."""
+    with ThreadPoolExecutor(jobs) as executor:
+        yield from executor.map(run_cell, chosen)
+
+
+def table(results: Sequence[Result]) -> str:
+    """A row for each fault and part, a column for each strategy: outcomes, and longest seconds."""
+    by_cell = dict[tuple[str, str, str], list[Result]]()
+    for one in results:
+        by_cell.setdefault((one.cell.fault, one.cell.part, one.cell.strategy), []).append(one)
+    lines = ["".join(f"{word:<13}" for word in ("", "", *STRATEGIES))]
+    for fault, part in dict.fromkeys(key[:2] for key in by_cell):
+        words = [fault, part]
+        for strategy in STRATEGIES:
+            of_cell = by_cell.get((fault, part, strategy), [])
+            outcomes = sorted({one.outcome for one in of_cell})
+            seconds = max((one.seconds for one in of_cell), default=0.0)
+            words.append(f"{','.join(outcomes)} {seconds:.1f}" if of_cell else "")
+        lines.append("".join(f"{word:<13}" for word in words))
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", help="only cells with all these words")
+    parser.add_argument("--trials", type=int, default=1, help="moments of each cell")
+    parser.add_argument("--jobs", type=int, default=4, help="cells at once")
+
+
+def run(args: argparse.Namespace) -> int:
+    start, results = time.monotonic(), list[Result]()
+    for result in run_cells(cells(args.trials, args.words), args.jobs):
+        results.append(result)
+        if not result.good:
+            print(f"{result.cell}: {result.outcome}\n{result.said}", flush=True)
+    bad = sum(not result.good for result in results)
+    print(table(results))
+    print(f"{len(results)} cells, {bad} bad, {time.monotonic() - start:.0f} s")
+    return int(bad > 0)

@@ -1,0 +1,92 @@
+"""The table of faults: a share of it, and all of it; and that it finds what is planted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+from unittest import mock
+
+import pytest
+
+from dev.faults import (
+    FAULTS,
+    LOST,
+    RANKS,
+    STRATEGIES,
+    Cell,
+    cells,
+    judged,
+    on_rank,
+    run_cell,
+    run_cells,
+)
+from ring_attn.transport import p2p
+from ring_attn.transport.p2p import P2PTransport
+from ring_attn.transport.ranks.board import Board
+from ring_attn.transport.ranks.identity import message_tag
+from tests.distributed.pool import Ended
+
+
+@pytest.mark.parametrize(
+    "every", [11, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_no_fault_is_wrong_late_or_unnamed(every: int) -> None:
+    chosen = cells(1)[4 % every :: every]
+    assert {cell.fault for cell in chosen} == {*FAULTS}
+    assert {cell.strategy for cell in chosen} == {*STRATEGIES}
+    bad = [result for result in run_cells(chosen, 4) if not result.good]
+    assert not bad, "\n".join(f"{one.cell}: {one.outcome}\n{one.said}" for one in bad)
+
+
+def takes_any(cell: Cell, victims: tuple[int, ...]) -> Any:
+    """Takes messages of other calls for its own."""
+    with (
+        mock.patch.object(p2p, "message_tag", lambda _, *place: message_tag(0, *place)),
+        mock.patch.object(Board, "difference", return_value=None),
+    ):
+        return on_rank(cell, victims)
+
+
+def exits(*_: object) -> NoReturn:
+    os._exit(3)
+
+
+def crashes(cell: Cell, victims: tuple[int, ...]) -> Any:
+    with mock.patch.object(P2PTransport, "_error", exits):
+        return on_rank(cell, victims)
+
+
+@pytest.mark.parametrize(
+    ("fault", "planted", "outcome"),
+    [("disagreeing", takes_any, "WRONG"), ("killed", crashes, "CRASH")],
+)
+def test_a_planted_defect_is_found(fault: str, planted: Callable[..., Any], outcome: str) -> None:
+    assert run_cell(Cell(fault, "ring", "forward"), planted).outcome == outcome
+
+
+KILLED = Cell("killed", "ring", "forward")
+RIGHT = Ended(None, "it ran", 0.1), True
+
+
+def told(text: str = "global rank {} died", seconds: float = 1.0) -> tuple[Ended, bool]:
+    return Ended(RuntimeError, text.format(*KILLED.victims), seconds), True
+
+
+@pytest.mark.parametrize(
+    ("fault", "end", "outcome"),
+    [
+        ("killed", told(), "told"),
+        ("killed", (told()[0], False), "WRONG"),
+        ("killed", told(seconds=15.1), "HANG"),
+        ("killed", told("global rank 3 left"), "UNNAMED"),
+        ("killed", RIGHT, "UNTOLD"),
+        ("memory", RIGHT, "NOT HIT"),
+        ("restarted", RIGHT, "right"),
+        ("restarted", told(), "UNTOLD"),
+    ],
+)
+def test_ends_are_judged(fault: str, end: tuple[Ended, bool], outcome: str) -> None:
+    cell = Cell(fault, "ring", "forward")
+    ends = [None if fault in LOST and rank in cell.victims else [end] for rank in range(RANKS)]
+    assert judged(cell, ends, [0] * RANKS).outcome == outcome

@@ -1,0 +1,31 @@
+"""A short soak; and that its judge finds what grows."""
+
+from __future__ import annotations
+
+import pytest
+
+from dev.soak import Sample, faults, soak
+
+FLAT = [Sample(1000 * n, 1.0, 300.0, 20, 9) for n in range(1, 21)]
+
+
+@pytest.mark.parametrize(
+    ("field", "step", "word"),
+    [
+        ("mib", 1.1, "memory"),
+        ("descriptors", 1, "descriptors"),
+        ("threads", 1, "threads"),
+        ("seconds", 0.2, "time"),
+    ],
+)
+def test_what_grows_is_found(field: str, step: float, word: str) -> None:
+    grown = [x._replace(**{field: getattr(x, field) + n * step}) for n, x in enumerate(FLAT)]
+    assert not faults(FLAT)
+    assert any(word in text for text in faults(grown)), faults(grown)
+
+
+@pytest.mark.slow
+def test_nothing_grows() -> None:
+    """Two thousand calls; time of the CPU drifts on a busy machine, so it is not looked at."""
+    found = [text for samples in soak(2000, 2) for text in faults(samples) if "time" not in text]
+    assert not found, found
