@@ -39,14 +39,16 @@ HEAD_DIMS = ("64", "128", "192/128", "256")
 # Not a multiple of 16, hence not in the default: dq with a mask spills 16 to 24 bytes on sm_86 and
 # sm_100, decoding 8 on sm_86.
 ODD_HEAD_DIMS = ("72",)
+# MLA's absorbed form, which is only decoded.
+DECODED_HEAD_DIMS = ("576/512",)
 DTYPES = tuple(dtype_name(dtype) for dtype in HALF_DTYPES)
 QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
 # Sizes of the launches' tensors. They divide by 16, the usual case, for which triton specialises.
 ROWS, HEADS, KV_HEADS = 1024, 32, 16
 
-# Parts of the keys in decoding.
-PARTS = 32
+# Parts of the keys in decoding, and rows of a page.
+PARTS, PAGE_SIZE = 32, 16
 
 # (lo, hi): a row i sees the keys j with lo <= j - i <= hi.
 BANDS: dict[str, tuple[int | None, int | None]] = {
@@ -62,8 +64,8 @@ class Variant:
     """A kernel and the options that change its code.
 
     Attributes:
-        kernel: "fwd", "hopper_fwd", "hopper_bwd", "dq", "dkdv", "delta", "decode", "part_table",
-            "merge" (of parts) or "merge_tree" (of ranks).
+        kernel: "fwd", "hopper_fwd", "hopper_bwd", "dq", "dkdv", "delta", "decode", "merge" (of
+            parts) or "merge_tree" (of ranks).
         band: a key of BANDS.
         ragged: keys end within a block.
         first: the forward loads no state.
@@ -71,6 +73,7 @@ class Variant:
         softcap: scores are capped.
         sinks: a sink joins the denominator.
         few: dk and dv use the config for few programs.
+        paged: decoding reads lengths and pages of sequences.
     """
 
     kernel: str
@@ -81,19 +84,18 @@ class Variant:
     softcap: bool = False
     sinks: bool = False
     few: bool = False
+    paged: bool = False
 
     @property
     def is_forward(self) -> bool:
         """Whether the kernel carries a state from step to step."""
-        return self.kernel in ("fwd", "hopper_fwd", "decode")
+        return self.kernel in ("fwd", "hopper_fwd")
 
     @property
     def kind(self) -> str:
         """Key of the variant in the table of configurations."""
-        if self.kernel in ("decode", "part_table"):
-            return "decode"
-        if self.kernel == "delta":
-            return "delta"
+        if self.kernel in ("decode", "delta"):
+            return self.kernel
         kernel = "fwd" if self.is_forward else self.kernel
         if self.softcap and not self.is_forward:
             return f"{kernel}_softcap"
@@ -104,7 +106,8 @@ class Variant:
         """Short text such as "middle causal"; for a forward it starts with the step of the ring."""
         steps = {(True, True): "only", (True, False): "first", (False, True): "last"}
         step = [steps.get((self.first, self.last), "middle")] if self.is_forward else []
-        extras = [name for name in ("ragged", "softcap", "sinks", "few") if getattr(self, name)]
+        names = "ragged", "softcap", "sinks", "few", "paged"
+        extras = [name for name in names if getattr(self, name)]
         return " ".join([*step, self.band, *extras])
 
 
@@ -138,8 +141,7 @@ KERNELS = {
     ),
     "dq": (Limits(), ("full", "causal", "window ragged", "causal softcap")),
     "delta": (WITHOUT_PRODUCTS, ("full",)),
-    "decode": (Limits(products="any"), ("full first", "full ragged first softcap")),
-    "part_table": (WITHOUT_PRODUCTS, ("full",)),
+    "decode": (Limits(products="any"), ("full", "full paged", "full paged softcap")),
     "merge": (WITHOUT_PRODUCTS, ("full",)),
     "merge_tree": (WITHOUT_PRODUCTS, ("full sinks",)),
 }  # fmt: skip
@@ -204,7 +206,10 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     def takes(variant: Variant) -> bool:
         if variant.few:
             return few in configs.FEW_PROGRAMS
-        return {"hopper_fwd": gluon, "hopper_bwd": one_pass}.get(variant.kernel, True)
+        own = {"hopper_fwd": gluon, "hopper_bwd": one_pass}
+        if head_dims in DECODED_HEAD_DIMS:
+            return variant.kernel in ("decode", "merge")
+        return own.get(variant.kernel, True)
 
     return tuple(filter(takes, VARIANTS))
 
@@ -240,23 +245,15 @@ def variant_launch(
     if variant.kernel == "delta":
         rows = rows_of(HEADS), rows_of(HEADS)
         return flash_bwd.delta_launch(*rows, stats(), stats(), stats(), config)
-    if variant.kernel == "part_table":  # for one query with 8 heads
-        split = decode.CacheParts(0, ROWS // PARTS, PARTS)
-        return decode.part_table((0, 1, 0, ROWS - 1, None, None), 8, split, config, meta)[1]
-    if variant.kernel == "merge":
-        count = ROWS // PARTS * KV_HEADS // HEADS
-        acc, out = rows_of(KV_HEADS, torch.float32), rows_of(HEADS, torch.float32)[:, :count]
-        m, l, lse = stats()[:, :KV_HEADS], stats()[:, :KV_HEADS], stats()[..., :count]
-        return decode.merge_parts_launch(acc, m, l, out, lse, PARTS)
+    if variant.kernel in ("decode", "merge"):
+        return _decode_launch(variant, config, head_dim, head_dim_v, dtype)
     if variant.kernel == "merge_tree":  # results of 64 ranks for 4 queries
         outs = torch.empty(64, 1, 4, HEADS, head_dim_v, device=meta)
         lses = torch.empty(64, 1, HEADS, 4, device=meta)
         sinks = torch.empty(HEADS, device=meta)
         return merge_tree.merge_tree_launch(outs, lses, outs[0].to(dtype), lses[0], sinks)
     table = _table(variant, config)
-    # Decoding takes the q heads of a group as rows.
-    heads = KV_HEADS if variant.kernel == "decode" else HEADS
-    q, k = rows_of(heads, dim=head_dim), rows_of(KV_HEADS, dim=head_dim)
+    q, k = rows_of(HEADS, dim=head_dim), rows_of(KV_HEADS, dim=head_dim)
     qkv = (q, k, rows_of(KV_HEADS))
     options: dict[str, Any] = {
         "softmax_scale": head_dim**-0.5,
@@ -291,6 +288,30 @@ def variant_launch(
             known, (dq, dk, dv), turns, table, config, softmax_scale=head_dim**-0.5
         )
     return flash_bwd.dkdv_launch(known, dk, dv, table, config, **options)
+
+
+def _decode_launch(
+    variant: Variant, config: Config, head_dim: int, head_dim_v: int, dtype: torch.dtype
+) -> Launch:
+    """Decoding of one query, or the merge of its parts; wide heads are of MLA's absorbed form."""
+    wide = head_dim > configs.BUCKETS[-1]
+    kv_heads, meta = 1 if wide else KV_HEADS, torch.device("meta")
+    q = torch.empty(1, 1, HEADS, head_dim, dtype=dtype, device=meta)
+    rows = (ROWS // PAGE_SIZE, PAGE_SIZE) if variant.paged else (1, ROWS)
+    k = torch.empty(*rows, kv_heads, head_dim, dtype=dtype, device=meta)
+    v = k[..., :head_dim_v] if wide else k.new_empty(*rows, kv_heads, head_dim_v)
+    acc = torch.empty(1, PARTS, 1, HEADS, head_dim_v, device=meta)
+    states = acc, acc[..., 0], acc[..., 0]
+    if variant.kernel == "merge":
+        return decode.merge_parts_launch(*states, acc[:, 0], acc[:, 0, ..., 0], PARTS)
+    ints = torch.empty(1, ROWS // PAGE_SIZE, dtype=torch.int32, device=meta)
+    tables = (ints, ints[:, 0]) if variant.paged else (None, None)
+    rule = decode.SequenceRule(0, PAGE_SIZE, 8 * PAGE_SIZE, ROWS, -1, 0)
+    return decode.decode_launch(
+        q, k, v, tables[0], states, tables[1], rule if variant.paged else decode.SeenRows(0, ROWS),
+        decode.CacheParts(0, ROWS // PARTS, PARTS), config, softmax_scale=head_dim**-0.5,
+        softcap=50.0 if variant.softcap else 0.0, shared=wide,
+    )  # fmt: skip
 
 
 def _table(variant: Variant, config: Config) -> StepTable:
@@ -367,7 +388,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for option, known, default in (
         ("--arch", SHARED_BYTES, ", ".join(ARCHS)),
-        ("--head-dim", (*HEAD_DIMS, *ODD_HEAD_DIMS), ", ".join(HEAD_DIMS)),
+        (
+            "--head-dim",
+            (*HEAD_DIMS, *ODD_HEAD_DIMS, *DECODED_HEAD_DIMS),
+            ", ".join((*HEAD_DIMS, *DECODED_HEAD_DIMS)),
+        ),
         ("--dtype", DTYPES, "all"),
         ("--kernel", KERNELS, "all"),
     ):
@@ -402,7 +427,9 @@ def run(args: argparse.Namespace) -> int:
 
     if interpreting():
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
-    archs, head_dims, dtypes = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
+    archs, head_dims, dtypes = (
+        QUICK if args.quick else (ARCHS, (*HEAD_DIMS, *DECODED_HEAD_DIMS), DTYPES)
+    )
     setting = Selection(
         args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
         args.kernel or tuple(KERNELS), args.jobs,

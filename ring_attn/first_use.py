@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn import drivers
@@ -37,6 +38,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_one_of
+from ring_attn.decode_refusals import check_sequences
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
@@ -48,6 +50,7 @@ VARIABLE = "RING_ATTN_FIRST_USE"
 RANKS = 3  # a ring with a first, a middle and a last step
 ROWS, RAGGED_ROWS = 128, 93  # of a rank
 CACHE_ROWS = 300  # of a rank: more than one part
+PAGE_ROWS = 16
 LEFT = 100  # keys before a query in a window
 SOFTCAP = 20.0
 
@@ -175,7 +178,7 @@ def proof(use: Use) -> list[Verdict]:
     rows = CACHE_ROWS if decodes else RAGGED_ROWS if "ragged" in use.masks else ROWS
     layout = SequenceLayout.contiguous(RANKS * rows, RANKS)
     seqlen, seqlen_q = layout.seqlen, 1 if decodes else layout.seqlen
-    cuts = (0, seqlen // 2 + 5, seqlen) if "several" in use.masks else None
+    cuts = (0, seqlen // 2 + 5, seqlen) if "several" in use.masks and not decodes else None
     window = LEFT if "window" in use.masks else -1, -1
     mask = Mask(seqlen_q, seqlen, "causal" in use.masks, window, cuts, cuts)
     generator = torch.Generator().manual_seed(0)
@@ -248,7 +251,16 @@ def _decoded(
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
         tiles = tree_decode.decode_tiles(layout.segments(rank), mask)
         k, v = (layout.shard(x, rank) for x in (inputs.k, inputs.v))
-        return drivers.decode(call, tiles, inputs.q, k, v, transport, sinks)
+        if "several" not in use.masks:
+            return drivers.decode(call, tiles, inputs.q, k, v, transport, sinks)
+        # Sequences, in pages of a pool: the last page comes first.
+        count = -(-k.size(1) // PAGE_ROWS)
+        k, v = (F.pad(x[0], (0, 0, 0, 0, 0, count * PAGE_ROWS - x.size(1))) for x in (k, v))
+        k, v = (x.unflatten(0, (count, PAGE_ROWS)).flip(0) for x in (k, v))
+        numbers = torch.arange(count, dtype=torch.int32, device=k.device)
+        tables = torch.full_like(numbers[:1], layout.seqlen), numbers.flip(0)[None]
+        sequences = check_sequences(k, tables[1], layout, (-1, 0), rank, RANKS)
+        return drivers.decode(call, (), inputs.q, k, v, transport, sinks, sequences, tables)
 
     out, lse = run_local(RANKS, work)[0]
     return {"out": out, "lse": lse}

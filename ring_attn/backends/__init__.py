@@ -114,7 +114,8 @@ def choose_backend(
     if backend != "auto":
         get_backend(backend)
     reasons = {
-        name: get_backend(name).supports(spec, explicit=name == backend) for name in PREFERENCE
+        name: get_backend(name).supports(spec, explicit=name == backend, decoding=purpose.decoding)
+        for name in PREFERENCE
     } | dict(wrong)
     usable = [name for name, why in reasons.items() if why is None]
     here = architecture() if spec.device_type == "cuda" else spec.device_type
@@ -144,7 +145,8 @@ def backend_elsewhere(spec: AttentionSpec, purpose: Purpose, there: str) -> str:
     from ring_attn.backends.aten import cudnn_reason
     from ring_attn.backends.triton_support import kernels_reason
 
-    reasons = {"triton": kernels_reason(spec), "cudnn": cudnn_reason(spec), "reference": None}
+    fits = kernels_reason(spec, decoding=purpose.decoding)
+    reasons = {"triton": fits, "cudnn": cudnn_reason(spec), "reference": None}
     usable = [name for name, why in reasons.items() if why is None]
     return _fastest(spec, usable, purpose, there, reasons).name
 

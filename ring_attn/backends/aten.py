@@ -60,7 +60,9 @@ class AtenBackend(Backend):
     deterministic = False
     reads_out = True
 
-    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
+    def supports(
+        self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
+    ) -> str | None:
         if spec.device_type == "cpu":
             return _refused(spec)
         return _cuda_reason(spec, "flash")
@@ -137,7 +139,9 @@ class CudnnBackend(AtenBackend):
 
     name = "cudnn"
 
-    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
+    def supports(
+        self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
+    ) -> str | None:
         if spec.device_type == "cuda" and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
         return cudnn_reason(spec)

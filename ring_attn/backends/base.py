@@ -74,10 +74,13 @@ class Backend:
     # `row_statistics` makes a new lse, and does not return its argument.
     converts_lse = False
 
-    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
+    def supports(
+        self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
+    ) -> str | None:
         """None if this backend can run the call on this machine, else the reason why not.
 
         `explicit`: the user asked for this backend by name; test-only backends refuse other calls.
+        `decoding`: the call only decodes, which some backends do for greater head dims.
         """
         raise NotImplementedError
 

@@ -61,7 +61,9 @@ class FlashAttnBackend(Backend):
 
         return torch.ops.flash_attn
 
-    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
+    def supports(
+        self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
+    ) -> str | None:
         installed = _installed(self.package)
         if installed is None:
             return f"the package {self.package} is not installed: {self.install}"

@@ -24,7 +24,9 @@ class ReferenceBackend(Backend):
 
     name = "reference"
 
-    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
+    def supports(
+        self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
+    ) -> str | None:
         return None
 
     def forward_piece(

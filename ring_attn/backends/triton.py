@@ -31,15 +31,16 @@ from ring_attn.backends.base import (
     architecture,
     greatest,
 )
-from ring_attn.backends.kept_launches import KeptLaunches, enqueue
+from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.backends.rates import GLUON_BWD_KV_HEADS
-from ring_attn.backends.triton_support import why_not
+from ring_attn.backends.triton_support import MAX_HEADDIM, why_not
+from ring_attn.core.cache import Sequences
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
-    from ring_attn.kernels.decode import CacheParts
+    from ring_attn.kernels.decode import SeenRows, SequenceRule
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import StepTable
@@ -83,8 +84,10 @@ class TritonBackend(Backend):
         self._launches = KeptLaunches()
         self._configs = configs or {}
 
-    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        return why_not(spec, explicit=explicit)
+    def supports(
+        self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
+    ) -> str | None:
+        return why_not(spec, explicit=explicit, decoding=decoding)
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
         from ring_attn.kernels import tuned
@@ -185,33 +188,84 @@ class TritonBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         """`out` float32 and `lse` of a few queries; reads the keys in parallel parts."""
         from ring_attn.kernels import decode
-        from ring_attn.kernels.flash_fwd import Carried, forward_launch
 
-        batch, rows, nheads, _ = q.shape
-        group = nheads // k.size(2)
-        if rows * group > MAX_DECODED_ROWS:
+        rows, group = q.size(1), q.size(2) // k.size(2)
+        if not tiles:
+            empty = _float32(q, q.size(0), q.size(2), rows).fill_(-torch.inf)
+            return _float32(q, *q.shape[:3], v.size(3)).zero_(), empty
+        if rows * group > MAX_DECODED_ROWS and max(q.size(3), v.size(3)) <= MAX_HEADDIM:
             state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
             return self.finalize(state, torch.float32)
+        cols = min(tile.k_start for tile in tiles), max(tile.k_end for tile in tiles)
+
+        def seen() -> SeenRows:
+            make = partial(decode.seen_rows, tiles, rows, q.device)
+            return self._launches.table(tiles, ("seen", rows), q.device, make)
+
+        return self._decode(q, k, v, (None, None), tiles, cols, seen, scores)
+
+    def decode_sequences(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        cache_seqlens: Tensor,
+        block_table: Tensor | None = None,
+        *,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor]:
+        """All sequences in one launch, which reads their lengths and pages."""
+        from ring_attn.kernels.decode import SequenceRule
+
+        pages = None if block_table is None else block_table.contiguous()
+        tables = pages, cache_seqlens.contiguous()
+        rule = SequenceRule(*sequences[:4], *sequences.window_size)
+        # Parts by the room, as the host does not know the lengths.
+        cols = 0, max(1, sequences.rows)
+        return self._decode(q, k, v, tables, sequences, cols, lambda: rule, scores)
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor | None, Tensor | None],
+        what: object,
+        cols: tuple[int, int],
+        seen: Callable[[], SeenRows | SequenceRule],
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor]:
+        """Folds parts of the columns `cols`, and merges them; `what` stands for what is seen."""
+        from ring_attn.kernels import decode
+        from ring_attn.kernels.tasks import num_sms
+
+        batch, rows, nheads, _ = q.shape
         k, v = _unit_stride(k), _unit_stride(v)
-        config, parts = self._parts(q, tiles, rows * group, batch * k.size(2), v.size(3))
-        packed = decode.part_rows(q, k.size(2), parts.num_parts)
-        acc = _float32(packed, *packed.shape[:3], v.size(3))
-        m, l = (_float32(packed, batch, k.size(2), packed.size(1)) for _ in range(2))
-
-        def fold() -> Launch:
-            table = self._part_table(tiles, config, q.device, rows, group, parts)
-            state = Carried(acc, m, l)
-            return forward_launch(
-                packed, k, v, state, table, config, first=True, last=False, **vars(scores)
-            )
-
+        config = self._config("decode", q, v.size(3))
+        blocks = -(-rows * (nheads // k.size(2)) // config.BLOCK_M)
+        parts = decode.choose_parts(*cols, blocks * batch * k.size(2), num_sms(q.device))
+        stats = batch, parts.num_parts, rows, nheads
+        states = _float32(q, *stats, v.size(3)), _float32(q, *stats), _float32(q, *stats)
         out, lse = _float32(q, batch, rows, nheads, v.size(3)), _float32(q, batch, nheads, rows)
-        call = (tiles, "decode", group, parts, scores)
-        self._launches.run(call, (packed, k, v), (acc, m, l, None, None, None), fold)
+        block_table, cache_seqlens = tables
+        shared = decode.shares(k, v)
+        pages = () if block_table is None else (block_table,)
         self._launches.run(
-            ((), "merge", group, parts.num_parts), (acc,), (m, l, out, lse),
-            lambda: decode.merge_parts_launch(acc, m, l, out, lse, parts.num_parts),
+            (what, "decode", parts, scores, shared),
+            (q, k, v, *pages),
+            (*(() if pages else (None,)), *states, cache_seqlens),
+            lambda: decode.decode_launch(
+                q, k, v, block_table, states, cache_seqlens, seen(), parts, config,
+                shared=shared, **vars(scores),
+            ),
         )  # fmt: skip
+        self._launches.run(
+            ((), "merge", parts.num_parts),
+            (states[0],),
+            (*states[1:], out, lse),
+            lambda: decode.merge_parts_launch(*states, out, lse, parts.num_parts),
+        )
         return out, lse
 
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,19 +410,6 @@ class TritonBackend(Backend):
         make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
         return make(inputs, *gradients, table, config, **vars(scores))
 
-    def _parts(
-        self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int
-    ) -> tuple[Config, CacheParts]:
-        """The config and the parts of the keys, for `rows` rows of each of `heads` kv heads."""
-        from ring_attn.kernels import decode
-        from ring_attn.kernels.tasks import num_sms
-
-        config = self._config("decode", q, headdim_v)
-        first = min(tile.kv.start for tile in tiles)
-        last = max(tile.kv.stop for tile in tiles)
-        blocks = -(-rows // config.BLOCK_M) * heads
-        return config, decode.choose_parts(first, last, blocks, num_sms(q.device))
-
     def _config(self, kind: str, q: Tensor, headdim_v: int) -> Config:
         """A kernel's config: the backend's own, or from RING_ATTN_CONFIGS, or the frozen config."""
         from ring_attn.kernels import tuned
@@ -395,34 +436,6 @@ class TritonBackend(Backend):
             )  # fmt: skip
 
         return self._launches.table(tiles, (blocks, kv_rows, num_rows), device, make)
-
-    def _part_table(
-        self,
-        tiles: Tiles,
-        config: Config,
-        device: torch.device,
-        rows: int,
-        group: int,
-        parts: CacheParts,
-    ) -> StepTable:
-        """The step table for decoding, with one set of rows for each part of the keys."""
-        from ring_attn.kernels.decode import part_rectangles, part_table
-        from ring_attn.kernels.launch import Launch
-        from ring_attn.kernels.step_table import make_step_table
-
-        blocks = (config.BLOCK_M, config.BLOCK_N)
-
-        def make() -> StepTable:
-            if len(tiles) == 1 and tiles[0].kind is MaskKind.FULL and tiles[0].rows == rows:
-                table, launch = part_table(tiles[0], rows * group, parts, config, device)
-                enqueue(Launch.run, launch, table.blocks.get_device())
-                return table
-            return make_step_table(
-                part_rectangles(tiles, rows, group, parts), *blocks, device,
-                descending=True, num_rows=parts.num_parts * rows * group,
-            )  # fmt: skip
-
-        return self._launches.table(tiles, (blocks, rows, group, parts), device, make)
 
 
 def _kind(kernel: str, tiles: Tiles) -> str:

@@ -14,12 +14,15 @@ from ring_attn.core.spec import AttentionSpec
 
 MAX_HEADDIM = 256
 
+# Of q and of v in decoding: those of MLA's absorbed form.
+DECODED_HEADDIMS = 576, 512
 
-def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
+
+def why_not(spec: AttentionSpec, *, explicit: bool, decoding: bool) -> str | None:
     """The reason why the kernels cannot run the call on this machine, or None."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
-    if (reason := kernels_reason(spec)) is not None:
+    if (reason := kernels_reason(spec, decoding=decoding)) is not None:
         return reason
     if spec.device_type == "cpu":
         return _why_not_interpreted(spec, explicit)
@@ -40,13 +43,18 @@ def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
     return None
 
 
-def kernels_reason(spec: AttentionSpec) -> str | None:
+def kernels_reason(spec: AttentionSpec, *, decoding: bool) -> str | None:
     """The reason why the kernels do not support the call on any GPU, or None."""
     if spec.dtype not in (*HALF_DTYPES, torch.float32):
         return f"takes float16, bfloat16 and float32, not {spec.dtype}"
-    if max(spec.headdim, spec.headdim_v) > MAX_HEADDIM:
-        dims = f"{spec.headdim} and {spec.headdim_v}"
-        return f"takes head dims up to {MAX_HEADDIM}, got {dims}"
+    dims = spec.headdim, spec.headdim_v
+    # Of float32 on GPUs, whose products are unrolled, no such block would fit the registers.
+    wide = decoding and (spec.dtype in HALF_DTYPES or spec.device_type == "cpu")
+    most = DECODED_HEADDIMS if wide else (MAX_HEADDIM, MAX_HEADDIM)
+    if any(dim > limit for dim, limit in zip(dims, most, strict=True)):
+        what = f"decodes {spec.dtype} with" if decoding else "takes"
+        limits = most[0] if len({*most}) == 1 else f"{most[0]} and {most[1]}"
+        return f"{what} head dims up to {limits}, got {dims[0]} and {dims[1]}"
     return None
 
 

@@ -168,8 +168,8 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     if block_table is not None:
         error = NotImplementedError(
-            "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes a "
-            "cache that is split over the ranks"
+            "block_table must be None: a prompt against a paged cache is not built; "
+            "ring_attn.tree_decode takes the newest tokens against one that is split over the ranks"
         )
         tell_refusal(error, group)
         raise error
@@ -181,7 +181,8 @@ def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
     """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
     raise NotImplementedError(
         "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
-        "this rank's rows of the cache and call ring_attn.tree_decode"
+        "this rank's rows of the cache and call ring_attn.tree_decode, which takes cache_seqlens "
+        "and block_table"
     )
 
 

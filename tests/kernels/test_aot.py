@@ -61,11 +61,7 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
                     launch = cell.launch()
                     of_q = launch.constants.get("HEAD_DIM", dims[0])
                     of_v = launch.constants.get("HEAD_DIM_V", of_q)
-                    # The table of parts depends only on positions.
-                    assert [of_q, of_v] == [
-                        dims[0],
-                        dims[-1],
-                    ] or cell.variant.kernel == "part_table"
+                    assert [of_q, of_v] == [dims[0], dims[-1]]
                     assert launch.grid
     hopper = {v for v in aot.VARIANTS if v.kernel.startswith("hopper")}
     assert hopper and hopper.isdisjoint(aot.variants("sm_80", "128"))
@@ -76,7 +72,7 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
 @pytest.mark.slow
 def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     path = tmp_path / "aot.json"
-    words = ["aot", "--quick", "--kernel", "delta", "part_table", "merge", "merge_tree"]
+    words = ["aot", "--quick", "--kernel", "delta", "merge", "merge_tree"]
     printed = run_compiling("-m", "dev", *words, "--json", str(path))
     report = json.loads(path.read_text())
     assert report["command"] == f"python -m dev {' '.join(words)}"

@@ -16,10 +16,12 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.core.state import merge_tree
-from ring_attn.kernels import decode, tasks
+from ring_attn.kernels import configs, decode, tasks
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs, poisoned_empty, random_sinks
+from tests import caches as cache
 from tests.bounds import assert_close, assert_holds, expect, same_bits, whole
+from tests.kernels import calls
 from tests.kernels.calls import DEVICE, DTYPES, inputs_for
 
 SHORT = 128  # of parts, in tests
@@ -121,10 +123,69 @@ def test_any_number_of_parts(seqlen_k: int, sms: int, monkeypatch: pytest.Monkey
 
 
 def test_many_queries_are_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "part_rows", None)
+    monkeypatch.setattr(decode, "decode_launch", None)
     mask = Mask(33, 97, causal=True)
     inputs = inputs_for(mask, nheads=4, nheads_kv=2)  # 66 rows
     check(inputs, mask, *TritonBackend().decode(*inputs[:3], whole(mask), scores=Scores(0.3)))
+
+
+def test_what_rows_see_is_read_once() -> None:
+    """Queries of a causal mask or of stripes share runs; documents far apart do not."""
+    causal = decode.seen_runs(((0, 3, 0, 9, None, 6),), 3)
+    assert causal == [[(0, 0), (7, 8), (7, 9)], [(0, 7)] * 3]
+    stripes = [(i, i + 1, 0, 5 + i, None, None) for i in range(3)]
+    assert decode.seen_runs(stripes, 3) == [[(0, 5), (0, 6), (0, 7)]]
+    far = [(0, 1, 0, 5, None, None), (1, 3, 500, 505, None, None)]
+    assert decode.seen_runs(far, 3) == [[(0, 0), (500, 505), (500, 505)], [(0, 5), (0, 0), (0, 0)]]
+
+
+# -- sequences of unlike lengths, in test_cache's places
+
+SEQUENCES = {
+    "pages of 16": (2, 16, None, {}),
+    "pages of 5, a window": (2, 5, None, {"window_size": (20, 0)}),
+    "stripes in pages": (3, 16, SequenceLayout.striped(cache.ROOM, 3), {}),
+    "a run, not causal": (1, 0, None, {"window_size": (-1, -1)}),
+    "runs": (2, 0, SequenceLayout.boundaries([0, 3, cache.ROOM]), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:backend='triton' on CPU")
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.sweep(2)
+def test_sequences_against_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of several blocks; heads fill a block of rows, or more than one."""
+    monkeypatch.setattr(configs, "INTERPRETER", calls.blocks(16, 16))
+    monkeypatch.setattr(decode, "PART_UNIT", 16)
+    monkeypatch.setattr(decode, "LEAST_PART", 32)
+    turn = [*SEQUENCES].index(name)
+    lengths, (*place, window) = (97, 0, 1, 33), SEQUENCES[name]
+    whole = inputs_for(
+        Mask(1 + turn % 3, cache.ROOM), batch=4, nheads=(4, 40, 6)[turn % 3], nheads_kv=2,
+        headdim=20, dtype=DTYPES[turn % len(DTYPES)],
+    )  # fmt: skip
+    held = cache.Cache(whole, lengths, *place, **window)
+    got = cache.decoded(held, whole.q, "triton", softcap=2.0 * (turn == 1))
+    seen = window.get("window_size", (-1, 0))
+    cache.assert_exact(got, whole, lengths, seen, softcap=2.0 * (turn == 1))
+
+
+@pytest.mark.filterwarnings("ignore:backend='triton' on CPU")
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_of_mla(shared: bool, dtype: torch.dtype) -> None:
+    """Values that are the first dims of the keys are read once, with the same bits."""
+    lengths = (40, 3)
+    whole = inputs_for(
+        Mask(1, cache.ROOM), batch=2, nheads=4, nheads_kv=1, headdim=576, headdim_v=512, dtype=dtype
+    )
+    whole = whole._replace(v=whole.k[..., :512])
+    held = cache.Cache(whole, lengths, 1, 16, None)
+    if shared:
+        held.ranks = [(k, k[..., :512], *others) for k, _, *others in held.ranks]
+        assert decode.shares(*held.ranks[0][:2])
+    got = cache.decoded(held, whole.q, "triton")
+    cache.assert_exact(got, whole, lengths, (-1, 0))
 
 
 # -- the merge

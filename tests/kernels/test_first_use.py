@@ -54,7 +54,7 @@ USES = [
     Use("triton", kind, SPEC, masks)
     for kind in ("forward", "backward")
     for masks in MASKS
-] + [Use("triton", "decode", SPEC, ())]  # fmt: skip
+] + [Use("triton", "decode", SPEC, masks) for masks in ((), ("several",))]  # fmt: skip
 
 
 @pytest.mark.sweep(5)
@@ -72,6 +72,7 @@ def test_options_of_a_call_are_those_of_its_case() -> None:
 
 
 SCALES, BOUNDED, MERGED = flash_fwd.scales, step_table.bounded, decode.merge_parts_launch
+LAUNCH = decode.decode_launch
 
 
 def one_key_more(rectangle: Any) -> tuple[int, int, int, int]:
@@ -90,6 +91,12 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], str, tuple[str, ...], s
     "last part": (
         decode, "merge_parts_launch", lambda *args: MERGED(*args[:-1], args[-1] - 1),
         "decode", (), "out lse",
+    ),
+    "pages": (
+        decode, "decode_launch", lambda *args, **options: LAUNCH(
+            *args[:3], torch.zeros_like(args[3]), *args[4:], **options
+        ),
+        "decode", ("several",), "out lse",
     ),
 }  # fmt: skip
 
