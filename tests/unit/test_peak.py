@@ -13,6 +13,7 @@ from ring_attn.call import Call
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.program import Channel
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.state import rounded_gradient
 from ring_attn.core.tiles import Traveller
@@ -23,7 +24,7 @@ from ring_attn.strategies.registry import both_programs
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
-from ring_attn.transport.base import Batch, Channel, Transport
+from ring_attn.transport.base import Batch, Transport
 from tests.unit.test_programs import calls_of
 
 # Issue 32 asks for peaks within 10 % of the prediction.
