@@ -118,7 +118,7 @@ WIDE_DECODE: dict[str, Sizes] = {
 FLOAT32: tuple[Sizes, ...] = ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 
 # Configs of dk and dv for launches with fewer programs than multiprocessors. With half the kv rows
-# and half the warps they make twice as many programs, with the same instructions per warp. The q
+# they make twice as many programs, mostly of half the warps with the same instructions each. The q
 # rows are the same, and so are the bits. On sm_90 128 dims spill 16 to 36 bytes: with a mask two
 # loads a block.
 FEW_PROGRAMS: dict[tuple[str, int], Config] = {

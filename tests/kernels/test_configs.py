@@ -48,7 +48,8 @@ def test_kernels_for_few_programs_or_in_gluon_have_the_same_columns() -> None:
     for (arch, headdim), few in configs.FEW_PROGRAMS.items():
         config = configs.frozen("dkdv", arch, headdim, torch.bfloat16)
         assert configs.filling(config, 131, 132, few) == few != config
-        assert few.BLOCK_M == config.BLOCK_M and few.num_warps * 2 == config.num_warps
+        assert few.BLOCK_M == config.BLOCK_M and few.num_warps <= config.num_warps
+        assert few.BLOCK_N * 2 == config.BLOCK_N
         for programs, other in ((132, few), (1, None)):
             assert configs.filling(config, programs, 132, other) == config
     config = configs.frozen("dkdv_softcap", "sm_90", 128, torch.bfloat16)
