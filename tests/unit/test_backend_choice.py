@@ -118,8 +118,8 @@ FLASH = tuple(INSTALLED)
         ((9, 0), FLASH[:1], Purpose(), spec_of("cuda", softcap=30.0), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=256), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda", headdim=512), "reference"),
-        # Other architectures; without rates, the order of preference. On an A100 ours is faster than
-        # flash-attn in a fixed order, 144 to 122 by estimate, and torch's in any order than ours.
+        # Other architectures; without rates, the order of preference. On an A100, in a fixed order,
+        # ours is faster than flash-attn, 144 to 122 by estimate; in any order torch's is faster.
         ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((8, 0), (), UNSURE, spec_of("cuda"), "aten"),
         ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),
