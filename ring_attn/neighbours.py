@@ -26,7 +26,7 @@ from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.program import Collective
-from ring_attn.core.segments import Segment
+from ring_attn.core.runs import runs_of
 from ring_attn.core.values import as_int, check_type
 from ring_attn.profiling import observe
 from ring_attn.torch_private import group_by_name
@@ -234,7 +234,7 @@ class _Plan(NamedTuple):
     def there(self, x: Tensor, transport: Transport) -> Tensor:
         """The runs with their neighbours, from the rows of all ranks."""
         counts = [len(rows) for rows in self.sent]
-        received = _exchanged(x[torch.cat(self.sent)], counts, self.received, transport)
+        received = exchanged(x[torch.cat(self.sent)], counts, self.received, transport)
         return torch.cat([x, received, x.new_zeros(1, x.size(1))])[self.around]
 
     def back(self, around: Tensor, transport: Transport) -> Tensor:
@@ -244,15 +244,15 @@ class _Plan(NamedTuple):
             sums[places] += around[rows]
         own, others = sums.split([self.own, sum(self.received)])
         counts = [len(rows) for rows in self.sent]
-        returned = _exchanged(others, self.received, counts, transport)
+        returned = exchanged(others, self.received, counts, transport)
         own = own.clone()
         for rows, part in zip(self.sent, returned.split(counts), strict=True):
             own[rows] += part
         return own
 
 
-def _exchanged(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], transport: Transport
+def exchanged(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], transport: Transport, step: int = 0
 ) -> Tensor:
     """Sends rows, sorted by ranks, so many to each rank; returns the received rows, likewise."""
     got = rows.new_empty(sum(received), rows.size(1))
@@ -261,7 +261,7 @@ def _exchanged(
         send, recv = (x.contiguous().view(-1).view(torch.uint8) for x in (rows, got))
         send_counts, recv_counts = (tuple(row_bytes * n for n in each) for each in (sent, received))
         route = Collective("all_to_all", torch.uint8, send_counts, recv_counts)
-        transport.post("shards", 0, route, send, recv)
+        transport.post("shards", step, route, send, recv)
         transport.wait("shards")
     return got
 
@@ -314,16 +314,3 @@ def _plan(place: PlanKey, device: torch.device) -> Cached[_Plan]:
 def _lengths(place: PlanKey) -> list[int]:
     layout, left, right, rank = place
     return [run.length + left + right for run in runs_of(layout, rank)]
-
-
-def runs_of(layout: SequenceLayout, rank: int) -> list[Segment]:
-    """Runs of consecutive positions, in the order of the rank's rows; at least one, empty."""
-    runs: list[Segment] = []
-    for segment in layout.segments(rank):
-        if segment.stride > 1 and segment.length > 1:
-            runs += [Segment(position, 1) for position in segment.positions().tolist()]
-        elif runs and runs[-1].start + runs[-1].length == segment.start:
-            runs[-1] = Segment(runs[-1].start, runs[-1].length + segment.length)
-        else:
-            runs.append(Segment(segment.start, segment.length))
-    return runs or [Segment(0, 0)]

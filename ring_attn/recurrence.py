@@ -1,24 +1,25 @@
 """Recurrent layers on a split sequence: linear attention, state spaces, causal convolutions.
 
 A recurrence maps its state along a run of positions by `end = A start + B`. Each rank computes A
-and B of its runs by the layer's own kernel, from a state of zeros. The ranks gather these pairs,
-whose size does not depend on the length, and each composes the start states of its own runs, in the
-order of positions. Outputs are affine in the start state, so what it contributes is added.
+and B of its runs by the layer's own kernel, from a state of zeros. These pairs, whose size does not
+depend on the length, travel to the ranks of later runs, each of which composes the start states of
+its own runs, in the order of positions (`core.runs` says how).
 
     zigzag, 2 ranks     rank 0    rank 1    rank 1    rank 0
     positions           0 1       2 3       4 5       6 7
-    gathered            B0        A1 B1     A2 B2     A3 B3
+    travel              B0        A1 B1     A2 B2
     start states        0         B0        A1 B0 + B1    A2 (A1 B0 + B1) + B2
 
 A document starts from zeros: it cuts a run into pieces, and no state passes its first position.
-The backward gathers gradients of start states, and composes them in the opposite order.
+What a start state contributes is added to outputs, which are affine in it (`recurrence`), or the
+kernel runs again from the start state (`linear_attention`). In the backward gradients of start
+states travel to earlier runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,40 +30,16 @@ from torch.nn import functional
 from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.runs import Piece, pieces_of, runs_of
 from ring_attn.core.values import as_int, check_type
-from ring_attn.neighbours import halo, runs_of
-from ring_attn.profiling import Direction, observe
-from ring_attn.torch_private import group_by_name
-from ring_attn.transport.base import Agreement
-from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, tell_refusal
+from ring_attn.neighbours import halo
+from ring_attn.states import no_autocast, start_states, with_end_gradients
+from ring_attn.transport.p2p import tell_refusal
 
 __all__ = ["LinearKernel", "Part", "Piece", "causal_conv", "linear_attention", "recurrence"]
 
-
-class Piece(NamedTuple):
-    """Rows [start, start + length) of a shard: consecutive positions of one document.
-
-    Attributes:
-        first: the rows start a document, so that their start state is zeros.
-        rows: number of rows of the whole shard.
-    """
-
-    start: int
-    length: int
-    first: bool
-    rows: int
-
-    def of(self, x: Tensor) -> Tensor:
-        """The piece's rows of a shard, (batch, rows, ...); one row of zeros if there are none."""
-        if x.size(1) != self.rows:
-            raise ValueError(
-                f"the shard must have {self.rows} rows in dim 1 for its layout, got {x.size(1)}: "
-                "cut it by layout.shard"
-            )
-        if self.length:
-            return x.narrow(1, self.start, self.length)
-        return functional.pad(x, (*(0, 0) * (x.ndim - 2), 0, 1))
+# Stands for the runs of a rank that has no rows.
+NO_RUNS = ((Piece(0, 0, True, 0),),)
 
 
 class Part(NamedTuple):
@@ -141,28 +118,24 @@ def recurrence(
     process_group = groups.check_group(group)
     try:
         cuts = _boundaries(layout, cu_seqlens, process_group)
-        runs = _pieces_of(layout, dist.get_rank(process_group), cuts)
-        pieces = [piece for run_pieces in runs for piece in run_pieces]
-        parts = [run(piece) for piece in pieces or (Piece(0, 0, True, 0),)]
-        # A state enters a run at its first piece, and what leaves the run is of its last.
-        after = list(accumulate(map(len, runs)))
-        entered = {i: n for n, i in enumerate([0, *after][: len(runs)])}
-        leaving = [parts[i - 1] for i in after] or parts
-        wide = _wide(parts[0].end)
-        ends = torch.stack([part.end.to(wide) for part in leaving])[: len(runs)]
-        decays = torch.stack([_decay(part, matrix).to(wide) for part in leaving])[: len(runs)]
+        runs = pieces_of(layout, dist.get_rank(process_group), cuts)
+        parts = [[run(piece) for piece in pieces] for pieces in runs or NO_RUNS]
+        wide = _wide(parts[0][0].end)
+        ends = torch.stack([of_run[-1].end.to(wide) for of_run in parts])[: len(runs)]
+        decays = torch.stack([_decay(of_run[-1], matrix).to(wide) for of_run in parts])
+        place = list(layout.numbers), list(cuts), matrix, process_group.group_name
+        starts = start_states(decays[: len(runs)], ends, *place)
     except Exception as error:
         tell_refusal(error, process_group)
         raise
-    place = list(layout.numbers), list(cuts), matrix, process_group.group_name
-    starts = _start_states(decays, ends, *place)[0]
     outs = []
-    for i, (piece, part) in enumerate(zip(pieces, parts, strict=False)):
-        enters = i in entered and not piece.first
-        with _no_autocast(starts):
-            outs.append(part.add(part.out, starts[entered[i]]) if enters else part.out)
+    for n, pieces in enumerate(runs):
+        first, *rest = parts[n]
+        with no_autocast(starts):
+            outs.append(first.out if pieces[0].first else first.add(first.out, starts[n]))
+        outs += [part.out for part in rest]
     # No rows, but they depend on the start states: so every rank takes part in the backward.
-    none = parts[0].out[:, :0] + starts[:0].sum()
+    none = parts[0][0].out[:, :0] + starts[:0].sum()
     return torch.cat([*outs, none.to(outs[0].dtype)], 1) if outs else none
 
 
@@ -182,9 +155,9 @@ def linear_attention(
     """Linear attention of any kind on this rank's rows, by a kernel that takes a state.
 
     For the gated delta rule, Kimi's delta attention and others whose state is multiplied by a
-    matrix. One run of the kernel gives all: values get `headdim` columns of zeros, whose start
-    state is the unit matrix. Their end state is A, and their outputs times a start state are what
-    that contributes.
+    matrix. The kernel runs once without gradients for A and B of this rank's runs: values get
+    `headdim` columns of zeros, whose start state is the unit matrix and whose end state is A. Then
+    it runs from the start states. A run that starts a document needs only one of both.
 
     Args:
         kernel: such as `fla.ops.gated_delta_rule.chunk_gated_delta_rule`.
@@ -194,9 +167,9 @@ def linear_attention(
         rows: other tensors that the kernel takes, (batch, rows, ...), by name: `g`, `beta`.
         cu_seqlens: boundaries of documents in the whole sequence.
         group: as for `ring_attention`.
-        float32: whether pieces with a start state are computed in float32 where inputs have 16
-            bits, so that what a start state contributes is rounded once, with the output. For
-            kernels that refuse float32, as fla's, False.
+        float32: whether the first run is computed in float32 where inputs have 16 bits, so that
+            gradients through states are not rounded twice. For kernels that refuse float32, as
+            fla's, False.
         options: handed on to the kernel.
 
     Returns:
@@ -205,33 +178,49 @@ def linear_attention(
     Raises:
         ValueError, TypeError, RuntimeError: as `recurrence`, or from the kernel.
     """
-    headdim, headdim_v = k.size(-1), v.size(-1)
+    process_group, headdim, headdim_v = groups.check_group(group), k.size(-1), v.size(-1)
 
-    def run(piece: Piece) -> Part:
+    def run(piece: Piece, start: Tensor | None, *, wide: bool = False) -> tuple[Tensor, Tensor]:
         cut = {name: piece.of(x) for name, x in {"q": q, "k": k, "v": v, **rows}.items()}
-        start = None
-        if not piece.first:
-            if float32:
-                cut = {name: x.to(_wide(x)) for name, x in cut.items()}
-            unit = torch.eye(headdim, dtype=_wide(v), device=v.device)
-            start = functional.pad(unit, (headdim_v, 0))
-            start = start.expand(v.size(0), v.size(2), headdim, headdim_v + headdim).contiguous()
+        if wide:
+            cut = {name: x.to(_wide(x)) for name, x in cut.items()} if float32 else cut
             cut["v"] = functional.pad(cut["v"], (0, headdim))
         q_, k_, v_ = (cut.pop(name) for name in "qkv")
-        states = {"initial_state": start, "output_final_state": True}
-        given: dict[str, Any] = states | cut | options
-        out, end = kernel(q_, k_, v_, **given)
-        if start is None:
-            return Part(out, end, None, _adds_nothing)
-        sizes = [headdim_v, headdim]
-        (out, reads), (end, decay) = out.split(sizes, -1), end.split(sizes, -1)
+        given: dict[str, Any] = {"initial_state": start, "output_final_state": True, **cut}
+        return kernel(q_, k_, v_, **given, **options)
 
-        def add(out: Tensor, start: Tensor) -> Tensor:
-            return (out + torch.einsum("blhk,bhkv->blhv", reads.to(start), start)).to(v.dtype)
-
-        return Part(out, end, decay, add)
-
-    return recurrence(run, layout, matrix=True, cu_seqlens=cu_seqlens, group=group)
+    try:
+        cuts = _boundaries(layout, cu_seqlens, process_group)
+        runs = pieces_of(layout, dist.get_rank(process_group), cuts)
+        place = list(layout.numbers), list(cuts)
+        unit = functional.pad(torch.eye(headdim, dtype=_wide(v), device=v.device), (headdim_v, 0))
+        unit = unit.expand(v.size(0), v.size(2), -1, -1).contiguous()
+        done = {piece: run(piece, None) for piece in chain(*runs or NO_RUNS) if piece.first}
+        maps, reads = [], []
+        for pieces in runs or NO_RUNS:
+            if not pieces[0].first:
+                with torch.no_grad():
+                    out, end = run(pieces[0], unit, wide=True)
+                reads.append(out[..., headdim_v:].contiguous())
+                end, decay = end.split([headdim_v, headdim], -1)
+            if pieces[-1].first:
+                end = done[pieces[-1]][1].detach()
+                decay = end.new_zeros(*end.shape[:-1], headdim)
+            maps.append((decay.to(_wide(v)), end.to(_wide(v))))
+        decays, ends = (torch.stack(x)[: len(runs)] for x in zip(*maps, strict=True))
+        starts = start_states(decays, ends, *place, True, process_group.group_name)
+        outs, last = [], []
+        for n, pieces in enumerate(runs or NO_RUNS):
+            for piece in pieces:
+                out, end = done.get(piece) or run(piece, starts[n])
+                outs.append(out)
+            last.append(end.to(starts.dtype))
+        out = torch.cat(outs, 1).narrow(1, 0, q.size(1))
+        ends = torch.stack(last)[: len(runs)]
+        return with_end_gradients(out, ends, reads, decays, *place, process_group.group_name)
+    except Exception as error:
+        tell_refusal(error, process_group)
+        raise
 
 
 def causal_conv(
@@ -273,7 +262,7 @@ def causal_conv(
     around = halo(x, layout, before, group=group, dim=dim)
     outs = []
     held = [(run, x) for run, x in zip(runs_of(layout, rank), around, strict=True) if run.length]
-    for (run, whole), pieces in zip(held, _pieces_of(layout, rank, cuts), strict=True):
+    for (run, whole), pieces in zip(held, pieces_of(layout, rank, cuts), strict=True):
         row = 0  # in `whole`, which begins `before` rows ahead
         for piece in pieces:
             # Rows of the document before the piece: those of others count as zeros.
@@ -299,47 +288,6 @@ def _boundaries(
     return tuple(sorted({0, *cuts, layout.seqlen}))
 
 
-@lru_cache(maxsize=256)
-def _pieces_of(
-    layout: SequenceLayout, rank: int, cuts: tuple[int, ...]
-) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces of each run of a rank's shard, in the order of its rows."""
-    row, runs = 0, []
-    for run in runs_of(layout, rank):
-        stop = run.start + run.length
-        within = [run.start, *(c for c in cuts if run.start < c < stop), stop]
-        if run.length:
-            runs.append(
-                tuple(
-                    Piece(row + a - run.start, b - a, a in cuts, layout.shard_len(rank))
-                    for a, b in pairwise(within)
-                )
-            )
-        row += run.length
-    return tuple(runs)
-
-
-class _Run(NamedTuple):
-    """A run among those of all ranks: its rank, and its number there."""
-
-    rank: int
-    number: int
-    passes: bool  # no document starts in it, so what leaves it depends on what enters it
-
-
-@lru_cache(maxsize=256)
-def _order(layout: SequenceLayout, cuts: tuple[int, ...]) -> tuple[_Run, ...]:
-    """The runs of all ranks, in the order of positions."""
-    found = []
-    for rank in range(layout.world_size):
-        held = [run for run in runs_of(layout, rank) if run.length]
-        runs = _pieces_of(layout, rank, cuts)
-        for number, (run, pieces) in enumerate(zip(held, runs, strict=True)):
-            passes = len(pieces) == 1 and not pieces[0].first
-            found.append((run.start, _Run(rank, number, passes)))
-    return tuple(run for _, run in sorted(found))
-
-
 def _decay(part: Part, matrix: bool) -> Tensor:
     if part.decay is None and matrix:
         return part.end.new_zeros(*part.end.shape[:-1], part.end.size(-2))
@@ -348,153 +296,5 @@ def _decay(part: Part, matrix: bool) -> Tensor:
     return part.decay
 
 
-def _no_autocast(x: Tensor) -> Any:
-    """A context in which products with states stay in their dtype."""
-    return torch.autocast(x.device.type, enabled=False)
-
-
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _adds_nothing(out: Tensor, start: Tensor) -> Tensor:
-    return out
-
-
-# -- the exchange
-
-
-# Custom operators, so that torch.compile keeps them whole in a graph.
-@torch.library.custom_op("ring_attn::start_states", mutates_args=())
-def _start_states(
-    decay: Tensor, end: Tensor, layout: Sequence[int], cuts: Sequence[int], matrix: bool, group: str
-) -> tuple[Tensor, Tensor]:
-    """(runs, *A), (runs, *state) -> the start states of this rank's runs, and all runs' decays."""
-    whole = SequenceLayout.from_numbers(layout)
-    shapes = (decay.shape[1:], end.shape[1:])
-    sizes = [shape.numel() for shape in shapes]
-    pairs = zip((decay, end), sizes, strict=True)
-    flat = torch.cat([x.reshape(len(x), size) for x, size in pairs], 1)
-    gathered = _gathered(flat, shapes, whole, tuple(cuts), matrix, group, "forward")
-    decays, ends = (
-        x.unflatten(-1, shape) if shape else x[..., 0]
-        for x, shape in zip(gathered.split(sizes, -1), shapes, strict=True)
-    )
-    rank = dist.get_rank(group_by_name(group))
-    starts, state = torch.zeros_like(end), torch.zeros_like(ends[0, 0])
-    for run in _order(whole, tuple(cuts)):
-        if run.rank == rank:
-            starts[run.number] = state
-        left = ends[run.rank, run.number]
-        if run.passes:
-            left = left + _applied(decays[run.rank, run.number], state, matrix)
-        state = left
-    return starts, decays.contiguous()
-
-
-@torch.library.custom_op("ring_attn::start_states_backward", mutates_args=())
-def _start_states_backward(
-    dstarts: Tensor,
-    starts: Tensor,
-    decays: Tensor,
-    layout: Sequence[int],
-    cuts: Sequence[int],
-    matrix: bool,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's decays and ends."""
-    whole, shape = SequenceLayout.from_numbers(layout), dstarts.shape[1:]
-    shapes = (decays.shape[2:], shape)
-    flat = dstarts.reshape(len(dstarts), shape.numel())
-    gathered = _gathered(flat, shapes, whole, tuple(cuts), matrix, group, "backward")
-    gathered = gathered.unflatten(-1, shape) if shape else gathered[..., 0]
-    rank = dist.get_rank(group_by_name(group))
-    ddecay, dend = dstarts.new_zeros(len(starts), *decays.shape[2:]), torch.zeros_like(dstarts)
-    dleft = torch.zeros_like(gathered[0, 0])  # of the state that leaves the run
-    for run in reversed(_order(whole, tuple(cuts))):
-        decay = decays[run.rank, run.number]
-        if run.rank == rank:
-            dend[run.number] = dleft
-            if run.passes:
-                ddecay[run.number] = _decay_gradient(dleft, starts[run.number], decay, matrix)
-        adjoint = decay.mT if matrix else decay
-        through = _applied(adjoint, dleft, matrix) if run.passes else 0
-        dleft = gathered[run.rank, run.number] + through
-    return ddecay, dend
-
-
-def _applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
-    with _no_autocast(state):
-        return decay @ state if matrix else decay * state
-
-
-def _decay_gradient(dleft: Tensor, start: Tensor, decay: Tensor, matrix: bool) -> Tensor:
-    with _no_autocast(start):
-        return dleft @ start.mT if matrix else (dleft * start).sum_to_size(decay.shape)
-
-
-def _gathered(
-    x: Tensor,
-    shapes: tuple[torch.Size, torch.Size],
-    layout: SequenceLayout,
-    cuts: tuple[int, ...],
-    matrix: bool,
-    group: str,
-    direction: Direction,
-) -> Tensor:
-    """(runs, numbers) of each rank, as (ranks, most runs of a rank, numbers)."""
-    refusals.check_capture("recurrence", x)
-    process_group = group_by_name(group)
-    described = {
-        "dtype": x.dtype, "shapes of decay and state": shapes, "layout": layout,
-        "cu_seqlens": cuts, "matrix": matrix, "direction": direction,
-    }  # fmt: skip
-    most = max(len(_pieces_of(layout, r, cuts)) for r in range(layout.world_size))
-    try:
-        transport = open_p2p(process_group, TransportOptions())
-        with (
-            transport.call("recurrence", Agreement(described), x.device),
-            observe(direction, x.device, transport.stats),
-        ):
-            padded = functional.pad(x, (0, 0, 0, most - len(x)))
-            return transport.gather(padded.contiguous())
-    except BaseException as error:
-        tell_refusal(error, process_group)
-        raise
-
-
-@_start_states.register_fake
-def _(
-    decay: Tensor, end: Tensor, layout: Sequence[int], cuts: Sequence[int], matrix: bool, group: str
-) -> tuple[Tensor, Tensor]:
-    whole = SequenceLayout.from_numbers(layout)
-    ranks = range(whole.world_size)
-    most = max(len(_pieces_of(whole, r, tuple(cuts))) for r in ranks)
-    return torch.empty_like(end), decay.new_empty(len(ranks), most, *decay.shape[1:])
-
-
-@_start_states_backward.register_fake
-def _(
-    dstarts: Tensor,
-    starts: Tensor,
-    decays: Tensor,
-    layout: Sequence[int],
-    cuts: Sequence[int],
-    matrix: bool,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    return dstarts.new_empty(len(starts), *decays.shape[2:]), torch.empty_like(dstarts)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output)
-    ctx.place = inputs[2:]
-
-
-def _gradient(ctx: Any, dstarts: Tensor, _: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    gradients = _start_states_backward(dstarts.contiguous(), *saved, *ctx.place)
-    return (*gradients, None, None, None, None)
-
-
-_start_states.register_autograd(_gradient, setup_context=_setup)

@@ -69,6 +69,7 @@ COMMANDS = (
     _ours("bench ring", "bench.ring", "time and memory of ring attention"),
     _ours("bench kernel", "bench.kernel", "TFLOP/s of attention on one device"),
     _ours("bench decode", "bench.decode", "time of a query against long caches"),
+    _ours("bench recurrence", "bench.recurrence", "time of recurrent layers on split rows"),
     _ours("calibrate", "cli.calibrate", "measure this machine for the simulator"),
     _ours("tune", "cli.tune", "find the fastest configs of the kernels on a GPU"),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from ring_attn import SequenceLayout, stats, unshard
+from ring_attn.core import runs
+from ring_attn.core.runs import travel
 from ring_attn.profiling import collect
 from ring_attn.recurrence import Part, causal_conv, linear_attention, recurrence
 from tests.bounds import assert_close
@@ -24,20 +29,32 @@ from tests.refusals import refused
 SEQLENS = (1, 17, 40)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@contextmanager
+def always(way: str) -> Iterator[None]:
+    """Lets states travel in a way, whatever their size."""
+    with mock.patch.object(runs, "LATENCY_BYTES", 1e18 if way == "gather" else -1e18):
+        travel.cache_clear()
+        yield
+    travel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "way"), [(1, "gather"), (2, "gather"), (3, "gather"), (3, "scan"), (4, "scan")]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_the_whole(
-    ranks: Any, kind: str, world_size: int
+    ranks: Any, kind: str, world_size: int, way: str
 ) -> None:
-    ranks(world_size).run(values_and_gradients, kind)
+    ranks(world_size).run(values_and_gradients, kind, way)
 
 
-def values_and_gradients(kind: str) -> None:
-    for seqlen in SEQLENS:
-        several = [0, 1, 1, 6, 13, seqlen]
-        for layout in layouts(seqlen, dist.get_world_size()):
-            for cuts in ([0, seqlen], several) if seqlen > 13 else ([0, seqlen],):
-                compare(kind, layout, cuts, 0)
+def values_and_gradients(kind: str, way: str) -> None:
+    with always(way):
+        for seqlen in SEQLENS:
+            several = [0, 1, 1, 6, 13, seqlen]
+            for layout in layouts(seqlen, dist.get_world_size()):
+                for cuts in ([0, seqlen], several) if seqlen > 13 else ([0, seqlen],):
+                    compare(kind, layout, cuts, 0)
 
 
 def in_16_bits(autocast: bool) -> None:
@@ -79,23 +96,32 @@ def test_16_bits(autocast: bool) -> None:
     in_16_bits(autocast)
 
 
+@pytest.mark.parametrize("way", ["gather", "scan"])
 @on_ranks(3)
-def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document() -> None:
+def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document(way: str) -> None:
     rank, sent = dist.get_rank(), set()
-    for seqlen in (13, 130):
+    for seqlen, cuts in ((13, (0, 13)), (130, (0, 130)), (130, (0, 3, 7, 130))):
         layout = SequenceLayout.zigzag(seqlen, 3)
         x = inputs(seqlen)
         x["v"][:, 4:6] = torch.nan
         own = {name: layout.shard(t, rank).requires_grad_() for name, t in x.items()}
-        place = {"layout": layout, "cu_seqlens": torch.tensor([0, 3, 7, seqlen])}
-        with collect():
-            out = delta_rule(own, place)
+        with collect(), always(way):
+            out = delta_rule(own, {"layout": layout, "cu_seqlens": torch.tensor(cuts)})
+            dx = torch.autograd.grad(out[~out.isnan()].sum(), list(own.values()))
+            # Of each run the decay (3, 3) and the state (3, 5) for 2 x 2 heads, in float64.
+            sizes = 2 * 2 * 9 * 8, 2 * 2 * 15 * 8
+            for direction in ("forward", "backward"):
+                plan = travel(layout, cuts, sum(sizes), backward=direction == "backward")
+                assert plan.way == way
+                assert getattr(stats(), direction).bytes_sent == plan.bytes_sent(rank, *sizes)
+        if len(cuts) == 2:
+            sent.add((stats().forward.bytes_sent, stats().backward.bytes_sent))
+            continue
         positions = layout.position_ids(rank)
         inside = (positions >= 4) & (positions < 7)
         assert bool(out[:, inside].isnan().all()) and not bool(out[:, ~inside].isnan().any())
-        sent.add(stats().forward.bytes_sent)
-    # Two runs a rank, of each the decay (3, 3) and the state (3, 5) for 2 x 2 heads, in float64.
-    assert sent == {2 * 2 * 4 * (9 + 15) * 8}
+        assert not any(bool(d[:, ~inside].isnan().any()) for d in dx)
+    assert len(sent) == 1
 
 
 @on_ranks(2)
