@@ -29,9 +29,10 @@ from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.machines.timeline import Simulation
+from ring_attn.planning.bounds import call_of, rated_cluster, walked_calls
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import CLUSTER_VARIABLE, builtin_cluster, find_cluster, load_cluster
-from ring_attn.planning.planner import call_of, explain, rated_cluster, walked_calls
+from ring_attn.planning.planner import explain
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import programs_of, registered
 

@@ -20,8 +20,8 @@ from ring_attn.cli.arguments import new_table
 from ring_attn.core.program import CHANNELS
 from ring_attn.core.work import pair_work
 from ring_attn.machines.timeline import Phase, Simulation, Span, Timeline
+from ring_attn.planning.bounds import call_of, core_of
 from ring_attn.planning.choice import Choice, describe, format_bytes, format_seconds
-from ring_attn.planning.planner import call_of, core_of
 from ring_attn.strategies.registry import code_of
 
 if TYPE_CHECKING:

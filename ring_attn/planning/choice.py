@@ -122,7 +122,8 @@ class Candidate:
         same_bits: whether its results have the same bits at every world size.
         in_order: whether gradients of K and V are summed in the order of the queries.
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
-        at_least: lower bound of the seconds: compute of the busiest rank.
+        at_least: lower bound of the seconds: what the busiest rank takes by itself.
+        busiest: a rank that computes longest.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
         communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
@@ -139,6 +140,7 @@ class Candidate:
     in_order: bool = False
     travels: Traveller | None = None
     at_least: float = 0.0
+    busiest: int = 0
     steps: int = 1
     peak_bytes: int = 0
     communicator_bytes: int = 0
@@ -262,7 +264,7 @@ class Choice:
         lines: dict[tuple[str, str, str], list[str]] = {}
         for (start, layout, why), group in groups.items():
             if why is None:
-                why = f"computes for {format_seconds(min(c.at_least for c in group))} or longer"
+                why = f"takes {format_seconds(min(c.at_least for c in group))} or longer"
             names = ", ".join(c.label for c in group)
             lines.setdefault((start, names, why), []).append(layout)
         return [
@@ -340,7 +342,7 @@ def _reason(choice: Choice) -> str:
         return f"{best.label}: the only one"
     if all(c.refused for c in others):
         return f"{best.label}: every other is refused"
-    return f"{best.label}: every other computes longer than it takes"
+    return f"{best.label}: every other takes longer"
 
 
 def _faster(best: Candidate, other: Candidate) -> str:

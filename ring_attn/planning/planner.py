@@ -2,9 +2,10 @@
 
     layouts x strategies x degrees      candidates, in a fixed order
       -> refused                        with the reason: heads, layout, memory, same_bits
-      -> bounded                        by the compute of the busiest rank; not simulated if that
-                                        takes longer than the best so far
-      -> simulated                      forward and backward on the cluster: `machines.time`
+      -> bounded                        by the compute of the busiest rank, then by the time of this
+                                        rank among peers for which it never waits
+      -> simulated                      unless the bound is longer than the best so far: forward and
+                                        backward on the cluster, `machines.time`
       -> the best                       the first in order within 2.5 % of the fastest
 
 The result depends on the arguments alone. Calls choose through `ring_attn.planning.agreement`.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from typing import Literal, get_args
 
 import torch
@@ -22,18 +23,24 @@ from torch import Tensor
 
 from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
-from ring_attn.backends.rates import Rate
-from ring_attn.call import Call
 from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Traveller, check_fit
-from ring_attn.core.work import gathered_work, num_seen
-from ring_attn.machines.cluster import Cluster, compute_seconds
-from ring_attn.machines.time import sampled_ranks, simulate
+from ring_attn.core.tiles import check_fit
+from ring_attn.machines.cluster import Cluster
+from ring_attn.machines.time import simulate
+from ring_attn.planning.bounds import (
+    MAX_EXACT,
+    call_of,
+    core_of,
+    is_even,
+    least_seconds,
+    rated_cluster,
+    refined,
+    walked_calls,
+)
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
 from ring_attn.planning.choice import (
     Candidate,
@@ -50,9 +57,9 @@ from ring_attn.planning.memory import peak_of
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
-# Candidates to simulate: those that could be the best; these and at least one of each name of
-# `strategy.NAMES`, the one with the lowest bound; or all.
-Effort = Literal["best", "names", "all"]
+# Candidates to simulate: as few as the choice needs; those that compute less than the best takes;
+# these and at least one of each name of `strategy.NAMES`, the one with the lowest bound; or all.
+Effort = Literal["fewest", "best", "names", "all"]
 
 # Most ranks x steps to simulate for one choice: two rings of 4096 ranks. Further candidates are
 # listed as not simulated.
@@ -62,10 +69,6 @@ MAX_RANK_STEPS = 1 << 25
 # fastest count as equal and the first in order wins, a ring before all others. A ring holds least
 # memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
-
-# Up to MAX_WALKED ranks, and MAX_EXACT if they differ or the user asks for it, are all simulated.
-# Of more, two nodes stand for all: within 0.2 % for every strategy at 32 and 64 H100.
-MAX_WALKED, MAX_EXACT = 16, 256
 
 # Candidates with more steps are simulated last.
 MAX_EARLY_STEPS = 16
@@ -129,7 +132,8 @@ def explain(
             `ring-attn calibrate`, or takes the built-in one for this machine's device.
         device_type: "cuda" or "cpu"; None is that of the cluster.
         memory_bytes: memory of a rank for its inputs and the call; None is the device's memory.
-        effort: "best" simulates what may be the best, "names" also one of each name, "all" all.
+        effort: "best" simulates what may be the best, "names" also one of each name, "all" all;
+            "fewest" as few as the choice needs, as `strategy="auto"` does.
         exact: whether to simulate every rank, up to 256; else some of many equal ranks stand for
             all.
 
@@ -235,46 +239,6 @@ def choose(
     return Choice(problem, candidates[0], tuple(candidates))
 
 
-def call_of(problem: Problem, candidate: Candidate) -> Call:
-    """The candidate's call on rank 0."""
-    scale = problem.spec.headdim**-0.5
-    return Call(
-        problem.spec, candidate.layouts, problem.mask, 0, candidate.strategy, scale,
-        problem.backend, problem.same_bits,
-    )  # fmt: skip
-
-
-def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
-    """The cluster with the rates for the heads of one launch: few kv heads take other kernels."""
-    core = core_of(call_of(problem, candidate))
-    spec = code_of(core.strategy).launch_spec(core)
-    return with_backend(problem.cluster, problem.backend, spec)
-
-
-def core_of(call: Call) -> Call:
-    """The call without exchanges around its core, on the rank with most heads."""
-    return code_of(call.strategy).core(call)
-
-
-def walked_calls(problem: Problem, candidate: Candidate) -> list[Call]:
-    """The candidate's calls on the ranks that a simulation walks: all, or those that stand for all.
-
-    Ranks stand for others only among many, where all have equal shards of a mask that is causal or
-    full. Where they differ, as between documents, all are walked up to MAX_EXACT.
-    """
-    call, count = call_of(problem, candidate), problem.world_size
-    core, mask = core_of(call), problem.mask
-    alike = len(mask.slices) == 1 and not mask.has_windows and core.layouts[0] == core.layouts[1]
-    few = MAX_WALKED if alike and _even(candidate) and not problem.exact else MAX_EXACT
-    ranks = range(count) if count <= few else sampled_ranks(count, problem.cluster.node_size)
-    return [replace(call, rank=rank) for rank in ranks]
-
-
-def _even(candidate: Candidate) -> bool:
-    """Whether all ranks hold equal shards, but for 1 %."""
-    return all(max(x.shard_lens) <= 1.01 * min(x.shard_lens) for x in candidate.layouts)
-
-
 # -- refusals, bounds and memory
 
 
@@ -292,13 +256,15 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         core = core_of(call)
         core_code = code_of(core.strategy)
         plan = core_code.gradients(core)
+        at_least, busiest = least_seconds(problem, candidate, core)
         return replace(
             candidate,
             same_bits=why_not is None,
             in_order=plan.in_order,
             travels=plan.travels if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
-            at_least=_least_seconds(problem, candidate, core),
+            at_least=at_least,
+            busiest=busiest * strategy.ulysses_degree,
         )
     except (ValueError, NotImplementedError) as error:
         return replace(candidate, reason=str(error), refused=True)
@@ -317,48 +283,6 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
         f"has {format_bytes(int(problem.memory_bytes))}"
     )
     return replace(candidate, reason=reason, refused=True)
-
-
-def _least_seconds(problem: Problem, candidate: Candidate, core: Call) -> float:
-    """Seconds of compute on the busiest rank: tiles and launches of the core."""
-    spec, code, layouts = problem.spec, code_of(core.strategy), core.layouts
-    device = rated_cluster(problem, candidate).device
-    heads = -(-spec.nheads // candidate.strategy.ulysses_degree) / spec.nheads
-    at_queries = code.share_at_queries(core)
-
-    def busiest(backward: bool) -> float:
-        rate = device.rate(backward=backward, window=problem.mask.has_windows)
-        per_pair = flops(1, spec, backward=backward) * heads
-        share = at_queries if backward else 1.0
-        return _busiest(layouts, problem.mask, rate, per_pair, backward, code.at_once, share)
-
-    return busiest(False) + (busiest(True) if problem.backward else 0.0)
-
-
-@lru_cache(maxsize=256)
-def _busiest(
-    layouts: Layouts,
-    mask: Mask,
-    rate: Rate,
-    per_pair: float,
-    backward: bool,
-    at_once: bool,
-    at_queries: float,
-) -> float:
-    """Seconds of one direction; `at_once`: a single launch covers the shards of all ranks."""
-
-    def seconds(others: Traveller) -> Tensor:
-        work = gathered_work(*layouts, mask, others)
-        area, edge, rows, cols = (table.double() for table in work)
-        touched = (rows + cols) / 2 if backward else rows
-        one_launch = compute_seconds(rate, area, touched, edge, per_pair)
-        if at_once:
-            return one_launch
-        return one_launch + rate.launch * (num_seen(*layouts, mask, others) - 1).clamp(min=0)
-
-    if at_queries == 1.0:
-        return float(seconds("kv").max())
-    return float((at_queries * seconds("kv") + (1 - at_queries) * seconds("q")).max())
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:
@@ -380,15 +304,16 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
     """Adds predictions to candidates that may win: lowest bounds first, long rings last."""
     candidates = dict(enumerate(bounded))
     waiting = [i for i, c in candidates.items() if not c.refused]
-    if problem.world_size > MAX_EXACT and any(_even(candidates[i]) for i in waiting):
-        for i in [i for i in waiting if not _even(candidates[i])]:
+    if problem.world_size > MAX_EXACT and any(is_even(candidates[i]) for i in waiting):
+        for i in [i for i in waiting if not is_even(candidates[i])]:
             reason = f"not simulated: beyond {MAX_EXACT} ranks only equal shards are"
             candidates[i] = replace(candidates[i], reason=reason)
             waiting.remove(i)
 
     def priority(index: int) -> tuple[bool, float, int]:
         candidate = candidates[index]
-        return candidate.steps > MAX_EARLY_STEPS, candidate.at_least, index
+        late = candidate.steps > MAX_EARLY_STEPS and effort != "fewest"
+        return late, candidate.at_least, index
 
     best, left = float("inf"), MAX_RANK_STEPS
 
@@ -404,13 +329,21 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
         candidates[index] = _predicted(problem, candidate)
         best = min(best, candidates[index].seconds)
 
-    for index in sorted(waiting, key=priority):
+    # The lowest bound is next. For the fewest simulations, a rank walked by itself raises it first.
+    queue = [(*priority(i), effort != "fewest") for i in waiting]
+    heapify(queue)
+    while queue:
+        late, at_least, index, is_last = heappop(queue)
         candidate = candidates[index]
-        if effort != "all" and candidate.at_least >= (1.0 + TIE) * best:
-            reason = f"computes for at least {format_seconds(candidate.at_least)}"
+        if effort != "all" and at_least >= (1.0 + TIE) * best:
+            reason = f"takes at least {format_seconds(at_least)}"
             candidates[index] = replace(candidate, reason=reason, ruled_out=True)
-        else:
+        elif is_last:
             simulate_one(index)
+        else:
+            candidates[index] = candidate = refined(problem, candidate)
+            if not candidate.refused:
+                heappush(queue, (late, candidate.at_least, index, True))
     if effort == "names":
         for index in _of_each_name(candidates):
             simulate_one(index)

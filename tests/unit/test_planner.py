@@ -18,7 +18,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster
-from ring_attn.planning import devices, planner
+from ring_attn.planning import bounds, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
@@ -69,7 +69,7 @@ OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "too much work by a bound": (
         {**CONTIGUOUS, "strategies": ["ring", "q_exchange"]},
-        "q_exchange + all_gather", "contiguous", "every other computes longer than it takes",
+        "q_exchange + all_gather", "contiguous", "every other takes longer",
     ),
     **{
         f"a slow link between nodes, {name}": (
@@ -157,14 +157,20 @@ def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
     quick = plan(**args)
     assert quick.best.seconds == pytest.approx(every.best.seconds, rel=0.01)
     assert (quick.strategy, quick.layouts) == (every.strategy, every.layouts)
+    fewest = plan(**args, effort="fewest")
+    assert (fewest.strategy, fewest.layouts) == (every.strategy, every.layouts)
     for uneven in (
         {"cu_seqlens": [0, 2872, 2915, 3077, 3799, 4096], "causal": False, "seqlen": 4096},
         {"window_size": (0, 0), "seqlen": 257},
         {"seqlen": 256, "seqlen_k": 4096, "world_size": 3},
     ):
-        every = plan(**{**args, "layout": "contiguous", **uneven}, effort="all")
+        given = {**args, "layout": "contiguous", **uneven}
+        every, fewest = (plan(**given, effort=effort) for effort in ("all", "fewest"))
+        assert fewest.strategy == every.strategy
         for candidate in every.candidates:
             assert candidate.at_least <= candidate.seconds * (1 + 1e-9)
+            other = found(fewest, candidate.label)
+            assert other.refused or other.at_least <= candidate.seconds * (1 + 1e-9)
 
 
 def test_every_name_is_simulated_where_it_is_asked_for() -> None:
@@ -175,7 +181,7 @@ def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     assert told == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
     assert "left out: contiguous: " in str(choice)
-    assert left and all(c.ruled_out and "computes for at least" in str(c.reason) for c in left)
+    assert left and all(c.ruled_out and "takes at least" in str(c.reason) for c in left)
 
 
 def test_every_refusal_has_its_reason() -> None:
@@ -223,7 +229,7 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
         call: Any = make_call(*args, backend="aten")
         assert (why_not_same_bits(call) is None) == candidate.same_bits
         if candidate.travels is not None:
-            core = planner.core_of(call)
+            core = bounds.core_of(call)
             plan = code_of(core.strategy).gradients(core)
             assert plan == (candidate.travels, candidate.in_order)
 
@@ -293,7 +299,7 @@ def test_some_ranks_stand_for_all(causal: bool, world_size: int) -> None:
         if candidate.prediction is not None:
             other = found(some, candidate.label, candidate.layout_name)
             assert other.seconds == pytest.approx(candidate.seconds, rel=0.02), candidate.label
-    walked = [len(planner.walked_calls(x.problem, x.best)) for x in (some, every)]
+    walked = [len(bounds.walked_calls(x.problem, x.best)) for x in (some, every)]
     assert walked == [16, world_size]
 
 
@@ -302,7 +308,7 @@ def test_ranks_that_differ_are_all_walked() -> None:
     for options in ({"cu_seqlens": cuts}, {"layout": "balanced"}, {"window_size": (4096, 0)}):
         given = {"seqlen": 24 * 4096, "world_size": 24, "layout": "contiguous", **options}
         choice = plan(**given, strategies=["ring"], cluster=builtin_cluster("H100"))
-        assert len(planner.walked_calls(choice.problem, choice.best)) == 24
+        assert len(bounds.walked_calls(choice.problem, choice.best)) == 24
 
 
 # Wrong types are tested in tests/unit/test_wrong_values.py.
