@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ring_attn.cli.options.plan import HEADDIM, HEADS
 from ring_attn.core.values import regular_file
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
+from ring_attn.planning.recurrent import Recurrent
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ def read_model(args: argparse.Namespace) -> Layers | None:
         return None
     if args.layers is not None or not config:
         return Layers(num, hidden=hidden)
-    kinds = Counter(config.get("layer_types") or ["full_attention"] * num)
-    unknown = sorted(kinds.keys() - {"full_attention", "sliding_attention"})
+    every = _int(config, "full_attention_interval") or 1
+    by_turn = ["linear_attention"] * (every - 1) + ["full_attention"]
+    kinds = Counter(config.get("layer_types") or [by_turn[i % every] for i in range(num)])
+    args.recurrent = tuple(_recurrent(config, kinds))
+    others = {layers.name for layers in args.recurrent}
+    num -= sum(layers.layers for layers in args.recurrent)
+    unknown = sorted(kinds.keys() - {"full_attention", "sliding_attention"} - others)
     if unknown:
         raise ValueError(
             f"--model {args.model} has layers of type {', '.join(unknown)}, whose time is not "
@@ -64,6 +71,32 @@ def read_model(args: argparse.Namespace) -> Layers | None:
     if sliding and window is None:
         raise ValueError(f"--model {args.model} has sliding layers and no sliding_window")
     return Layers(num - sliding, sliding, (window or 0) - 1, hidden)
+
+
+def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurrent]:
+    """The layers whose sizes are those of Qwen3-Next's, and LFM2's."""
+
+    def sizes(*names: str) -> list[int] | None:
+        found = [_int(config, name) for name in names]
+        return None if None in found else [x for x in found if x is not None]
+
+    delta = (
+        "num_value_heads",
+        "value_head_dim",
+        "num_key_heads",
+        "key_head_dim",
+        "conv_kernel_dim",
+    )
+    linear = sizes(*(f"linear_{name}" for name in delta))
+    if kinds["linear_attention"] and linear:
+        heads, dim_v, heads_k, dim, width = linear
+        yield Recurrent(
+            "linear_attention", kinds["linear_attention"], heads * dim * dim_v, heads * dim * dim,
+            width - 1, heads * dim_v + 2 * heads_k * dim,
+        )  # fmt: skip
+    conv = sizes("conv_L_cache", "hidden_size")
+    if kinds["conv"] and conv:
+        yield Recurrent("conv", kinds["conv"], halo=conv[0] - 1, channels=conv[1])
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -126,6 +126,23 @@ class Travel(NamedTuple):
         )
 
 
+def halo_rows(layout: SequenceLayout, before: int) -> tuple[list[int], list[int]]:
+    """Rows that each rank sends, forward and backward, so that runs see `before` rows."""
+    runs = [(run.start, rank) for rank in range(layout.world_size) for run in runs_of(layout, rank)
+            if run.length]  # fmt: skip
+    ordered, wanted = sorted(runs), set[tuple[int, int, int]]()
+    for i, (start, rank) in enumerate(ordered):
+        for position in range(start - 1, max(0, start - before) - 1, -1):
+            while ordered[i][0] > position:
+                i -= 1
+            wanted.add((ordered[i][1], rank, position))
+    there, back = [0] * layout.world_size, [0] * layout.world_size
+    for owner, rank, _ in wanted:
+        there[owner] += owner != rank
+        back[rank] += owner != rank
+    return there, back
+
+
 @lru_cache(maxsize=256)
 def travel(
     layout: SequenceLayout, cuts: tuple[int, ...], nbytes: int, *, backward: bool = False

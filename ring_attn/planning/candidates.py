@@ -108,6 +108,8 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
             f"layout must be 'auto', one of {names} or a SequenceLayout, got {layout!r}"
         )
     by_name: dict[str, Layouts] = {}
+    if layout == "auto" and problem.recurrent:
+        names.remove("striped")  # where a state travels for each row
     for name in names if layout == "auto" else [layout]:
         if name == "balanced":
             by_name[name] = _balanced(problem)

@@ -17,6 +17,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.timeline import Simulation
+from ring_attn.planning.recurrent import Recurrent, Traffic
 from ring_attn.strategies.strategy import Strategy, family, label
 
 # Ways in which a rank spends its time.
@@ -25,6 +26,9 @@ WAYS = ("exposed", "late", "compute", "moves", "host")
 
 # Candidates that take so many times the best one's time are not worth a line.
 HOPELESS = 1.5
+
+# A striped shard has as many runs as rows; zigzag has two, others a few.
+MANY_RUNS = 16
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class Problem:
     backward: bool = True
     memory_bytes: float = float("inf")
     exact: bool = False
+    recurrent: tuple[Recurrent, ...] = ()
+    documents: tuple[int, ...] = ()  # where they start, for recurrent layers
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,31 @@ class Choice:
         return _reason(self)
 
     @property
+    def traffic(self) -> list[Traffic]:
+        """What the layers of `Problem.recurrent` exchange in the best candidate's layout."""
+        problem, spec = self.problem, self.problem.spec
+        given = self.layout, problem.documents, spec.batch, spec.dtype.itemsize
+        return [layers.traffic(*given) for layers in problem.recurrent]
+
+    @property
+    def recurrent_lines(self) -> list[str]:
+        """A line for each kind of recurrent layers; a warning where states of many runs travel."""
+        lines = []
+        for layers, sent in zip(self.problem.recurrent, self.traffic, strict=True):
+            way = f" by {sent.way} in {sent.rounds} rounds" if sent.way else ""
+            backward = f", {format_bytes(sent.backward)} backward" * self.problem.backward
+            lines.append(
+                f"{layers.layers} layers of {layers.name}: a rank sends at most "
+                f"{format_bytes(sent.forward)} forward{backward} in each{way}"
+            )
+            if sent.way and sent.runs > MANY_RUNS:
+                lines.append(
+                    f"warning: a state travels for each of {sent.runs} runs of a rank in this "
+                    "layout: take zigzag or contiguous"
+                )
+        return lines
+
+    @property
     def communicators(self) -> list[str]:
         """The memory of the best candidate's communicators in a line; empty without NCCL."""
         nbytes = self.best.communicator_bytes
@@ -250,7 +281,8 @@ class Choice:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *others, *self.communicators, self.rates, self.reason])
+        rest = [*others, *self.recurrent_lines, *self.communicators, self.rates, self.reason]
+        return "\n".join([*lines, *rest])
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""
@@ -288,6 +320,10 @@ class Choice:
             "backend": problem.backend,
             "rates": problem.cluster.device.source,
             "backward": problem.backward,
+            "recurrent": [
+                {**asdict(layers), **sent._asdict()}
+                for layers, sent in zip(problem.recurrent, self.traffic, strict=True)
+            ],
             "best": self.best.to_dict(),
             "reason": self.reason,
             "candidates": [candidate.to_dict() for candidate in self.candidates],

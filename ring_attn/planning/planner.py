@@ -54,6 +54,7 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.devices import find_cluster, with_backend
 from ring_attn.planning.memory import peak_of
+from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
@@ -103,6 +104,7 @@ def explain(
     memory_bytes: float | None = None,
     effort: Effort = "best",
     exact: bool = False,
+    recurrent: Sequence[Recurrent] = (),
 ) -> Choice:
     """The best strategy for a call, the reason, and the costs of all others; without communication.
 
@@ -136,6 +138,7 @@ def explain(
             "fewest" as few as the choice needs, as `strategy="auto"` does.
         exact: whether to simulate every rank, up to 256; else some of many equal ranks stand for
             all.
+        recurrent: the model's other layers, whose traffic the table shows too.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
@@ -180,6 +183,7 @@ def explain(
             raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     refusals.check_softcap(softcap)
     refusals.check_same_bits(same_bits)
+    cuts = refusals.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens)) or ()
     mask = _mask_of(seqlen, seqlen_k, causal, window_size, cu_seqlens, cu_seqlens_k)
     if cluster is None:
         cluster = find_cluster(device_type, world_size)
@@ -200,6 +204,8 @@ def explain(
         backward,
         memory_of(cluster) if memory_bytes is None else float(memory_bytes),
         exact,
+        tuple(recurrent),
+        tuple(sorted({0, seqlen, *cuts})),
     )
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 

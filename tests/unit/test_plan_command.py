@@ -177,3 +177,19 @@ def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str])
     long = capsys.readouterr().out
     assert "others are slower" in short and "left out" not in short
     assert "left out" in long and len(long) > len(short)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_a_hybrid_model_shows_what_its_recurrent_layers_send(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "report.json"
+    sizes = {"value_head_dim": 6, "key_head_dim": 4, "num_key_heads": 2, "num_value_heads": 4}
+    linear = {f"linear_{name}": size for name, size in {**sizes, "conv_kernel_dim": 4}.items()}
+    config = {**MODEL, **linear, "num_hidden_layers": 8, "full_attention_interval": 4}
+    config.pop("layer_types", None)
+    words = "--layout", layout, "--seqlen", "256"
+    assert plan_of_model(path, config, *words) == 0
+    report = json.loads(path.read_text())
+    assert report["model"][0].startswith("2 layers of causal")
+    (found,) = report["recurrent"]
+    assert found["layers"] == 6 and found["way"] == ("gather" if layout == "zigzag" else "scan")
+    assert found["runs"] == (2 if layout == "zigzag" else 64)

@@ -24,6 +24,7 @@ from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster, to_json
 from ring_attn.planning.planner import choose, explain
+from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, layouts_of, masks
@@ -373,3 +374,17 @@ def test_a_plan_says_where_the_speed_of_the_kernels_comes_from(
     )  # fmt: skip
     assert re.match(source, choice.to_dict()["rates"])
     assert f"kernels' speed: {choice.to_dict()['rates']}\n" in str(choice)
+
+
+def test_recurrent_layers_have_a_line_and_striped_shards_a_warning() -> None:
+    layers = Recurrent("delta", 3, state=8, decay=4, halo=2, channels=5)
+    asked: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
+             "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": [layers],
+             "cluster": cpu_cluster(2)}  # fmt: skip
+    choice = explain(**asked, layout="contiguous")
+    # Rank 0 sends the state and two rows of its only run; the second document starts within it.
+    row = 3 * 5 * 2
+    assert choice.traffic == [("gather", 1, 3 * 8 * 4 + 2 * row, 3 * 8 * 4 + 2 * row, 1)]
+    assert "3 layers of delta" in str(choice) and "warning" not in str(choice)
+    assert "warning" in str(explain(**asked, layout="striped"))
+    assert "striped" not in {c.layout_name for c in explain(**asked).candidates}

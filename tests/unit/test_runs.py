@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_attn import SequenceLayout
 from ring_attn.core import runs
-from ring_attn.core.runs import Travel, travel
+from ring_attn.core.runs import Travel, halo_rows, travel
 from ring_attn.core.segments import Segment
 from ring_attn.states import entering
 from ring_attn.testing import poisoned_empty
@@ -114,3 +114,12 @@ def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
     for (world_size, nbytes), way in cases.items():
         layout = SequenceLayout.contiguous(world_size * 4, world_size)
         assert travel(layout, (0, layout.seqlen), nbytes).way == way
+
+
+def test_rows_of_a_halo_are_counted_in_both_directions() -> None:
+    # Ranks 0 1 1 0 of 3 rows each, in two runs and one; each run sees two rows before it.
+    assert halo_rows(SequenceLayout.zigzag(12, 2), 2) == ([2, 2], [2, 2])
+    assert halo_rows(SequenceLayout.contiguous(12, 3), 2) == ([2, 2, 0], [0, 2, 2])
+    # Two rows of rank 0 and one of rank 1 for the second run of rank 2.
+    layout = SequenceLayout.from_segments([[Segment(0, 4)], [Segment(4, 1)], [Segment(5, 2)]])
+    assert halo_rows(layout, 3) == ([3 + 2, 1, 0], [0, 3, 3])
