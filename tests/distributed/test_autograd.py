@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,12 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from ring_attn import ring_attention, unshard
+from ring_attn import ring_attention, tree_decode, unshard
 from ring_attn.core.mask import Mask
 from ring_attn.testing import HEADS, LAYOUTS, Case, Heads, Inputs, layouts_of
 from ring_attn.testing.ranks import arguments_of
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_bad_input import good, no_communication
+from tests.refusals import refused
 
 
 def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
@@ -167,3 +172,37 @@ def unshard_round_trips() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_unshard(ranks: Any, world_size: int) -> None:
     ranks(world_size).run(unshard_round_trips)
+
+
+@on_ranks(2)
+def test_transforms_are_refused() -> None:
+    q, k, v = good().values()
+    attend, decode = partial(ring_attention, k=k, v=v), partial(tree_decode, k=k, v=v)
+
+    def loss(q: Tensor) -> Tensor:
+        return attend(q).sum()
+
+    leaf = q.clone().requires_grad_()
+    out = attend(leaf)
+    ones = torch.ones_like(out)
+
+    def grad(dout: Tensor, **options: bool) -> Tensor:
+        return torch.autograd.grad(out, leaf, dout, retain_graph=True, **options)[0]
+
+    many = torch.stack([q, q])
+    calls: list[Callable[[], object]] = [
+        lambda: torch.func.jvp(attend, (q,), (q,)),
+        lambda: torch.func.jvp(decode, (q,), (q,)),
+        lambda: torch.func.jacfwd(attend)(q),
+        lambda: torch.func.grad(loss)(q),
+        lambda: torch.func.vjp(attend, q),
+        lambda: torch.func.hessian(loss)(q),
+        lambda: torch.vmap(attend)(many),
+        lambda: torch.vmap(decode)(many),
+        lambda: grad(forward_ad.make_dual(ones, ones)),
+        lambda: grad(torch.stack([ones, ones]), is_grads_batched=True),
+    ]
+    for call in calls:
+        level = forward_ad.dual_level() if call in calls[-2:] else nullcontext()
+        with no_communication(), level, refused(NotImplementedError, "not built"):
+            call()

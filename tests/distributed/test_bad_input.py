@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -424,40 +424,6 @@ def test_scores_are_finite_at_their_bounds() -> None:
         grads = torch.autograd.grad(out.sum(), [*tensors.values()])
         decoded = tree_decode(**{name: one.detach() for name, one in tensors.items()}, **options)
         assert all(bool(one.isfinite().all()) for one in (out, decoded, *grads))
-
-
-@on_ranks(2)
-def test_transforms_are_refused() -> None:
-    q, k, v = good().values()
-    attend, decode = partial(ring_attention, k=k, v=v), partial(tree_decode, k=k, v=v)
-
-    def loss(q: Tensor) -> Tensor:
-        return attend(q).sum()
-
-    leaf = q.clone().requires_grad_()
-    out = attend(leaf)
-    ones = torch.ones_like(out)
-
-    def grad(dout: Tensor, **options: bool) -> Tensor:
-        return torch.autograd.grad(out, leaf, dout, retain_graph=True, **options)[0]
-
-    many = torch.stack([q, q])
-    calls: list[Callable[[], object]] = [
-        lambda: torch.func.jvp(attend, (q,), (q,)),
-        lambda: torch.func.jvp(decode, (q,), (q,)),
-        lambda: torch.func.jacfwd(attend)(q),
-        lambda: torch.func.grad(loss)(q),
-        lambda: torch.func.vjp(attend, q),
-        lambda: torch.func.hessian(loss)(q),
-        lambda: torch.vmap(attend)(many),
-        lambda: torch.vmap(decode)(many),
-        lambda: grad(forward_ad.make_dual(ones, ones)),
-        lambda: grad(torch.stack([ones, ones]), is_grads_batched=True),
-    ]
-    for call in calls:
-        level = forward_ad.dual_level() if call in calls[-2:] else nullcontext()
-        with no_communication(), level, refused(NotImplementedError, "not built"):
-            call()
 
 
 @on_ranks(2)
