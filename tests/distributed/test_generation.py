@@ -14,6 +14,7 @@ from torch import Tensor
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
+from tests.distributed.test_transformers import NUM_PROMPT, SEQLEN, make_prompt
 from tests.hf_models import (
     CONFIGS,
     HYBRIDS,
@@ -23,13 +24,8 @@ from tests.hf_models import (
     yardstick,
 )
 
-SEQLEN = 83
-NUM_PROMPT, NUM_TOKENS = 37, 18
+NUM_TOKENS = 18
 Generated = tuple[Tensor, Tensor, tuple[int, ...]]
-
-
-def make_prompt() -> Tensor:
-    return make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]
 
 
 def generate(model: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Hugging Face models on 2 ranks: training, generation and embeddings as in one process."""
+"""Hugging Face models on 2 ranks: training, forwards with a cache and embeddings as in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.hf_models import (
 )
 from tests.refusals import refused
 
-SEQLEN = 83
+SEQLEN, NUM_PROMPT = 83, 37
 Step = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -218,6 +218,10 @@ def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
         plain = call(model)
         with all_in_float64():
             return call(model.double()), plain
+
+
+def make_prompt() -> Tensor:
+    return make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]
 
 
 def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
