@@ -1,4 +1,4 @@
-"""Hugging Face models on 2 ranks: training, forwards with a cache and embeddings as in one process."""
+"""Hugging Face models on split rows: training, forwards with a cache, embeddings."""
 
 from __future__ import annotations
 
