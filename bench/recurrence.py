@@ -23,6 +23,7 @@ from ring_attn.cli.arguments import is_first_rank, new_table, show
 from ring_attn.cli.launch import run_ranks, timed_on_ranks
 from ring_attn.cli.options.bench_recurrence import ITERS, SEQLEN
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.groups import check_group
 
 HEADS, HEADDIM = 4, 64
 LAYOUTS, MODES = ("contiguous", "zigzag"), ("fwd", "fwd_bwd")
@@ -98,7 +99,7 @@ def measure(setting: RecurrenceSetting) -> list[RecurrenceRow]:
         function = getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
         for layout_name in LAYOUTS:
             layout = SequenceLayout.from_name(layout_name, setting.seqlen, setting.world_size)
-            place = Place(layout, None, dist.group.WORLD)
+            place = Place(layout, None, check_group(None))
             given = inputs(kind, layout.shard_len(dist.get_rank()), setting)
             calls = {
                 "alone": partial(function, **given),
