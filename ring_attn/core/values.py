@@ -86,10 +86,11 @@ def as_ints(name: str, value: Any) -> tuple[int, ...]:
     return tuple(as_int(f"each of {name}", element) for element in as_tuple(name, value))
 
 
-def check_type(name: str, value: object, wanted: type, words: str = "") -> None:
-    """Refuses a value of another class; `words` describe the class in the message."""
+def check_type(name: str, value: object, wanted: type | tuple[type, ...], words: str = "") -> None:
+    """Refuses a value of another class; `words` describe the right ones in the message."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name} must be {words or f'a {wanted.__name__}'}, got {_shown(value)}")
+        words = words or f"a {getattr(wanted, '__name__', wanted)}"
+        raise TypeError(f"{name} must be {words}, got {_shown(value)}")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -175,6 +175,9 @@ def explain(
     refusals.check_name("backend", backend)
     values.check_flag("backward", backward)
     values.check_flag("exact", exact)
+    values.check_type("recurrent", recurrent, (list, tuple), "a list of Recurrent")
+    for layers in recurrent:
+        values.check_type("recurrent", layers, Recurrent, "a list of Recurrent")
     if device_type is not None:
         values.check_one_of("device_type", device_type, ("cpu", "cuda"))
     if memory_bytes is not None:

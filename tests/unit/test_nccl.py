@@ -152,7 +152,7 @@ def decoding(n: int, *, tp: bool = False, tokens: int = 3) -> list[Line]:
     for rank in range(n * width):
         ring = tuple(range(rank % width, n * width, width))
         near = tuple(range(rank - rank % width, rank - rank % width + width))
-        program = tree_decode.program(call, (), 1, 8, ring.index(rank), n)
+        program = tree_decode.program(call, (), (1, 1, 8), ring.index(rank), n)
         lines.append(Line(rank))
         for _ in range(tokens):
             attend(lines[-1], ring, program, near if tp else ())
