@@ -27,9 +27,9 @@ tensor cores multiply the weights of the previous block.
 The consumers take turns to issue their two products, so that the softmax of one consumer overlaps
 the products of another. Gluon has no named barriers: a turn is an mbarrier, too.
 
-A program does one task after another (`tasks`), always the next free one. The producer draws its
-number from a counter and passes it to the consumers in shared memory; the last draw of a launch
-resets the counter. Consumers release Q before the last product
+A program does one task after another (`tasks`): first the task of its own number, then the next
+free one. The producer draws its number from a counter and passes it to the consumers in shared
+memory; the last draw of a launch resets the counter. Consumers release Q before the last product
 with V, and the producer copies the first K of a task before its Q: so it loads for the next task
 while the consumers finish this one. Consumers read a carried state before they wait for Q.
 
@@ -78,7 +78,7 @@ from .hopper_blocks import (
     store_place,
     store_place_stats,
 )
-from .hopper_tasks import Tasks, TaskTables, draw_task, hand_over, load_task, next_task
+from .hopper_tasks import Tasks, TaskTables, draw_task, first_task, hand_over, load_task, next_task
 from .launch import Launch
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_run
@@ -133,8 +133,7 @@ def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     uses_landed = 0
     parity = 0
     drawn_parity = 0
-    task = draw_task(tasks)
-    hand_over(task, shared.drawn)
+    task = first_task(tasks.num_tasks)
     while task < tasks.num_tasks:
         batch, head, row_start, row_stop, first_run, last_run = load_task(tasks.work, task)
         for i in range(first_run, last_run):
@@ -159,10 +158,9 @@ def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                     shared.landed.index(0), start, run, uses_landed, RAGGED,
                 )  # fmt: skip
                 use += 1
-        task = draw_task(tasks)
-        mbarrier.wait(shared.drawn.empty.index(0), drawn_parity)
         drawn_parity ^= 1
-        hand_over(task, shared.drawn)
+        task = draw_task(tasks)
+        hand_over(task, shared.drawn, drawn_parity)
 
 
 @gluon.jit
@@ -289,8 +287,8 @@ def _consume(
     use = 0
     turn = 0
     parity = 0
-    task = next_task(shared.drawn, 0)
-    drawn_parity = 1
+    drawn_parity = 0
+    task = first_task(tasks.num_tasks)
     while task < tasks.num_tasks:
         batch, head, row_start, row_stop, first_run, last_run = load_task(work, task)
         row = row_start + INDEX * ROWS

@@ -1,8 +1,7 @@
 """Tasks of the Gluon kernels, and how programs of a persistent grid draw them.
 
-A program's producer draws the next free task from a counter, and passes the number to the consumers
-in shared memory. The first task is drawn, too: a program that starts late, since another kernel
-holds its multiprocessor, delays no task.
+A program first does the task of its own number. Then its producer draws the next free task from a
+counter, and passes the number to the consumers in shared memory.
 """
 
 from __future__ import annotations
@@ -46,21 +45,33 @@ def load_task(work, task):
 
 
 @gluon.jit
-def draw_task(tasks):
-    """The next free task; a number of num_tasks or more means that there is none.
+def first_task(num_tasks):
+    """The program's number, read at the place of the call.
 
-    Each program draws once in vain, at its end: so the last draw of a launch, which resets the
-    counter, has the number num_tasks + num_programs - 1.
+    `gl.program_id` is read once, before the warps are specialised, and kept in a register, of which
+    no partition has one to spare.
     """
-    drawn = gl.atomic_add(tasks.counter_ptr, 1, sem="relaxed")
-    if drawn == tasks.num_tasks + tasks.num_programs - 1:
-        gl.store(tasks.counter_ptr, 0)
-    return drawn
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r,r", [num_tasks], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def hand_over(task, drawn):
-    """Passes the producer's next task to the consumers, which must have read the task before."""
+def draw_task(tasks):
+    """The next free task; a number of num_tasks or more means that there is none.
+
+    A launch draws num_tasks times: a program's first task is not drawn, and its last draw is vain.
+    """
+    drawn = gl.atomic_add(tasks.counter_ptr, 1, sem="relaxed")
+    if drawn == tasks.num_tasks - 1:
+        gl.store(tasks.counter_ptr, 0)
+    return tasks.num_programs + drawn
+
+
+@gluon.jit
+def hand_over(task, drawn, parity):
+    """Passes the producer's next task to the consumers, after they have read the previous task."""
+    mbarrier.wait(drawn.empty.index(0), parity)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     drawn.buffers.store(gl.full([1], task, gl.int32, L))
     mbarrier.arrive(drawn.full.index(0), count=1)

@@ -10,8 +10,8 @@ other:
 
 A program does the task of its own number. So no multiprocessor is idle while tasks are left, even
 if other kernels hold some, and copies can start whenever a task ends. The forward in Gluon loads
-ahead from task to task: its grid is persistent, and its programs draw their tasks from a counter.
-Neither order changes the bits of a task.
+ahead from task to task: its grid is persistent, and its programs draw their next tasks from a
+counter. Neither order changes the bits of a task.
 """
 
 from __future__ import annotations

@@ -263,12 +263,12 @@ FAULTS: dict[str, Plant] = {
 FAULTS_IN_GLUON: dict[str, Plant] = {
     "parity": (WAIT, OTHER_PARITY, Fault, 1.0),
     # Waits for turns serve speed only, and some buffers are free once a later one is.
-    "waits": (WAIT, "mov.pred complete, -1;", Fault, 0.7),
+    "waits": (WAIT, "mov.pred complete, -1;", Fault, 0.75),
     "no arrival": (ARRIVAL, "", Fault, 1.0),
     "two arrivals": (ARRIVAL, r"\1 \1", Fault, 1.0),
     "bytes": (EXPECTED, r"\1, 64;", Deadlock, 1.0),
     # 4 warps read a buffer, and one thread announces that it is free.
-    "barriers": (BARRIER, "", NotWaited, 0.15),
+    "barriers": (BARRIER, "", NotWaited, 0.2),
     "products' wait": (
         PRODUCTS.format("wait_group"),
         "wgmma.wait_group.sync.aligned 7;",

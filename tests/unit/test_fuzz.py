@@ -13,7 +13,7 @@ import torch
 
 from dev import fuzz
 from dev.fuzz import KINDS
-from ring_attn import neighbours, recurrence
+from ring_attn import neighbours, states
 from ring_attn.backends import base, reference
 from ring_attn.core import program as ops
 from ring_attn.core import state
@@ -62,7 +62,7 @@ def own_gradients_alone(plan: Any, around: torch.Tensor, transport: Any) -> torc
     sums = around.new_zeros(plan.own + sum(plan.received), around.size(1))
     for places, rows in plan.sums:
         sums[places] += around[rows]
-    neighbours._exchanged(sums[plan.own :], plan.received, list(map(len, plan.sent)), transport)
+    neighbours.exchanged(sums[plan.own :], plan.received, list(map(len, plan.sent)), transport)
     return sums[: plan.own].clone()
 
 
@@ -84,7 +84,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "neighbours",
         lambda: mock.patch.object(neighbours._Plan, "back", own_gradients_alone),
     ),
-    "states": ("recurrences", lambda: mock.patch.object(recurrence, "_applied", no_decay)),
+    "states": ("recurrences", lambda: mock.patch.object(states, "_applied", no_decay)),
 }
 
 
