@@ -53,11 +53,13 @@ lint: $(READY)  ## check style, format, types, and known vulnerabilities of pack
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(PYPI)", timeout=5)' 2>/dev/null; \
-	then $(MAKE) audit; else echo "vulnerabilities: not looked for, $(PYPI) does not answer"; fi
+	@if $(BIN)/python -c '$(ASK_OF_ONE)' 2>/dev/null; \
+	then $(MAKE) audit; else echo "vulnerabilities: not looked for, PyPI does not answer"; fi
 
-# What pip-audit asks about one package, before it asks about all of them.
-PYPI = https://pypi.org/pypi/$(shell sed -n 's|^torch==|torch/|p' .ci/constraints.txt)/json
+# Asks about one package as pip-audit does, before pip-audit asks about all of them.
+ONE = $(shell sed -n 's|^torch==|torch/|p' .ci/constraints.txt)
+ASK_OF_ONE = import urllib.request as u; from pip._internal.models.index import PyPI; \
+	u.urlopen(PyPI.pypi_url + "/$(ONE)/json", timeout=5)
 
 audit: $(VENV)/.audit  ## known vulnerabilities of the pinned packages
 	$(BIN)/pip-audit --requirement .ci/constraints.txt --no-deps --disable-pip --progress-spinner off
