@@ -140,6 +140,8 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         mock.patch.object(media, "meet"),
         mock.patch.object(formation.RollCall, "wait", lambda *_: None),
         mock.patch.object(group, "NOTICE_S", 0.0),
+        # A record shows what this thread does: a look of the watch would come at any time.
+        mock.patch.object(group.watch, "add"),
         # The host would wait until the device has compared the last calls.
         mock.patch.object(group.RankGroup, "destroyed"),
     ):
