@@ -20,19 +20,13 @@ OWN_CODE, OWN_POSITIONS = "computes attention by code of its own", "takes no pos
 SOME = {
     "LlamaForCausalLM": "right",
     "RobertaForCausalLM": "right",
-    "EsmForMaskedLM": "right",
     "DistilBertForMaskedLM": "right",
     "BloomForCausalLM": OWN_CODE,
-    "FalconForCausalLM": OWN_CODE,
-    "GitForCausalLM": OWN_CODE,
     "BartForCausalLM": OWN_POSITIONS,
-    "MarianForCausalLM": OWN_POSITIONS,
-    "FalconMambaForCausalLM": "right",
     "RecurrentGemmaForCausalLM": "of 2 recurrent layers 0 are known",
     "GraniteMoeHybridForCausalLM": "right",
     "MobileBertForMaskedLM": "trigram_input",
     "T5ForConditionalGeneration": "an encoder and a decoder",
-    "PegasusXForConditionalGeneration": OWN_CODE,
 }
 BY_NAME = {architecture.model_class: architecture for architecture in architectures()}
 

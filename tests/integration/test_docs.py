@@ -208,6 +208,7 @@ for names in sys.argv[1:]:  # of one module, in a process that has imported noth
 """
 
 
+@pytest.mark.slow
 def test_names_exist_after_import_alone() -> None:
     """Those that the text names; blocks of the site import by themselves."""
     text = "".join(pages.FENCE.sub("", page.text) for page in PAGES.values())

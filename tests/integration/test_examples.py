@@ -215,7 +215,6 @@ def test_quickstart_and_own_mask(ranks: Any) -> None:
     assert ranks(2).run(quickstart.main) == [True, True]
     assert ranks(2).run(with_another_window, quickstart.main) == [False, False]
     assert ranks(2).run(own_mask.main, OWN_MASK, CPU) == [True, True]
-    assert ranks(2).run(with_another_window, own_mask.main, OWN_MASK, CPU) == [False, True]
 
 
 @pytest.mark.gloo
