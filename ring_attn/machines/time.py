@@ -225,8 +225,10 @@ class _Run:
         for (rank, op, _), hop in zip(posts, hops, strict=True):
             begin, end, crosses = begun[rank.rank]
             _, _, out, into = ways[rank.rank]
-            self.free[0][out] = max(self.free[0][out], end)
-            self.free[1][into] = max(self.free[1][into], end)
+            # While a message travels its ports take the next one.
+            left = end - self.links[crosses].latency
+            self.free[0][out] = max(self.free[0][out], left)
+            self.free[1][into] = max(self.free[1][into], left)
             taken[out] = max(taken[out], end - begin)
             self.last[out] = rank.rank, members[hop.send_to]
             self.nbytes[crosses] += op.nbytes

@@ -93,6 +93,10 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
         for backward, compute, exposed in ((False, 4, 0.075), (True, 10, 0.15))
     },
     "latency": (cluster(inside=inf, latency=2 * STEP), {}, 3 * 2 + 1, 4, 3),
+    # Shards and gradients travel at once, half as long again as a step; then the last gradients.
+    "latencies": (
+        cluster(inside=inf, latency=3.75 * STEP), {"backward": True}, 17.5, 10, 3 * 1.25 + 3.75
+    ),
     # Three hops, each as long as three steps, and the last step.
     "slow wire": (cluster(inside=wire(3)), {}, 10, 4, 6),
     # A message between nodes overlaps a round of four steps.
