@@ -71,8 +71,9 @@ NOTICE_S = 3 * PERIOD_S
 # Seconds that a process's exit waits for the device, to compare the last calls.
 LOOK_BACK_S = 1.0
 
-# Seconds that the note of a failure may take, before connections are closed without it.
-NOTE_S = 5.0
+# Seconds that the note of a failure may take, before a call ends without it: a rank that is cut off
+# from all others is cut off from the store too.
+NOTE_S = 4.0
 
 # After a lost connection, a rank waits this many seconds for a note that says why.
 REASON_S = 0.3
@@ -335,9 +336,10 @@ class RankGroup:
         board = self._board
         if board is None:
             return None
-        why = lambda: self._in_time(lambda: board.why(self._calls, peer))  # noqa: E731
-        known = why() if timed_out else poll(why, REASON_S)
-        ranks = self._in_time(lambda: board.held_up(peer)) if timed_out and known is None else None
+        why = lambda: self._in_time(lambda: board.why(self._calls, peer), NOTE_S)  # noqa: E731
+        known, ranks = why() if timed_out else poll(why, REASON_S), None
+        if timed_out and known is None:
+            ranks = self._in_time(lambda: board.held_up(peer), NOTE_S)
         if not ranks:
             return known
         *others, last = map(rank_name, ranks)

@@ -1,0 +1,264 @@
+"""Four ranks in network namespaces, joined by a relay that delays, limits, loses and cuts.
+
+Each rank has a TUN device whose packets the relay, a process, reads and writes. It needs no
+privilege, and no netem in the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ring_attn import explain, profiling
+from ring_attn.core.mask import Mask
+from ring_attn.machines.cluster import Cluster, Link
+from ring_attn.planning.devices import cpu_cluster
+from ring_attn.testing import Case, Heads, run_all_ranks, run_rank
+from tests.distributed.pool import STOP, Pool, forkserver
+
+RANKS = 4
+DEVICE, MTU = "ring0", 65000
+# Of linux/sched.h and linux/if_tun.h: a user's and a network's namespace; packets without a header.
+NEW_NAMESPACES = 0x10000000 | 0x40000000
+TUN_SET, TUN_OPTIONS = 0x400454CA, 0x1001
+
+SEQLEN, HEADS = 128, Heads(32, 32, 128, 128)
+STRATEGIES = ("ring", "exchange", "all_gather")
+# Most that a wait may differ from the predicted one.
+NEAR = 1.25
+
+
+class Network(NamedTuple):
+    """What lies between any two ranks.
+
+    Attributes:
+        delay: seconds that a packet travels.
+        rate: bytes/s of each rank, in either direction.
+        loss: share of packets lost.
+        cut: ranks whose packets are all lost.
+    """
+
+    delay: float = 1e-3
+    rate: float = 125e6
+    loss: float = 0.0
+    cut: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.delay:g} ms, {8e-6 * self.rate:g} Mbit/s, {100 * self.loss:g} % lost"
+
+
+# With the documents of the mask: latency is most of one prediction, the rate of another.
+NETWORKS = {
+    Network(delay=50e-3, rate=125e6): (0, 128),
+    Network(delay=10e-3, rate=25e6): (0, 64, 128),
+    Network(delay=1e-3, rate=6.25e6): (0, 64, 128),
+}
+
+
+def why_not() -> str | None:
+    """Why no rank can have a network of its own here; None if it can."""
+    ours, theirs = forkserver().Pipe()
+    process = forkserver().Process(target=_try, args=(theirs,))
+    process.start()
+    process.join(STOP)
+    return ours.recv() if ours.poll() else "no network namespace within 5 s"
+
+
+def _try(pipe: Connection) -> None:
+    try:
+        enter(0, None)
+        pipe.send(None)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pipe.send(f"no network namespace with a TUN device: {error}")
+
+
+def enter(rank: int, relay: Connection | None) -> str:
+    """Moves this process into a network of its own, gives its TUN device to the relay."""
+    user = os.getuid()
+    if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
+    with open("/proc/self/uid_map", "w") as users:
+        users.write(f"0 {user} 1")
+    tun = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(tun, TUN_SET, struct.pack("16sH22x", DEVICE.encode(), TUN_OPTIONS))
+    # Windows are open from the start, as the planner knows no others.
+    buffer = "4096 8388608 16777216"
+    for name, value in (("slow_start_after_idle", "0"), ("rmem", buffer), ("wmem", buffer)):
+        with open(f"/proc/sys/net/ipv4/tcp_{name}", "w") as setting:
+            setting.write(value)
+    for words in (
+        "link set lo up",
+        f"address add {address(rank)}/32 dev {DEVICE}",
+        f"link set {DEVICE} mtu {MTU} txqueuelen 10000 up",
+        f"route add 10.0.0.0/24 dev {DEVICE} initcwnd 1000 initrwnd 1000 rto_min 400ms",
+    ):
+        subprocess.run(["ip", *words.split()], check=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    if relay is not None:
+        send_handle(relay, tun, os.getppid())
+    return address(0)
+
+
+def address(rank: int) -> str:
+    return f"10.0.0.{rank + 1}"
+
+
+class Relay:
+    """Carries packets; a rank's port serves the receivers in turn: none waits for another."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self.ends, self.network = ends, Network()
+        self.random, self.numbers = Random(0), count()
+        self.queues = [[deque[bytes]() for _ in range(RANKS)] for _ in range(RANKS)]
+        self.turn, self.sends, self.free_in = [0] * RANKS, [False] * RANKS, [0.0] * RANKS
+        # What is done at a time, in the order of times.
+        self.events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
+        heappush(self.events, (when, next(self.numbers), call, args))
+
+    def take(self, rank: int, packet: bytes) -> None:
+        to = packet[19] - 1
+        if packet[0] >> 4 == 4 and 0 <= to < RANKS:  # IPv4, and not to all
+            self.queues[rank][to].append(packet)
+            if not self.sends[rank]:
+                self.send(rank, time.monotonic())
+
+    def send(self, rank: int, now: float) -> None:
+        turns = [(self.turn[rank] + i) % RANKS for i in range(1, 1 + RANKS)]
+        to = next((to for to in turns if self.queues[rank][to]), None)
+        self.sends[rank] = to is not None
+        if to is not None:
+            self.turn[rank], packet = to, self.queues[rank][to].popleft()
+            seconds = len(packet) / self.network.rate
+            self.at(now + seconds, self.left, rank, to, packet, now + seconds, seconds)
+
+    def left(self, rank: int, to: int, packet: bytes, now: float, seconds: float) -> None:
+        self.send(rank, now)
+        self.free_in[to] = max(self.free_in[to] + seconds, now)
+        if self.random.random() >= self.network.loss and not {rank, to} & {*self.network.cut}:
+            self.at(self.free_in[to] + self.network.delay, os.write, self.ends[to], packet)
+
+    def run(self, control: Connection) -> None:
+        """Runs until `control` ends, which says what the network is."""
+        pipes: list[Any] = [control, *self.ends]
+        while True:
+            while self.events and self.events[0][0] <= time.monotonic():
+                _, _, call, args = heappop(self.events)
+                call(*args)
+            wait = max(0.0, self.events[0][0] - time.monotonic()) if self.events else None
+            ready = select.select(pipes, [], [], wait)[0]
+            for rank, end in enumerate(self.ends):
+                if end in ready:
+                    self.take(rank, os.read(end, MTU))
+            if control in ready:
+                try:
+                    self.network = control.recv()
+                except EOFError:
+                    return
+
+
+def relay(tuns: Sequence[Connection], control: Connection) -> None:
+    Relay([recv_handle(pipe) for pipe in tuns]).run(control)
+
+
+class Net:
+    """The ranks, as a pool, and the relay between them."""
+
+    def __init__(self) -> None:
+        context = forkserver()
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._control, control = context.Pipe()
+        given = [end for end, _ in pipes], control
+        self._relay = context.Process(target=relay, args=given, daemon=True)
+        self._relay.start()
+        first = [partial(enter, rank, pipe) for rank, (_, pipe) in enumerate(pipes)]
+        self.pool = Pool(RANKS, enter=first)
+        for pipe in (control, *(end for pair in pipes for end in pair)):
+            pipe.close()
+
+    def change(self, network: Network) -> None:
+        self._control.send(network)
+
+    def __enter__(self) -> Net:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.pool.closed:
+            self.pool.close(now=True)
+        self._control.close()
+        self._relay.join(STOP)
+
+
+# -- calls
+
+
+class Row(NamedTuple):
+    """A strategy on a network: longest waits for bytes of forward and backward, in seconds."""
+
+    strategy: str
+    predicted: float
+    waited: float
+
+
+def waits(case: Case, calls: int) -> list[float]:
+    """A rank's seconds of waiting in each of some calls."""
+    found = []
+    for _ in range(calls):
+        # All ranks begin at one time of the clock that they share.
+        start = [time.monotonic() + 0.5]
+        dist.broadcast_object_list(start)
+        time.sleep(max(0.0, start[0] - time.monotonic()))
+        with profiling.collect():
+            run_rank(case)
+        stats = profiling.stats()
+        assert stats.forward is not None and stats.backward is not None
+        found.append(stats.forward.wait_s + stats.backward.wait_s)
+    return found
+
+
+def compared(net: Net, network: Network, name: str, *, calls: int = 3) -> Row:
+    """Plans a strategy for a network, and runs it; the shortest of the calls' waits counts.
+
+    Calls go on, four times as many at most, while a busy machine makes all of them wait longer.
+    """
+    net.change(network)
+    cuts = NETWORKS[network]
+    # A message and gloo's collectives take a round trip: the sender is asked for the bytes.
+    link, core = Link("relay", 2 * network.delay, network.rate), cpu_cluster()
+    ops = ("all_gather", "reduce_scatter", "all_to_all")
+    cluster = Cluster(core.device, 1, link, link, collectives=dict.fromkeys(ops, link))
+    best = explain(
+        seqlen=SEQLEN, world_size=RANKS, cu_seqlens=cuts, **HEADS._asdict(), dtype=torch.float32,
+        layout="contiguous", strategies=[name], backend="aten", cluster=cluster, effort="all",
+    ).best  # fmt: skip
+    assert best.prediction is not None and best.prediction.backward is not None
+    both = best.prediction.forward, best.prediction.backward
+    predicted = sum(direction.exposed + direction.late for direction in both)
+    mask = Mask(SEQLEN, SEQLEN, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
+    case, waited = Case(mask, strategy=best.strategy, backend="aten", heads=HEADS), inf
+    failures = run_all_ranks(case, RANKS, net.pool.run).failures
+    assert not failures, failures
+    for _ in range(4):
+        waited = min(waited, *map(max, zip(*net.pool.run(waits, case, calls), strict=True)))
+        if waited < NEAR * predicted:
+            break
+    return Row(name, predicted, waited)

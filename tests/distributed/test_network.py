@@ -1,0 +1,72 @@
+"""Ranks with a network between them that delays, limits, loses and cuts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dev.network import NEAR, NETWORKS, RANKS, STRATEGIES, Net, Network, compared, why_not
+from ring_attn import TransportOptions, ring_attention
+from ring_attn.testing import Case, run_all_ranks
+from tests.distributed.pool import Ended, ended
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Net]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Net() as net:
+        yield net
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(Network(loss=0.05), marks=pytest.mark.slow),
+        Network(delay=50e-3, rate=6.25e6, loss=0.01),
+    ],
+    ids=str,
+)
+def test_results_are_exact_though_packets_are_lost(net: Net, network: Network) -> None:
+    net.change(network)
+    for strategy in STRATEGIES:
+        ran = run_all_ranks(Case("causal", strategy=strategy), RANKS, net.pool.run)
+        assert not ran.failures, ran.failures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("network", NETWORKS, ids=str)
+def test_waits_are_as_predicted(net: Net, network: Network) -> None:
+    rows = [compared(net, network, name) for name in STRATEGIES]
+    assert all(1 / NEAR < row.waited / row.predicted < NEAR for row in rows), rows
+    assert sorted(rows, key=lambda row: row.predicted) == sorted(rows, key=lambda row: row.waited)
+
+
+def attend(timeout: float) -> Ended:
+    q = torch.full((1, 5, 2, 8), 1.0 + dist.get_rank())
+    transport = TransportOptions(timeout=timeout)
+    return ended(lambda: ring_attention(q, q, q, transport=transport))
+
+
+def test_a_short_cut_is_waited_for_and_a_lasting_one_is_named(net: Net) -> None:
+    lost = 2
+    net.change(Network())
+    net.pool.run(attend, 20.0)
+    net.change(Network(cut=(lost,)))
+    net.pool.start(attend, 20.0)
+    time.sleep(3.0)
+    net.change(Network())
+    ends = net.pool.results()
+    assert all(end.error is None for end in ends), ends
+    assert ends[lost].seconds > 2.5
+    net.change(Network(cut=(lost,)))
+    ends = net.pool.run(attend, 4.0)
+    assert all(end.error is RuntimeError and end.seconds < 4.0 + 5.0 for end in ends), ends
+    # The lost rank has only itself to ask.
+    named = [f"global rank {lost}" in end.text for end in ends]
+    assert all(named), ends
