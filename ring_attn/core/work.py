@@ -302,11 +302,10 @@ class _Tiles(NamedTuple):
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
     """`Tile.touched` and `Tile.area` for many rectangles."""
     (q0, q1), (k0, k1) = q, kv
-    exists = (q0 < q1) & (k0 < k1)
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)
     k1 = torch.minimum(k1, q1 + hi)
     k0 = torch.maximum(k0, q0 + lo)
-    exists = exists & (q0 < q1) & (k0 < k1)
+    exists = (q0 < q1) & (k0 < k1)
     rows, cols = q1 - q0, k1 - k0
     shift = q0 - k0
     hi = torch.minimum(hi + shift, cols - 1)

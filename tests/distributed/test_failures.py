@@ -159,6 +159,13 @@ def test_who_holds_up_a_peer(waits: dict[int, int | None], held_up: list[int]) -
     assert Board(store, "here", 0).held_up(1) == held_up
 
 
+def test_the_first_rank_to_fail_is_the_one_that_is_told() -> None:
+    boards = [Board(dist.HashStore(), "here", 0)]
+    boards.append(Board(boards[0]._store, "here", 1))
+    assert [board.tell_failure(f"error {i}") for i, board in enumerate(boards)] == [True, False]
+    assert boards[0].failure() is None and "error 0" in str(boards[1].failure())
+
+
 def after_a_new_start() -> None:
     layout = SequenceLayout.zigzag(31, dist.get_world_size())
     x = torch.randn(1, 31, 2, 8, generator=torch.Generator().manual_seed(0))

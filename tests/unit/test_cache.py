@@ -82,6 +82,12 @@ def test_the_rows_of_all_ranks_are_the_sequence(place: str) -> None:
             assert torch.equal(count[:, :length], mask.long()) and int(count.sum()) == total
 
 
+def test_what_is_no_page_stands_for_one() -> None:
+    sequences = check_sequences(torch.empty(2, 4, 1, 1), torch.zeros(1, 3), None, (-1, 0), 0, 1)
+    rows = sequences.gathered(torch.arange(8.0).view(2, 4, 1, 1), torch.tensor([[1, -1, 2]]))
+    assert rows.shape == (1, 12, 1, 1) and rows[0, :4].flatten().tolist() == [4, 5, 6, 7]
+
+
 def _positions(sequences: Sequences, rows: int) -> Tensor:
     j = torch.arange(rows)
     run = max(sequences.run, 1)

@@ -164,6 +164,8 @@ def test_layouts_are_compared_by_the_positions_of_each_rank() -> None:
     assert digest(SequenceLayout.zigzag(8, 2)) == digest(
         SequenceLayout.from_segments([[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]])
     )
+    # A single position has no stride.
+    assert digest(SequenceLayout.striped(2, 2)) == digest(SequenceLayout.contiguous(2, 2))
     swapped = [[Segment(6, 2), Segment(0, 2)], [Segment(2, 4)]]
     turned = SequenceLayout.from_segments(swapped)
     assert digest(turned) != digest(SequenceLayout.zigzag(8, 2))

@@ -164,6 +164,7 @@ HALVES = (Segment(0, 2), Segment(2, 2))
         ),
         (lambda: segments([Segment(0, 3, 0)]), "there are 3 rows in all; rank 0 has"),
         (lambda: segments([Segment(-1, 2)]), "there are 2 rows in all; rank 0 has"),
+        (lambda: segments([Segment(0, 2)], [Segment(3, 1)]), "3 rows in all; rank 1 has"),
         (
             lambda: segments([Segment(0, 2, 2)], [Segment(1, 1), Segment(3, 2)]),
             r"one stride, got \[1, 2\]",
@@ -186,6 +187,7 @@ def test_integers_of_numpy_are_ints() -> None:
     assert layout.shard_len(one) == 4  # type: ignore[arg-type]
     assert SequenceLayout.boundaries(numpy.array([0, 3, 8])) == SequenceLayout.boundaries([0, 3, 8])
     assert layout.appended(one, one) == layout.appended(1, 1)  # type: ignore[arg-type]
+    assert layout.appended(1, 0) is layout
     assert SequenceLayout("zigzag", eight, two) == layout  # type: ignore[arg-type]
 
 

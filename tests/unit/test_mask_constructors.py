@@ -189,7 +189,10 @@ def test_what_would_count_a_pair_twice_is_refused() -> None:
             wrong()
     with refused(ValueError, "block_size|(queries, keys)"):
         masks.blocks(torch.ones(2, 2).bool(), (1,))  # type: ignore[arg-type]
+    with refused(ValueError, "block_size|at least 1"):
+        masks.blocks(torch.ones(2, 2).bool(), 0)
     assert Mask(np.int64(4), 4) == Mask(4, 4)
+    assert masks.from_slices(4, 4, [(0, 4, 0, 2)]).words == "1 slices"
 
 
 def test_more_slices_than_fit_are_refused_by_their_number() -> None:

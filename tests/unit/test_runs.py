@@ -111,9 +111,14 @@ def test_documents_that_start_with_runs_send_nothing(way: str, backward: bool) -
 
 def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
     cases = {(8, 1 << 19): "gather", (64, 1 << 10): "gather", (64, 1 << 22): "scan"}
+    cases[9, int(runs.LATENCY_BYTES)] = "scan"  # 4 maps less, 3 rounds more
     for (world_size, nbytes), way in cases.items():
         layout = SequenceLayout.contiguous(world_size * 4, world_size)
         assert travel(layout, (0, layout.seqlen), nbytes).way == way
+
+
+def test_each_position_of_a_striped_layout_is_a_run() -> None:
+    assert runs.runs_of(SequenceLayout.striped(6, 2), 1) == [Segment(i, 1) for i in (1, 3, 5)]
 
 
 def test_rows_of_a_halo_are_counted_in_both_directions() -> None:

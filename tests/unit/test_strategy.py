@@ -4,7 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.strategies.ring import double_rings
 from ring_attn.strategies.strategy import (
     CORES,
     NAMES,
@@ -14,6 +18,7 @@ from ring_attn.strategies.strategy import (
     resolve_strategy,
 )
 from tests.refusals import refused
+from tests.unit.test_programs import calls_of
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,15 @@ def test_the_name_of_a_strategy_is_no_core() -> None:
     for name in NAMES.keys() - CORES.keys():
         with refused(ValueError, f"{name}|from_name|['ring'"):
             Strategy(name)
+
+
+def test_inner_rings_that_are_tried() -> None:
+    spec = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
+    for node_size, degrees in ((4, [2, 4]), (8, [2]), (16, [2]), (3, [2])):
+        found = [strategy.inner_degree for strategy in double_rings(spec, 8, node_size)]
+        assert found == degrees, node_size
+
+
+def test_steps_of_pairs_in_a_double_ring() -> None:
+    call = calls_of(Strategy(inner_degree=2), Mask(12, 12), "contiguous", 6)[0]
+    assert CORES["ring"].pair_steps(call)[0].tolist() == [0, 1, 4, 5, 2, 3]

@@ -76,6 +76,9 @@ def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
 def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> None:
     with mock.patch.object(module, "CHUNK", chunk):
         work = module._table(*layouts, mask)
+        travelling = [
+            module.travelling_rows.__wrapped__(*layouts, mask, travels) for travels in TRAVELLERS
+        ]
     for pair, seen in visible.items():
         tiles = pair_tiles(*layouts, mask, *pair)
         assert torch.equal(painted(tiles, *seen.shape), seen.long()), (pair, tiles)
@@ -86,9 +89,15 @@ def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> N
         assert int(work.area[pair]) == int(seen.sum()), pair
         assert int(work.area[pair]) > 0 or int(work.edge[pair]) == 0, pair
         for rows, dim in ((work.q, 1), (work.kv, 0)):
-            needed = indices(seen.any(dim))
-            run = (needed[0], needed[-1] + 1) if needed else (0, 0)
-            assert (int(rows.start[pair]), int(rows.stop[pair])) == run, pair
+            assert (int(rows.start[pair]), int(rows.stop[pair])) == run_of(seen.any(dim)), pair
+    for rank, (dim, rows) in product(range(layouts[0].world_size), enumerate(travelling)):
+        others = [
+            seen.any(dim)
+            for pair, seen in visible.items()
+            if pair[1 - dim] == rank and pair != (rank, rank)
+        ]
+        run = run_of(torch.stack(others).any(0)) if others else (0, 0)
+        assert (int(rows.start[rank]), int(rows.stop[rank])) == run, (rank, dim)
     check_lines(layouts, mask)
 
 
@@ -186,6 +195,12 @@ def indices(seen: Tensor) -> list[int]:
     return seen.nonzero().flatten().tolist()
 
 
+def run_of(seen: Tensor) -> tuple[int, int]:
+    """The run around all places where a vector is True."""
+    found = indices(seen)
+    return (found[0], found[-1] + 1) if found else (0, 0)
+
+
 def plans(layouts: Layouts, mask: Mask, travels: Traveller = "kv") -> list[list[RingStep]]:
     """The steps of each rank in a plain ring: owner, held rows and tiles of each shard."""
     return [[*_steps(OneRank(layouts, mask, r), travels)] for r in range(layouts[0].world_size)]
@@ -219,6 +234,8 @@ def test_edges() -> None:
     layout = SequenceLayout.contiguous(10, 2)
     work = pair_work(layout, layout, Mask(10, 10, causal=True))
     assert work.area.tolist() == [[15, 0], [25, 15]] and work.edge.tolist() == [[4, 0], [0, 4]]
+    work = pair_work(layout, layout, Mask(10, 10, True, (2, 0)))
+    assert work.area.tolist() == [[12, 0], [3, 12]] and work.edge.tolist() == [[6, 0], [1, 6]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -291,6 +308,9 @@ def test_few_turns() -> None:
     seen = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]]).bool()
     layout = SequenceLayout.contiguous(4, 4)
     assert len(turns_of(layout, layout, from_dense(seen), "kv")) == 3
+    # Two distances, one partner: 0 sends to 1, and 2 to 0.
+    seen = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    assert len(turns_of(layout, layout, from_dense(seen), "kv")) == 1
 
 
 def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:

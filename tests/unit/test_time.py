@@ -114,6 +114,11 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
     "slowed for half a step": (cluster(inside=wire(0.5), **SLOW), {}, 4.75, 4.75, 0),
     "slowed all the time": (cluster(inside=wire(4), **SLOW), {}, 3 * 4 + 1, 4 + 3, 3 * 2),
     # A copy begins a step after its shard has arrived, and is there a step after its end.
+    # A shard is sent while the kernel of the shard before it runs.
+    "three buffers": (
+        cluster(inside=wire(0.7), copies=Copies(latency=0.4 * STEP)), {"backend": "triton"},
+        4.5, 4, 0.5,
+    ),
     "streams": (
         cluster(inside=wire(1.5), copies=Copies(latency=STEP)), {"backend": "triton"}, 9.5, 4, 5.5
     ),
@@ -144,7 +149,8 @@ def test_the_slow_link_between_nodes_is_named() -> None:
     slowest = simulated(cluster(between=wire(3)), world_size=8).slowest_link
     assert slowest is not None and slowest.link == "between"
     assert (slowest.sender, slowest.receiver) in {(3, 4), (7, 0)}
-    assert str(slowest).startswith("cable between nodes, rank ")
+    ends = f"rank {slowest.sender} -> rank {slowest.receiver}"
+    assert str(slowest) == f"cable between nodes, {ends}"
     inside = simulated(cluster(inside=wire(3))).slowest_link
     assert inside is not None and (inside.link, inside.nbytes) == ("inside", 4 * 3 * NBYTES)
     assert inside.busy == pytest.approx(9 * STEP)
@@ -160,6 +166,8 @@ def test_collectives_take_what_was_measured_of_them(strategy: Strategy) -> None:
         sent, count = found.ranks[0].sent, found.ranks[0].messages
         assert found.seconds == pytest.approx(sent / 1e6 + count * latency)
     assert simulated(on, strategy=strategy).seconds == pytest.approx(sent / 1e9)
+    found = simulated(on, 8, strategy)  # on two nodes
+    assert sum(link.nbytes for link in found.links) == pytest.approx(sum(each(found, "sent")))
 
 
 def test_a_window_is_computed_at_its_own_rate() -> None:
@@ -199,12 +207,30 @@ def test_kernels_that_carry_the_state_load_and_store_it(backend: str) -> None:
     assert each(simulated(on, backend=backend), "clock") == pytest.approx([seconds] * 4)
 
 
+def test_gradients_are_cleared_added_and_rounded() -> None:
+    on = cluster(speed=inf, inside=inf)
+    on = replace(on, device=replace(on.device, memory_bandwidth=1.0))
+    found = simulated(on, 2, backward=True)
+    one, statistics = NBYTES / 2, ROWS * SPEC.nheads * 4
+    # Twice: q, dout, lse and delta packed, out read for delta. Zeros for dq, dk, dv and the dq that
+    # travels, which is added. Three gradients read and written.
+    moves = 2 * (2 * one + 2 * statistics) + 2 * one + (3 + 1) * one + 3 * one + 3 * 2 * one
+    assert each(found, "moves") == [moves] * 2
+
+
+@pytest.mark.parametrize("field", ["device", "inside", "between"])
+def test_a_cluster_has_a_device_and_links(field: str) -> None:
+    with pytest.raises(TypeError, match=field):
+        replace(cluster(), **{field: 3})
+
+
 def test_spans_are_the_time_of_every_rank() -> None:
     found = simulated(cluster(inside=2e8), causal=True, backward=True, spans=True)
     for rank in found.ranks:
         assert all(span.stop >= span.start for span in rank.spans)
         busy = sum(span.stop - span.start for span in rank.spans if span.kind != "transfer")
         assert busy == pytest.approx(rank.clock)
+        assert sum(span.nbytes for span in rank.spans) == rank.sent
         parts = rank.compute + rank.moves + rank.idle + rank.late + sum(rank.exposed)
         assert parts == pytest.approx(rank.clock)
     assert not any(each(simulated(cluster()), "spans"))

@@ -19,7 +19,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
-from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, make_call
+from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, make_call, program
 from ring_attn.testing import (
     Inputs,
     dense_gradients,
@@ -192,3 +192,10 @@ def test_the_next_rank_keeps_the_cache_even_in_blocks(block: int, world_size: in
     segments = [s for rank in range(world_size) for s in layout.segments(rank)]
     assert len(segments) <= -(-300 // block)
     assert all(s.length % block == 0 for s in segments if s.start + s.length < 300)
+
+
+def test_a_program_has_the_sizes_of_the_cache_and_one_exchange() -> None:
+    call = make_call(AttentionSpec("cpu", torch.float32, 2, 4, 2, 16, 8))
+    made = program(call, (), (1, 2, 5), 0, 3)
+    assert [made.arrays[name].shape for name in "kv"] == [(2, 5, 2, 16), (2, 5, 2, 8)]
+    assert [post.step for post in made.posts()] == [0]
