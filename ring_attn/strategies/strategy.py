@@ -168,8 +168,8 @@ class Strategy:
 
 def family(strategy: Strategy, world_size: int) -> str:
     """The name in the table; "ulysses" if one group has all ranks."""
-    whole = strategy.ulysses_degree == world_size > 1
-    return "ulysses" if strategy.name == "hybrid" and whole else strategy.name
+    whole = strategy.name == "hybrid" and strategy.ulysses_degree == world_size
+    return "ulysses" if whole else strategy.name
 
 
 def label(strategy: Strategy, world_size: int) -> str:

@@ -166,6 +166,8 @@ def test_layouts_are_compared_by_the_positions_of_each_rank() -> None:
     )
     # A single position has no stride.
     assert digest(SequenceLayout.striped(2, 2)) == digest(SequenceLayout.contiguous(2, 2))
+    # Positions 3 and 4 are segments of their own there.
+    assert facts(SequenceLayout.striped(2, 2).appended(0, 3))[0] == [[0, 2, 2], [3, 2, 1]]
     swapped = [[Segment(6, 2), Segment(0, 2)], [Segment(2, 4)]]
     turned = SequenceLayout.from_segments(swapped)
     assert digest(turned) != digest(SequenceLayout.zigzag(8, 2))

@@ -118,7 +118,7 @@ def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
 
 
 def test_each_position_of_a_striped_layout_is_a_run() -> None:
-    assert runs.runs_of(SequenceLayout.striped(6, 2), 1) == [Segment(i, 1) for i in (1, 3, 5)]
+    assert runs.runs_of(SequenceLayout.striped(4, 2), 1) == [Segment(1, 1), Segment(3, 1)]
 
 
 def test_rows_of_a_halo_are_counted_in_both_directions() -> None:

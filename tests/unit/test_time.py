@@ -207,15 +207,16 @@ def test_kernels_that_carry_the_state_load_and_store_it(backend: str) -> None:
     assert each(simulated(on, backend=backend), "clock") == pytest.approx([seconds] * 4)
 
 
-def test_gradients_are_cleared_added_and_rounded() -> None:
+@pytest.mark.parametrize("hops", [1, 2])
+def test_gradients_are_cleared_added_and_rounded(hops: int) -> None:
     on = cluster(speed=inf, inside=inf)
     on = replace(on, device=replace(on.device, memory_bandwidth=1.0))
-    found = simulated(on, 2, backward=True)
+    found = simulated(on, 1 + hops, backward=True)
     one, statistics = NBYTES / 2, ROWS * SPEC.nheads * 4
-    # Twice: q, dout, lse and delta packed, out read for delta. Zeros for dq, dk, dv and the dq that
-    # travels, which is added. Three gradients read and written.
-    moves = 2 * (2 * one + 2 * statistics) + 2 * one + (3 + 1) * one + 3 * one + 3 * 2 * one
-    assert each(found, "moves") == [moves] * 2
+    # q, dout, lse and delta are packed, out is read for delta. Zeros for dq, dk, dv, and for the dq
+    # that travels, which is added after each hop. Three gradients are read and written.
+    packed = 2 * (2 * one + 2 * statistics) + 2 * one
+    assert each(found, "moves") == [packed + (3 + hops + 3 * hops + 3 * 2) * one] * (1 + hops)
 
 
 @pytest.mark.parametrize("field", ["device", "inside", "between"])
