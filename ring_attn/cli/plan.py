@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import runpy
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from ring_attn.cli.arguments import (
     write_json,
 )
 from ring_attn.cli.plan_model import model_lines, read_model
-from ring_attn.core.values import regular_file
+from ring_attn.core.values import regular_file, without_garbage_collection
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
@@ -71,19 +70,13 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     layers = read_model(args)
     check_bounds(args)
-    # Programs of thousands of ranks are millions of small objects without cycles. For 4096 ranks
-    # garbage collection would take 4 of 22 s.
-    gc.disable()
-    try:
-        choice = plan(args)
-        sliding = None
-        if layers is not None and layers.sliding:
-            # All layers of a model have one layout.
-            window = layers.window, 0 if args.causal else layers.window
-            own = {"window_size": window, "layout": choice.best.layout_name}
-            sliding = plan(argparse.Namespace(**vars(args) | own))
-    finally:
-        gc.enable()
+    choice = plan(args)
+    sliding = None
+    if layers is not None and layers.sliding:
+        # All layers of a model have one layout.
+        window = layers.window, 0 if args.causal else layers.window
+        own = {"window_size": window, "layout": choice.best.layout_name}
+        sliding = plan(argparse.Namespace(**vars(args) | own))
     whole = [] if layers is None else model_lines(layers, choice, sliding)
     count, too_many = choice.best.steps * args.world_size, ""
     if count > MAX_RANK_STEPS:
@@ -114,7 +107,7 @@ def checked(choice: Choice, *, quiet: bool) -> bool:
     problem, best = choice.problem, choice.best
     calls = [replace(call_of(problem, best), rank=rank) for rank in range(problem.world_size)]
     count, faults = 0, []
-    for backward in (False, True) if problem.backward else (False,):
+    for backward in problem.directions:
         programs = programs_of(calls, backward=backward)
         count += sum(len(program.ops) for program in programs)
         faults += check(programs, calls[0])
@@ -214,6 +207,7 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
     return replace(cluster, node_size=node_size, ports=None)
 
 
+@without_garbage_collection()
 def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
     """Simulations of both directions of a candidate, with the spans of every rank."""
     names = ("forward", "backward") if problem.backward else ("forward",)

@@ -16,7 +16,7 @@ from ring_attn.core.program import Array
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
-from ring_attn.core.work import needed_rows, travelling_rows
+from ring_attn.core.work import needed_rows, totals
 
 # If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
 # recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
@@ -71,7 +71,7 @@ def choose_traveller(
         if direct:
             rows = needed_rows(layout_q, layout_kv, mask, side)
         else:
-            rows = travelling_rows(layout_q, layout_kv, mask, side).count
+            rows = totals(layout_q, layout_kv, mask).moving[side].count
         return _backward_bytes(spec, side, rows)
 
     return "q" if cost("q") < cost("kv") else "kv"

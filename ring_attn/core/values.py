@@ -5,6 +5,7 @@ Each error names the argument, the expected value and the value that was passed.
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import os
@@ -28,6 +29,18 @@ def on_host() -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For making millions of small values without cycles: looking for cycles takes longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def regular_file(path: str | Path) -> Path:

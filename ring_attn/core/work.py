@@ -94,19 +94,11 @@ class PairWork:
         return Work(self.area[pairs], self.edge[pairs], q, kv)
 
 
-def _blocks(world_size: int) -> Iterator[slice]:
-    """Blocks of ranks, whose rows of a (P, P) table fit into a CPU core's cache."""
-    size = max(1, CHUNK // world_size)
+def _blocks(world_size: int, pairs: int = CHUNK) -> Iterator[slice]:
+    """Blocks of ranks, whose rows of a (P, P) table have about so many pairs."""
+    size = max(1, pairs // world_size)
     for begin in range(0, world_size, size):
         yield slice(begin, min(begin + size, world_size))
-
-
-def _across(ranks: slice, dim: int) -> Pairs:
-    """The part of a (P, P) table whose reduction in `dim` belongs to these ranks.
-
-    Reductions go by blocks: of a whole int32 table, torch would first write a copy in int64.
-    """
-    return (ranks, slice(None)) if dim == 1 else (slice(None), ranks)
 
 
 def _owners(grid: Grid, ranks: slice) -> Tensor:
@@ -151,6 +143,73 @@ def _work_between(q: _Side, kv: _Side, mask: Mask) -> PairWork:
     return PairWork(area, edge, Rows(q0, q1), Rows(k0, k1))
 
 
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """Sums over the other side's ranks: lines of the table of all pairs, added up.
+
+    Attributes:
+        seen: (P, P) whether any query of rank a sees a key of rank b.
+        work: by the side that is gathered, the work of each rank with all shards of that side.
+        num_seen: by side, (P,) number of its shards that each rank sees, or that see its keys.
+        moving: by side, (P,) the run around all rows of a shard that another rank needs.
+    """
+
+    seen: Tensor
+    work: dict[Traveller, Work]
+    num_seen: dict[Traveller, Tensor]
+    moving: dict[Traveller, Rows]
+
+
+@lru_cache(maxsize=64)
+@on_host()
+def totals(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> Totals:
+    """The sums of the table of all pairs, which for many ranks is made in blocks and not kept."""
+    check_fit(layout_q, layout_kv, mask)
+    each_q: list[tuple[Tensor, ...]] = []
+    sums, starts, stops = [], [], []
+    for ranks, block in _table_blocks(layout_q, layout_kv, mask):
+        seen = block.area > 0
+        needed = seen.clone()
+        needed.diagonal(ranks.start).fill_(False)
+        tables = *block.at(...), seen
+        q_start, kv_start = (
+            rows.start.where(needed, NO_ROW).amin(dim)
+            for rows, dim in ((block.q, 1), (block.kv, 0))
+        )
+        q_stop, kv_stop = (
+            rows.stop.where(needed, 0).amax(dim) for rows, dim in ((block.q, 1), (block.kv, 0))
+        )
+        each_q.append((seen, q_start, q_stop, *(table.sum(1) for table in tables)))
+        sums.append(torch.stack([table.sum(0) for table in tables]))
+        starts.append(kv_start)
+        stops.append(kv_stop)
+    seen, q_start, q_stop, *of_q = map(torch.cat, zip(*each_q, strict=True))
+    of_kv = [*torch.stack(sums).sum(0)]
+    kv_start, kv_stop = torch.stack(starts).amin(0), torch.stack(stops).amax(0)
+    return Totals(
+        seen,
+        {"kv": Work(*of_q[:4]), "q": Work(*of_kv[:4])},
+        {"kv": of_q[4], "q": of_kv[4]},
+        {"kv": _run(kv_start, kv_stop), "q": _run(q_start, q_stop)},
+    )
+
+
+def _run(start: Tensor, stop: Tensor) -> Rows:
+    return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
+
+
+def _table_blocks(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
+) -> Iterator[tuple[slice, PairWork]]:
+    """Blocks of ranks of the queries with their lines of the table of all pairs."""
+    if layout_q.world_size <= SMALL:
+        yield slice(0, layout_q.world_size), pair_work(layout_q, layout_kv, mask)
+        return
+    q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+    for ranks in _blocks(layout_q.world_size, 8 * CHUNK):
+        yield ranks, _work_between(q.among(ranks), kv, mask)
+
+
 @lru_cache(maxsize=1024)
 @on_host()
 def needed_displacements(
@@ -158,7 +217,7 @@ def needed_displacements(
 ) -> tuple[Displacement, ...]:
     """All displacements from a KV owner to a rank that attends to it, and (0, 0); sorted."""
     grid = ring_grid(layout_q.world_size, inner_degree)
-    seen = pair_work(layout_q, layout_kv, mask).area > 0
+    seen = totals(layout_q, layout_kv, mask).seen
     needed = torch.zeros(len(seen), dtype=torch.bool)
     needed[0] = True
     # The last ranks first: under a causal mask they see most.
@@ -170,28 +229,11 @@ def needed_displacements(
 
 
 @lru_cache(maxsize=64)
-def travelling_rows(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
-) -> Rows:
-    """(P,) run around all rows of each rank's shard that another rank needs."""
-    work = pair_work(layout_q, layout_kv, mask)
-    side, dim = (work.kv, 0) if travels == "kv" else (work.q, 1)
-    starts, stops = [], []
-    for ranks in _blocks(layout_q.world_size):
-        pairs = _across(ranks, dim)
-        unseen = work.area[pairs] == 0
-        unseen.diagonal(ranks.start if dim == 1 else -ranks.start).fill_(True)
-        starts.append(side.start[pairs].masked_fill(unseen, NO_ROW).amin(dim))
-        stops.append(side.stop[pairs].masked_fill(unseen, 0).amax(dim))
-    start, stop = torch.cat(starts), torch.cat(stops)
-    return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
-
-
-@lru_cache(maxsize=64)
 def travelling_runs(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> list[slice]:
-    rows = travelling_rows(layout_q, layout_kv, mask, travels)
+    """The run around all rows of each rank's shard that another rank needs."""
+    rows = totals(layout_q, layout_kv, mask).moving[travels]
     return [*map(slice, rows.start.tolist(), rows.stop.tolist())]
 
 
@@ -207,32 +249,10 @@ def sizes_with(
         work = table.at((rank, slice(None)) if travels == "kv" else (slice(None), rank))
     else:
         q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
-        q, kv = (q.only(rank), kv) if travels == "kv" else (q, kv.only(rank))
+        line = slice(rank, rank + 1)
+        q, kv = (q.among(line), kv) if travels == "kv" else (q, kv.among(line))
         work = Work(*(x.flatten() for x in _work_between(q, kv, mask).at(...)))
     return [*map(Sizes, *(sizes.tolist() for sizes in work))]
-
-
-@lru_cache(maxsize=64)
-def gathered_work(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, gathers: Traveller
-) -> Work:
-    """The work of each rank with the shards of all ranks at once."""
-    work, dim = pair_work(layout_q, layout_kv, mask), 1 if gathers == "kv" else 0
-    sums = [
-        [table.sum(dim) for table in work.at(pairs)]
-        for pairs in (_across(ranks, dim) for ranks in _blocks(layout_q.world_size))
-    ]
-    return Work(*map(torch.cat, zip(*sums, strict=True)))
-
-
-@lru_cache(maxsize=64)
-def num_seen(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, others: Traveller
-) -> Tensor:
-    """(P,) number of KV shards that each rank sees, or of query shards that see it."""
-    work, dim = pair_work(layout_q, layout_kv, mask), 1 if others == "kv" else 0
-    blocks = _blocks(layout_q.world_size)
-    return torch.cat([(work.area[_across(ranks, dim)] > 0).sum(dim) for ranks in blocks])
 
 
 @dataclass(frozen=True)
@@ -261,11 +281,11 @@ class _Side:
         columns = torch.tensor(rows, dtype=torch.int64).view(-1, 4).t().contiguous()
         return cls(layout.world_size, layout.stride, *columns)
 
-    def only(self, rank: int) -> _Side:
-        """The segments of one rank, which counts as rank 0."""
-        columns = self.first, self.start, self.length
-        here = self.rank == rank
-        return _Side(1, self.stride, torch.zeros_like(self.rank[here]), *(x[here] for x in columns))
+    def among(self, ranks: slice) -> _Side:
+        """The segments of some ranks, which count from 0."""
+        here = (self.rank >= ranks.start) & (self.rank < ranks.stop)
+        columns = self.rank - ranks.start, self.first, self.start, self.length
+        return _Side(ranks.stop - ranks.start, self.stride, *(x[here] for x in columns))
 
     @property
     def end(self) -> Tensor:

@@ -44,11 +44,14 @@ RUN = 8
 FOLD = 14
 
 
-def sampled_ranks(world_size: int, node_size: int) -> list[int]:
-    """The ranks that stand for all: the first and the last of the nodes, or RUN ranks of each."""
+def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
+    """The ranks that stand for all: the first and the last node, and those of some `members`.
+
+    Of a node, RUN ranks at most.
+    """
     length = min(node_size, RUN)
-    last = (world_size - 1) // length * length
-    return [*range(min(length, world_size)), *range(max(last, length), world_size)]
+    starts = sorted({rank // length * length for rank in (0, world_size - 1, *members)})
+    return [r for start in starts for r in range(start, min(start + length, world_size))]
 
 
 def simulate(

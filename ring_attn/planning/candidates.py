@@ -11,7 +11,7 @@ from ring_attn.backends import get_backend
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import as_tuple
-from ring_attn.core.work import num_seen, pair_work
+from ring_attn.core.work import totals
 from ring_attn.planning import balance
 from ring_attn.planning.choice import Candidate, Problem
 from ring_attn.strategies.registry import code_of
@@ -82,12 +82,11 @@ def candidates_of(
 def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
     """Whether at least half of all pairs of ranks have no visible pairs."""
     try:
-        seen = num_seen(*layouts, problem.mask, "kv").sum()
-        own = (pair_work(*layouts, problem.mask).area.diagonal() > 0).sum()
+        seen = totals(*layouts, problem.mask).seen
     except (ValueError, NotImplementedError):
         return True  # layouts that do not fit; the candidate is refused later, with the reason
     pairs = problem.world_size * (problem.world_size - 1)
-    return 2 * int(seen - own) <= pairs
+    return 2 * int(seen.sum() - seen.diagonal().sum()) <= pairs
 
 
 def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict[str, Layouts]:

@@ -118,6 +118,11 @@ class Problem:
     recurrent: tuple[Recurrent, ...] = ()
     documents: tuple[int, ...] = ()  # where they start, for recurrent layers
 
+    @property
+    def directions(self) -> tuple[bool, ...]:
+        """Whether each direction to plan is the backward."""
+        return (False, True) if self.backward else (False,)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -128,7 +133,7 @@ class Candidate:
         same_bits: whether its results have the same bits at every world size.
         in_order: whether gradients of K and V are summed in the order of the queries.
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
-        at_least: lower bound of the seconds: what the busiest rank takes by itself.
+        bounds: lower bounds of the seconds forward and backward: those of the busiest rank alone.
         busiest: a rank that computes longest.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
@@ -145,7 +150,7 @@ class Candidate:
     same_bits: bool = False
     in_order: bool = False
     travels: Traveller | None = None
-    at_least: float = 0.0
+    bounds: tuple[float, float] = (0.0, 0.0)
     busiest: int = 0
     steps: int = 1
     peak_bytes: int = 0
@@ -163,6 +168,10 @@ class Candidate:
     @property
     def label(self) -> str:
         return label(self.strategy, self.world_size)
+
+    @property
+    def at_least(self) -> float:
+        return sum(self.bounds)
 
     @property
     def seconds(self) -> float:
@@ -378,7 +387,8 @@ def _reason(choice: Choice) -> str:
         return f"{best.label}: the only one"
     if all(c.refused for c in others):
         return f"{best.label}: every other is refused"
-    return f"{best.label}: every other takes longer"
+    gain = min(c.at_least for c in others if not c.refused) / best.seconds - 1.0
+    return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
 
 
 def _faster(best: Candidate, other: Candidate) -> str:

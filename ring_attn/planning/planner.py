@@ -4,8 +4,8 @@
       -> refused                        with the reason: heads, layout, memory, same_bits
       -> bounded                        by the compute of the busiest rank, then by the time of this
                                         rank among peers for which it never waits
-      -> simulated                      unless the bound is longer than the best so far: forward and
-                                        backward on the cluster, `machines.time`
+      -> simulated                      forward, then backward on the cluster, `machines.time`,
+                                        unless the bound is longer than the best so far
       -> the best                       the first in order within 2.5 % of the fastest
 
 The result depends on the arguments alone. Calls choose through `ring_attn.planning.agreement`.
@@ -58,9 +58,9 @@ from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
-# Candidates to simulate: as few as the choice needs; those that compute less than the best takes;
-# these and at least one of each name of `strategy.NAMES`, the one with the lowest bound; or all.
-Effort = Literal["fewest", "best", "names", "all"]
+# Candidates to simulate: as few as the choice needs; these and at least one of each name of
+# `strategy.NAMES`, the one with the lowest bound; or all.
+Effort = Literal["best", "names", "all"]
 
 # Most ranks x steps to simulate for one choice: two rings of 4096 ranks. Further candidates are
 # listed as not simulated.
@@ -70,9 +70,6 @@ MAX_RANK_STEPS = 1 << 25
 # fastest count as equal and the first in order wins, a ring before all others. A ring holds least
 # memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
-
-# Candidates with more steps are simulated last.
-MAX_EARLY_STEPS = 16
 
 # -- the public function
 
@@ -102,7 +99,7 @@ def explain(
     cluster: Cluster | None = None,
     device_type: str | None = None,
     memory_bytes: float | None = None,
-    effort: Effort = "best",
+    effort: Effort = "names",
     exact: bool = False,
     recurrent: Sequence[Recurrent] = (),
 ) -> Choice:
@@ -134,8 +131,8 @@ def explain(
             `ring-attn calibrate`, or takes the built-in one for this machine's device.
         device_type: "cuda" or "cpu"; None is that of the cluster.
         memory_bytes: memory of a rank for its inputs and the call; None is the device's memory.
-        effort: "best" simulates what may be the best, "names" also one of each name, "all" all;
-            "fewest" as few as the choice needs, as `strategy="auto"` does.
+        effort: "best" simulates as few as the choice needs, as `strategy="auto"` does, "names" also
+            one of each name, for the table, and "all" all.
         exact: whether to simulate every rank, up to 256; else some of many equal ranks stand for
             all.
         recurrent: the model's other layers, whose traffic the table shows too.
@@ -213,6 +210,7 @@ def explain(
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 
 
+@values.without_garbage_collection()
 @values.on_host()
 def choose(
     problem: Problem,
@@ -265,14 +263,14 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         core = core_of(call)
         core_code = code_of(core.strategy)
         plan = core_code.gradients(core)
-        at_least, busiest = least_seconds(problem, candidate, core)
+        bounds, busiest = least_seconds(problem, candidate, core)
         return replace(
             candidate,
             same_bits=why_not is None,
             in_order=plan.in_order,
             travels=plan.travels if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
-            at_least=at_least,
+            bounds=bounds,
             busiest=busiest * strategy.ulysses_degree,
         )
     except (ValueError, NotImplementedError) as error:
@@ -310,7 +308,7 @@ def _input_bytes(problem: Problem, layouts: Layouts) -> int:
 
 
 def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> list[Candidate]:
-    """Adds predictions to candidates that may win: lowest bounds first, long rings last."""
+    """Adds predictions to candidates that may win: the lowest bound is next."""
     candidates = dict(enumerate(bounded))
     waiting = [i for i, c in candidates.items() if not c.refused]
     if problem.world_size > MAX_EXACT and any(is_even(candidates[i]) for i in waiting):
@@ -319,14 +317,9 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
             candidates[i] = replace(candidates[i], reason=reason)
             waiting.remove(i)
 
-    def priority(index: int) -> tuple[bool, float, int]:
-        candidate = candidates[index]
-        late = candidate.steps > MAX_EARLY_STEPS and effort != "fewest"
-        return late, candidate.at_least, index
-
     best, left = float("inf"), MAX_RANK_STEPS
 
-    def simulate_one(index: int) -> None:
+    def simulate_one(index: int, limit: float = float("inf")) -> None:
         nonlocal best, left
         candidate = replace(candidates[index], reason=None, ruled_out=False)
         steps = candidate.steps
@@ -335,25 +328,24 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
             candidates[index] = replace(candidate, reason=reason)
             return
         left -= steps * problem.world_size
-        candidates[index] = _predicted(problem, candidate)
+        candidates[index] = _predicted(problem, candidate, limit)
         best = min(best, candidates[index].seconds)
 
-    # The lowest bound is next. For the fewest simulations, a rank walked by itself raises it first.
-    queue = [(*priority(i), effort != "fewest") for i in waiting]
+    # A rank that is walked by itself raises the bound of a candidate before all are.
+    queue = [(candidates[i].at_least, i, effort == "all") for i in waiting]
     heapify(queue)
     while queue:
-        late, at_least, index, is_last = heappop(queue)
-        candidate = candidates[index]
-        if effort != "all" and at_least >= (1.0 + TIE) * best:
-            reason = f"takes at least {format_seconds(at_least)}"
-            candidates[index] = replace(candidate, reason=reason, ruled_out=True)
+        at_least, index, is_last = heappop(queue)
+        limit = float("inf") if effort == "all" else (1.0 + TIE) * best
+        if at_least >= limit:
+            candidates[index] = _ruled_out(candidates[index])
         elif is_last:
-            simulate_one(index)
+            simulate_one(index, limit)
         else:
-            candidates[index] = candidate = refined(problem, candidate)
+            candidates[index] = candidate = refined(problem, candidates[index], limit)
             if not candidate.refused:
-                heappush(queue, (late, candidate.at_least, index, True))
-    if effort == "names":
+                heappush(queue, (candidate.at_least, index, True))
+    if effort == "names" and candidates:
         for index in _of_each_name(candidates):
             simulate_one(index)
     return list(candidates.values())
@@ -376,20 +368,31 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
             )  # fmt: skip
 
 
-def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds peak memory and prediction; refuses for lack of memory or of a program."""
+def _ruled_out(candidate: Candidate) -> Candidate:
+    reason = f"takes at least {format_seconds(candidate.at_least)}"
+    return replace(candidate, reason=reason, ruled_out=True)
+
+
+def _predicted(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
+    """Adds peak memory and prediction; refuses for lack of memory or of a program.
+
+    Simulates no backward if with its bound the forward reaches the limit.
+    """
     candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
     calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
-    try:
-        forward, *backward = [
-            DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
-            for backward in ((False, True) if problem.backward else (False,))
-        ]
-    except NotImplementedError as error:
-        return replace(candidate, reason=str(error), refused=True)
-    return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
+    costs: list[DirectionCost] = []
+    for backward in problem.directions:
+        try:
+            programs = programs_of(calls, backward=backward)
+        except NotImplementedError as error:
+            return replace(candidate, reason=str(error), refused=True)
+        costs.append(DirectionCost.of(simulate(programs, calls[0], cluster)))
+        bounds = costs[0].seconds, candidate.bounds[1]
+        if len(costs) < len(problem.directions) and sum(bounds) >= limit:
+            return _ruled_out(replace(candidate, bounds=bounds))
+    return replace(candidate, prediction=Prediction(costs[0], costs[1] if costs[1:] else None))
 
 
 # -- defaults
