@@ -23,6 +23,7 @@ import re
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,17 +83,15 @@ PASSING = ("interrupted", "memory")
 
 @dataclass(frozen=True)
 class Cell:
-    """A fault in a part of a step; the trial, of several, chooses the moment and the ranks."""
+    """A fault in the middle of a part of a step."""
 
     fault: str
     strategy: str
     part: str
-    trial: int = 0
-    trials: int = 1
 
     @property
     def number(self) -> int:
-        return [*FAULTS].index(self.fault) + STRATEGIES.index(self.strategy) + self.trial
+        return [*FAULTS].index(self.fault) + STRATEGIES.index(self.strategy)
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -111,7 +110,7 @@ class Cell:
         return 0 if self.fault == "stopped" else HIT * (self.number % 2)
 
     def __str__(self) -> str:
-        return f"{self.fault} {self.strategy} {self.part} {self.trial}"
+        return f"{self.fault} {self.strategy} {self.part}"
 
 
 @dataclass(frozen=True)
@@ -128,15 +127,13 @@ class Result:
         return self.outcome in ("told", "right")
 
 
-def cells(trials: int, words: Iterable[str] = ()) -> list[Cell]:
+def cells(words: Iterable[str] = ()) -> list[Cell]:
     """The cells that have each of the words."""
-    every = product(range(trials), FAULTS, STRATEGIES, ("forward", "backward"))
-    made = [Cell(fault, name, part, trial, trials) for trial, fault, name, part in every]
+    every = product(FAULTS, STRATEGIES, ("forward", "backward"))
     return [
-        cell
-        for cell in made
-        if set(words) <= set(str(cell).split())
-        and (cell.strategy, cell.part) != ("decode", "backward")
+        Cell(*cell)
+        for cell in every
+        if set(words) <= set(cell) and cell[1:] != ("decode", "backward")
     ]
 
 
@@ -216,7 +213,7 @@ def on_rank(cell: Cell, victims: Sequence[int]) -> list[tuple[Ended, bool]]:
         healthy = dist.new_group()
     expected = [list[Tensor]() for _ in range(STEPS)]
     counts = [run_step(cell, healthy, number, expected[number]) for number in range(STEPS)]
-    at = counts[-1] * (2 * cell.trial + 1) // (2 * cell.trials)
+    at = counts[-1] // 2
     is_victim, ends = dist.get_rank() in victims, list[tuple[Ended, bool]]()
     for number in range(cell.first, STEPS):
         got, odd = list[Tensor](), is_victim and number == HIT
@@ -305,30 +302,23 @@ def run_cells(chosen: Sequence[Cell], jobs: int) -> Iterator[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """A row for each fault and part, a column for each strategy: outcomes, and longest seconds."""
-    by_cell = dict[tuple[str, str, str], list[Result]]()
+    by_row = defaultdict[tuple[str, str], dict[str, str]](dict)
     for one in results:
-        by_cell.setdefault((one.cell.fault, one.cell.part, one.cell.strategy), []).append(one)
-    lines = ["".join(f"{word:<13}" for word in ("", "", *STRATEGIES))]
-    for fault, part in dict.fromkeys(key[:2] for key in by_cell):
-        words = [fault, part]
-        for strategy in STRATEGIES:
-            of_cell = by_cell.get((fault, part, strategy), [])
-            outcomes = sorted({one.outcome for one in of_cell})
-            seconds = max((one.seconds for one in of_cell), default=0.0)
-            words.append(f"{','.join(outcomes)} {seconds:.1f}" if of_cell else "")
-        lines.append("".join(f"{word:<13}" for word in words))
-    return "\n".join(lines)
+        row = by_row[one.cell.fault, one.cell.part]
+        row[one.cell.strategy] = f"{one.outcome} {one.seconds:.1f}"
+    rows = [("", "", *STRATEGIES)]
+    rows += [(*start, *(row.get(name, "") for name in STRATEGIES)) for start, row in by_row.items()]
+    return "\n".join("".join(f"{word:<13}" for word in row) for row in rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", help="only cells with all these words")
-    parser.add_argument("--trials", type=int, default=1, help="moments of each cell")
     parser.add_argument("--jobs", type=int, default=4, help="cells at once")
 
 
 def run(args: argparse.Namespace) -> int:
     start, results = time.monotonic(), list[Result]()
-    for result in run_cells(cells(args.trials, args.words), args.jobs):
+    for result in run_cells(cells(args.words), args.jobs):
         results.append(result)
         if not result.good:
             print(f"{result.cell}: {result.outcome}\n{result.said}", flush=True)

@@ -150,14 +150,10 @@ def run(args: argparse.Namespace) -> int:
     if args.calls < 1000 or args.calls % 1000:
         raise ValueError(f"--calls must be a multiple of 1,000, got {args.calls}")
     by_rank = soak(args.calls, args.world_size)
-    print("rank   calls  CPU s    MiB  descriptors  threads")
     for rank, samples in enumerate(by_rank):
-        for x in samples:
-            held = f"{x.mib:6.1f} {x.descriptors:12} {x.threads:8}"
-            print(f"{rank:4} {x.calls:7} {x.seconds:6.2f} {held}")
-    bad = [(rank, text) for rank, samples in enumerate(by_rank) for text in faults(samples)]
-    for rank, samples in enumerate(by_rank):
+        print(*(f"rank {rank}: {sample}" for sample in samples), sep="\n")
         print(f"rank {rank}: {growth(samples):.2f} MiB in 1,000 calls, drift {drift(samples):.2f}")
+    bad = [(rank, text) for rank, samples in enumerate(by_rank) for text in faults(samples)]
     for rank, text in bad:
         print(f"rank {rank}: {text}")
     return int(bool(bad))

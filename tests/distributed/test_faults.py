@@ -32,7 +32,7 @@ from tests.distributed.pool import Ended
     "every", [17, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_no_fault_is_wrong_late_or_unnamed(every: int) -> None:
-    chosen = cells(1)[::every]
+    chosen = cells()[::every]
     assert {cell.fault for cell in chosen} == {*FAULTS}
     assert {cell.strategy for cell in chosen} == {*STRATEGIES}
     bad = [result for result in run_cells(chosen, 4) if not result.good]
