@@ -61,8 +61,8 @@ def delta_rule(
 # consecutive ones, exchanges what these do to a state, and adds what came before them.
 def split_delta_rule(
     function: Callable[..., Any], place: Place, q: Tensor, k: Tensor, v: Tensor, **rows: Tensor
-) -> tuple[Tensor, None]:
-    return linear_attention(function, q, k, v, rows=rows, **place._asdict()), None
+) -> tuple[Tensor, Tensor | None]:
+    return linear_attention(function, q, k, v, rows=rows, **place._asdict())
 
 
 ring_attn.register_recurrence("delta_rule", split_delta_rule)

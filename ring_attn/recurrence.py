@@ -30,10 +30,10 @@ from torch.nn import functional
 from ring_attn import groups, refusals
 from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.runs import Piece, pieces_of, runs_of
+from ring_attn.core.runs import Piece, last_run, pieces_of, runs_of
 from ring_attn.core.values import as_int, check_type
 from ring_attn.neighbours import halo
-from ring_attn.states import no_autocast, start_states, with_end_gradients
+from ring_attn.states import applied, no_autocast, start_states, with_end_gradients
 from ring_attn.transport.p2p import tell_refusal
 
 __all__ = ["LinearKernel", "Part", "Piece", "causal_conv", "linear_attention", "recurrence"]
@@ -82,7 +82,8 @@ def recurrence(
     matrix: bool = False,
     cu_seqlens: Tensor | None = None,
     group: Group = None,
-) -> Tensor:
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Outputs of a recurrent layer on this rank's rows, from what it computes of single pieces.
 
     Every rank of the group must call it, and take part in a backward.
@@ -95,12 +96,16 @@ def recurrence(
         matrix: whether `decay` is a matrix, as of a delta rule.
         cu_seqlens: boundaries of documents in the whole sequence.
         group: as for `ring_attention`.
+        output_final_state: whether to return a final state, which has no gradient.
 
     Returns:
-        The outputs, (batch, rows, ...). States are composed in float32 (float64 for float64).
+        The outputs, (batch, rows, ...), and the state after the sequence's last row, equal on all
+        ranks, or None. States are composed in float32 (float64 for float64).
 
     Raises:
-        ValueError: a wrong number of rows, or cu_seqlens end beyond the layout.
+        ValueError: a wrong number of rows, cu_seqlens that end beyond the layout, or a final state
+            of no rows.
+        NotImplementedError: a final state whose gradient autograd would need.
         TypeError: a type that is not accepted, such as a layout given by name.
         RuntimeError: states of pieces or ranks differ in shape; else as `ring_attention`.
 
@@ -112,7 +117,8 @@ def recurrence(
         >>> def running_sum(piece):
         ...     out = piece.of(x).cumsum(1)
         ...     return Part(out, out[:, -1], torch.ones(1), lambda out, start: out + start[:, None])
-        >>> ring_attn.unshard(recurrence(running_sum, layout), layout).tolist()
+        >>> out, _ = recurrence(running_sum, layout)
+        >>> ring_attn.unshard(out, layout).tolist()
         [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]]
     """
     process_group = groups.check_group(group)
@@ -125,6 +131,12 @@ def recurrence(
         decays = torch.stack([_decay(of_run[-1], matrix).to(wide) for of_run in parts])
         place = list(layout.numbers), list(cuts), matrix, process_group.group_name
         starts = start_states(decays[: len(runs)], ends, *place)
+
+        def after(n: int) -> Tensor:
+            passes = len(runs[n]) == 1 and not runs[n][0].first
+            return ends[n] + applied(decays[n], starts[n], matrix) if passes else ends[n]
+
+        final = _final_state(after, ends, layout, process_group) if output_final_state else None
     except Exception as error:
         tell_refusal(error, process_group)
         raise
@@ -136,7 +148,7 @@ def recurrence(
         outs += [part.out for part in rest]
     # No rows, but they depend on the start states: so every rank takes part in the backward.
     none = parts[0][0].out[:, :0] + starts[:0].sum()
-    return torch.cat([*outs, none.to(outs[0].dtype)], 1) if outs else none
+    return torch.cat([*outs, none.to(outs[0].dtype)], 1) if outs else none, final
 
 
 def linear_attention(
@@ -149,9 +161,10 @@ def linear_attention(
     rows: Mapping[str, Tensor],
     cu_seqlens: Tensor | None = None,
     group: Group = None,
+    output_final_state: bool = False,
     float32: bool = True,
     **options: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Linear attention of any kind on this rank's rows, by a kernel that takes a state.
 
     For the gated delta rule, Kimi's delta attention and others whose state is multiplied by a
@@ -166,17 +179,17 @@ def linear_attention(
         layout: how the sequence is split.
         rows: other tensors that the kernel takes, (batch, rows, ...), by name: `g`, `beta`.
         cu_seqlens: boundaries of documents in the whole sequence.
-        group: as for `ring_attention`.
+        group, output_final_state: as for `recurrence`.
         float32: whether the first run is computed in float32 where inputs have 16 bits, so that
             gradients through states are not rounded twice. For kernels that refuse float32, as
             fla's, False.
         options: handed on to the kernel.
 
     Returns:
-        (batch, rows, heads_v, headdim_v), like v.
+        (batch, rows, heads_v, headdim_v), like v, and the final state or None as `recurrence`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `recurrence`, or from the kernel.
+        ValueError, TypeError, RuntimeError, NotImplementedError: as `recurrence`, or from `kernel`.
     """
     process_group, headdim, headdim_v = groups.check_group(group), k.size(-1), v.size(-1)
 
@@ -217,7 +230,11 @@ def linear_attention(
             last.append(end.to(starts.dtype))
         out = torch.cat(outs, 1).narrow(1, 0, q.size(1))
         ends = torch.stack(last)[: len(runs)]
-        return with_end_gradients(out, ends, reads, decays, *place, process_group.group_name)
+        final = None
+        if output_final_state:
+            final = _final_state(ends.__getitem__, ends, layout, process_group)
+        out = with_end_gradients(out, ends, reads, decays, *place, process_group.group_name)
+        return out, final
     except Exception as error:
         tell_refusal(error, process_group)
         raise
@@ -286,6 +303,28 @@ def _boundaries(
     rows = layout.shard_len(rank) if rank < layout.world_size else 0
     refusals.check_layout("x", layout, rows, max(cuts, default=None), rank, world_size)
     return tuple(sorted({0, *cuts, layout.seqlen}))
+
+
+def _final_state(
+    after: Callable[[int], Tensor], ends: Tensor, layout: SequenceLayout, group: dist.ProcessGroup
+) -> Tensor:
+    """The state after the sequence, on all ranks; `after(n)` is that after run n of this rank."""
+    owner, number = last_run(layout)
+    if dist.get_rank(group) == owner:
+        end = after(number).contiguous()
+    else:
+        end = ends.new_empty(ends.shape[1:])
+    if ends.requires_grad:
+        raise NotImplementedError(
+            "the end state of a recurrence on split rows has no gradient: call under torch.no_grad"
+        )
+    from_owner(end, group, owner)
+    return end
+
+
+def from_owner(x: Tensor, group: dist.ProcessGroup, owner: int) -> None:
+    """Overwrites x by that of one rank."""
+    dist.broadcast(x.view(torch.uint8), group=group, group_src=owner)  # gloo lacks some dtypes
 
 
 def _decay(part: Part, matrix: bool) -> Tensor:

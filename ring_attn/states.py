@@ -147,12 +147,12 @@ def _composed(windows: Sequence[Window], matrix: bool) -> Window:
     decay, end = windows[-1]
     for near, add in reversed(windows[:-1]):
         assert near is not None, "no window is taken beyond a closed one"
-        end = add + _applied(near, end, matrix)
-        decay = None if decay is None else _applied(near, decay, matrix)
+        end = add + applied(near, end, matrix)
+        decay = None if decay is None else applied(near, decay, matrix)
     return Window(decay, end)
 
 
-def _applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
+def applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
     with no_autocast(state):
         return decay @ state if matrix else decay * state
 

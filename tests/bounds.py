@@ -95,6 +95,14 @@ def assert_close(name: str, got: Tensor, oracle: Tensor, plain: Tensor) -> None:
     assert verdict.ok, str(verdict)
 
 
+def twice_as_far(oracle: Tensor, plain: Tensor) -> Tensor:
+    """Plain results of a recurrence with twice their error, for those of a split sequence.
+
+    A start state is A start + B: both are sums as long as the plain one, and both are rounded.
+    """
+    return (2.0 * plain.detach().double() - oracle.detach()).to(plain.dtype)
+
+
 def visible_pairs(tile: Tile) -> Tensor:
     """(rows, cols) booleans of a tile, written as its definition states them."""
     i, j = (torch.arange(rows.start, rows.stop) for rows in (tile.q, tile.kv))

@@ -1,4 +1,4 @@
-"""Recurrent layers in float64, split and whole, and what of one is wrong on drawn layouts."""
+"""Recurrent layers, split and whole, and what of one is wrong on drawn layouts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ring_attn import SequenceLayout
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from tests.bounds import assert_close, twice_as_far
 
 Inputs = dict[str, Tensor]
 WIDTH = 4
@@ -37,13 +38,13 @@ def step_by_step(
     return torch.stack(outs, 1), state
 
 
-def delta_rule(x: Inputs, place: dict[str, Any]) -> Tensor:
+# Outputs, and the state after the last row.
+Result = tuple[Tensor, Tensor | None]
+
+
+def delta_rule(x: Inputs, place: dict[str, Any]) -> Result:
     rows = {"decay": x["decay"], "beta": x["beta"]}
     return linear_attention(step_by_step, x["q"], x["k"], x["v"], rows=rows, **place)
-
-
-def whole_delta_rule(x: Inputs) -> Tensor:
-    return step_by_step(**x)[0]
 
 
 def running(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,7 @@ def running(x: Inputs) -> tuple[Tensor, Tensor]:
     return torch.stack(outs, 1), state
 
 
-def decayed_sum(x: Inputs, place: dict[str, Any]) -> Tensor:
+def decayed_sum(x: Inputs, place: dict[str, Any]) -> Result:
     def run(piece: Piece) -> Part:
         rows = {name: piece.of(tensor) for name, tensor in x.items()}
         out, end = running(rows)
@@ -71,8 +72,9 @@ def decayed_sum(x: Inputs, place: dict[str, Any]) -> Tensor:
     return recurrence(run, **place)
 
 
-def convolved(x: Inputs, place: dict[str, Any]) -> Tensor:
-    return causal_conv(partial(conv, weight=x["weight"]), x["q"].flatten(2), WIDTH, **place)
+def convolved(x: Inputs, place: dict[str, Any]) -> Result:
+    place.pop("output_final_state", None)
+    return causal_conv(partial(conv, weight=x["weight"]), x["q"].flatten(2), WIDTH, **place), None
 
 
 def conv(rows: Tensor, weight: Tensor) -> Tensor:
@@ -80,29 +82,31 @@ def conv(rows: Tensor, weight: Tensor) -> Tensor:
     return functional.conv1d(padded, weight, groups=weight.size(0)).mT
 
 
-KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Inputs], Tensor]]] = {
-    "delta rule": (delta_rule, whole_delta_rule),
-    "decayed sum": (decayed_sum, lambda x: running(x)[0]),
-    "convolution": (convolved, lambda x: conv(x["q"].flatten(2), x["weight"])),
+KINDS: dict[str, tuple[Callable[..., Result], Callable[[Inputs], Result]]] = {
+    "delta rule": (delta_rule, lambda x: step_by_step(**x)),
+    "decayed sum": (decayed_sum, running),
+    "convolution": (convolved, lambda x: (conv(x["q"].flatten(2), x["weight"]), None)),
 }
 
 
 def inputs(seqlen: int) -> Inputs:
     torch.manual_seed(0)
     shape = 2, seqlen, 2
-    sizes = {"q": 3, "k": 3, "v": 5}
-    x = {name: torch.randn(*shape, n, dtype=torch.float64) for name, n in sizes.items()}
+    x = {name: torch.randn(*shape, n) for name, n in {"q": 3, "k": 3, "v": 5}.items()}
     x["k"] = functional.normalize(x["k"], dim=-1)
-    x["decay"] = 0.5 + 0.5 * torch.rand(*shape, 3, dtype=torch.float64)
-    x["beta"] = torch.rand(shape, dtype=torch.float64)
+    x["decay"] = 0.5 + 0.5 * torch.rand(*shape, 3)
+    x["beta"] = torch.rand(shape)
     return x
 
 
-def by_document(whole: Callable[[Inputs], Tensor], x: Inputs, cuts: list[int]) -> Tensor:
-    """The layer applied to one document after another."""
+def by_document(
+    whole: Callable[[Inputs], Result], x: Inputs, shared: Inputs, cuts: list[int]
+) -> Result:
+    """The layer applied to one document after another, and the state after the last."""
     split = [t.split_with_sizes(cuts, 1) for t in x.values()]
     cut = [dict(zip(x, rows, strict=True)) for rows in zip(*split, strict=True)]
-    return torch.cat([whole(part) for part in cut if part["q"].size(1)], 1)
+    outs, ends = zip(*(whole(part | shared) for part in cut if part["q"].size(1)), strict=True)
+    return torch.cat(outs, 1), ends[-1]
 
 
 def compare(kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int) -> None:
@@ -116,30 +120,43 @@ def compare(kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int)
     place = {"layout": layout, "cu_seqlens": torch.tensor(cuts) if len(cuts) > 2 else None}
     if kind != "delta rule":
         x.pop("beta")
-    shared = {}
-    if kind == "convolution":
-        shared["weight"] = torch.randn(6, 1, WIDTH, dtype=torch.float64)
-    names = ["q"] if kind == "convolution" else list(x)
-    leaves = {name: t.requires_grad_() for name, t in x.items()}
-    expected = by_document(lambda part: whole(part | shared), leaves, documents)
-    dout = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, [x[name] for name in names], dout)
+    shared = {"weight": torch.randn(6, 1, WIDTH)} if kind == "convolution" else {}
+    names = ["q"] if shared else list(x)
+    dout = torch.randn(2, layout.seqlen, *((6,) if shared else (2, 5)))
+
+    def results(layer: Callable[..., Result], given: Inputs, dout: Tensor) -> Inputs:
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        out, _ = layer(leaves)
+        found = out, *torch.autograd.grad(out, [leaves[name] for name in names], dout)
+        with torch.no_grad():
+            _, end = layer(given, output_final_state=not shared)
+        return dict(zip(("out", *names), found, strict=True)) | ({} if shared else {"end": end})
+
+    def of_whole(dtype: torch.dtype) -> Inputs:
+        given, others = ({name: t.to(dtype) for name, t in y.items()} for y in (x, shared))
+        layer = lambda x, **_: by_document(whole, x, others, documents)  # noqa: E731
+        return results(layer, given, dout.to(dtype))
+
+    def of_shards(x: Inputs) -> Inputs:
+        own = {name: layout.shard(t, rank) for name, t in x.items()}
+        layer = lambda x, **final: split(x | shared, place | final)  # noqa: E731
+        return results(layer, own, layout.shard(dout, rank))
+
+    oracle, plain = map(of_whole, (torch.float64, torch.float32))
+    plain = {name: twice_as_far(oracle[name], y) for name, y in plain.items()}
     inside = slice(*cuts[spoilt : spoilt + 2])
+    spoiled = {name: t.clone() for name, t in x.items()}
+    for name in ("q", "k", "v"):
+        spoiled[name][:, inside] = torch.nan
+    right, wrong = of_shards(x), of_shards(spoiled)
     positions = layout.position_ids(rank)
     others = (positions < inside.start) | (positions >= inside.stop)
-    results = []
-    for rows in (slice(None), others):
-        own = {name: t.detach().clone() for name, t in x.items()}
-        if rows is others:
-            own["q"][:, inside] = own["v"][:, inside] = own["k"][:, inside] = torch.nan
-        own = {name: layout.shard(t, rank).requires_grad_() for name, t in own.items()}
-        out = split(own | shared, place)
-        leaf = [own[name] for name in names]
-        got = (out, *torch.autograd.grad(out, leaf, layout.shard(dout, rank)))
-        results.append([(x[:, rows], layout.shard(y, rank)[:, rows])
-                        for x, y in zip(got, (expected, *wanted), strict=True)])  # fmt: skip
-    # Sums of at most 40 terms of about 1, in another order.
-    bound = 1e3 * torch.finfo(torch.float64).eps
-    for spoiled, pairs in zip((False, True), results, strict=True):
-        for name, (a, b) in zip(("out", *names), pairs, strict=True):
-            assert torch.allclose(a, b, rtol=bound, atol=bound), (name, rank, spoiled)
+    if not shared:
+        assert_close("end", right.pop("end"), oracle["end"], plain["end"])
+        wrong.pop("end")
+    for got, rows in ((right, slice(None)), (wrong, others)):
+        for name, y in got.items():
+            # As the whole's, but for this rank's rows: so the bound is that of the whole.
+            mine = plain[name].detach().clone()
+            mine[:, positions[rows]] = y.detach()[:, rows]
+            assert_close(f"{name} of rank {rank}", mine, oracle[name], plain[name])

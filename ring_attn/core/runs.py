@@ -64,6 +64,16 @@ def runs_of(layout: SequenceLayout, rank: int) -> list[Segment]:
     return runs or [Segment(0, 0)]
 
 
+def last_run(layout: SequenceLayout) -> tuple[int, int]:
+    """The rank that has the sequence's last row, and the number of that row's run there."""
+    for rank in range(layout.world_size):
+        held = [run for run in runs_of(layout, rank) if run.length]
+        for number, run in enumerate(held):
+            if run.start + run.length == layout.seqlen:
+                return rank, number
+    raise ValueError("a sequence without rows has no end")
+
+
 @lru_cache(maxsize=256)
 def pieces_of(
     layout: SequenceLayout, rank: int, cuts: tuple[int, ...]

@@ -101,7 +101,7 @@ def register_recurrence(function: str, split: Split) -> None:
         ...         out = cumsum(piece.of(x))
         ...         add = lambda out, start: out + start[:, None]
         ...         return Part(out, out[:, -1], torch.ones(1), add)
-        ...     return recurrence(run, **place._asdict())
+        ...     return recurrence(run, **place._asdict())[0]
         >>> register_recurrence("cumulative_sum_of_rows", running_sum)
     """
     if not refusals.check_name("function", function).isidentifier():
@@ -287,30 +287,11 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule, or Kimi's, whose decays `g` are those of channels."""
     _check_others(others)
-    if not output_final_state:
-        out = linear_attention(
-            kernel, query, key, value, rows={"g": g, "beta": beta}, **place._asdict(),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, float32=not HAS_FLA,
-        )  # fmt: skip
-        return out, None
-
-    def run(piece: Piece) -> Part:
-        q, k, v, g_, beta_ = map(piece.of, (query, key, value, g, beta))
-        call = functools.partial(
-            kernel, q, k, g=g_, beta=beta_, output_final_state=True,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
-        if piece.first:
-            out, end = call(v, initial_state=None)
-            return Part(out, end, None, lambda out, start: out)
-        headdim, headdim_v = k.size(-1), v.size(-1)
-        unit = functional.pad(torch.eye(headdim, device=v.device), (headdim_v, 0))
-        unit = unit.expand(v.size(0), v.size(2), -1, -1).contiguous()
-        _, maps = call(functional.pad(v, (0, headdim)), initial_state=unit)
-        end, decay = maps.split([headdim_v, headdim], -1)
-        return Part(v, end, decay, lambda _, start: call(v, initial_state=start)[0])
-
-    return _with_end(run, place, True, matrix=True)
+    return linear_attention(
+        kernel, query, key, value, rows={"g": g, "beta": beta}, **place._asdict(),
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        float32=not HAS_FLA,
+    )  # fmt: skip
 
 
 def _mamba2(
@@ -346,7 +327,7 @@ def _mamba2(
 
         return Part(out, end, factors[:, -1, :, None, None], add)
 
-    out, end = _with_end(run, place, return_final_states)
+    out, end = recurrence(run, **place._asdict(), output_final_state=return_final_states)
     return (out, end) if return_final_states else out
 
 
@@ -383,7 +364,7 @@ def _mamba1(
 
         return Part(out.mT, end, (A * time[..., -1:]).exp(), add)
 
-    out, end = _with_end(run, place, return_last_state)
+    out, end = recurrence(run, **place._asdict(), output_final_state=return_last_state)
     out = out.mT if z is None else out.mT * functional.silu(z)
     return (out, end) if return_last_state else out
 
@@ -417,58 +398,9 @@ def _lightning(
 
         return Part(out, end, factors[-1, :, None, None], add)
 
-    out = layer.norm(recurrence(run, **place._asdict()))
-    return layer.out_proj(functional.sigmoid(layer.output_gate(hidden_states)) * out), None
-
-
-def _with_end(
-    run: Callable[[Piece], Part], place: Place, wanted: bool, *, matrix: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Outputs, and where wanted the state after the whole sequence, the same on all ranks."""
-    if not wanted:
-        return recurrence(run, matrix=matrix, **place._asdict()), None
-    (owner, row), found = end_of(place.layout), list[Tensor]()
-
-    def watched(piece: Piece) -> Part:
-        part = run(piece)
-        is_last = piece.start <= row < piece.start + piece.length
-        if is_last or not found:
-            found[:] = [part.end]
-
-        def add(out: Tensor, start: Tensor) -> Tensor:
-            if is_last and part.decay is not None:
-                came = part.decay @ start if matrix else part.decay * start
-                found[:] = [part.end + came]
-            return part.add(out, start)
-
-        return part._replace(add=add)
-
-    out, end = recurrence(watched, matrix=matrix, **place._asdict()), found[0]
-    if end.requires_grad:
-        raise NotImplementedError(
-            "the end state of a recurrence on split rows has no gradient: call under torch.no_grad"
-        )
-    end = end.to(torch.promote_types(end.dtype, torch.float32)).contiguous()
-    from_owner(end, place.group, owner)
-    return out, end
-
-
-def from_owner(x: Tensor, group: dist.ProcessGroup, owner: int) -> None:
-    """Overwrites x by that of one rank."""
-    dist.broadcast(x.view(torch.uint8), group=group, group_src=owner)  # gloo lacks some dtypes
-
-
-def end_of(layout: SequenceLayout) -> tuple[int, int]:
-    """The rank that has the sequence's last row, and that row's number in the rank's shard."""
-    last = layout.seqlen - 1
-    for rank in range(layout.world_size):
-        row = 0
-        for segment in layout.segments(rank):
-            first, stop = segment.rows_between(last, last + 1)
-            if first < stop:
-                return rank, row + first
-            row += segment.length
-    raise ValueError("a sequence without rows has no end")
+    out = recurrence(run, **place._asdict())[0]
+    gate = functional.sigmoid(layer.output_gate(hidden_states))
+    return layer.out_proj(gate * layer.norm(out)), None
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "neighbours",
         lambda: mock.patch.object(neighbours._Plan, "back", own_gradients_alone),
     ),
-    "states": ("recurrences", lambda: mock.patch.object(states, "_applied", no_decay)),
+    "states": ("recurrences", lambda: mock.patch.object(states, "applied", no_decay)),
 }
 
 
