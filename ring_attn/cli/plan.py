@@ -21,6 +21,7 @@ from ring_attn.cli.arguments import (
     with_options,
     write_json,
 )
+from ring_attn.cli.launch import num_threads
 from ring_attn.cli.plan_model import model_lines, read_model
 from ring_attn.core.values import regular_file, without_garbage_collection
 from ring_attn.machines.check import check
@@ -70,13 +71,14 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     layers = read_model(args)
     check_bounds(args)
-    choice = plan(args)
-    sliding = None
-    if layers is not None and layers.sliding:
-        # All layers of a model have one layout.
-        window = layers.window, 0 if args.causal else layers.window
-        own = {"window_size": window, "layout": choice.best.layout_name}
-        sliding = plan(argparse.Namespace(**vars(args) | own))
+    with num_threads(1):  # on a busy machine, threads of small operators wait for one another
+        choice = plan(args)
+        sliding = None
+        if layers is not None and layers.sliding:
+            # All layers of a model have one layout.
+            window = layers.window, 0 if args.causal else layers.window
+            own = {"window_size": window, "layout": choice.best.layout_name}
+            sliding = plan(argparse.Namespace(**vars(args) | own))
     whole = [] if layers is None else model_lines(layers, choice, sliding)
     count, too_many = choice.best.steps * args.world_size, ""
     if count > MAX_RANK_STEPS:

@@ -38,6 +38,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ring_attn.core.segments import pairs_up_to
 from ring_attn.core.values import as_int, as_ints, check_flag, check_type
 
 # Stands for an unbounded side of a band; small enough not to overflow when added to positions.
@@ -394,9 +395,15 @@ class Mask:
 
     @cached_property
     def area(self) -> int:
-        """Visible pairs."""
-        start, stop = self.visible_runs(torch.arange(self.seqlen_q, device="cpu"))
-        return int((stop - start).sum())
+        """Visible pairs: no pair is in two slices."""
+        total = 0
+        for q_start, q_end, k_start, k_end, lo, hi in self.tables:
+            rows, cols, shift = q_end - q_start, k_end - k_start, q_start - k_start
+            upper = torch.minimum(hi + shift, cols - 1)
+            beyond = torch.maximum(lo + shift, 1 - rows) - 1
+            pairs = pairs_up_to(rows, cols, upper) - pairs_up_to(rows, cols, beyond)
+            total += int(pairs.sum())
+        return total
 
     # -- through operators
 

@@ -1,14 +1,17 @@
-"""Segments: runs of positions with a stride, of which shards consist."""
+"""Segments, runs of positions with a stride, of which shards consist; and pairs of positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.values import as_int, check_type
+
+Number = TypeVar("Number", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,14 @@ def check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) ->
                 f"segments must hold each position once, {wrong} is held {times} times"
             )
         ends[s.start % stride] = s.start + s.length * stride
+
+
+def pairs_up_to(rows: Number, cols: Number, hi: Number) -> Number:
+    """Pairs of rectangles with `j - i <= hi`, in closed form: of ints, or of tensors."""
+
+    def below(x: Number) -> Number:  # sum over t <= x of clip(t, 0, cols)
+        x = x * (x > 0)
+        inside = cols + (x - cols) * (x < cols)  # the smaller of both
+        return (inside * (inside + 1) >> 1) + cols * (x - inside)
+
+    return below(hi + rows) - below(hi)

@@ -25,17 +25,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, TypeVar
-
-from torch import Tensor
+from typing import Literal, NamedTuple
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
-from ring_attn.core.segments import Segment
+from ring_attn.core.segments import Segment, pairs_up_to
 
 Traveller = Literal["kv", "q"]
 
-Number = TypeVar("Number", int, Tensor)
 
 # Distance from one rank of a grid to another: (inner rings, ranks within a ring).
 Displacement = tuple[int, int]
@@ -337,17 +334,6 @@ def _extent(tile: Tile) -> tuple[int, int]:
         tile.k_start - (tile.q_end - 1) if tile.lo is None else tile.lo,
         (tile.k_end - 1) - tile.q_start if tile.hi is None else tile.hi,
     )
-
-
-def pairs_up_to(rows: Number, cols: Number, hi: Number) -> Number:
-    """Pairs of rectangles with `j - i <= hi`, in closed form: of ints, or of tensors."""
-
-    def below(x: Number) -> Number:  # sum over t <= x of clip(t, 0, cols)
-        x = x * (x > 0)
-        inside = cols + (x - cols) * (x < cols)  # the smaller of both
-        return (inside * (inside + 1) >> 1) + cols * (x - inside)
-
-    return below(hi + rows) - below(hi)
 
 
 def with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.segments import pairs_up_to
 from ring_attn.core.tiles import (
     Displacement,
     Grid,
     Sizes,
     Traveller,
     check_fit,
-    pairs_up_to,
     ring_grid,
 )
 from ring_attn.core.values import on_host
@@ -94,9 +94,9 @@ class PairWork:
         return Work(self.area[pairs], self.edge[pairs], q, kv)
 
 
-def _blocks(world_size: int, pairs: int = CHUNK) -> Iterator[slice]:
-    """Blocks of ranks, whose rows of a (P, P) table have about so many pairs."""
-    size = max(1, pairs // world_size)
+def _blocks(world_size: int, chunks: int = 1) -> Iterator[slice]:
+    """Blocks of ranks, whose rows of a (P, P) table are about so many chunks."""
+    size = max(1, chunks * CHUNK // world_size)
     for begin in range(0, world_size, size):
         yield slice(begin, min(begin + size, world_size))
 
@@ -206,7 +206,7 @@ def _table_blocks(
         yield slice(0, layout_q.world_size), pair_work(layout_q, layout_kv, mask)
         return
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
-    for ranks in _blocks(layout_q.world_size, 8 * CHUNK):
+    for ranks in _blocks(layout_q.world_size, 8):
         yield ranks, _work_between(q.among(ranks), kv, mask)
 
 

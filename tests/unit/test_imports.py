@@ -22,7 +22,8 @@ PACKAGE = "ring_attn"
 # else of ours; a backend no other backend. Imports inside functions count.
 ROWS = [
     "core core.dtypes core.names core.values core.heads core.state torch_private version",
-    "core.mask core.spec core.segments core.messages transport.options compiling",
+    "core.segments",
+    "core.mask core.spec core.messages transport.options compiling",
     "core.dense core.layout backends.rates strategies.strategy",
     "core.facts core.masks core.oracle core.tiles",
     "core.cache",

@@ -76,9 +76,9 @@ def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
 def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> None:
     with mock.patch.object(module, "CHUNK", chunk):
         work = module._table(*layouts, mask)
-        travelling = [
-            module.travelling_rows.__wrapped__(*layouts, mask, travels) for travels in TRAVELLERS
-        ]
+        with mock.patch.object(module, "SMALL", 0):
+            totals = module.totals.__wrapped__(*layouts, mask)
+        in_table = module.totals.__wrapped__(*layouts, mask)
     for pair, seen in visible.items():
         tiles = pair_tiles(*layouts, mask, *pair)
         assert torch.equal(painted(tiles, *seen.shape), seen.long()), (pair, tiles)
@@ -90,6 +90,13 @@ def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> N
         assert int(work.area[pair]) > 0 or int(work.edge[pair]) == 0, pair
         for rows, dim in ((work.q, 1), (work.kv, 0)):
             assert (int(rows.start[pair]), int(rows.stop[pair])) == run_of(seen.any(dim)), pair
+    travelling = [totals.moving[travels] for travels in TRAVELLERS]
+    assert torch.equal(totals.seen, work.area > 0)
+    for travels, dim in (("kv", 1), ("q", 0)):
+        assert torch.equal(totals.num_seen[travels], totals.seen.sum(dim))
+        sums = [table.sum(dim) for table in work.at(...)]
+        for same in (totals, in_table):
+            assert all(map(torch.equal, same.work[travels], sums))
     for rank, (dim, rows) in product(range(layouts[0].world_size), enumerate(travelling)):
         others = [
             seen.any(dim)
