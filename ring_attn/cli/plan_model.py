@@ -55,9 +55,7 @@ def read_model(args: argparse.Namespace) -> Layers | None:
         return None
     if args.layers is not None or not config:
         return Layers(num, hidden=hidden)
-    every = _int(config, "full_attention_interval") or 1
-    by_turn = ["linear_attention"] * (every - 1) + ["full_attention"]
-    kinds = Counter(config.get("layer_types") or [by_turn[i % every] for i in range(num)])
+    kinds = Counter(_layer_types(config, num))
     args.recurrent = tuple(_recurrent(config, kinds))
     others = {layers.name for layers in args.recurrent}
     num -= sum(layers.layers for layers in args.recurrent)
@@ -67,14 +65,37 @@ def read_model(args: argparse.Namespace) -> Layers | None:
             f"--model {args.model} has layers of type {', '.join(unknown)}, whose time is not "
             "predicted: give --layers, the number of those with attention"
         )
+    if num == 0:
+        raise ValueError(f"--model {args.model} has no layer with attention to plan")
     sliding, window = kinds["sliding_attention"], _int(config, "sliding_window")
     if sliding and window is None:
         raise ValueError(f"--model {args.model} has sliding layers and no sliding_window")
     return Layers(num - sliding, sliding, (window or 0) - 1, hidden)
 
 
+def _layer_types(config: dict[str, Any], num: int) -> list[str]:
+    """The type of each layer, in transformers' words of today."""
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if types is None and any(name.startswith("mamba_") for name in config):
+        # Each such model says in its own way which of its layers attend.
+        try:
+            from transformers import CONFIG_MAPPING
+
+            of_layers = {name: value for name, value in config.items() if "_layer" in name}
+            types = CONFIG_MAPPING[str(config.get("model_type"))](**of_layers).layer_types
+        except (ImportError, KeyError) as error:
+            raise ValueError(
+                "--model has recurrent layers, and only transformers knows which they are: "
+                f"pip install transformers, or write layer_types into the file ({error})"
+            ) from error
+    every = _int(config, "full_attention_interval") or 1
+    by_turn = ["linear_attention"] * (every - 1) + ["full_attention"]
+    words = {"attention": "full_attention", "mamba": "linear_attention"}
+    return [words.get(x, x) for x in types or [by_turn[i % every] for i in range(num)]]
+
+
 def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurrent]:
-    """The layers whose sizes are those of Qwen3-Next's, and LFM2's."""
+    """The layers whose sizes are those of Qwen3-Next's, Mamba's (1 and 2) and LFM2's."""
 
     def sizes(*names: str) -> list[int] | None:
         found = [_int(config, name) for name in names]
@@ -93,6 +114,23 @@ def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurren
         yield Recurrent(
             "linear_attention", kinds["linear_attention"], heads * dim * dim_v, heads * dim * dim,
             width - 1, heads * dim_v + 2 * heads_k * dim,
+        )  # fmt: skip
+    mamba = sizes(
+        "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"
+    )
+    first = sizes("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv")
+    if kinds["linear_attention"] and mamba:
+        heads, dim, state, groups, width = mamba
+        yield Recurrent(
+            "linear_attention", kinds["linear_attention"], heads * dim * state, heads,
+            width - 1, heads * dim + 2 * groups * state,
+        )  # fmt: skip
+    elif kinds["linear_attention"] and first:
+        expand, hidden, state, width = first
+        each = expand * hidden
+        yield Recurrent(
+            "linear_attention", kinds["linear_attention"], each * state, each * state,
+            width - 1, each,
         )  # fmt: skip
     conv = sizes("conv_L_cache", "hidden_size")
     if kinds["conv"] and conv:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ring_attn.cli import main as cli
 from ring_attn.cli import plan as command
@@ -124,6 +125,13 @@ def test_programs_are_checked_and_drawn(
     assert "128" in capsys.readouterr().err
 
 
+TINY = {
+    "num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 32, "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 8, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "shared_intermediate_size": 64,
+}  # fmt: skip
+
 MODEL = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 6,
     "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -160,6 +168,18 @@ def test_a_model_is_the_sum_of_its_layers(tmp_path: Path) -> None:
         ({"hidden_size": 4}, "no num_attention_heads"),
         (MODEL | {"layer_types": ["linear_attention"] * 6}, "linear_attention"),
         (MODEL | {"sliding_window": None}, "no sliding_window"),
+        (MODEL | {"layer_types": None, "mamba_d_state": 4}, "write layer_types"),
+        (
+            MODEL
+            | {
+                "layer_types": ["mamba"],
+                "mamba_expand": 2,
+                "mamba_d_state": 4,
+                "mamba_d_conv": 4,
+                "num_hidden_layers": 1,
+            },
+            "no layer with attention",
+        ),
     ],
 )
 def test_models_that_are_refused(
@@ -193,3 +213,22 @@ def test_a_hybrid_model_shows_what_its_recurrent_layers_send(tmp_path: Path, lay
     (found,) = report["recurrent"]
     assert found["layers"] == 6 and found["way"] == ("gather" if layout == "zigzag" else "scan")
     assert found["runs"] == (2 if layout == "zigzag" else 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attending"),
+    [("bamba", {"attn_layer_indices": [1, 5]}), ("jamba", {"attn_layer_period": 8}),
+     ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba", "attention"] * 2})],
+)  # fmt: skip
+def test_layers_of_mamba_have_the_sizes_of_a_model(
+    tmp_path: Path, kind: str, attending: dict[str, Any]
+) -> None:
+    path, config = tmp_path / "report.json", CONFIG_MAPPING[kind](**TINY, **attending)
+    assert plan_of_model(path, config.to_json_string(use_diff=False)) == 0
+    (found,) = json.loads(path.read_text())["recurrent"]
+    model = AutoModelForCausalLM.from_config(config)
+    layers = model(torch.zeros(1, 5, dtype=torch.int64)).past_key_values.layers
+    states = [layer for layer in layers if getattr(layer, "recurrent_states", None)]
+    assert found["layers"] == len(states) < len(layers)
+    assert found["state"] == states[0].recurrent_states[0].numel()
+    assert found["channels"] == states[0].conv_states[0].size(1)
