@@ -74,7 +74,11 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     "hugging_face": {"labels shifted after the cut": "labels", "own count": "denominator"},
     "compiled": {"not summed": "gradient sum"},
     "tensor_parallel": {"summed over tp": "gradient scale", "batch of the rank": "batch"},
-    "gathered": {"mask dropped": "mask", "local positions": "positions"},
+    "gathered": {
+        "mask dropped": "mask",
+        "local positions": "positions",
+        "local positions and not summed": {"positions", "gradient sum"},
+    },
     "packed": {
         "documents not kept apart": "mask",  # trl 6843
         "documents begin anew on each rank": "positions",  # prime-rl 2392
