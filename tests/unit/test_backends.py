@@ -104,7 +104,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, name: str) -> emulated_cuda.Torch
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 def test_every_mask(name: str, mask: Mask, operators: emulated_cuda.TorchOnCuda | None) -> None:
     """Sizes, scores and cuts in turn, in one step or many; `out` saved or rebuilt from delta."""
     kind = name.split(",")[0]

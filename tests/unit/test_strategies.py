@@ -111,7 +111,7 @@ def assert_ran(ran: AllRanks, calls: list[Call]) -> AllRanks:
 
 @pytest.mark.parametrize("layout", PAIRS, ids=str)
 @pytest.mark.parametrize(("name", "world_size"), GRID)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(9)
 def test_every_mask(name: str, world_size: int, layout: Any) -> None:
     strategy = STRATEGIES[name][1]
     if strategy.exchange_q and {"zigzag", "striped"} & {layout, layout[0]}:

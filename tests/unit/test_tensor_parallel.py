@@ -155,6 +155,7 @@ def positions_of(kind: Kind, size: int, config: TensorParallelConfig) -> list[in
 @pytest.mark.parametrize("order", get_args(Order))
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
+@pytest.mark.sweep(3)
 def test_a_rank_has_its_part(
     tp_size: int, kv_heads: int, kind: Kind, order: Order, tmp_path: Path
 ) -> None:
