@@ -134,6 +134,7 @@ class _SplitSequence(_Trainer):
         super().__init__(*args, **kwargs)
         _check_trainer(self)
         self._ring = _Ring.of(self)
+        _keep_gradients(self.model)
         # Every rank reads an iterable dataset: accelerate would deal its batches to all ranks.
         self.accelerator.dataloader_config.dispatch_batches = False
         # TRL sums its figures over all ranks; gather_for_metrics would drop ranks without their own
@@ -156,6 +157,7 @@ class _SplitSequence(_Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import FSDPModule
 
+        _keep_gradients(self.model)
         # An earlier evaluation sets a mark that would keep accelerate from wrapping with DDP.
         if self.model_wrapped is self.model and not self.is_fsdp_enabled:
             self.model._is_accelerate_prepared = False
@@ -424,6 +426,23 @@ def _terms(output: Any, targets: Tensor, smoothing: float) -> Tensor | None:
     parts = zip(logits.detach()[0].split(1024), targets[0].split(1024), strict=True)
     of = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
     return torch.cat([of(x.float(), y) for x, y in parts])
+
+
+def _keep_gradients(model: Any) -> None:
+    """Keeps bitsandbytes' 4-bit layers in a layout of which gradients can be computed.
+
+    On CPUs with AVX512-BF16 an evaluation turns their weights into a layout for inference, whose
+    products torch's autograd does not see: training would go on without most gradients.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{name} holds bitsandbytes' layout for inference on CPUs, which has no gradients: "
+                "the model was evaluated before this trainer was made; load it again"
+            )
 
 
 def _registration(model: Any) -> Registration:

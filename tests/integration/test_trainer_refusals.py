@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -175,3 +176,26 @@ def test_liger_does_not_go_with_losses_of_logits(tmp_path: Path, loss: dict[str,
         integration._check_trainer(trainer)
         with mock.patch.object(args, "use_liger_kernel", True), refused(NOT_BUILT, "use_liger"):
             integration._check_trainer(trainer)
+
+
+class FourBit(torch.nn.Linear):
+    """As bitsandbytes' Linear4bit on a CPU with AVX512-BF16."""
+
+    support_avx512bf16_for_cpu = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.support_avx512bf16_for_cpu and not self.training:
+            self.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_4_bit_weights_that_give_no_gradients_are_avoided_or_refused(evaluated: bool) -> None:
+    model = torch.nn.Sequential(FourBit(2, 2)).eval()
+    if evaluated:
+        model(torch.ones(2))
+        with refused(ValueError, "0 holds|no gradients|load it again"):
+            integration._keep_gradients(model)
+    for _ in range(2 - 2 * evaluated):
+        integration._keep_gradients(model)
+        model(torch.ones(2))

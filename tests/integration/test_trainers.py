@@ -36,15 +36,20 @@ from tests.hf_trainers import (
     EVEN_TEXTS,
     LOGGED,
     NUM_STEPS,
+    Of,
     Run,
     arguments,
     assert_same_run,
     make_trainer,
     padded,
     plainly,
+    round_to_4_bits,
     split_model,
     texts,
     trained,
+    usual,
+    with_adapters,
+    with_quantised_weights,
 )
 from tests.integration.commands import as_torchrun
 from tests.refusals import refused
@@ -53,16 +58,6 @@ from tests.refusals import refused
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainers")
-
-
-# Maps a trainer class to the class to train with; in one process, to the same class.
-Of = Callable[[Any], Any]
-
-
-def usual(model: Any, out: Path, of: Of, collate: str = "padded", **options: Any) -> Run:
-    """Trains with accumulation, clipping, evaluation before and after, and odd lengths."""
-    args = arguments(str(out), **options)
-    return trained(make_trainer(model, args, of(transformers.Trainer), collate))
 
 
 def in_documents(model: Any, out: Path, of: Of) -> Run:
@@ -89,20 +84,6 @@ def squared_and_right(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> 
 def with_own_loss_function(model: Any, out: Path, of: Of) -> Run:
     args, given = arguments(str(out)), {"compute_loss_func": squared_and_right}
     return trained(make_trainer(model, args, of(transformers.Trainer), "padded", **given))
-
-
-def with_adapters(model: Any, out: Path, of: Of) -> Run:
-    """Trains LoRA adapters, whose second factors begin at random instead of at zero."""
-    from peft import LoraConfig, get_peft_model
-
-    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
-    generator = torch.Generator().manual_seed(9)
-    for name, p in adapted.named_parameters():
-        if p.requires_grad:
-            p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
-        else:
-            assert "lora" not in name
-    return usual(adapted, out, of)
 
 
 def with_liger(model: Any, out: Path, of: Of) -> Run:
@@ -186,6 +167,7 @@ TRAININGS = {
     "smoothed, two ranks": Training(partial(usual, label_smoothing_factor=0.3)),
     "adapters": Training(with_adapters, slow=False),
     "adapters, three ranks": Training(with_adapters, 3),
+    "quantised": Training(with_quantised_weights, slow=False),
     "liger": Training(with_liger, slow=False),
     "liger, three ranks": Training(with_liger, 3),
     "groups": Training(in_groups, 4, where={"layout": "contiguous", "dp": 2}),
@@ -208,6 +190,8 @@ def in_one_process(name: str, out: Path) -> tuple[Run, Run]:
     """The training in one process: in float64 and in float32."""
     training = TRAININGS[name]
     model = yardstick(training.where.get("family", "llama"))
+    if training.run is with_quantised_weights:
+        round_to_4_bits(model)
     return plainly(lambda model, to: training.run(model, to, lambda one: one), out, model)
 
 
@@ -221,7 +205,7 @@ def in_one_process(name: str, out: Path) -> tuple[Run, Run]:
 )
 def test_training_as_in_one_process(ranks: Pools, out: Path, name: str) -> None:
     oracle, plain = in_one_process(name, out)
-    assert len(plain.logged["loss"]) == NUM_STEPS and len(plain.logged["eval_loss"]) == 2
+    assert len(plain.logged["loss"]) == NUM_STEPS and len(plain.logged["eval_loss"]) >= 2
     assert bool((plain.logged["grad_norm"] > 0.5).all())
     for got in ranks(TRAININGS[name].world_size).run(on_split, name, out / name):
         assert_same_run(got, oracle, plain)
