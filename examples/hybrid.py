@@ -15,7 +15,6 @@ fourth layer is softmax attention, and all else is as in train.py, which prints 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import ring_attn
-from common import Layer, Transformer, batches, start
+from common import Layer, Transformer, start
 from ring_attn import RecurrentParallel, SequenceLayout
 from ring_attn.models.recurrent import Place
 from ring_attn.recurrence import linear_attention
-from train import Trainer, judge
+from train import train
 
 HEADS, HEADDIM = 4, 16
 
@@ -119,19 +118,7 @@ def make_split(layout: SequenceLayout, device: torch.device) -> Hybrid:
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
     layout = SequenceLayout.zigzag(args.seqlen, dist.get_world_size())
-    split = Trainer(make_split(layout, device), layout)
-    twin = Trainer(Hybrid().to(device), SequenceLayout.contiguous(args.seqlen, 1))
-    data = batches(args.seqlen, device)
-    for step, batch in enumerate(islice(data, args.steps)):
-        ring_attn.set_step(step)
-        loss = split.step(batch)
-        if dist.get_rank() == 0:
-            of_twin = twin.step(batch)
-            print(
-                f"step {step:2}: loss {loss:.6f} on {layout.world_size} ranks, {of_twin:.6f} in "
-                f"one process, difference {abs(loss - of_twin):.1e}", flush=True,
-            )  # fmt: skip
-    return judge(split.model, layout, next(data), Hybrid)
+    return train(make_split(layout, device), layout, args.steps, Hybrid)
 
 
 if __name__ == "__main__":

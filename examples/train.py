@@ -82,10 +82,20 @@ class Trainer:
 def main(args: argparse.Namespace, device: torch.device) -> bool:
     # (1) Who holds which rows: with zigzag all ranks have the same work under a causal mask.
     layout = SequenceLayout.zigzag(args.seqlen, dist.get_world_size())
-    ring = Trainer(make_ring(layout, args.strategy).to(device), layout)
-    twin = Trainer(Transformer().to(device), SequenceLayout.contiguous(args.seqlen, 1))
-    data = batches(args.seqlen, device)
-    for step, batch in enumerate(islice(data, args.steps)):
+    return train(make_ring(layout, args.strategy).to(device), layout, args.steps)
+
+
+def train(
+    model: Transformer,
+    layout: SequenceLayout,
+    num_steps: int,
+    make_twin: Callable[[], Transformer] = Transformer,
+) -> bool:
+    device = next(model.parameters()).device
+    ring = Trainer(model, layout)
+    twin = Trainer(make_twin().to(device), SequenceLayout.contiguous(layout.seqlen, 1))
+    data = batches(layout.seqlen, device)
+    for step, batch in enumerate(islice(data, num_steps)):
         # (6) If a rank leaves out a step, all raise.
         ring_attn.set_step(step)
         loss = ring.step(batch)
@@ -95,14 +105,14 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
                 f"step {step:2}: loss {loss:.6f} on {layout.world_size} ranks, {of_twin:.6f} in "
                 f"one process, difference {abs(loss - of_twin):.1e}", flush=True,
             )  # fmt: skip
-    return judge(ring.model, layout, next(data))
+    return judge(model, layout, next(data), make_twin)
 
 
 def judge(
     model: Transformer,
     layout: SequenceLayout,
     batch: Batch,
-    make: Callable[[], Transformer] = Transformer,
+    make_twin: Callable[[], Transformer] = Transformer,
 ) -> bool:
     """Compares losses and gradients at the model's weights; prints the verdict on rank 0."""
     losses = ring_attn.unshard(backward(model, batch, layout), layout)
@@ -111,7 +121,7 @@ def judge(
         return True
     results = [named(losses.float(), model)]
     for dtype in (torch.float64, torch.float32):
-        twin = make().to(losses.device, dtype)
+        twin = make_twin().to(losses.device, dtype)
         twin.load_state_dict(model.state_dict())
         losses = backward(twin, batch, SequenceLayout.contiguous(layout.seqlen, 1))
         results.append(named(losses.to(dtype), twin))
