@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,15 @@ def test_in_the_end_a_call_holds_its_results(name: str, pooled: bool) -> None:
         memory.all()
         own = sum(arrays[name].nbytes for name in memory.own)
         assert memory.held == own + memory.held_by_pool * pooled
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_on_a_device_buffers_stay_between_calls(name: str) -> None:
+    world_size, strategy, order = CELLS[name]
+    call = calls(strategy, world_size, order)[0]
+    both = both_programs(call, backward=True)
+    on_device = replace(call, spec=replace(call.spec, device_type="cuda"))
+    assert count.peak_bytes(both, on_device) >= count.peak_of_programs(both, on_device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

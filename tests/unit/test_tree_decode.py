@@ -43,6 +43,7 @@ MASKS = {
     "window of several": Mask(3, 97, causal=True, window_size=(40, 0)),
     "window on both sides": Mask(5, 97, window_size=(40, 1)),
     "queries that see nothing": Mask(7, 4, causal=True),
+    "a window, and queries that see nothing": Mask(7, 4, causal=True, window_size=(2, 0)),
     "no keys": Mask(2, 0, causal=True),
 }
 
