@@ -53,7 +53,7 @@ class Outputs:
         if args.plot is not None and args.plot.suffix not in PICTURES:
             raise ValueError(f"--plot must end in one of {list(PICTURES)}, got {str(args.plot)!r}")
         if args.plot is not None and find_spec("matplotlib") is None:
-            raise ImportError("--plot needs matplotlib: pip install matplotlib")
+            raise ImportError("--plot needs matplotlib: pip install 'ring-attn[bench]'")
         earlier = None if args.compare is None else read_report(args.compare)
         return cls(args.json, args.plot, earlier, args.quiet)
 

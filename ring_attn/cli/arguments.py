@@ -132,8 +132,8 @@ def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, fl
             shown.update(task, completed=done, description=name)
             now = time.monotonic()
             if in_lines and now - told >= LINE_S:
-                told, left = now, (now - start) * (total - done) / done if done else math.nan
-                line = f"{done / total:.0%} after {now - start:.0f} s, {left:.0f} s left: {name}"
+                told, left = now, f"{(now - start) * (total / done - 1):.0f} s left" if done else ""
+                line = f"{done / total:.0%} after {now - start:.0f} s, {left or 'begins'}: {name}"
                 print(line, file=sys.stderr, flush=True)
             done += share
 

@@ -68,7 +68,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot is not None and args.plot.suffix not in PLOTS:
         raise ValueError(f"--plot {str(args.plot)!r} is neither .png nor .svg")
     if args.plot is not None and find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise ImportError("--plot needs matplotlib: pip install 'ring-attn[bench]'")
     layers = read_model(args)
     check_bounds(args)
     with num_threads(1):  # on a busy machine, threads of small operators wait for one another

@@ -86,7 +86,7 @@ def _layer_types(config: dict[str, Any], num: int) -> list[str]:
         except (ImportError, KeyError) as error:
             raise ValueError(
                 "--model has recurrent layers, and only transformers knows which they are: "
-                f"pip install transformers, or write layer_types into the file ({error})"
+                f"pip install 'ring-attn[hf]', or write layer_types into the file ({error})"
             ) from error
     every = _int(config, "full_attention_interval") or 1
     by_turn = ["linear_attention"] * (every - 1) + ["full_attention"]
@@ -140,7 +140,7 @@ def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurren
 def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(regular_file(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--model {path} is no config.json of a model: {error}") from error
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = config["text_config"]

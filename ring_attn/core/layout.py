@@ -39,7 +39,7 @@ MAX_SHOWN = 32
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a sequence is split over ranks: a value, made by one of five constructors.
+    """The split of a sequence over ranks: a value, made by one of five constructors.
 
     Example:
         >>> layout = SequenceLayout.zigzag(seqlen=8, world_size=2)

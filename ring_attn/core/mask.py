@@ -306,17 +306,17 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether this is exactly the causal mask (bottom-right aligned) of its lengths."""
+        """Says whether this is exactly the causal mask (bottom-right aligned) of its lengths."""
         return self == Mask(self.seqlen_q, self.seqlen_k, causal=True)
 
     @property
     def has_windows(self) -> bool:
-        """Whether a slice hides keys that are too far before a query."""
+        """Says whether a slice hides keys that are too far before a query."""
         return any(s.lo is not None for s in self.slices)
 
     @property
     def has_upper_bounds(self) -> bool:
-        """Whether a slice hides keys that are too far behind a query."""
+        """Says whether a slice hides keys that are too far behind a query."""
         return any(s.hi is not None for s in self.slices)
 
     @cached_property

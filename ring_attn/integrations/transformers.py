@@ -286,7 +286,7 @@ class Registration:
         return CacheStep(placed, placed)
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """Where the rows of a recurrent layer stand, by its keywords; None if all are here."""
+        """The places of a recurrent layer's rows, by its keywords; None if all are here."""
         try:
             group = groups.check_group(self.group)
             cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))

@@ -43,7 +43,7 @@ KNOWN_TYPES = LAYER_TYPES | RECURRENT_TYPES | ROWWISE_TYPES
 
 
 class Registered(Protocol):
-    """What `register` returns."""
+    """The value that `register` returns."""
 
     @property
     def group(self) -> Group: ...

@@ -51,7 +51,7 @@ HAS_FLA = find_spec("fla") is not None
 
 
 class Place(NamedTuple):
-    """Where the rows of a layer's call stand."""
+    """The places of the rows of a layer's call."""
 
     layout: SequenceLayout
     cu_seqlens: Tensor | None

@@ -59,7 +59,7 @@ NAMES: dict[str, Named] = {}
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a group of ranks shares one call, apart from the layout.
+    """The way in which a group of ranks shares one call, apart from the layout.
 
     Args:
         core: how keys and values reach the ranks: "ring", one shard a step; "all_gather", some

@@ -277,7 +277,7 @@ class Case:
 
     @property
     def packed(self) -> bool:
-        """Whether q, k, v are (rows, nheads, headdim)."""
+        """Says whether q, k, v are (rows, nheads, headdim)."""
         arguments = self.build_mask().arguments
         return self.batch is None and arguments is not None and arguments.cu_seqlens_q is not None
 

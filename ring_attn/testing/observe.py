@@ -124,8 +124,10 @@ Step = Callable[[], Any]
 def find(step: str) -> tuple[Path, str]:
     """The file and the function of "file.py:function"."""
     path, _, name = step.rpartition(":")
-    if not Path(path).is_file() or not name.isidentifier():
+    if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"step must be a function or 'file.py:function', got {step!r}")
+    if not Path(path).is_file():
+        raise ValueError(f"step {step!r}: there is no file {path}")
     return Path(path).resolve(), name
 
 

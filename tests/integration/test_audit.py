@@ -147,8 +147,8 @@ def test_steps_that_end_badly(kind: str, error: type[Exception], text: str) -> N
 @pytest.mark.parametrize(
     ("step", "sizes", "text"),
     [(lambda: None, 2, "top level"), (partial(odd, ""), (), "world_size"),
-     (partial(odd, ""), 1, "at least 2"), ("missing.py:step", 2, "missing.py:step"),
-     ("train.py", 2, "file.py:function")],
+     (partial(odd, ""), 1, "at least 2"), ("missing.py:step", 2, "there is no file missing.py"),
+     ("train.py", 2, "file.py:function"), ("README.md:step", 2, "file.py:function")],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
     with refused(ValueError, text):

@@ -56,7 +56,10 @@ def test_a_report_has_no_infinities_and_a_line_for_each_row(tmp_path: Path) -> N
     assert '{"x": [1, 2]}' in map(str.strip, text.splitlines())
 
 
-def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_is_shown_in_a_terminal_or_in_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arguments, "LINE_S", 0)
     for terminal, quiet in ((True, False), (True, True), (False, False)):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
         monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
@@ -64,6 +67,7 @@ def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
             begin("long ones", 2)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("long ones, time left" in shown) == (terminal and not quiet), shown
+    assert capsys.readouterr().err == "0% after 0 s, begins: long ones\n"
 
 
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,11 @@ def test_models_that_are_refused(
     assert text in capsys.readouterr().err
 
 
+def test_a_missing_config_is_named_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--seqlen", "16k", "--world-size", "8", "--model", "nope.json"]) == 2
+    assert "--model nope.json" in capsys.readouterr().err
+
+
 def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--seqlen", "16k", "--world-size", "8", "--cluster", "h100"]
     assert cli.main(words) == 0

@@ -40,7 +40,7 @@ DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class Substitution:
-    """What `substitute_hf_flash_attn` has put in place; as a context, undone at its end."""
+    """Changes by `substitute_hf_flash_attn`; as a context, undone at its end."""
 
     def __init__(self, group: Group, heads_k_stride: int) -> None:
         strategy = Strategy("all_gather", heads_per_chunk=heads_k_stride)
