@@ -3,9 +3,9 @@
     layouts x strategies x degrees      candidates, in a fixed order
       -> refused                        with the reason: heads, layout, memory, same_bits
       -> bounded                        by the compute of the busiest rank, then by the time of this
-                                        rank among peers for which it never waits
-      -> simulated                      forward, then backward on the cluster, `machines.time`,
-                                        unless the bound is longer than the best so far
+                                        rank among peers for which it never waits, first forward
+      -> simulated                      unless the bound is longer than the best so far: forward and
+                                        backward on the cluster, `machines.time`
       -> the best                       the first in order within 2.5 % of the fastest
 
 The result depends on the arguments alone. Calls choose through `ring_attn.planning.agreement`.
@@ -319,7 +319,7 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
 
     best, left = float("inf"), MAX_RANK_STEPS
 
-    def simulate_one(index: int, limit: float = float("inf")) -> None:
+    def simulate_one(index: int) -> None:
         nonlocal best, left
         candidate = replace(candidates[index], reason=None, ruled_out=False)
         steps = candidate.steps
@@ -328,7 +328,7 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
             candidates[index] = replace(candidate, reason=reason)
             return
         left -= steps * problem.world_size
-        candidates[index] = _predicted(problem, candidate, limit)
+        candidates[index] = _predicted(problem, candidate)
         best = min(best, candidates[index].seconds)
 
     # A rank that is walked by itself raises the bound of a candidate before all are.
@@ -338,9 +338,10 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
         at_least, index, is_last = heappop(queue)
         limit = float("inf") if effort == "all" else (1.0 + TIE) * best
         if at_least >= limit:
-            candidates[index] = _ruled_out(candidates[index])
+            reason = f"takes at least {format_seconds(at_least)}"
+            candidates[index] = replace(candidates[index], reason=reason, ruled_out=True)
         elif is_last:
-            simulate_one(index, limit)
+            simulate_one(index)
         else:
             candidates[index] = candidate = refined(problem, candidates[index], limit)
             if not candidate.refused:
@@ -368,31 +369,20 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
             )  # fmt: skip
 
 
-def _ruled_out(candidate: Candidate) -> Candidate:
-    reason = f"takes at least {format_seconds(candidate.at_least)}"
-    return replace(candidate, reason=reason, ruled_out=True)
-
-
-def _predicted(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
-    """Adds peak memory and prediction; refuses for lack of memory or of a program.
-
-    Simulates no backward if with its bound the forward reaches the limit.
-    """
+def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
+    """Adds peak memory and prediction; refuses for lack of memory or of a program."""
     candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
     calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
-    costs: list[DirectionCost] = []
-    for backward in problem.directions:
-        try:
-            programs = programs_of(calls, backward=backward)
-        except NotImplementedError as error:
-            return replace(candidate, reason=str(error), refused=True)
-        costs.append(DirectionCost.of(simulate(programs, calls[0], cluster)))
-        bounds = costs[0].seconds, candidate.bounds[1]
-        if len(costs) < len(problem.directions) and sum(bounds) >= limit:
-            return _ruled_out(replace(candidate, bounds=bounds))
-    return replace(candidate, prediction=Prediction(costs[0], costs[1] if costs[1:] else None))
+    try:
+        forward, *backward = [
+            DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
+            for backward in problem.directions
+        ]
+    except NotImplementedError as error:
+        return replace(candidate, reason=str(error), refused=True)
+    return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
 
 
 # -- defaults

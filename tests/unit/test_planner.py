@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,8 +18,11 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.program import Program
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster
+from ring_attn.machines.time import simulate
+from ring_attn.machines.timeline import Simulation
 from ring_attn.planning import bounds, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
@@ -174,6 +179,23 @@ def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
             assert candidate.at_least <= candidate.seconds * (1 + 1e-9)
             other = found(quick, candidate.label)
             assert other.refused or other.at_least <= candidate.seconds * (1 + 1e-9)
+
+
+def test_what_cannot_win_after_a_rank_s_forward_has_no_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    walked: Counter[tuple[str, bool]] = Counter()
+
+    def counted(by: str, programs: Sequence[Program], *args: Any) -> Simulation:
+        walked[by, programs[0].backward] += len(programs)
+        return simulate(programs, *args)
+
+    for module in (bounds, planner):
+        monkeypatch.setattr(module, "simulate", partial(counted, module.__name__.split(".")[-1]))
+    given = {"world_size": 16, "layout": "contiguous", "cluster": builtin_cluster("H100")}
+    choice = plan(**given, nheads_kv=4, effort="best")
+    assert walked["bounds", True] < walked["bounds", False] < len(choice.candidates)
+    assert walked["planner", True] == walked["planner", False] <= 3 * 16
 
 
 def test_every_name_is_simulated_where_it_is_asked_for() -> None:
