@@ -45,10 +45,7 @@ FOLD = 14
 
 
 def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
-    """The ranks that stand for all: the first and the last node, and those of some `members`.
-
-    Of a node, RUN ranks at most.
-    """
+    """The ranks that stand for all: RUN or fewer of the first, the last and the members' nodes."""
     length = min(node_size, RUN)
     starts = sorted({rank // length * length for rank in (0, world_size - 1, *members)})
     return [r for start in starts for r in range(start, min(start + length, world_size))]

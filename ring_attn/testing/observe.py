@@ -118,9 +118,6 @@ class Outcome:
         return [forward for forward in self.forwards if forward.training]
 
 
-Step = Callable[[], Any]
-
-
 def find(step: str) -> tuple[Path, str]:
     """The file and the function of "file.py:function"."""
     path, _, name = step.rpartition(":")
@@ -131,11 +128,10 @@ def find(step: str) -> tuple[Path, str]:
     return Path(path).resolve(), name
 
 
-def load(step: bytes | str) -> Step:
+def load(step: bytes | str) -> Callable[[], Any]:
     """The step of a pickle, or of "file.py:function"."""
     if isinstance(step, bytes):
-        loaded: Step = pickle.loads(step)
-        return loaded
+        return pickle.loads(step)
     path, name = find(step)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "the path is that of a file"
@@ -143,7 +139,7 @@ def load(step: bytes | str) -> Step:
     sys.path.insert(0, str(path.parent))
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found: Step | None = getattr(module, name, None)
+    found: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{path} has no function {name!r}")
     return found
@@ -204,7 +200,7 @@ class _Watch(TorchFunctionMode):
         self.begun = False  # whether the outermost module that runs has its forward noted
         self.quiet = False  # during a backward, whose recomputation is changed, but not noted
 
-    def run(self, step: Step) -> Outcome:
+    def run(self, step: Callable[[], Any]) -> Outcome:
         original, clip = nn.Module.__call__, nn.utils.clip_grad_norm_
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

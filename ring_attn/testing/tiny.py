@@ -20,6 +20,11 @@ MAX_SIZES = {
 def shrunk(config: Any) -> Any:
     """A config of 2 layers with few heads; the vocabulary, masks and kinds of layers stay."""
     given = config.to_dict()
+    if "num_attention_heads" not in given:
+        raise ValueError(
+            f"--tiny does not shrink a {type(config).__name__}, whose sizes are in configs of its "
+            "parts: make the model small in the step"
+        )
     heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
     groups = heads // (given.get("num_key_value_heads") or heads)
     small = {name: min(most, given[name]) for name, most in MAX_SIZES.items() if given.get(name)}

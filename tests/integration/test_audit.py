@@ -16,6 +16,7 @@ from torch import nn
 
 import ring_attn
 from ring_attn.cli import main as cli
+from ring_attn.testing.tiny import shrunk
 from tests import audit_steps
 from tests.refusals import refused
 
@@ -96,6 +97,11 @@ def test_a_large_model_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["audit", f"{tmp_path / 'train.py'}:step", "--tiny", "--world-size", "2"]
     assert cli.main(words) == 1
     assert "they are not summed" in capsys.readouterr().out
+
+
+def test_a_model_of_several_parts_is_not_shrunk() -> None:
+    with refused(ValueError, "LlavaConfig|make the model small"):
+        shrunk(transformers.LlavaConfig())
 
 
 @pytest.mark.slow

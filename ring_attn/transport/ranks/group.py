@@ -71,8 +71,7 @@ NOTICE_S = 3 * PERIOD_S
 # Seconds that a process's exit waits for the device, to compare the last calls.
 LOOK_BACK_S = 1.0
 
-# Seconds that the note of a failure may take, before a call ends without it: a rank that is cut off
-# from all others is cut off from the store too.
+# Seconds that the note of a failure may take: a rank cut off from all others has no store either.
 NOTE_S = 4.0
 
 # After a lost connection, a rank waits this many seconds for a note that says why.
@@ -333,8 +332,7 @@ class RankGroup:
         After the whole timeout, names the rank for which the peer waits, itself or through others:
         at once, since gloo then closes all connections, and peers look for this rank's note.
         """
-        board = self._board
-        if board is None:
+        if (board := self._board) is None:
             return None
         why = lambda: self._in_time(lambda: board.why(self._calls, peer), NOTE_S)  # noqa: E731
         known, ranks = why() if timed_out else poll(why, REASON_S), None
