@@ -241,7 +241,7 @@ def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @on_ranks(WORLD_SIZE)
 def test_values_and_moments(strategy: str) -> None:
     """Differences that change no size, and one that makes a message longer than its buffer."""

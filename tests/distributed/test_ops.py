@@ -201,7 +201,9 @@ def test_opcheck() -> None:
             assert set(checks.values()) == {"SUCCESS"}, (name, options)
 
 
-@pytest.mark.parametrize("backend", ["aten", "reference", "auto", "triton"])
+@pytest.mark.parametrize(
+    "backend", ["aten", "reference", "auto", pytest.param("triton", marks=pytest.mark.slow)]
+)
 @on_ranks(2)
 def test_autocast_changes_nothing(backend: str) -> None:
     """The operators compute in the dtypes of their inputs; a fused attention of torch does, too."""

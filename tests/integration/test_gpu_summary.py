@@ -32,6 +32,9 @@ def test_long(case):
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The three files, made by pytest and by the two commands."""

@@ -9,7 +9,8 @@ from tests.kernels.test_aot import run_compiling
 QUICK = "one_rank and ulysses"
 
 
-@pytest.mark.parametrize("chosen", [QUICK, pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [QUICK, f"not ({QUICK})"])
 def test_on_an_h100_no_test_is_refused(chosen: str) -> None:
     plugin = ("-p", "tests.kernels.fake_h100", "-p", "no:cacheprovider")
     run_compiling(
