@@ -21,7 +21,7 @@ def test_requests_and_keys_are_constant(world_size: int) -> None:
 
 @pytest.mark.parametrize("missing", [(0,), (3, 64)], ids=str)
 def test_one_rank_names_the_missing_ones_for_all(missing: tuple[int, ...]) -> None:
-    ended = simulate(65, 2.0, missing)
-    assert all(f"global ranks {[*missing]} did not come within 2 s" in one.why for one in ended)
+    ended = simulate(65, 5.0, missing)  # on a busy machine ranks that are here may be late too
+    assert all(f"global ranks {[*missing]} did not come within 5 s" in one.why for one in ended)
     assert max(one.requests for one in ended) <= MAX_REQUESTS
     assert max(one.longest for one in ended) <= LONGEST_KEY
