@@ -195,6 +195,12 @@ def test_results_of_another_form_raise() -> None:
     assert check("out", x.float() + 1e-30, x, x.float()).ratio == math.inf
 
 
+def test_what_is_subnormal_may_become_zero() -> None:
+    x = torch.full((2,), 1e-42, dtype=torch.float64)
+    assert check("dq", torch.zeros(2), x, x.float(), x).ok
+    assert not check("dq", torch.zeros(2), 1e5 * x, 1e5 * x.float(), x).ok
+
+
 # -- inputs, cases, all ranks
 
 
