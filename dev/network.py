@@ -36,7 +36,7 @@ from tests.distributed.pool import STOP, Pool, forkserver
 
 RANKS = 4
 DEVICE, MTU = "ring0", 65000
-# Of linux/sched.h and linux/if_tun.h: a user's and a network's namespace; packets without a header.
+# Numbers of linux/sched.h and linux/if_tun.h: namespaces of a user and of a network; packets alone.
 NEW_NAMESPACES = 0x10000000 | 0x40000000
 TUN_SET, TUN_OPTIONS = 0x400454CA, 0x1001
 
@@ -47,7 +47,7 @@ NEAR = 1.25
 
 
 class Network(NamedTuple):
-    """What lies between any two ranks.
+    """The network between any two ranks.
 
     Attributes:
         delay: seconds that a packet travels.
@@ -129,7 +129,7 @@ class Relay:
         self.random, self.numbers = Random(0), count()
         self.queues = [[deque[bytes]() for _ in range(RANKS)] for _ in range(RANKS)]
         self.turn, self.sends, self.free_in = [0] * RANKS, [False] * RANKS, [0.0] * RANKS
-        # What is done at a time, in the order of times.
+        # Calls to make, with their times, in the order of these.
         self.events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:

@@ -73,7 +73,6 @@ def decayed_sum(x: Inputs, place: dict[str, Any]) -> Result:
 
 
 def convolved(x: Inputs, place: dict[str, Any]) -> Result:
-    place.pop("output_final_state", None)
     return causal_conv(partial(conv, weight=x["weight"]), x["q"].flatten(2), WIDTH, **place), None
 
 
@@ -129,7 +128,7 @@ def compare(kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int)
         out, _ = layer(leaves)
         found = out, *torch.autograd.grad(out, [leaves[name] for name in names], dout)
         with torch.no_grad():
-            _, end = layer(given, output_final_state=not shared)
+            _, end = layer(given, **({} if shared else {"output_final_state": True}))
         return dict(zip(("out", *names), found, strict=True)) | ({} if shared else {"end": end})
 
     def of_whole(dtype: torch.dtype) -> Inputs:

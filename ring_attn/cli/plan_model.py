@@ -83,15 +83,18 @@ def _layer_types(config: dict[str, Any], num: int) -> list[str]:
 
             of_layers = {name: value for name, value in config.items() if "_layer" in name}
             types = CONFIG_MAPPING[str(config.get("model_type"))](**of_layers).layer_types
-        except (ImportError, KeyError) as error:
+        except Exception as error:  # transformers checks the user's values in ways of its own
             raise ValueError(
                 "--model has recurrent layers, and only transformers knows which they are: "
                 f"pip install 'ring-attn[hf]', or write layer_types into the file ({error})"
             ) from error
     every = _int(config, "full_attention_interval") or 1
     by_turn = ["linear_attention"] * (every - 1) + ["full_attention"]
+    types = types or [by_turn[i % every] for i in range(num)]
+    if len(types) != num:
+        raise ValueError(f"--model has types of {len(types)} layers, and {num} layers")
     words = {"attention": "full_attention", "mamba": "linear_attention"}
-    return [words.get(x, x) for x in types or [by_turn[i % every] for i in range(num)]]
+    return [words.get(x, x) for x in types]
 
 
 def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurrent]:
@@ -115,22 +118,14 @@ def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurren
             "linear_attention", kinds["linear_attention"], heads * dim * dim_v, heads * dim * dim,
             width - 1, heads * dim_v + 2 * heads_k * dim,
         )  # fmt: skip
-    mamba = sizes(
-        "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"
-    )
-    first = sizes("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv")
+    mamba = sizes("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv")
     if kinds["linear_attention"] and mamba:
-        heads, dim, state, groups, width = mamba
+        expand, hidden, state, width = mamba
+        inner, groups = expand * hidden, _int(config, "mamba_n_groups") or 0
+        # Mamba 2 has one decay for each head, Mamba 1 one for each number of the state.
         yield Recurrent(
-            "linear_attention", kinds["linear_attention"], heads * dim * state, heads,
-            width - 1, heads * dim + 2 * groups * state,
-        )  # fmt: skip
-    elif kinds["linear_attention"] and first:
-        expand, hidden, state, width = first
-        each = expand * hidden
-        yield Recurrent(
-            "linear_attention", kinds["linear_attention"], each * state, each * state,
-            width - 1, each,
+            "linear_attention", kinds["linear_attention"], inner * state,
+            _int(config, "mamba_n_heads") or inner * state, width - 1, inner + 2 * groups * state,
         )  # fmt: skip
     conv = sizes("conv_L_cache", "hidden_size")
     if kinds["conv"] and conv:

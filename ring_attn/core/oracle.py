@@ -185,7 +185,8 @@ def check(
     unit in its last place (ulp), so the worst case of the rule is one ulp; the floor takes that
     worst case, which is never 0 by luck. The second part is the same ulp of the accumulation dtype
     at the size of `terms`: where large terms cancel, no algorithm that sums them in float32 can do
-    better. (The gradient of a row that sees one key is 0, and plain PyTorch may get it exactly.)
+    better; and its smallest normal number, below which GPUs round to 0. (The gradient of a row that
+    sees one key is 0, and plain PyTorch may get it exactly.)
 
     Args:
         name: name of the result, for the verdict.
@@ -219,7 +220,7 @@ def check(
     if terms is not None:
         accum = accum_dtype(plain.dtype)
         bound += _rounding_floor(terms.detach(), accum)
-        # What is subnormal may lose all its bits, and GPUs make it 0.
+        # Subnormal numbers may lose all their bits, and GPUs make them 0.
         bound += torch.finfo(accum).smallest_normal
         exact = terms.detach() == 0.0
     error = _largest(errors)

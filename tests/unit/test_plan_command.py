@@ -169,6 +169,7 @@ def test_a_model_is_the_sum_of_its_layers(tmp_path: Path) -> None:
         (MODEL | {"layer_types": ["linear_attention"] * 6}, "linear_attention"),
         (MODEL | {"sliding_window": None}, "no sliding_window"),
         (MODEL | {"layer_types": None, "mamba_d_state": 4}, "write layer_types"),
+        (MODEL | {"num_hidden_layers": 5}, "types of 6 layers"),
         (
             MODEL
             | {

@@ -329,7 +329,7 @@ def test_some_ranks_stand_for_all(causal: bool, world_size: int) -> None:
 
 
 def test_ranks_that_differ_are_all_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more than MAX_EXACT, the busiest one is: here between the first and the last node."""
+    """The busiest rank is, of more than MAX_EXACT: here between the first and the last node."""
     cuts = [0, 30_000, 70_000, 24 * 4096]
     for options in ({"cu_seqlens": cuts}, {"layout": "balanced"}, {"window_size": (4096, 0)}):
         given = {"seqlen": 24 * 4096, "world_size": 24, "layout": "contiguous", **options}
