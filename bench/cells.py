@@ -266,7 +266,7 @@ def table_of(what: Any) -> tuple[int, int, int, bool]:
 
 
 def title(what: Any, *, cell: bool = True) -> str:
-    """The name of a cell, a row or problem, or that of its table."""
+    """The name of a cell, a row or problem, or of its table."""
     heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
     mask = "causal" if what.causal else "full"
     return f"{heads}, {mask}" + (f", {what.batch} x {format_size(what.seqlen)}" if cell else "")

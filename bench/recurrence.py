@@ -47,7 +47,7 @@ class RecurrenceSetting:
 
 @dataclass(frozen=True)
 class RecurrenceRow:
-    """Times of the slowest rank; `ratio` is that of the median to the layer's own in this run."""
+    """Times of the slowest rank; `ratio` is the median over the layer's own in this run."""
 
     kind: str
     layout: str

@@ -316,7 +316,7 @@ def _measured(shape: Shape, strategies: Sequence[Strategy], iters: int | None) -
 
 
 def interleaved(calls: Sequence[Callable[[], None]], iters: int | None) -> list[list[float]]:
-    """The slowest rank's milliseconds, by call and repetition; calls run in turn; collective.
+    """The slowest rank's milliseconds, by call and repetition; calls alternate; collective.
 
     `iters` None repeats for SECONDS.
     """

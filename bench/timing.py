@@ -5,7 +5,7 @@ a call, the L2 cache is overwritten, and a kernel spins for longer than the host
 enqueue the same call. So the time is the device's, unless the host needs tens of milliseconds and
 the device less. On a CPU the time is the host's.
 
-Compared calls run in turn within every repetition, so that clock drift affects all of them alike;
+Compared calls alternate within every repetition, so that clock drift affects all of them alike;
 p20, median and p80 are over the repetitions.
 """
 
@@ -145,7 +145,7 @@ def time_in_turn(
     seconds: float = float("inf"),
     failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[Timing]]:
-    """Times all calls in turn within every repetition.
+    """Times all calls alternately within every repetition.
 
     `iters` repetitions follow the warm-up; after `seconds` none starts, except the first
     LEAST_ITERS. `failed` is called with the name and the error of a call that raises, which then

@@ -34,7 +34,7 @@ from ring_attn.kernels.step_table import StepTable, make_step_table, transposed
 from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-# Head dims of q and k; after a slash that of v, if it differs.
+# Head dims of q and k; after a slash v's, if it differs.
 HEAD_DIMS = ("64", "128", "192/128", "256")
 # Not a multiple of 16, hence not in the default: dq with a mask spills 16 to 24 bytes on sm_86 and
 # sm_100, decoding 8 on sm_86.

@@ -29,10 +29,10 @@ class Loop:
     """A loop of machine code.
 
     Attributes:
-        spills: loads and stores of spilled registers in a pass, without those of inner loops.
+        spills: loads and stores of spilled registers in a pass, inner loops left out.
         products: whether the loop, without inner loops, has products of the tensor cores.
         around: whether an inner loop has them.
-        exponentials: without those of inner loops.
+        exponentials: inner loops left out.
         exposed: how many of the exponentials do not overlap with a Hopper product.
     """
 

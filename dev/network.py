@@ -122,7 +122,7 @@ def address(rank: int) -> str:
 
 
 class Relay:
-    """Carries packets; a rank's port serves the receivers in turn: none waits for another."""
+    """Carries packets; a rank's port serves the receivers round-robin: none waits for another."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         self.ends, self.network = ends, Network()

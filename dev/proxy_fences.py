@@ -59,7 +59,7 @@ class Pending(NamedTuple):
         )
 
     def after(self, ins: Statement, results: frozenset[str]) -> Pending:
-        """The facts behind an instruction; `results` are all registers that products write."""
+        """The facts after an instruction; `results` are all registers that products write."""
         if COPY.match(ins.opcode):
             # A guarded narrow copy is of a vector such as lse, which no product reads.
             vector = bool(ins.guard) and not WIDE.search(ins.operands)
@@ -93,7 +93,7 @@ class Pending(NamedTuple):
 def missing_fences(ptx: str) -> tuple[str, ...]:
     """Messages about products that some path, loops included, reaches without a fence.
 
-    A path is that of one warp within a task. So stores for another warp's product go unseen, and
+    A path is one warp's within a task. So stores for another warp's product go unseen, and
     tiles that are stored between the same barriers as values for other threads.
     """
     code = parse(ptx)

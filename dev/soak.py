@@ -1,7 +1,7 @@
 """Thousands of calls of every kind in groups that come and go: nothing grows, nothing slows down.
 
 Every fifth group ends by an error, of a last call in which the ranks differ. Results are compared
-bit for bit with those of the first call of their kind.
+bit for bit with the first call's of their kind.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def same_loss(model: Any, data: list[dict[str, torch.Tensor]], loss: float) -> bool:
-    """Whether a mean loss is that of the model's weights in one process."""
+    """Whether a mean loss equals the model's in one process."""
     twin = make_model("sdpa").to(model.device).eval()
     twin.load_state_dict(model.state_dict())
     with torch.no_grad():

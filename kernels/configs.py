@@ -14,7 +14,7 @@ ring's sums are those of a single pass. The kinds are
     gluon_bwd                              dq, dk and dv, where `tuned.takes_gluon`
     decode                                 out and lse of a few queries
 
-A kind without a config takes that of the first kind in its line. Steps without a mask or a ragged
+A kind without a config takes the first kind's in its line. Steps without a mask or a ragged
 end ("whole") need fewer registers, softcap's tanh needs more.
 
 The configs are chosen by their registers, shared memory and spills, which `make aot` reports

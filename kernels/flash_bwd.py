@@ -11,7 +11,7 @@ With the global lse, probabilities need no renormalisation, whichever keys a ste
 
 Two kernels do 7 matrix products, one kernel with atomics would do 5; in exchange no sum depends on
 timing. dq, dk, dv are float32, loaded at a program's start and stored at its end. So a ring's sums
-are those of a single pass, bit for bit, if its steps come in the folding order. dq and dk lack
+equal a single pass's, bit for bit, if its steps come in the folding order. dq and dk lack
 softmax_scale, which the caller applies once at the end: it would cost ds bits in 16-bit form.
 
 dk/dv computes the transposed scores k q^T directly. A register result of tl.dot is never

@@ -32,7 +32,7 @@ start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # Named tuples, which triton passes like other tuples, and not its aggregates: a field of an
 # aggregate has one type, but triton turns an argument that is 1 or None into a constant.
 class BufferRing(NamedTuple):
-    """Buffers in shared memory that one side fills and the other frees, in turn."""
+    """Buffers in shared memory that one side fills and the other frees, alternately."""
 
     buffers: Any  # (stages, *block)
     full: Any  # a barrier for each buffer, which completes when the buffer has been filled
@@ -82,7 +82,7 @@ def clear_outside(buffer, start, run):
     """Zeroes the rows of a block (1, BLOCK_N, 1, HEAD_DIM_V) that are outside the run.
 
     Copies leave the block in shared memory in swizzled pieces of 8 rows x 64 dims: first all pieces
-    of the first 64 dims, then those of the next.
+    of the first 64 dims, then of the next.
     """
     BLOCK_N: gl.constexpr = buffer.shape[1]
     PIECES: gl.constexpr = BLOCK_N * buffer.shape[3] // (8 * 64)

@@ -1,6 +1,6 @@
 """Forward for sm_90 in Gluon: some warps load while others compute, with explicit waits.
 
-Table, state and folding order are those of `flash_fwd`, where triton's own pipeline waits for each
+Table, state and folding order are `flash_fwd`'s, where triton's own pipeline waits for each
 product before the softmax. A program is one warp that loads and BLOCK_M / 64 warpgroups that
 compute, with 64 rows of q each:
 
@@ -37,7 +37,7 @@ Rows beyond the tensor are copied as zeros. Rows outside a run but within the te
 another document and may be NaN; their weights are 0, but 0 * NaN is NaN. So if a run begins or ends
 within a block, the producer itself waits for V and zeroes the other rows.
 
-Each block's arithmetic is that of `online_softmax_update`. Shah et al., arXiv 2407.08608.
+Each block's arithmetic is `online_softmax_update`'s. Shah et al., arXiv 2407.08608.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ def _fold_blocks(
     FLAGS: gl.constexpr,
     MASK: gl.constexpr,
 ):
-    """Folds the blocks last - 1 - i for i in [begin, end), one product with V behind.
+    """Folds the blocks last - 1 - i for i in [begin, end), with V one product later.
 
     At the start acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the
-    previous block, with its V, which is in buffer `v_stage`; at the end, that of the last block.
+    previous block, with its V, which is in buffer `v_stage`; at the end, the last block's.
     """
     acc, p, m_i, l_i, v_stage, use, turn = state
     q, shared, rows, scales = folding

@@ -10,7 +10,7 @@ Each level merges the lower half of the states with the upper half; an odd state
 A program handles one query of one head and walks the tree from left to right, so that it holds one
 state per level. A missing state counts as empty; merging an empty state changes no value.
 
-Every operation equals that of `merge_tree`, with the same rounding, except exp and log, whose last
+Every operation equals `merge_tree`'s, with the same rounding, except exp and log, whose last
 bits differ on a GPU. So m stays in base e, as in the inputs; other kernels use base 2.
 """
 

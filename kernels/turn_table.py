@@ -1,6 +1,6 @@
 """Tables of a launch in which programs add to the same rows of dq, one after the other.
 
-Rectangles are those of `step_table`, with kv rows and q columns. Blocks of rows are on a grid that
+Rectangles are `step_table`'s, with kv rows and q columns. Blocks of rows are on a grid that
 begins at row 0, and a rectangle has a run in each block that it touches:
 
     runs    (num_runs, 8)   col_start, col_stop, lo, hi, row_start, row_stop, first_piece, 0

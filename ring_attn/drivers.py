@@ -103,7 +103,7 @@ def decode(
     """`out` and `lse` of all queries over the whole cache, with the same bits on every rank.
 
     The queries and the sinks are the same on every rank; k and v are this rank's rows of the
-    cache, and may have none. `tiles` are those of all queries x these rows; or there are
+    cache, and may have none. `tiles` are all queries x these rows; or there are
     `sequences` with `tables`, their lengths and perhaps their pages.
     """
     shape = (q.size(1), *k.shape[:2])

@@ -71,7 +71,7 @@ def _prepare(
 ) -> tuple[Call, Agreement]:
     """The call with its tensors, and the values that must be equal on all ranks.
 
-    `shapes` are those of q, k and v.
+    `shapes`: of q, k and v.
     """
     documents: Documents = None, None
     given_mask = None
@@ -114,7 +114,7 @@ torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Attention of this rank's queries to all keys; `fields` are those of `Arguments`.
+    """Attention of this rank's queries to all keys; `fields` as in `Arguments`.
 
     Returns `out` (batch, rows, nheads, headdim_v); `lse` (batch, nheads, rows); `max_logits`
     (nheads,), empty unless requested; and `saved`, empty unless the call is differentiated.
@@ -254,7 +254,7 @@ def _attention_backward(
     """dq, dk, dv, and this rank's share of dsinks, which is empty without sinks.
 
     `saved` are the inputs and results that the strategy keeps, then `saved` of the forward;
-    `fields` are those of `Arguments`.
+    `fields` as in `Arguments`.
     """
     arguments = Arguments(*fields)
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes

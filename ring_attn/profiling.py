@@ -69,7 +69,7 @@ class Figures:
         merges: tiles whose result was folded into the state or added to the gradients. With
             `same_bits`, dq counts once, and dk and dv together once.
         start_bytes: bytes that torch had allocated on the GPU when the call began; None on CPU,
-            where `profiling.peak_bytes` counts those of a call.
+            where `profiling.peak_bytes` counts a call's.
         peak_bytes: most bytes that torch had allocated during the call, or None.
         device_bytes: memory of the GPU, or None.
     """

@@ -71,7 +71,7 @@ _PORTABLE = Rates(
     f"estimate: as FlexAttention in MagiAttention's kernel benchmark, {_UNTRIED}",
 )  # fmt: skip
 # Our Gluon kernels, estimated at 16k rows: forward 590 TFLOP/s, causal 540; backward 450 to 500,
-# of which we take the middle. The extra columns of the backward are those of the portable kernel.
+# of which we take the middle. The extra columns of the backward are the portable kernel's.
 _GLUON = Rates(
     Rate(598e12, 8e-6, 220.0, 660.0), Rate(503e12, 8e-6, 980.0, 360.0),
     f"estimate: by their instructions, {_UNTRIED}",
@@ -107,16 +107,16 @@ RATES: dict[str, dict[str, Rates]] = {
         "flash_attn": _FA2_A100.scaled(
             1.0, _FA2_SURE, f"{_FA2_A100.source}; deterministic as on an H100 (estimate)"
         ),
-        "aten": _FA2_A100._replace(source="estimate: that of FlashAttention 2, which torch has"),
+        "aten": _FA2_A100._replace(source="estimate: FlashAttention 2's, which torch has"),
     },
     "sm_90": {
         "triton": _GLUON,
         PORTABLE: _PORTABLE,
         "flash_attn_3": FA3.scaled(1.0, _FA3_SURE, f"{_MAGI}; pull request 1893"),
-        "flash_attn_4": FA3.scaled(1.0, _FA3_SURE, "estimate: that of FlashAttention 3"),
+        "flash_attn_4": FA3.scaled(1.0, _FA3_SURE, "estimate: FlashAttention 3's"),
         "cudnn": _CUDNN,
         "flash_attn": _FA2.scaled(1.0, _FA2_SURE, f"{_MAGI}; pull request 1893"),
-        "aten": _FA2._replace(source="estimate: that of FlashAttention 2, which torch has"),
+        "aten": _FA2._replace(source="estimate: FlashAttention 2's, which torch has"),
     },
     "sm_100": {
         "triton": _PORTABLE.scaled(

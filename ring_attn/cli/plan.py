@@ -93,7 +93,7 @@ def run_plan(args: argparse.Namespace) -> int:
         table_console().print(too_many or report.steps_table(choice, rows))
     walked = len(walked_calls(choice.problem, choice.best))
     if walked < args.world_size:
-        print(f"times are those of {walked} ranks, which stand for all {args.world_size}")
+        print(f"times are of {walked} ranks, which stand for all {args.world_size}")
     print("\n".join([choice.reason, *whole]))
     ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:

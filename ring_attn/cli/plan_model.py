@@ -98,7 +98,7 @@ def _layer_types(config: dict[str, Any], num: int) -> list[str]:
 
 
 def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurrent]:
-    """The layers whose sizes are those of Qwen3-Next's, Mamba's (1 and 2) and LFM2's."""
+    """The layers sized as Qwen3-Next's, Mamba's (1 and 2) and LFM2's."""
 
     def sizes(*names: str) -> list[int] | None:
         found = [_int(config, name) for name in names]

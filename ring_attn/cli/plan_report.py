@@ -37,11 +37,11 @@ ABSENT, FULL, CUT = 0, 1, 2
 
 @dataclass(frozen=True)
 class StepRow:
-    """Figures of a step of the best strategy; seconds are those of the slowest rank.
+    """Figures of a step of the best strategy; seconds are the slowest rank's.
 
     `full`, `cut` and `absent` count ranks: without a mask, with rows that the mask cuts, without
     compute. Areas are the least and most visible pairs of a rank; `bytes_sent` is the most that a
-    rank sends. `transfer_s` is the time of the exchanges that the step posts, `wait_s` that of its
+    rank sends. `transfer_s` is the time of the exchanges that the step posts, `wait_s` of its
     waits.
     """
 

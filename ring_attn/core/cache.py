@@ -4,7 +4,7 @@ A cache has room for sequences of any lengths, which a tensor tells. A rank's ro
 follow from one rule: row j has position start + j // run * period + j % run. Of 10 positions, two
 ranks hold
 
-    pages of 2, dealt in turn      0 1 | 4 5 | 8 9      2 3 | 6 7          run 2, period 4
+    pages of 2, round-robin        0 1 | 4 5 | 8 9      2 3 | 6 7          run 2, period 4
     layout striped(10, 2)          0 2 4 6 8            1 3 5 7 9          run 1, period 2
     layout contiguous(10, 2)       0 1 2 3 4            5 6 7 8 9          run 5, period 10
 

@@ -349,13 +349,13 @@ class SequenceLayout:
                     f"{name} must have {rows} rows in dim {dim} for {self}, got {tuple(x.shape)}"
                 )
             if x.dtype != first.dtype:
-                raise TypeError(f"{name} must be {first.dtype} as that of rank 0, got {x.dtype}")
+                raise TypeError(f"{name} must be {first.dtype} as on rank 0, got {x.dtype}")
             if (x.device, x.narrow(dim, 0, 0).shape) != (
                 first.device,
                 first.narrow(dim, 0, 0).shape,
             ):
                 raise ValueError(
-                    f"{name} must be like that of rank 0, {tuple(first.shape)} on {first.device}, "
+                    f"{name} must be as on rank 0, {tuple(first.shape)} on {first.device}, "
                     f"but for its rows; got {tuple(x.shape)} on {x.device}"
                 )
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))

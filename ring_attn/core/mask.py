@@ -316,7 +316,7 @@ class Mask:
 
     @property
     def has_upper_bounds(self) -> bool:
-        """Says whether a slice hides keys that are too far behind a query."""
+        """Says whether a slice hides keys that are too far before a query."""
         return any(s.hi is not None for s in self.slices)
 
     @cached_property

@@ -276,7 +276,7 @@ class Delta(NamedTuple):
 
 
 class Differentiate(NamedTuple):
-    """Adds the gradients of tiles: all, only that of q, or only those of k and v.
+    """Adds the gradients of tiles: all, only q's, or only k's and v's.
 
     Attributes:
         q_side: q, dout, lse, delta.
@@ -305,7 +305,7 @@ class Round(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """Runs an inner program, that of another call, among some of the ranks.
+    """Runs another call's program among some of the ranks.
 
     Attributes:
         program: the inner program, with its own names for tensors.

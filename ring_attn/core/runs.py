@@ -95,7 +95,7 @@ def pieces_of(
 
 
 class Run(NamedTuple):
-    """A run among those of all ranks: its rank, and its number there."""
+    """A run among all ranks' runs: its rank, and its number there."""
 
     rank: int
     number: int

@@ -3,7 +3,7 @@
     from flash_attn import flash_attn_func                             # before
     from ring_attn.integrations.flash_attn import flash_attn_func      # after
 
-Names, parameters, their order and defaults, and shapes are those of flash-attn. Tensors are this
+Names, parameters, their order and defaults, and shapes are flash-attn's. Tensors are this
 rank's shards; `cu_seqlens` and `max_seqlen` describe the whole sequence, the same on all ranks.
 Each function also takes `group`, `layout`, and the strategy, backend, same_bits and transport of
 `ring_attention` by keyword.

@@ -21,7 +21,7 @@ ranks, of which each 4 consecutive ones share a sequence:
 
 The Trainer does everything else over all ranks: DDP, FSDP2 (both average gradients), accumulation,
 clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the sequences of a
-group. Loss, gradients and the logged numbers are those of the whole batches, for any lengths;
+group. Loss, gradients and the logged numbers are the whole batches', for any lengths;
 labels are shifted before they are cut. `compute_loss_func` gets the logits and labels of the whole
 batch, as in one process: each rank holds all logits then.
 
@@ -342,7 +342,7 @@ class _Ring:
     ) -> Tensor:
         """This rank's share of a user's loss of the whole batch, which every rank computes alike.
 
-        The ranks' gradients add up to those of the loss, as do the values.
+        The ranks' gradients add up to the loss's, as do the values.
         """
         documents = as_documents(inputs)
         layout = self.layout_of(documents.rows)

@@ -101,7 +101,7 @@ NOT_FOR_ATTENTION = {
 
 WHY_NOT = {
     "output_attentions": "no rank has the weights; attn_implementation='eager' has",
-    "output_router_logits": "the auxiliary loss of experts would be that of this rank's rows",
+    "output_router_logits": "the auxiliary loss of experts would see this rank's rows alone",
     "head_mask": "heads cannot be masked",
     "position_bias": "a bias of the scores is not built",
     "cache": "a paged cache is not built; `Registration.cache` makes one that is split over ranks",
@@ -118,7 +118,7 @@ class Registration:
         name: name of the implementation.
         group: as for `ring_attention`.
         layout: layout for forwards without `sequence_layout`.
-        execution: those of strategy, backend, same_bits and transport that `register` got.
+        execution: the strategy, backend, same_bits and transport that `register` got.
         ignore: keywords of a forward that are not for the attention.
     """
 

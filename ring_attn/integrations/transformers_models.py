@@ -69,7 +69,7 @@ registered: dict[str, Registered] = {}
 # Options of configs that make layers read other rows than by attention.
 OTHER_ROWS = {
     "index_topk": "by which an indexer chooses the keys of each query",
-    "trigram_input": "by which a row's embedding is that of three rows",
+    "trigram_input": "by which a row's embedding mixes three rows",
 }
 
 # Numbers of layers in a config; decoders may have fewer than encoders.

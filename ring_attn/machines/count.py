@@ -66,7 +66,7 @@ def peak_bytes(programs: Sequence[Program], call: Call) -> int:
     """Peak bytes that a rank holds beyond its inputs, in a forward or a forward and a backward."""
     if call.spec.device_type == "cpu":
         return peak_of_programs(programs, call)
-    # Buffers stay in the pool between calls: a second call reuses those of the first.
+    # Buffers stay in the pool between calls: a second call reuses the first one's.
     pool: dict[int, int] = {}
     peak_of_programs(programs, call, pool)
     kept = sum(room * count for room, count in pool.items())

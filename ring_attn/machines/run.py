@@ -118,7 +118,7 @@ class Run:
         self._heads: slice | None = None  # heads of the state
         # Buffers in use, by name; of a cleared buffer without memory, its message.
         self._blocks: dict[str, Block | Message] = {}
-        self.in_flight = 0  # exchanges posted and not waited for, those of outer programs too
+        self.in_flight = 0  # exchanges posted and not waited for, by outer programs too
         # On a device with streams: the buffers that the current op computes with.
         self._used: list[Block] = []
         self._index = 0  # of the current op

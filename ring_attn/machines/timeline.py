@@ -28,7 +28,7 @@ class Phase(NamedTuple):
 class Span(NamedTuple):
     """An op of a rank: what it does ("compute", "move", "transfer", "wait"), from when to when.
 
-    `channel` and `nbytes` are those of a transfer, `area` and `edge` those of tiles.
+    `channel` and `nbytes` describe a transfer, `area` and `edge` tiles.
     """
 
     phase: Phase

@@ -67,7 +67,7 @@ class ContextParallel(ParallelStyle):
     """A style, for a plan, that splits the sequence of an attention module across a mesh.
 
     Call the module as before, with this rank's shards or with DTensors; it returns the same form.
-    Results and gradients are those of the module on the whole sequence.
+    Results and gradients equal the module's on the whole sequence.
 
     Args:
         strategy: as for `ring_attention`.
@@ -90,7 +90,7 @@ class ContextParallel(ParallelStyle):
             heads, rows, headdim), 0 for (rows, batch, heads, headdim). Plain tensors with "local"
             need neither dim, as `F.scaled_dot_product_attention` fixes both.
         head_dim: dim of the heads: 2, 1, 2 for these shapes. The last dim is headdim.
-        qkv_indices: positions of q, k, v in forward's arguments; by default those of `qkv_names`,
+        qkv_indices: positions of q, k, v in forward's arguments; by default `qkv_names`' own,
             else 0, 1, 2.
         qkv_names: keywords of q, k, v; by default forward's parameters at `qkv_indices`.
         output_index: index of the attention if forward returns a tuple or list. With "local" the
@@ -300,7 +300,7 @@ class _ParallelAttention:
         if not calls:
             raise NotImplementedError(
                 f"{type(module).__name__} did not call F.scaled_dot_product_attention, so that its "
-                "attention was not that of the whole sequence; use replace= with the options of "
+                "attention did not see the whole sequence; use replace= with the options of "
                 "ring_attention, or torch's PrepareModuleInputOutput, which runs any module on all "
                 "rows of some heads"
             )

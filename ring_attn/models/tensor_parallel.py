@@ -134,7 +134,7 @@ class TensorParallelConfig:
 
     @property
     def local_kv_size(self) -> int:
-        """Outputs of the rank's k projection; those of v are as many."""
+        """Outputs of the rank's k projection, and as many of its v projection."""
         return self.local_kv_heads * (self.headdim or 0)
 
     @property
@@ -274,7 +274,7 @@ def load_tp_state_dict(
     """`shard_state_dict` of a safetensors checkpoint; touches only the rank's parts of the files.
 
     The system may read ahead, on some disks the rest of a matrix that is cut by inputs (o, down);
-    ranks of one machine share what is read. Arguments and errors are those of `open_checkpoint` and
+    ranks of one machine share what is read. Arguments and errors are as of `open_checkpoint` and
     of `shard_state_dict`.
     """
     with open_checkpoint(source) as tensors:

@@ -133,7 +133,7 @@ class Candidate:
         same_bits: whether its results have the same bits at every world size.
         in_order: whether gradients of K and V are summed in the order of the queries.
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
-        bounds: lower bounds of the seconds forward and backward: those of the busiest rank alone.
+        bounds: lower bounds of the seconds forward and backward, from the busiest rank alone.
         busiest: a rank that computes longest.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.

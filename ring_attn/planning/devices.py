@@ -60,7 +60,7 @@ DEVICES: dict[str, Device] = {
 }
 
 # Attained speed of one direction: 0.9 of the datasheet's for NVLink and InfiniBand, 0.8 for PCIe
-# x16. Latencies are those of a small NCCL send and receive.
+# x16. Latencies are of a small NCCL send and receive.
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (

@@ -129,7 +129,7 @@ def explain(
         backward: whether to include the backward.
         cluster: description of the ranks; None reads the file RING_ATTN_CLUSTER, written by
             `ring-attn calibrate`, or takes the built-in one for this machine's device.
-        device_type: "cuda" or "cpu"; None is that of the cluster.
+        device_type: "cuda" or "cpu"; None is the cluster's.
         memory_bytes: memory of a rank for its inputs and the call; None is the device's memory.
         effort: "best" simulates as few as the choice needs, as `strategy="auto"` does, "names" also
             one of each name, for the table, and "all" all.

@@ -22,7 +22,7 @@ the order of one process.
     rank r      K, V of all rows                 ->  dQ
                 Q, dO, lse, delta of all rows    ->  dK, dV
 
-With a backend that folds in order (triton) the bits are then those of one process at every world
+With a backend that folds in order (triton) the bits are then one process's at every world
 size, for every mask. This needs contiguous layouts, which may differ for queries and keys, in which
 every rank's rows start at a multiple of the backend's `bits_unit`: the keys are then in the order
 of their positions. Zigzag and striped shards are not, so their sums have another order.
@@ -172,7 +172,7 @@ Compute = Callable[[int, _Message, tuple[Operand, ...]], Iterator[Op]]
 
 
 class _Gathering:
-    """Builds the programs: gathers one chunk ahead of the compute, and sums one behind it."""
+    """Builds the programs: gathers one chunk before the compute, and sums one chunk after it."""
 
     def __init__(self, call: Call, arrays: dict[str, Array]) -> None:
         self.call, self.ranks, self.arrays = call, call.ranks, arrays

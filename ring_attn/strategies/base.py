@@ -43,7 +43,7 @@ class StrategyCode:
 
     Attributes:
         name: the core of `Strategy`, and a name for `strategy=`.
-        options: fields of `Strategy` that the core takes, beside those of all cores.
+        options: fields of `Strategy` that the core takes, beside the fields that all cores take.
         sparse: whether "auto" considers the core only where most pairs of ranks see nothing.
         at_once: whether one launch of the backend covers the shards of all ranks.
     """
@@ -158,7 +158,7 @@ def pack_and_post(
     Args:
         message, copies: sent, from these tensors.
         receives: the message that comes.
-        nbytes: bytes that leave the rank; None is those of the message.
+        nbytes: bytes that leave the rank; None is the message's.
     """
     nbytes = message.nbytes if nbytes is None else nbytes
     yield ops.Pack(send, message, copies)

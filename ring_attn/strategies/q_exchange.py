@@ -17,7 +17,7 @@ In between an inner call computes attention, over the layout of the exchanged qu
 exchanged Q, out and lse, so the backward does not exchange them again. With an odd number of ranks
 the middle rank keeps its queries.
 
-(Head-tail load balance of hyper-parallel's context parallelism; the chunks are those of Llama 3,
+(Head-tail load balance of hyper-parallel's context parallelism; the chunks are Llama 3's,
 arXiv 2407.21783, section 3.3.2, which orders the keys in the same way.)
 """
 

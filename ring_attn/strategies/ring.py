@@ -8,7 +8,7 @@ normalised and rounded once, at the end. Backward: delta = rowsum(dO * O) is com
 is global; KV or the Q side travels, whichever costs fewer bytes. Its float32 gradients follow, in a
 separate channel, in one of two orders.
 
-Added up: sums of gradients follow the shard one step behind, and the owner adds them to its own
+Added up: sums of gradients follow the shard one step later, and the owner adds them to its own
 gradients. A step computes into cleared memory while the previous step's sums are under way, then
 adds the two: so the transfer is hidden.
 
@@ -165,7 +165,7 @@ def _why_not_by_turns(call: Call) -> str | None:
 
 
 class _Leg(NamedTuple):
-    """An exchange: sends the shard or sums of step `sends`, receives those of step `brings`.
+    """An exchange: sends the shard or sums of step `sends`, receives the ones of step `brings`.
 
     `outer` is an exchange between inner rings, under way during the compute of a whole round.
     `brings` is 0 for sums that arrive at their owner.
@@ -330,7 +330,7 @@ class _Sums:
         self.buffers = [Buffer(f"sums {i}", self.room) for i in range(steps.num)]
 
     def held(self, index: int) -> tuple[Operand, ...]:
-        """The sums that a step adds to; those of the first step are the rank's own."""
+        """The sums that a step adds to; the first step's are the rank's own."""
         if index == 0:
             return tuple(map(View, self.names))
         return ops.entries(self.buffers[index], len(self.names))
@@ -377,7 +377,7 @@ class _InOrder(_Sums):
         yield work._replace(part="kv", dq=None)
 
     def after(self, index: int) -> Iterator[Op]:
-        """Sends the sums on; those of the last step return to their owner."""
+        """Sends the sums on; the last step's return to their owner."""
         if self.steps.num == 1:
             return
         if index == 0:

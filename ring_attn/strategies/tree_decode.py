@@ -69,7 +69,7 @@ def program(
 
     Args:
         call: the call.
-        tiles: those of all queries x this rank's rows of the cache, if there are no `sequences`.
+        tiles: all queries x this rank's rows of the cache, if there are no `sequences`.
         shape: number of queries, and dims 0 and 1 of k and v.
         rank: this rank.
         world_size: number of ranks.

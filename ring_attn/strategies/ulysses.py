@@ -344,7 +344,7 @@ def merge_groups(layout: SequenceLayout, degree: int) -> tuple[SequenceLayout, M
         zigzag, 4 ranks, in pairs     rank 0: chunks 0 7, rank 1: 1 6   ->   0 1 6 7
 
     A single group of all ranks is in the order of positions whatever the stride: so the call's
-    tiles, and its bits, are those of one process.
+    tiles, and its bits, are one process's.
     """
     whole = degree == layout.world_size
     parts, rows = [], []

@@ -50,7 +50,7 @@ HEADS = {
 SCORES = ((2.0, False), (0.0, True), (2.0, True))
 SCORES_MASKS = ("causal", "window causal", "documents", "longer kv", "empty rows")
 
-# The dtypes that cases take in turn.
+# The dtypes that cases take one after another.
 DTYPES = ("float32", "bfloat16", "float16")
 
 DEFAULT_SEQLEN = 113
@@ -308,8 +308,9 @@ def cases(
     """The cases to run, in the order of the report.
 
     Args:
-        quick: every layout with every mask once, with backends, dtypes and heads in turn. Otherwise
-            each of these with every backend and dtype, and also odd lengths and large logits.
+        quick: every layout with every mask once, each with another backend, dtype and heads.
+            Otherwise each of these with every backend and dtype, and also odd lengths and large
+            logits.
         backends: names; None means all that run on this machine's CPU.
         layouts: some of `LAYOUTS`.
         strategies: some of `STRATEGIES`.

@@ -38,7 +38,7 @@ def random_qkv(
     drawn on the CPU.
 
     Args:
-        noncontiguous: see `strided`; no stride is that of a contiguous tensor.
+        noncontiguous: see `strided`; no stride is a contiguous tensor's.
         large_logits: logits that differ by hundreds.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

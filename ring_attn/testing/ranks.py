@@ -85,7 +85,7 @@ class AllRanks:
         return [f"{self.case}: {verdict}" for verdict in self.verdicts if not verdict.ok]
 
     def differing(self, other: AllRanks) -> list[str]:
-        """Names of the results whose bits differ from those of another run.
+        """Names of the results whose bits differ from another run's.
 
         Leaves out dsinks, which the caller sums over the ranks in any order.
         """

@@ -460,7 +460,7 @@ def check_pending(group: dist.ProcessGroup) -> None:
 def group_device(group: dist.ProcessGroup) -> torch.device:
     """The device of a group's messages: this rank's GPU with NCCL, else the CPU.
 
-    The GPU of the first call, else that of init_process_group, else torch's current one.
+    The GPU of the first call, else init_process_group's, else torch's current one.
     """
     if "nccl" in dist.get_backend_config(group):
         known = rank_group(group).devices.get("cuda") or group.bound_device_id

@@ -1,7 +1,7 @@
 """Streams and events of a device that queues its operators: CUDA's.
 
 All of the package's calls use streams through this module, so that tests can replace CUDA. Every
-function names its device: torch's current device may be another one than that of the tensors.
+function names its device: torch's current device may be another one than the tensors'.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Event:
     number: int
 
 
-# torch has so many streams a device, and gives them out in turn, again and again.
+# torch has so many streams a device, and gives them out in a circle.
 POOL = 32
 
 # Streams of `new` that are still held.

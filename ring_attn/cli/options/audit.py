@@ -3,7 +3,7 @@
 The function takes no arguments, and does what the training does for one rank: it makes a small
 model from a seed, and a batch; it runs forward and backward, and sums gradients. It returns the
 model, or (model, loss), or (model, loss, evaluation loss). It runs on each number of ranks, and in
-one process as their twin, whose batch is that of all ranks together.
+one process as their twin, whose batch is all ranks' together.
 
     ring-attn audit train.py:step
     ring-attn audit train.py:step --world-size 2 4

@@ -2,7 +2,7 @@
 
 Decoding reads the cache once and computes almost nothing, so memory bandwidth limits it. GB/s is
 the bytes of K and V / time; its peak is the rate at which a copy within the device reads and
-writes. All run in turn within every repetition, with a cold L2.
+writes. All alternate within every repetition, with a cold L2.
 
     parts          --backend: the keys in parallel parts, as in `tree_decode`
     whole          the same backend as a forward: a program per query head reads all keys

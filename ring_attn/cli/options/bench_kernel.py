@@ -1,6 +1,6 @@
 """Time of our attention kernels on one device, compared with torch's and flash-attn's.
 
-All implementations run in turn within every repetition, so that clock drift affects all alike; each
+All implementations alternate within every repetition, so that clock drift affects all alike; each
 is checked against float64 before the timing. As in FlashAttention's papers, the batch is --tokens
 (16k) / length, at least 1. Times are the device's, between events, with a cold L2 and the host
 ahead; medians, p20 and p80 are over the repetitions. Unless --mode fwd, a forward saves tensors for

@@ -1,6 +1,6 @@
 """Time, waits, bytes and memory of a ring, compared with dense attention and torch's own ring.
 
-All implementations run in turn within every repetition, so that drift of the machine affects all
+All implementations alternate within every repetition, so that drift of the machine affects all
 alike. A time is the slowest rank's; medians, p20 and p80 are over the repetitions. `wait_ms` is the
 host's time in waits for transfers, `peak_bytes` the most bytes that a call holds beyond its inputs,
 `max_error` the greatest difference of out, dq, dk, dv from attention in float64.

@@ -1,6 +1,6 @@
 """Times every fixed strategy over many shapes, and compares auto's choice with the best of them.
 
-All strategies of a shape run in turn within every repetition, so that drift of the machine affects
+All strategies of a shape alternate within every repetition, so that drift of the machine affects
 all alike. A time is the slowest rank's for forward and backward; medians are over the repetitions.
 Auto chooses one of the strategies, from a calibration of this machine only. Of the shapes "long
 tail", one batch of documents in three layouts, the times tell what `ring_attn.pack` gains:

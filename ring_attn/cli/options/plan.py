@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", dest="nheads_kv", type=parse_size, metavar="N", help=kv_heads)
     head_dim = f"default: the model's, or {HEADDIM}"
     add("--head-dim", dest="headdim", type=parse_size, metavar="N", help=head_dim)
-    dim_v = "head dim of v (default: that of q and k)"
+    dim_v = "head dim of v (default: as of q and k)"
     add("--head-dim-v", dest="headdim_v", type=parse_size, metavar="N", help=dim_v)
     add(
         "--dtype",

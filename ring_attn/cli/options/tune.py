@@ -6,12 +6,12 @@
     ring-attn tune --device cpu                in the interpreter: only tests the search
 
 Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent: all
-configs of `configs.search_space`, and on sm_90 those of the forward in Gluon. The configs are
+configs of `configs.search_space`, and on sm_90 of the forward in Gluon. The configs are
 
     built      by --jobs processes, which run each config once and so fill triton's cache on disk; a
                config that crashes its process loses only its own row
     checked    against float64 (`judge`), and REPEATS runs must be equal bit for bit
-    timed      in turn within every repetition
+    timed      alternately within every repetition
 
 A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s count
 the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding (one token

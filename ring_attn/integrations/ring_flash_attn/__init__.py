@@ -3,7 +3,7 @@
     from ring_flash_attn import zigzag_ring_flash_attn_func                          # before
     from ring_attn.integrations.ring_flash_attn import zigzag_ring_flash_attn_func   # after
 
-Names, parameters, their order and defaults, shapes and results are those of ring-flash-attn:
+Names, parameters, their order and defaults, shapes and results are ring-flash-attn's:
 
     ring_flash_attn_{func, kvpacked_func, qkvpacked_func}            rank r holds the r-th run
     zigzag_ring_flash_attn_{...}                                     chunks r and 2P-1-r

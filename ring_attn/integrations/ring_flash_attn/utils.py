@@ -86,7 +86,7 @@ def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Te
 
 
 class RingComm:
-    """Sends tensors to the next rank of a group, and receives those of the previous rank.
+    """Sends tensors to the next rank of a group, and receives the previous rank's.
 
     `rank` and `world_size` are in the group; `send_rank` and `recv_rank` are global ranks.
     """

@@ -70,7 +70,7 @@ class DifferentError(RuntimeError):
 def bounded(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, which runs in a new thread; a TimeoutError if it takes longer.
 
-    A request to a store whose host is gone cannot be interrupted: its thread is left behind, and
+    A request to a store whose host is gone cannot be interrupted: its thread is abandoned, and
     ends by itself.
     """
     results: list[T] = []
@@ -405,7 +405,7 @@ def connect_gloo(
                 connected.give_up(str(error))
 
     # gloo tries each peer five times, each time for the whole timeout, and cannot be interrupted:
-    # a thread that takes too long is left behind.
+    # a thread that takes too long is abandoned.
     threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
         answered(lambda: connected.wait(seconds, in_vain=in_vain), seconds)

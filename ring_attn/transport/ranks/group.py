@@ -412,7 +412,7 @@ class RankGroup:
             ) from self.failed
 
     def refuse_other_device(self, device: torch.device) -> None:
-        """Refuses tensors on another device than those of the rank's first call."""
+        """Refuses tensors on another device than the rank's first call had."""
         known = self.devices.setdefault(device.type, device)
         if device != known:
             raise ValueError(

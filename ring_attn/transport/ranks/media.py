@@ -193,7 +193,7 @@ class Ending:
     """A thread that ends one communicator, once it is told how.
 
     An abort tells the kernels of its communicator to stop, and waits for those that are launched.
-    They may be queued behind kernels of another communicator, which stop only once that one is
+    They may be queued after kernels of another communicator, which stop only once that one is
     aborted too: so all aborts of a rank begin at once. A group of NCCL's around them, as in torch's
     own abort of all groups, would be empty: groups belong to a thread, and torch aborts in another.
     The thread waits from the beginning, because Python from 3.12 on starts none at exit.
