@@ -61,11 +61,13 @@ def forward(
     run = execute(steps, call, inputs, transport, sinks, call.strategy)
     saved = tuple(map(run.tensors.__getitem__, steps.saved))
     lse = run.tensors["lse"]
-    most = run.max_logits
-    if call.spec.max_logits and most is None:  # a rank without heads
-        most = lse.new_full((call.spec.nheads,), -torch.inf)
-    most = lse.new_empty(0) if most is None else transport.gather(most, MAXIMA).amax(0)
-    return Forward(run.tensors["out"], lse, saved, most)
+    max_logits = run.max_logits
+    if call.spec.max_logits and max_logits is None:  # a rank without heads
+        max_logits = lse.new_full((call.spec.nheads,), -torch.inf)
+    max_logits = (
+        lse.new_empty(0) if max_logits is None else transport.gather(max_logits, MAXIMA).amax(0)
+    )
+    return Forward(run.tensors["out"], lse, saved, max_logits)
 
 
 def backward(

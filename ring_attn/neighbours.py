@@ -189,7 +189,7 @@ def _halo(
             transport.call("halo", Agreement(described), x.device),
             observe("backward" if back else "forward", x.device, transport.stats),
         ):
-            return plan.back(x, transport) if back else plan.there(x, transport)
+            return plan.return_gradients(x, transport) if back else plan.gather(x, transport)
     except BaseException as error:
         tell_refusal(error, process_group)
         raise
@@ -231,13 +231,13 @@ class _Plan(NamedTuple):
     sent: tuple[Tensor, ...]  # own rows for each rank
     received: tuple[int, ...]  # number of rows from each rank
 
-    def there(self, x: Tensor, transport: Transport) -> Tensor:
+    def gather(self, x: Tensor, transport: Transport) -> Tensor:
         """The runs with their neighbours, from the rows of all ranks."""
         counts = [len(rows) for rows in self.sent]
         received = exchanged(x[torch.cat(self.sent)], counts, self.received, transport)
         return torch.cat([x, received, x.new_zeros(1, x.size(1))])[self.around]
 
-    def back(self, around: Tensor, transport: Transport) -> Tensor:
+    def return_gradients(self, around: Tensor, transport: Transport) -> Tensor:
         """The gradients of the own rows, added up in the order of the ranks."""
         sums = around.new_zeros(self.own + sum(self.received), around.size(1))
         for places, rows in self.sums:

@@ -128,18 +128,18 @@ def _attention(
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
         with transport.call("forward", agreement, q.device, sinks=sinks) as number:
-            out, lse, saved, most = drivers.forward(call, q, k, v, transport, sinks)
+            out, lse, saved, max_logits = drivers.forward(call, q, k, v, transport, sinks)
     except BaseException as error:
         tell_refusal(error, group, call.transport)
         raise
     if not call.differentiated:
-        return out.contiguous(), lse.contiguous(), most, []
+        return out.contiguous(), lse.contiguous(), max_logits, []
     known = set(map(id, (q, k, v, out, lse)))
     extra = [_as_tensor(number)]
     for x in saved:
         if id(x) not in known:
             extra.append(x.contiguous())
-    return out.contiguous(), lse.contiguous(), most, extra
+    return out.contiguous(), lse.contiguous(), max_logits, extra
 
 
 # Scales the numbers of calls down: torch's checks compare the results of two calls within 1e-7,
@@ -164,11 +164,11 @@ def _(
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=accum_dtype(q.dtype))
-    most = lse.new_empty(nheads if call.max_logits else 0)
+    max_logits = lse.new_empty(nheads if call.max_logits else 0)
     if not call.differentiated:
-        return out, lse, most, []
+        return out, lse, max_logits, []
     number = torch.empty((), dtype=torch.float64)
-    return out, lse, most, [number, *_fake_extra(q, k, v, call)]
+    return out, lse, max_logits, [number, *_fake_extra(q, k, v, call)]
 
 
 def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
@@ -218,9 +218,9 @@ def _save(
     arguments: Arguments,
     output: tuple[Tensor, Tensor, Tensor, list[Tensor]],
 ) -> None:
-    (q, k, v), (out, lse, most, extra) = inputs, output
+    (q, k, v), (out, lse, max_logits, extra) = inputs, output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse, most)
+    ctx.mark_non_differentiable(lse, max_logits)
     _, call = arguments.asked()
     ctx.arguments, ctx.differentiated = arguments, call.differentiated
     if not call.differentiated:
@@ -346,13 +346,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
     ) -> tuple[Tensor, ...]:
         with below_autograd():
-            out, lse, most, extra = attention(q, k, v, sinks, *arguments)
+            out, lse, max_logits, extra = attention(q, k, v, sinks, *arguments)
         if arguments.cu_seqlens is not None:
             # Copied: the next batch may overwrite the boundaries before the backward.
             cu_q, cu_k = (None if x is None else torch.tensor(x) for x in arguments.documents())
             arguments = arguments._replace(cu_seqlens=cu_q, cu_seqlens_k=cu_k)
-        _save(ctx, (q, k, v), sinks, arguments, (out, lse, most, extra))
-        return out, lse, most
+        _save(ctx, (q, k, v), sinks, arguments, (out, lse, max_logits, extra))
+        return out, lse, max_logits
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
@@ -369,7 +369,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, `lse` and `max_logits` of a call; only `out` is differentiable."""
     if differentiated and not torch.compiler.is_compiling():
-        out, lse, most = _Attention.apply(q, k, v, sinks, arguments)
+        out, lse, max_logits = _Attention.apply(q, k, v, sinks, arguments)
     else:
-        out, lse, most, _ = attention(q, k, v, sinks, *arguments)
-    return out, lse, most
+        out, lse, max_logits, _ = attention(q, k, v, sinks, *arguments)
+    return out, lse, max_logits
