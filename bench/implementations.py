@@ -25,13 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn import drivers
-from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.cli.options.bench import FLASH_PACKAGES, SDPA_BACKENDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import pair_tiles
@@ -39,11 +37,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.machines.rehearse import Silent
 from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs
-
-# Ours in `bench kernel`, and in `bench decode`.
-OURS = ("ours", "parts", "whole")
 
 # Most characters of a reason, which is one line of a table.
 REASON_CHARS = 160
@@ -161,26 +155,6 @@ class OurKernels(Implementation):
         *self.grads, _ = drivers.backward(self._call, self._saved, self._inputs.dout, self._alone)
 
 
-class DecodeParts(Implementation):
-    """Decoding: a backend attends to parts of the keys in parallel, as in `tree_decode`."""
-
-    def __init__(self, problem: Shape, data: Data, backend: str) -> None:
-        chosen = choose_backend(problem.spec, backend, Purpose(decoding=True))
-        self._backend = get_backend(chosen.name)
-        if not self._backend.decodes:
-            raise NotImplementedError(f"{chosen.name} has no parts")
-        self._tiles = decode_tiles((Segment(0, problem.seqlen),), problem.mask)
-        self._scores, self._inputs = Scores(problem.head_dim**-0.5), data.rows_first
-
-    def forward(self) -> None:
-        q, k, v, _ = self._inputs
-        self.out, self.lse = self._backend.decode(q, k, v, self._tiles, scores=self._scores)
-
-    def results(self) -> list[Tensor]:
-        (out,) = super().results()
-        return [out.to(self._inputs.q.dtype)]
-
-
 class Differentiable(Implementation):
     """A function of q, k, v that returns out, under autograd.
 
@@ -214,15 +188,15 @@ def unavailable(name: str, device: torch.device) -> str | None:
     package = FLASH_PACKAGES.get(name)
     if package and not _installed(package):
         return f"the package {package} is not installed"
-    if name not in OURS and device.type == "cpu" and name != "torch-flash":
+    if device.type == "cpu" and name not in ("ours", "torch-flash"):
         return f"runs on CUDA, got {device.type}"
     return None
 
 
 def make(name: str, problem: Shape, data: Data, *, backend: str, backward: bool) -> Implementation:
-    """Builds one of IMPLEMENTATIONS or OURS on a problem's data; errors of the package pass."""
-    if name in OURS:
-        return (DecodeParts if name == "parts" else OurKernels)(problem, data, backend)
+    """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
+    if name == "ours":
+        return OurKernels(problem, data, backend)
     if name in FLASH_PACKAGES:
         function = _flash(FLASH_PACKAGES[name], problem.causal)
         return Differentiable(function, data.rows_first, backward=backward)

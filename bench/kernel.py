@@ -1,15 +1,301 @@
-"""`ring-attn bench kernel`: time of our attention kernels on one device, beside other packages'."""
+"""`ring-attn bench kernel`: time of our attention kernels on one device, beside other packages'.
+
+`Cells` checks and times implementations of attention on one problem after another.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.table import Table
 
-from ring_attn.bench import cells
-from ring_attn.bench.cells import CellSetting, run_cells
-from ring_attn.cli.options.bench_kernel import HEADS, ITERS, SEQLENS
+from ring_attn.bench.implementations import (
+    Data,
+    Implementation,
+    Shape,
+    make,
+    reason,
+    unavailable,
+)
+from ring_attn.bench.judge import OracleJudge, worst_of
+from ring_attn.bench.report import Report
+from ring_attn.bench.timing import (
+    TimedCall,
+    Timing,
+    free_memory,
+    peak_tflops,
+    quantiles,
+    time_in_turn,
+    watch_for,
+)
+from ring_attn.cli.arguments import format_size, new_table, show
+from ring_attn.cli.options.bench import MODES
+from ring_attn.cli.options.bench_kernel import HEADS, IMPLEMENTATIONS, ITERS, SEQLENS
+
+# The time limit of a cell's repetitions.
+CELL_SECONDS = 4.0
+
+# Errors of ours that do not fail the run.
+REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
+
+# The modes of the rows for each --mode, and the stages of a call in each mode.
+STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
+
+
+@dataclass(frozen=True)
+class CellSetting:
+    """The cells of a run, and the options of their measurement."""
+
+    seqlens: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    iters: int
+    tokens: int  # of a batch of shorter sequences
+    causal: tuple[bool, ...] = (True, False)
+    mode: str = "fwd_bwd"
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    backend: str = "auto"  # of ours
+    device: torch.device = torch.device("cpu")
+    budget: float | None = None
+
+    def problems(self) -> Iterator[Shape]:
+        """Every cell; cells of one table are consecutive."""
+        for (heads, kv_heads), head_dim, causal, seqlen in product(
+            self.heads, self.head_dims, self.causal, self.seqlens
+        ):
+            batch = max(1, self.tokens // seqlen)
+            sizes = batch, seqlen, heads, kv_heads, head_dim
+            yield Shape(*sizes, causal, self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class CellRow:
+    """Times of an implementation on a cell in a mode; None where there is no time.
+
+    Attributes:
+        rate: TFLOP/s.
+        share: rate / the peak rate, 0 to 1.
+        host_ms: median of the host's time to enqueue forward (and backward).
+        max_ratio: greatest error / bound of the results; above 1 is wrong.
+        note: why there is no time, or what is wrong.
+    """
+
+    impl: str
+    mode: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    rate: float | None = None
+    share: float | None = None
+    host_ms: float | None = None
+    max_ratio: float | None = None
+    note: str = ""
+
+
+class Cells(Report[CellSetting, CellRow]):
+    """Measures one cell after another, and saves the report after each.
+
+    Attributes:
+        unavailable: reasons why implementations cannot run on this machine.
+        peak: the device's TFLOP/s by the datasheet; None if unknown.
+    """
+
+    def __init__(self, setting: CellSetting, path: Path | None = None, quiet: bool = False) -> None:
+        super().__init__(setting, path, quiet=quiet)
+        device = setting.device
+        self.unavailable = {
+            name: why
+            for name in setting.implementations
+            if (why := unavailable(name, device)) is not None
+        }
+        self._names = [name for name in setting.implementations if name not in self.unavailable]
+        self._backward = setting.mode != "fwd"
+        self._watch = watch_for(device)
+        self._judged: set[tuple[object, ...]] = set()
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.peak = peak_tflops(name, setting.dtype)
+
+    def more(self) -> dict[str, Any]:
+        """The peak rate, and why implementations cannot run here."""
+        return {"peak": self.peak, "unavailable": self.unavailable}
+
+    def run(self) -> None:
+        """Measures cells until the budget is spent."""
+        problems = list(self.setting.problems()) if self._names else []
+        with self.progress(sum(problem.tokens for problem in problems)) as begin:
+            for problem in problems:
+                if self.left() > 0.0:
+                    begin(title(problem), problem.tokens)
+                    self.rows += self._measured(problem)
+                else:
+                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
+                    self.rows += self._noted(problem, note)
+                self.save()
+        self.save(last=True)
+
+    def remarks(self) -> list[str]:
+        """Lines for below the tables: reasons, notes and peak; the last line counts cells."""
+        lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
+        if self.peak:
+            lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
+        cells = {(title(row), row.impl) for row in self.rows if row.samples}
+        counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
+        return [*lines, f"{counts}, {len(self.failures)} failures"]
+
+    def _noted(self, problem: Shape, note: str) -> list[CellRow]:
+        """The rows of a cell without times."""
+        sizes = (*table_of(problem), problem.seqlen, problem.batch)
+        return [CellRow(name, self.setting.mode, *sizes, note=note) for name in self._names]
+
+    def _measured(self, problem: Shape) -> list[CellRow]:
+        """Builds, checks, then times all implementations that can run a cell."""
+        free_memory(self.setting.device)
+        try:
+            data = problem.data()
+            judge = OracleJudge(problem, data, backward=self._backward)
+        except torch.OutOfMemoryError as error:
+            return self._noted(problem, f"cannot be judged: {reason(error)}")
+        rows, calls = {row.impl: row for row in self._noted(problem, "")}, {}
+        for name in self._names:
+            rows[name], attention = self._judge(rows[name], problem, data, judge)
+            if attention is not None:
+                stages = [attention.forward, attention.backward]
+                calls[name] = TimedCall(stages[: 1 + self._backward], attention.release)
+        del judge
+
+        def failed(name: str, error: Exception) -> None:
+            rows[name] = replace(rows[name], note=self._failed(rows[name], error, []))
+
+        samples = time_in_turn(
+            calls, self._watch, self.setting.iters, seconds=CELL_SECONDS, failed=failed
+        )
+        timed = (self._timed(row, problem, samples.get(name, [])) for name, row in rows.items())
+        return [row for of_name in timed for row in of_name]
+
+    def _judge(
+        self, row: CellRow, problem: Shape, data: Data, judge: OracleJudge
+    ) -> tuple[CellRow, Implementation | None]:
+        """Checks an implementation, on the short sequence once per table, and builds it."""
+
+        def build(problem: Shape, data: Data) -> Implementation:
+            backend = self.setting.backend
+            return make(row.impl, problem, data, backend=backend, backward=self._backward)
+
+        key = (row.impl, *table_of(problem))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                ratio, wrong = worst_of(judge.verdicts(build, whole=key not in self._judged))
+                self._judged.add(key)
+                if wrong and row.impl == "ours":
+                    self.failures.append(f"{row.impl}, {title(row)}: {wrong}")
+                note = f"wrong: {wrong}" if wrong else ""
+                return replace(row, max_ratio=ratio, note=note), build(problem, data)
+            except Exception as error:
+                return replace(row, note=self._failed(row, error, warned)), None
+
+    def _timed(self, row: CellRow, problem: Shape, samples: Sequence[Timing]) -> list[CellRow]:
+        """The rows of each mode; the row itself without samples."""
+        rows = []
+        for mode in MODES[self.setting.mode] if samples else ():
+            p20, median, p80 = quantiles([sum(sample.ms[STAGES[mode]]) for sample in samples])
+            rate = problem.flops(mode) * 1e-9 / median
+            host_ms = quantiles([sample.host_ms for sample in samples])[1]
+            rows.append(
+                replace(
+                    row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+                    rate=rate, share=rate / self.peak if self.peak else None, host_ms=host_ms,
+                )
+            )  # fmt: skip
+        return rows or [row]
+
+    def _failed(self, row: CellRow, error: Exception, warned: Sequence[Any]) -> str:
+        """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
+        why = reason(error, [str(warning.message) for warning in warned])
+        if row.impl == "ours" and not isinstance(error, REFUSALS):
+            traceback.print_exception(error)
+            self.failures.append(f"{row.impl}, {title(row)}: {why}")
+        free_memory(self.setting.device)
+        return f"cannot run: {why}"
+
+
+# -- tables
+
+
+def table_of(what: Any) -> tuple[int, int, int, bool]:
+    """Key of the table that shows a row or problem."""
+    return what.heads, what.kv_heads, what.head_dim, what.causal
+
+
+def title(what: Any, *, cell: bool = True) -> str:
+    """The name of a cell, a row or problem, or of its table."""
+    heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
+    mask = "causal" if what.causal else "full"
+    return f"{heads}, {mask}" + (f", {what.batch} x {format_size(what.seqlen)}" if cell else "")
+
+
+def tables(rows: Sequence[CellRow]) -> list[Table]:
+    """A table per number of heads, head dim and mask; a line per cell and implementation."""
+    all_tables: list[Table] = []
+    for key in dict.fromkeys(map(table_of, rows)):
+        of_table = [row for row in rows if table_of(row) == key]
+        timed = {row.mode for row in of_table if row.samples}
+        modes = [mode for mode in STAGES if mode in timed]
+        figures = [name for mode in modes for name in (mode, "TFLOP/s")]
+        table = new_table(
+            f"{title(of_table[0], cell=False)}: ms (p20-p80), TFLOP/s (share of peak)",
+            ("batch x n", ""),
+            (*figures, "error/bound"),
+        )
+        for cell in dict.fromkeys((row.batch, row.seqlen, row.impl) for row in of_table):
+            batch, seqlen, impl = cell
+            by_mode = {r.mode: r for r in of_table if (r.batch, r.seqlen, r.impl) == cell}
+            first = next(iter(by_mode.values()))
+            figures = [text for mode in modes for text in _figures(by_mode.get(mode))]
+            if modes and not first.samples:
+                figures[0] = first.note.partition(":")[0]
+            table.add_row(
+                f"{batch} x {format_size(seqlen)}", impl, *figures, show(first.max_ratio, ".2f")
+            )
+        all_tables.append(table)
+    return all_tables
+
+
+def notes(rows: Sequence[CellRow]) -> list[str]:
+    """A line for each note, with the cells that it concerns."""
+    cells: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.note:
+            cells.setdefault((row.impl, row.note), {})[title(row)] = None
+    return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
+
+
+def _figures(row: CellRow | None) -> list[str]:
+    if row is None or row.median_ms is None:
+        return ["", ""]
+    share = "" if row.share is None else f" ({row.share:.0%})"
+    ms, p20, p80 = (show(x, ".4g") for x in (row.median_ms, row.p20_ms, row.p80_ms))
+    return [f"{ms} ({p20}-{p80})", f"{show(row.rate, '.3g')}{share}"]
+
+
+# -- options; each is stored under the name of its field of `CellSetting`
+
 
 FULL = CellSetting(
     seqlens=SEQLENS,
@@ -26,12 +312,26 @@ QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 
 def setting_of(args: argparse.Namespace) -> CellSetting:
-    """The setting from the options; defaults depend on --quick and the device."""
+    """The options that are given, and the rest of the default for --quick and the device."""
+    device = parse_device(args.device)
     gpu, cpu = (QUICK, QUICK_ON_CPU) if args.quick else (FULL, ON_CPU)
-    setting = cells.setting_of(args, gpu, cpu)
-    return setting if args.one_mask is None else replace(setting, causal=(args.one_mask,))
+    names = [field.name for field in fields(CellSetting)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if args.one_mask is not None:
+        given["causal"] = (args.one_mask,)
+    return replace(cpu if device.type == "cpu" else gpu, **given | {"device": device})
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The device of that name; None is the GPU if there is one, else the CPU."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no GPU that torch can use")
+    return device
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
-    return run_cells(args, setting_of(args))
+    bench = Cells(setting_of(args), args.json, quiet=args.quiet)
+    bench.run()
+    return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
 from ring_attn.cli.arguments import is_first_rank, new_table, show
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         args.world_size,
         args.iters or (1 if args.quick else ITERS),
     )
-    bench = Report[RecurrenceSetting, RecurrenceRow](setting, Outputs.of(args))
+    bench = Report[RecurrenceSetting, RecurrenceRow](setting, args.json, quiet=args.quiet)
     bench.rows += run_ranks(measure, setting.world_size, setting, threads=1, device="cpu")[0]
     if not is_first_rank():
         return 0

@@ -7,20 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from rich.table import Table
 
-from ring_attn.bench import outputs as files
-from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.timing import gpu_state
 from ring_attn.cli.arguments import (
     command_line,
     is_first_rank,
     progress,
     table_console,
-    write_if_interrupted,
     write_json,
 )
 from ring_attn.cli.env import machine
@@ -39,40 +37,32 @@ class Report(Generic[S, R]):
         failures: messages about wrong results.
     """
 
-    def __init__(self, setting: S, outputs: Outputs | None = None) -> None:
-        """Refuses `outputs` whose earlier run has another setting."""
+    def __init__(self, setting: S, path: Path | None = None, *, quiet: bool = False) -> None:
+        """Begins a run; `path` is the JSON file, if there shall be one."""
         self.setting = setting
-        self._outputs = outputs or Outputs()
-        if self._outputs.earlier is not None:
-            files.check_same(self._outputs.earlier, self.to_setting())
+        self._path, self._quiet = path, quiet
         self.rows: list[R] = []
         self.failures: list[str] = []
         self._start = time.monotonic()
         self._states = {"before": gpu_state()}
-        write_if_interrupted(self._outputs.json, self.to_json)
 
     def more(self) -> dict[str, Any]:
         """Additional entries of the JSON, for subclasses."""
         return {}
 
     def to_json(self) -> dict[str, Any]:
+        setting: Any = self.setting
         rows: list[Any] = self.rows
         return {
             "machine": machine(),
             "command": command_line(),
-            "setting": self.to_setting(),
+            "setting": _plain(asdict(setting)),
             "gpu_state": self._states,
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
             **self.more(),
             "seconds": self.seconds,
         }
-
-    def to_setting(self) -> dict[str, Any]:
-        """The setting as values for JSON."""
-        setting: Any = self.setting
-        plain: dict[str, Any] = _plain(asdict(setting))
-        return plain
 
     @property
     def seconds(self) -> float:
@@ -85,48 +75,26 @@ class Report(Generic[S, R]):
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
 
     def progress(self, total: float) -> AbstractContextManager[Callable[[str, float], None]]:
-        """As `arguments.progress`, hidden if the outputs are quiet."""
-        return progress(total, quiet=self._outputs.quiet)
+        """As `arguments.progress`, hidden if the run is quiet."""
+        return progress(total, quiet=self._quiet)
 
     def save(self, *, last: bool = False) -> None:
         """Writes the report so far, which remains if the run is killed."""
         if last:
             self._states["after"] = gpu_state()
-        write_json(self._outputs.json, self.to_json())
+        write_json(self._path, self.to_json())
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
-        """Prints tables, failures and last lines, and writes the other files.
-
-        Returns:
-            The exit status: 1 if a result is wrong, or slower than in the earlier run.
-        """
+        """Prints tables, failures and last lines; the exit status is 1 if a result is wrong."""
         if not is_first_rank():
             return 1 if self.failures else 0
         console = table_console()
-        console.print(*tables, *self._write_outputs())
+        console.print(*tables)
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
         for line in last_lines:
             console.print(line, markup=False, soft_wrap=True)  # no line breaks, for copy and paste
         return 1 if self.failures else 0
-
-    def _write_outputs(self) -> list[Table]:
-        """Draws the picture; returns the table of changes. Slower figures are failures."""
-        now, outputs = self.to_json(), self._outputs
-        tables = []
-        if outputs.earlier is not None:
-            changes = files.compare(outputs.earlier, now)
-            tables.append(
-                files.changes_table(changes, files.comparison_title(outputs.earlier, now))
-            )
-            slower = [change for change in changes if change.verdict == "slower"]
-            self.failures += [
-                f"{files.label(c.now.key)}: {c.ratio:.2f} x the time before" for c in slower
-            ]
-        if outputs.plot is not None:
-            title = " ".join(now["command"].split()[:3])
-            files.picture(files.figures(now["rows"]), title).savefig(outputs.plot)
-        return tables
 
 
 def _plain(value: Any) -> Any:

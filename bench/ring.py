@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,11 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-import ring_attn
-from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import (
     Dense,
     Impl,
     Ours,
-    RingAttentionPytorch,
     RingSetting,
     TorchTemplate,
 )
@@ -35,7 +33,6 @@ from ring_attn.cli.options import bench_ring as options
 from ring_attn.cli.options.bench import MODES
 from ring_attn.cli.options.bench_ring import ITERS, SEQLEN
 from ring_attn.core.dtypes import dtype_name
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
@@ -47,7 +44,7 @@ from ring_attn.testing import Inputs, Verdict, check, random_qkv
 
 WARMUP, QUICK = 2, (1024, 3)
 
-PEERS: tuple[type[Impl], ...] = (Dense, TorchTemplate, RingAttentionPytorch)
+PEERS: tuple[type[Impl], ...] = (Dense, TorchTemplate)
 BASELINES = dict(zip(options.BASELINES, PEERS, strict=True))
 
 
@@ -82,8 +79,8 @@ class Sweep:
 class RingReport(Report[Sweep, RingRow]):
     """The rows of rank 0, and the samples that it sends during the run."""
 
-    def __init__(self, setting: Sweep, outputs: Outputs | None = None) -> None:
-        super().__init__(setting, outputs)
+    def __init__(self, setting: Sweep, path: Path | None, *, quiet: bool) -> None:
+        super().__init__(setting, path, quiet=quiet)
         self.samples: list[dict[str, Any]] = []
 
     def more(self) -> dict[str, Any]:
@@ -107,10 +104,7 @@ class RingReport(Report[Sweep, RingRow]):
                     measure, world_size, replace(each, seqlen=seqlen, world_size=world_size),
                     threads=each.threads, device=device, on_part=on_part,
                 )[0]  # fmt: skip
-                # The overhead of a step does not depend on the length.
-                self.rows += [
-                    row for row in rows if row.mode != "step_overhead" or seqlen == sweep.seqlens[0]
-                ]
+                self.rows += rows
                 self.failures += [f"{what}: {why}" for why in failures]
                 self.save()
         self.save(last=True)
@@ -120,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = RingReport(setting_of(args), Outputs.of(args))
+    bench = RingReport(setting_of(args), args.json, quiet=args.quiet)
     bench.run(args.device)
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
     lines = [note for note in notes if "cannot run" in note or "wrong" in note]
@@ -163,7 +157,6 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
         peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
         for mode in MODES[setting.mode]:
             rows.append(_row(impl, mode, setting, times, peaks.get(mode), verdicts[impl.name]))
-    rows.append(_step_overhead(setting))
     return rows, _failures(rows, verdicts["ours"])
 
 
@@ -304,28 +297,6 @@ def _planned(setting: RingSetting, mode: str) -> tuple[int, int, int]:
     )
 
 
-def _step_overhead(setting: RingSetting) -> RingRow:
-    """Host time of a step with almost nothing to compute or send: 16 rows, 1 head of 16."""
-    rows, steps = 16, setting.world_size
-    x = torch.randn(1, rows, 1, 16, device=rank_device(), dtype=setting.dtype)
-    layout = SequenceLayout.contiguous(rows * setting.world_size, setting.world_size)
-    samples = []
-    for repetition in range(300):
-        if repetition % 50 == 0:
-            dist.barrier()
-        start = time.perf_counter()
-        ring_attn.ring_attention(x, x, x, layout=layout)
-        samples.append(1e3 * (time.perf_counter() - start) / steps)
-    if rank_device().type == "cuda":
-        torch.cuda.synchronize()
-    p20, median, p80 = quantiles(samples[50:])
-    worst = torch.tensor([median, p20, p80], dtype=torch.float64, device=rank_device())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    median, p20, p80 = worst.tolist()
-    note = "one step of a forward of 16 rows, 1 head of 16"
-    return RingRow("ours", "step_overhead", steps, rows * steps, median, p20, p80, note=note)
-
-
 def _failures(rows: Iterable[RingRow], verdicts: Iterable[Verdict]) -> list[str]:
     """Reasons to reject our measurements: wrong results, or other bytes than planned."""
     wrong = [f"ours: {verdict}" for verdict in verdicts if not verdict.ok]
@@ -356,12 +327,11 @@ def _tables(bench: RingReport) -> list[Table]:
         if row.median_ms is None:
             continue
         key = (row.impl, row.mode, str(row.world_size), str(row.seqlen))
-        form = ".3f" if row.mode == "step_overhead" else ".1f"
         whole = dense.get((row.mode, row.world_size, row.seqlen))
         ratio = row.median_ms / whole if whole else None
-        spread = f"{show(row.p20_ms, form)} .. {show(row.p80_ms, form)}"
+        spread = f"{show(row.p20_ms, '.1f')} .. {show(row.p80_ms, '.1f')}"
         figures = (show(ratio, ".3f"), show(row.wait_ms, ".2f"))
-        times.add_row(*key, show(row.median_ms, form), spread, *figures)
+        times.add_row(*key, show(row.median_ms, ".1f"), spread, *figures)
         if row.peak_bytes is not None or row.bytes_sent is not None:
             nbytes = (row.peak_bytes, row.planned_peak_bytes, row.bytes_sent, row.planned_bytes)
             megabytes = [None if x is None else 1e-6 * x for x in nbytes]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -180,30 +178,3 @@ class TorchTemplate(Impl):
     def release(self) -> None:
         super().release()
         self._saved = ()
-
-
-class RingAttentionPytorch(Impl):
-    """lucidrains' package: its function for any device, in the contiguous layout."""
-
-    name = "ring-attention-pytorch"
-
-    @classmethod
-    def reason_against(cls, setting: RingSetting) -> str | None:
-        """Why the package cannot run the setting, according to its documentation."""
-        if setting.seqlen % setting.world_size:
-            return "needs a length that divides by the ranks"
-        if setting.kv_heads != setting.heads:
-            return "gives query head i the kv head i % kv_heads, other packages i // group"
-        if find_spec("ring_attention_pytorch") is None:
-            return "is not installed: pip install ring-attention-pytorch"
-        return None
-
-    def attention(self) -> Attend:
-        setting = self.setting
-        self.sequence = SequenceLayout.contiguous(setting.seqlen, setting.world_size)
-        # The default bucket_size of the package's modules.
-        return partial(
-            import_module("ring_attention_pytorch.ring_flash_attention").ring_flash_attn,
-            causal=setting.causal, bucket_size=512, ring_reduce_col=True,
-            ring_size=setting.world_size,
-        )  # fmt: skip

@@ -107,7 +107,7 @@ def _kernels(report: ReportJson) -> Iterator[str]:
             cells.setdefault((name, row["mode"]), {})[row["impl"]] = row["rate"]
     if cells:
         yield from _columns(
-            [report["unit"], "", *columns],
+            ["TFLOP/s", "", *columns],
             [
                 [*cell, *(show(of.get(name), ".3g") for name in columns)]
                 for cell, of in cells.items()

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dev.code_rules import SHARED_BYTES, Limits, failures
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
-from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report
 from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size
 from ring_attn.cli.launch import map_in_processes
@@ -443,7 +442,7 @@ def run(args: argparse.Namespace) -> int:
         args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
-    bench = Report[Selection, CompiledRow](setting, Outputs(args.json, quiet=args.quiet))
+    bench = Report[Selection, CompiledRow](setting, args.json, quiet=args.quiet)
     with bench.progress(len(chosen)) as begin:
         for row in compile_all(chosen, args.jobs):
             begin(_name(row), 1)

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,7 +37,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ring_attn.torch_private import profiler_enabled
 from ring_attn.transport import streams
 from ring_attn.transport.base import TransportStats
-from ring_attn.transport.streams import Event, Stream
 
 Direction = Literal["forward", "backward"]
 
@@ -59,15 +58,10 @@ class Figures:
         wait_s: time in waits for transfers, which compute did not hide.
         post_s: host time spent on starting transfers.
         in_flight_s: from each transfer's start to the end of its wait, summed over transfers: an
-            upper bound of `transfer_s`.
-        transfer_s: from each transfer's start to its arrival, summed over transfers. None where
-            the arrival is unknown: gloo does not report when a message came.
+            upper bound of the time that they took.
         bytes_sent: bytes that left this rank; in a collective, the bytes meant for other ranks.
         bytes_received: bytes that came from other ranks.
         messages: exchanges; a collective counts as one.
-        steps: steps of the plan: hops of a ring, with or without work, or groups of gathered heads.
-        merges: tiles whose result was folded into the state or added to the gradients. With
-            `same_bits`, dq counts once, and dk and dv together once.
         start_bytes: bytes that torch had allocated on the GPU when the call began; None on CPU,
             where `profiling.peak_bytes` counts a call's.
         peak_bytes: most bytes that torch had allocated during the call, or None.
@@ -79,12 +73,9 @@ class Figures:
     wait_s: float
     post_s: float
     in_flight_s: float
-    transfer_s: float | None
     bytes_sent: int
     bytes_received: int
     messages: int
-    steps: int
-    merges: int
     start_bytes: int | None
     peak_bytes: int | None
     device_bytes: int | None
@@ -229,10 +220,7 @@ class Observer:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.step: int | None = None  # None between steps
-        # Steps done, and tiles folded so far.
-        self.steps = self.merges = 0
         self.spans: dict[str, list[Span]] = defaultdict(list)
-        self.transfers: list[Span | None] = []
         self._device = device
 
     @contextmanager
@@ -251,26 +239,10 @@ class Observer:
         """This moment on the device's clock; None where nothing is measured."""
         return None if self._device is None else _now(self._device)
 
-    def arrival(self, start: Moment, end: Event | None) -> None:
-        """Records a transfer's start and arrival, which the host does not see without streams."""
-        if self._device is None:
-            return
-        span = None
-        if end is not None:
-            side = _side_stream(self._device)
-            end.event.wait(side)
-            span = start, streams.moment(side)
-        self.transfers.append(span)
-
     def landed(self, start: Moment) -> None:
         """Records the end of the wait for a transfer."""
         if self._device is not None:
             self.spans["flight"].append((start, _now(self._device)))
-
-
-@lru_cache
-def _side_stream(device: torch.device) -> Stream:
-    return streams.new(device)
 
 
 @contextmanager
@@ -336,18 +308,13 @@ def _figures(
 ) -> Figures:
     """The figures; on CUDA waits for the call to end."""
     compute_s = sum(_total(observer.spans[name]) for name in COMPUTE)
-    arrived = [span for span in observer.transfers if span is not None]
-    transfer_s = _total(arrived) if len(arrived) == len(observer.transfers) else None
     return Figures(
         _seconds(*whole),
         compute_s,
         _total(observer.spans["wait"]),
         _total(observer.spans["post"]),
         _total(observer.spans["flight"]),
-        transfer_s,
         *counts,
-        observer.steps,
-        observer.merges,
         *memory,
     )
 

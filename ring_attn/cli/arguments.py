@@ -37,7 +37,7 @@ TABLE_WIDTH = 180
 MAX_SIZE = 1 << 50
 
 # Options that name files; they do not change the measurements.
-FILES = ("--json", "--plot", "--compare")
+FILES = ("--json", "--plot")
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -189,12 +189,6 @@ def parse_report(text: str) -> Path:
     return path
 
 
-def parse_input(text: str) -> Path:
-    if not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"there is no file {shortened(text)}")
-    return Path(text)
-
-
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every subcommand has."""
     json = "write all results here (default: nowhere)"
@@ -241,34 +235,11 @@ def is_first_rank() -> bool:
 def write_json(path: Path | None, payload: dict[str, Any]) -> None:
     """Writes a report on the first rank, unless the path is None; its folder must exist.
 
-    Infinities and NaN become null, as JSON has neither.
+    Infinities and NaN become null, as JSON has neither. Each entry, and each item of a list, is on
+    its own line, so that diffs show rows.
     """
     if path is None or not is_first_rank():
         return
-    _write_json(path, payload)
-
-
-# The report of the running command, and what it contains so far.
-_so_far: tuple[Path, Callable[[], dict[str, Any]]] | None = None
-
-
-def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
-    """Makes `write_so_far` write `payload()` to `path`."""
-    global _so_far
-    _so_far = (path, payload) if path is not None and is_first_rank() else None
-
-
-def write_so_far(signal_name: str) -> Path | None:
-    """Writes the report of a command that a signal interrupts; None if it has none."""
-    if _so_far is None:
-        return None
-    path, payload = _so_far
-    _write_json(path, {**payload(), "interrupted": signal_name})
-    return path
-
-
-def _write_json(path: Path, payload: dict[str, Any]) -> None:
-    """Writes each entry, and each item of a list, on its own line, so that diffs show rows."""
     entries = [f"  {json.dumps(name)}: {_lines(value)}" for name, value in _finite(payload).items()]
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,10 @@ from ring_attn.cli.arguments import (
     command_line,
     table_console,
     with_options,
-    write_if_interrupted,
     write_json,
 )
 from ring_attn.cli.env import machine
-from ring_attn.cli.launch import checked_device, rank_device, run_ranks, send_part, timed_on_ranks
+from ring_attn.cli.launch import checked_device, rank_device, run_ranks, timed_on_ranks
 from ring_attn.core.program import Collective, Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -100,24 +99,25 @@ class MessageSample:
     seconds: float
 
 
+Samples = Sequence[TileSample | MessageSample]
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
     clusters: dict[int, Cluster] = {}
-    samples: dict[int, list[dict[str, Any]]] = {}
+    samples: dict[int, Samples] = {}
 
     def report() -> dict[str, Any]:
         return {
             "machine": machine(),
             "command": command_line(),
             "clusters": {ranks: devices.to_json(cluster) for ranks, cluster in clusters.items()},
-            "samples": samples,
+            "samples": {ranks: [asdict(x) for x in taken] for ranks, taken in samples.items()},
         }
 
-    write_if_interrupted(args.json, report)
     for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
-        take = samples.setdefault(ranks, []).append
-        clusters[ranks] = with_options(calibrate, args, world_size=ranks, on_sample=take)
-    write_json(args.json, report())
+        clusters[ranks], samples[ranks] = with_options(calibrate, args, world_size=ranks)
+        write_json(args.json, report())
     if not args.quiet:
         table_console().print(_table(clusters, samples))
     return 0
@@ -125,23 +125,21 @@ def run(args: argparse.Namespace) -> int:
 
 def calibrate(
     world_size: int,
-    *,
-    heads: int = 8,
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-    backend: str = "auto",
-    threads: int = 1,
-    device: str | None = None,
-    quick: bool = False,
-    on_sample: Callable[[dict[str, Any]], object] | None = None,
-) -> Cluster:
-    """Measures `world_size` ranks on this machine; passes each measurement to `on_sample`."""
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    backend: str,
+    threads: int,
+    device: str | None,
+    quick: bool,
+) -> tuple[Cluster, Samples]:
+    """Measures `world_size` ranks on this machine."""
     kind = checked_device(device, world_size)
     spec = AttentionSpec(kind, dtype, 1, heads, heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
     chosen = choose_backend(spec, backend, Purpose(backward=True)).name
     setting = CalibrationSetting(spec, chosen, *sizes)
-    ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind, on_part=on_sample)
+    ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
     ops = dict.fromkeys(m.op for m in messages)
@@ -161,10 +159,9 @@ def calibrate(
     )
     host = devices.HOST if gpu else Host()
     copies = Copies() if gpu else None
-    return Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
+    cluster = Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
+    return cluster, [*tiles, *messages]
 
-
-Sample = TypeVar("Sample", TileSample, MessageSample)
 
 Measured = tuple[list[TileSample], list[MessageSample], float, float]
 
@@ -209,18 +206,13 @@ def _nonnegative(
 
 def measure(setting: CalibrationSetting) -> Measured:
     bench = _Bench(setting)
-    tiles = [_sent(sample) for sample in bench.tiles()]
+    tiles = [*bench.tiles()]
     if bench.world_size == 1:
         return tiles, [], bench.memory_bandwidth(), 0.0
     with bench.transport.call("calibrate", Agreement({}), bench.device):
-        messages = [_sent(sample) for sample in bench.messages()]
+        messages = [*bench.messages()]
         slowdown = bench.slowdown()
     return tiles, messages, bench.memory_bandwidth(), slowdown
-
-
-def _sent(sample: Sample) -> Sample:
-    send_part(asdict(sample))
-    return sample
 
 
 class _Bench:
@@ -340,11 +332,11 @@ class _Bench:
         return min(max(lost / transfer, 0.0), 0.9)
 
 
-def _table(clusters: dict[int, Cluster], samples: dict[int, list[dict[str, Any]]]) -> Table:
+def _table(clusters: dict[int, Cluster], samples: dict[int, Samples]) -> Table:
     columns = ("ranks", "what", "GFLOP/s, GB/s", "s at 0", "columns a row, an edge", "worst error")
     table = Table(*columns, title="this machine, all ranks at once")
     for ranks, cluster in clusters.items():
-        tiles = [TileSample(**s) for s in samples[ranks] if "kind" in s]
+        tiles = [x for x in samples[ranks] if isinstance(x, TileSample)]
         device = cluster.device
         for (backward, window), name in KINDS.items():
             rate = device.rate(backward=backward, window=window)

@@ -1,8 +1,8 @@
 """The `ring-attn` command: a table of subcommands, each with a module of options and one that runs.
 
 Help and wrong options need only the former, which import no torch. A user's error prints one line
-on stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C, SIGTERM and SIGHUP
-print one line too, and exit with 130, 143 and 129; what was measured so far is in the report.
+on stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C prints one line too,
+and exits with 130; what was measured so far is in the report.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
-from multiprocessing import active_children
 from typing import NamedTuple, NoReturn
 
-from ring_attn.cli.arguments import is_first_rank, write_if_interrupted, write_so_far
+from ring_attn.cli.arguments import is_first_rank
 from ring_attn.version import __version__
 
 PROG = "ring-attn"
@@ -65,10 +64,8 @@ COMMANDS = (
     _ours("verify", "cli.verify", "check every result against dense attention in float64"),
     _ours("audit", "cli.audit", "say what a training step does wrong on several ranks"),
     _ours("plan", "cli.plan", "predict the best strategy and the costs of each step"),
-    _ours("bench strategies", "bench.strategies", "time every strategy, and auto's choice"),
     _ours("bench ring", "bench.ring", "time and memory of ring attention"),
     _ours("bench kernel", "bench.kernel", "TFLOP/s of attention on one device"),
-    _ours("bench decode", "bench.decode", "time of a query against long caches"),
     _ours("bench recurrence", "bench.recurrence", "time of recurrent layers on split rows"),
     _ours("calibrate", "cli.calibrate", "measure this machine for the simulator"),
     _ours("tune", "cli.tune", "find the fastest configs of the kernels on a GPU"),
@@ -86,36 +83,14 @@ def main(
     command = _find(words, commands)
     if command is None:
         return _without_command(words, prog, commands)
-    name = f"{prog} {command.name}"
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
-    write_if_interrupted(None, dict)
     try:
         return _run(prog, command, words[len(command.name.split()) :])
-    except KeyboardInterrupt as ended:
+    except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second ^C
-        _end_by(signal.Signals(ended.args[0] if ended.args else signal.SIGINT), name)
-
-
-def _interrupt(number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt(number)
-
-
-def _end_by(number: signal.Signals, name: str) -> NoReturn:
-    """Ends this process at once, with one line, whatever threads and libraries still do."""
-    for process in active_children():
-        process.kill()
-    line = f"{name}: interrupted by {number.name}"
-    try:
-        path = write_so_far(number.name)
-        line += f"; what was measured so far is in {path}" if path else ""
-    except OSError as error:
-        line += f"; what was measured so far could not be written: {error}"
-    if is_first_rank():
-        print(line, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(128 + number)
+        if is_first_rank():
+            print(f"{prog} {command.name}: interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)  # whatever threads and libraries still do
 
 
 def _run(prog: str, command: Command, options: list[str]) -> int:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.bench.cells import parse_device
 from ring_attn.bench.implementations import Data, Kernels, Shape, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
-from ring_attn.bench.outputs import Outputs
+from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.cli.arguments import format_size, new_table, show
@@ -137,8 +137,8 @@ def configs_of(row: TuneRow) -> dict[str, Config]:
 class Tuning(Report[TuneSetting, TuneRow]):
     """Searches one kind after another, and saves the report after each."""
 
-    def __init__(self, setting: TuneSetting, outputs: Outputs | None = None) -> None:
-        super().__init__(setting, outputs)
+    def __init__(self, setting: TuneSetting, path: Path | None = None, quiet: bool = False) -> None:
+        super().__init__(setting, path, quiet=quiet)
         self._arch = configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
 
@@ -169,7 +169,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
 
     def summary(self) -> list[str]:
         """Lines: speeds, wrong configs, how to use the file, and counts."""
-        chosen, path = best(self.rows), self._outputs.json
+        chosen, path = best(self.rows), self._path
         lines = [
             f"{r.kind}: {r.name} is {show(r.speed, '.3f')} x the frozen config" for r in chosen
         ]
@@ -408,7 +408,7 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
 
 def run(args: argparse.Namespace) -> int:
     """Searches, saves the JSON after each kind, prints the table; 1 if a frozen config is wrong."""
-    bench = Tuning(setting_of(args), Outputs.of(args))
+    bench = Tuning(setting_of(args), args.json, quiet=args.quiet)
     bench.run()
     shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]
     return bench.finish(shown, bench.summary())

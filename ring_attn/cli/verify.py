@@ -21,7 +21,6 @@ from ring_attn.cli.arguments import (
     new_table,
     progress,
     table_console,
-    write_if_interrupted,
     write_json,
 )
 from ring_attn.cli.env import backend_reasons, machine
@@ -133,7 +132,6 @@ def run(args: argparse.Namespace) -> int:
     def payload(results: Sequence[CaseResult]) -> dict[str, Any]:
         return _payload(results, world_size, device, time.perf_counter() - started)
 
-    write_if_interrupted(args.json, lambda: payload(judged))
     with progress(len(wanted), quiet=args.quiet) as begin:
 
         def take(result: CaseResult) -> None:

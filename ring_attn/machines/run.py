@@ -413,7 +413,6 @@ class Observed(Run):
 
     def step(self, op: ops.Step) -> None:
         self.observer.step = op.number
-        self.observer.steps += op.number is not None
 
     def post(self, op: ops.Post) -> Event | None:
         start = self.observer.mark()
@@ -421,7 +420,6 @@ class Observed(Run):
             end = super().post(op)
         if self._among(op.ranks).world_size > 1:
             self._posted[op.channel] = start
-            self.observer.arrival(start, end)
         return end
 
     def wait(self, op: ops.Wait) -> None:
@@ -431,17 +429,16 @@ class Observed(Run):
             self.observer.landed(self._posted.pop(op.channel))
 
     def attend(self, op: ops.Attend) -> None:
-        self._count(op.tiles, super().attend, op)
+        self._attending(op.tiles, super().attend, op)
 
     def decode(self, op: ops.Decode) -> None:
-        self._count(op.tiles or (op.sequences,), super().decode, op)
+        self._attending(op.tiles or (op.sequences,), super().decode, op)
 
     def differentiate(self, op: ops.Differentiate) -> None:
-        self._count(op.tiles, super().differentiate, op)
+        self._attending(op.tiles, super().differentiate, op)
 
-    def _count(self, tiles: Sized, run: Callable[[Any], None], op: object) -> None:
+    def _attending(self, tiles: Sized, run: Callable[[Any], None], op: object) -> None:
         if len(tiles):
-            self.observer.merges += len(tiles)
             with self.observer.span("attend"):
                 run(op)
 
@@ -454,7 +451,6 @@ class Observed(Run):
             super().delta(op)
 
     def merge(self, op: ops.Merge) -> None:
-        self.observer.merges += self.transport.world_size
         with self.observer.span("merge"):
             super().merge(op)
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.bench import cells, kernel, timing
-from ring_attn.bench.cells import Cells
+from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import (
     Data,
     Implementation,
@@ -38,7 +37,7 @@ def problem(**changes: Any) -> Shape:
     return Shape(**{**sizes, **changes})
 
 
-def setting(words: str) -> cells.CellSetting:
+def setting(words: str) -> kernel.CellSetting:
     return kernel.setting_of(options_of("bench kernel", words))
 
 
@@ -66,9 +65,9 @@ class Steps:
 
 
 def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "watch_for", lambda device: Steps())
+    monkeypatch.setattr(kernel, "watch_for", lambda device: Steps())
     words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --causal"
-    run = Cells(setting(f"{words} --implementations ours"))
+    run = kernel.Cells(setting(f"{words} --implementations ours"))
     run.peak = 1e-3
     run.run()
     fwd, bwd, both = run.rows
@@ -81,7 +80,7 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bwd.rate == pytest.approx(2.5 * tflops / 2)
     assert both.rate == pytest.approx(3.5 * tflops / 3)
     assert fwd.share == pytest.approx(1e3 * tflops)
-    (table,) = cells.tables(run.rows, run.unit)
+    (table,) = kernel.tables(run.rows)
     assert f"({fwd.share:.0%})" in list(table.columns[3].cells)[0]
 
 
@@ -184,7 +183,7 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         raise ArithmeticError("made to fail")
 
-    monkeypatch.setattr(cells, "make", raising)
+    monkeypatch.setattr(kernel, "make", raising)
     words = f"{RUN} --causal --implementations ours,torch-flash"
     report = report_of(words, status=1)
     notes = {row["impl"]: row["note"] for row in report["rows"]}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ring_attn.bench.outputs import read_report
 from ring_attn.cli import launch
 from ring_attn.core.values import env_int
 from ring_attn.models.checkpoint import open_checkpoint
@@ -27,7 +23,7 @@ def enter_checkpoint(path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("read", [read_report, load_cluster, enter_checkpoint])
+@pytest.mark.parametrize("read", [load_cluster, enter_checkpoint])
 def test_pipes_are_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
     """A pipe that nobody writes to would be read forever."""
     for name in ("pipe.json", "pipe.safetensors"):
@@ -50,36 +46,6 @@ def test_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RING_ATTN_CLUSTER", "/missing.json")
     with refused(FileNotFoundError, "RING_ATTN_CLUSTER|/missing.json"):
         find_cluster("cpu", 2)
-
-
-REPORT: dict[str, Any] = {
-    "machine": {"cpu": "a"},
-    "setting": {"heads": 2},
-    "rows": [{"rows": 64, "median_ms": 2.0, "p20_ms": 1.0, "p80_ms": 3.0, "samples_ms": [1, 2, 3]}],
-}
-
-
-def damaged() -> Iterator[dict[str, Any]]:
-    """The report with each entry replaced that a comparison reads."""
-    value: Any
-    for value in (-1.0, float("inf"), float("nan"), "x", [], {}, 0):
-        for name in ("median_ms", "p20_ms", "p80_ms"):
-            report = copy.deepcopy(REPORT)
-            report["rows"][0][name] = value
-            yield report
-    for value in (None, 3, "x", [3]):
-        for name in ("rows", "machine", "setting"):
-            yield REPORT | {name: value}
-
-
-def test_damaged_reports_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(REPORT))
-    read_report(path)
-    for report in damaged():
-        path.write_text(json.dumps(report))
-        with refused(ValueError, "--compare|old.json"):
-            read_report(path)
 
 
 def listening() -> str:

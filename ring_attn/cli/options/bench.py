@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 
 from ring_attn.cli.arguments import (
     add_common,
-    format_size,
     parse_dtype,
-    parse_report,
     parse_seconds,
     parse_size,
     parse_sizes,
@@ -29,23 +25,6 @@ SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every benchmark on files that it writes, and on an earlier run."""
-    add = parser.add_argument
-    add(
-        "--plot",
-        metavar="PATH",
-        type=parse_report,
-        help="draw the figures as .png or .svg (default: none)",
-    )
-    add(
-        "--compare", metavar="OLD.json", type=Path,
-        help="exit with 1 if a figure is slower than in OLD.json, beyond the spread of both "
-        "(default: compares with nothing)",
-    )  # fmt: skip
-    add_common(parser)
-
-
 def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -> None:
     """Adds the options of every benchmark on one device; `heads` are those on a GPU."""
     add = parser.add_argument
@@ -56,21 +35,7 @@ def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -
     budget = "start no measurement after this time (default: no limit)"
     add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
-    add_outputs(parser)
-
-
-def add_cell_arguments(
-    parser: argparse.ArgumentParser,
-    seqlens: Sequence[int],
-    heads: Sequence[tuple[int, int]],
-    iters: int,
-) -> None:
-    """Adds the options of `Cells`, with the defaults on a GPU."""
-    add = parser.add_argument
-    lens = ",".join(map(format_size, seqlens))
-    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
-    add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {iters})")
-    add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in heads))
+    add_common(parser)
 
 
 def parse_heads(text: str) -> tuple[tuple[int, int], ...]:

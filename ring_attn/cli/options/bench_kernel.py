@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import argparse
 
-from ring_attn.cli.arguments import names_of, parse_size
+from ring_attn.cli.arguments import format_size, names_of, parse_size, parse_sizes
 from ring_attn.cli.options.bench import (
     FLASH_PACKAGES,
     MODES,
     SDPA_BACKENDS,
-    add_cell_arguments,
+    add_device_arguments,
 )
 
 IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
@@ -41,4 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=MODES, default="fwd_bwd", help=mode)
     names = f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)"
     add("--implementations", type=names_of(IMPLEMENTATIONS, least=1), help=names)
-    add_cell_arguments(parser, SEQLENS, HEADS, ITERS)
+    lens = ",".join(map(format_size, SEQLENS))
+    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
+    add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {ITERS})")
+    add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in HEADS))

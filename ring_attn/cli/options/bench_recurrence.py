@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from ring_attn.cli.arguments import format_size, parse_size
-from ring_attn.cli.options.bench import add_outputs
+from ring_attn.cli.arguments import add_common, format_size, parse_size
 
 SEQLEN, ITERS = 8192, 7
 
@@ -21,4 +20,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=parse_size, help=f"global length (default: {format_size(SEQLEN)})")
     add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
     add("--iters", type=parse_size, help=f"repetitions (default: {ITERS})")
-    add_outputs(parser)
+    add_common(parser)

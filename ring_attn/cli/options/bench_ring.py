@@ -5,10 +5,9 @@ alike. A time is the slowest rank's; medians, p20 and p80 are over the repetitio
 host's time in waits for transfers, `peak_bytes` the most bytes that a call holds beyond its inputs,
 `max_error` the greatest difference of out, dq, dk, dv from attention in float64.
 
-    ours                     ring_attn.ring_attention on the ranks
-    dense                    torch's attention in one process with all the ranks' threads
-    torch-template           torch's private ring and its backward on the same ranks
-    ring-attention-pytorch   lucidrains' package on the same ranks, if installed
+    ours             ring_attn.ring_attention on the ranks
+    dense            torch's attention in one process with all the ranks' threads
+    torch-template   torch's private ring and its backward on the same ranks
 
 Several lengths or numbers of ranks (--seqlen 1k,2k,4k --world-size 1,2) are measured one after
 another.
@@ -19,17 +18,18 @@ from __future__ import annotations
 import argparse
 
 from ring_attn.cli.arguments import (
+    add_common,
     add_switch,
     names_of,
     parse_dtype,
     parse_size,
     parse_sizes,
 )
-from ring_attn.cli.options.bench import MODES, add_outputs
+from ring_attn.cli.options.bench import MODES
 from ring_attn.core.names import DEVICES, LAYOUTS
 
 SEQLEN, ITERS = 8192, 9
-BASELINES = ("dense", "torch-template", "ring-attention-pytorch")
+BASELINES = ("dense", "torch-template")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,4 +49,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_size, help=f"timed repetitions (default: {ITERS})")
     names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
     add("--baseline", type=names_of(BASELINES), default=",".join(BASELINES), help=names)
-    add_outputs(parser)
+    add_common(parser)
