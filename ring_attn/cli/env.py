@@ -1,13 +1,10 @@
-"""`ring-attn env`: installed versions, hardware, and the backends that can run.
-
-Every JSON report includes `machine()`, which tells the figures of different machines apart. It
-names no host, user or path.
-"""
+"""Versions, hardware, and the backends that can run: of `ring-attn env`, and in every report."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -16,12 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ring_attn import select_backend
-from ring_attn.cli.arguments import new_table, write_json
+from ring_attn.cli.arguments import write_json
 from ring_attn.cli.launch import num_cores
 from ring_attn.core.dtypes import BY_NAME
 from ring_attn.version import __version__
@@ -87,43 +81,8 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:
         print(" ".join(f"{n}={v}" for n, v in report["machine"]["versions"].items() if v))
     else:
-        _show(report)
+        print(json.dumps(report, indent=2))
     return 0
-
-
-def _show(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    here = report["machine"]
-    hardware = {
-        "os": here["os"],
-        "cpu": here["cpu"],
-        "cores": f"{here['cores']} (torch uses {here['threads']} threads)",
-        "memory": _gib(here["memory_bytes"]),
-        "devices": "\n".join(map(gpu_text, here["devices"])) or "no GPU",
-        "distributed": ", ".join(here["distributed"]) or "not built into this torch",
-    }
-    for title, pairs, missing in (
-        ("versions", here["versions"], "not installed"),
-        ("machine", hardware, ""),
-        ("environment", report["variables"], "not set"),
-    ):
-        table = Table(title=title, title_justify="left", show_header=False, box=None)
-        for name, value in pairs.items():
-            table.add_row(name, Text(str(value or missing)))
-        console.print(table)
-    console.print(_backend_table(report["backends"]))
-
-
-def _backend_table(backends: dict[str, dict[str, str | None]]) -> Table:
-    """A row for each backend and reason, with all devices and dtypes that share the reason."""
-    table = new_table("backends", ("backend", "usable"), (), "device dtype")
-    table.add_column("reason")
-    for backend, answers in backends.items():
-        for reason in dict.fromkeys(answers.values()):
-            usable = Text("no", "yellow") if reason else Text("yes", "green")
-            where = ", ".join(where for where, why in answers.items() if why == reason)
-            table.add_row(backend, usable, where, Text(reason or ""))
-    return table
 
 
 def _versions() -> dict[str, str | None]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
@@ -23,11 +22,10 @@ from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, free_memory, quantiles, time_in_turn, watch_for
-from ring_attn.cli.arguments import format_size, new_table, show
+from ring_attn.cli.arguments import format_size, show
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import map_in_processes, num_cores
 from ring_attn.cli.options.tune import PRODUCTS
-from ring_attn.core.dtypes import dtype_name
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon
@@ -35,9 +33,6 @@ from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
-
-# Number of configs of each kind in the table, the fastest first.
-SHOWN = 5
 
 # Number of timed runs of a config, and of runs whose bits must be equal.
 ITERS, REPEATS = 12, 20
@@ -117,10 +112,6 @@ class TuneSetting:
             1, self.full_rows if whole else self.causal_rows, self.heads, self.kv_heads,
             self.head_dim, not (decodes or whole), self.dtype, self.device, 1 if decodes else None,
         )  # fmt: skip
-
-    def __str__(self) -> str:
-        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
-        return f"{heads}, {dtype_name(self.dtype)}"
 
 
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> TuneRow:
@@ -347,27 +338,6 @@ def _extras(config: Config) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[TuneRow], title: str) -> Table:
-    """The fastest configs of each kind, and the frozen one; the JSON has all."""
-    shown_table = new_table(
-        title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
-    )
-    for kind in dict.fromkeys(row.kind for row in rows):
-        of_kind = [row for row in rows if row.kind == kind]
-        timed = sorted((r for r in of_kind if r.median_ms), key=lambda row: row.median_ms or 0.0)
-        shown = [row for row in timed if row.frozen or row in timed[:SHOWN]]
-        for index, row in enumerate(shown):
-            shown_table.add_row(
-                "" if index else kind, f"{row.name} (frozen)" if row.frozen else row.name,
-                show(row.median_ms, ".4g"), f"{row.p20_ms:.4g}-{row.p80_ms:.4g}",
-                show(row.tflops, ".0f"), show(row.speed, ".3f"), show(row.max_ratio, ".2f"),
-            )  # fmt: skip
-        without = sum(not row.median_ms for row in of_kind)
-        shown_table.add_row("", f"and {len(of_kind) - len(shown)} more, {without} without a time")
-        shown_table.add_section()
-    return shown_table
-
-
 def setting_of(args: argparse.Namespace) -> TuneSetting:
     """The setting from the options; a CPU gets small sizes, only to test the search."""
     if args.device is None and not torch.cuda.is_available():
@@ -407,8 +377,7 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, saves the JSON after each kind, prints the table; 1 if a frozen config is wrong."""
+    """Searches, saves the JSON after each kind; 1 if a frozen config is wrong."""
     bench = Tuning(setting_of(args), args.json, quiet=args.quiet)
     bench.run()
-    shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]
-    return bench.finish(shown, bench.summary())
+    return bench.finish([], bench.summary())

@@ -6,13 +6,13 @@ Each rank calls the module with its rows and gets the output of its rows.
     inside      the module's forward sees                  the attention is computed by
     "global"    DTensors of the whole sequence's shape     F.scaled_dot_product_attention in the
     "local"     plain tensors, this rank's rows              forward, run as `ring_attention`
-    replace=    (the forward does not run)                 `ring_attention` with these options
 
 Only during a forward, `models.sdpa.route_sdpa` runs `F.scaled_dot_product_attention` as
 `ring_attention`. A forward that never calls it raises, since it would attend within a shard only.
 Checkpoint the module, not parts of it: parts are recomputed after the forward, and raise.
 
-A module that computes attention in another way runs whole on some heads, by torch's own exchange:
+A module that computes attention in another way (flex_attention, flash_attn) calls `ring_attention`
+in its forward instead, without this style, or runs whole on some heads, by torch's own exchange:
 `PrepareModuleInputOutput` of torch.distributed.tensor.parallel, from `Shard(seq_dim)` to
 `Shard(head_dim)` and back. Rows and heads must divide by the ranks, and the layout be "contiguous".
 
@@ -23,7 +23,7 @@ parallelism of attention modules; the ring is new here. Ulysses: arXiv 2309.1450
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -35,12 +35,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import groups, refusals
-from ring_attn.api import ring_attention
 from ring_attn.call import (
     DistributedOptions,
     ExecutionOptions,
     Layout,
-    MathOptions,
     check_execution,
 )
 from ring_attn.core.layout import Layouts, SequenceLayout
@@ -52,11 +50,7 @@ from ring_attn.torch_private import tree_map_only
 from ring_attn.transport.options import TransportOptions
 
 Inside = Literal["global", "local"]
-CallOptions = Mapping[str, Any]
 OutputKey = int | str
-
-# Arguments of `ring_attention` that change the result; the others choose how to compute it.
-OPTIONS = tuple(MathOptions.__annotations__)
 
 # (batch, heads, rows, headdim)
 _SDPA_DIMS = Dims(seq=2, head=1)
@@ -81,11 +75,6 @@ class ContextParallel(ParallelStyle):
             true length, but may combine its DTensors only with DTensors. "local" is for modules
             with their own parameters or buffers, and for shards of other lengths than those of
             `torch.chunk`.
-        replace: options of `ring_attention` (`causal`, `window_size`, `softmax_scale`, `softcap`,
-            `sinks`, `cu_seqlens`, `cu_seqlens_k`), or a function of the module that returns them,
-            called each time. Then the forward does not run, and calls may pass no other arguments
-            that are not None. For modules whose attention is not
-            `F.scaled_dot_product_attention`, such as flex_attention or flash_attn.
         seq_dim: dim of the rows of q, k, v: 1 for (batch, rows, heads, headdim), 2 for (batch,
             heads, rows, headdim), 0 for (rows, batch, heads, headdim). Plain tensors with "local"
             need neither dim, as `F.scaled_dot_product_attention` fixes both.
@@ -107,7 +96,6 @@ class ContextParallel(ParallelStyle):
     degree: int | None = None
     layout: Layout = "contiguous"
     inside: Inside = "global"
-    replace: CallOptions | Callable[[nn.Module], CallOptions] | None = None
     seq_dim: int = 1
     head_dim: int = 2
     qkv_indices: Sequence[int] | None = None
@@ -143,18 +131,6 @@ class ContextParallel(ParallelStyle):
                 check_type(f"each of {name}", element, int if name == "qkv_indices" else str)
             if not len(elements) == len(set(elements)) == 3:
                 raise ValueError(f"{name} must be three different ones, of q, k, v; got {value}")
-        if self.replace is not None:
-            if self.inside != "global":
-                raise ValueError(
-                    f"inside={self.inside!r} is for a module that runs; with replace= it does not"
-                )
-            if self.output_index != 0:
-                raise ValueError(
-                    "with replace= the module returns the attention alone, as a tensor: "
-                    f"output_index must be 0, got {self.output_index}"
-                )
-            if not callable(self.replace):
-                _check_options(self.replace)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Changes the module's class to one with another forward; for `parallelize_module`."""
@@ -234,9 +210,6 @@ class _ParallelAttention:
             positional = (changed[i] for i in range(len(args)))
             return forward(*positional, **{name: changed[name] for name in kwargs})
 
-        if self.style.replace is not None:
-            others = [key for key in arguments if key not in keys and arguments[key] is not None]
-            return self._replaced(module, qkv, others)
         if self.style.inside == "global":
             return self._seen_globally(module, call, qkv)
         shards = self._shards(qkv, self.dims, self.style.layout)
@@ -300,9 +273,9 @@ class _ParallelAttention:
         if not calls:
             raise NotImplementedError(
                 f"{type(module).__name__} did not call F.scaled_dot_product_attention, so that its "
-                "attention did not see the whole sequence; use replace= with the options of "
-                "ring_attention, or torch's PrepareModuleInputOutput, which runs any module on all "
-                "rows of some heads"
+                "attention did not see the whole sequence; call ring_attn.ring_attention there "
+                "without the style, or use torch's PrepareModuleInputOutput, which runs any module "
+                "on all rows of some heads"
             )
         return output
 
@@ -346,27 +319,6 @@ class _ParallelAttention:
         q, k, v = shards.tensors
         options = {**kwargs, **self.distributed, "layout": shards.layout}
         return shards.restore(sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options))
-
-    # -- replace=
-
-    def _replaced(
-        self, module: nn.Module, qkv: list[Tensor], others: Sequence[OutputKey]
-    ) -> Tensor:
-        if others:
-            raise NotImplementedError(
-                f"{type(module).__name__} is replaced by ring_attention, which does not know its "
-                f"arguments {list(others)}; leave them out or None, and give replace= the options"
-            )
-        options: Any = self.style.replace
-        if callable(options):
-            options = options(module)
-            _check_options(options)
-        shards = self._shards(qkv, self.dims, self.style.layout)
-        order = self.dims.order(shards.tensors[0].ndim)
-        q, k, v = (x.permute(order) for x in shards.tensors)
-        distributed: DistributedOptions = {**self.distributed, "layout": shards.layout}
-        out = ring_attention(q, k, v, **distributed, **options)
-        return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
 
     def _shards(self, qkv: list[Tensor], dims: Dims, layout: Layout) -> _Shards:
         q, k, _ = qkv
@@ -433,16 +385,6 @@ def _parameters_of_qkv(
     if style.qkv_indices is not None:
         return [*zip(style.qkv_indices, style.qkv_names, strict=True)]
     return [(positional.index(n) if n in positional else None, n) for n in style.qkv_names]
-
-
-def _check_options(options: CallOptions) -> None:
-    if not isinstance(options, Mapping):
-        raise TypeError(
-            f"replace must be options of ring_attention by name, got {type(options).__name__}"
-        )
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise ValueError(f"replace may have {list(OPTIONS)}, got {unknown}")
 
 
 def _check_forms(qkv: Sequence[object]) -> None:

@@ -160,7 +160,7 @@ def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) 
     """
     _check_counts(world_size=world_size, align=align)
     sums = exact_sums(as_costs("cost", cost))
-    return _balanced(sums, _places(len(sums) - 1, align), world_size)[0]
+    return _balanced(sums, _places(len(sums) - 1, align), world_size)
 
 
 def by_separators(
@@ -169,7 +169,6 @@ def by_separators(
     world_size: int,
     *,
     work: Mask | Tensor | Sequence[float] | None = None,
-    max_balance: float | None = None,
 ) -> SequenceLayout:
     """The best balanced boundaries among those right after separator tokens.
 
@@ -178,7 +177,6 @@ def by_separators(
         separators: ids after which the sequence may be cut: newline, end of turn, end of text.
         world_size: number of ranks; with too few separators some get no rows.
         work: what to balance: a mask's visible pairs, or (seqlen,) costs; None balances rows.
-        max_balance: the largest max / mean of the work to accept; None accepts any.
 
     Example:
         >>> by_separators([5, 6, 0, 7, 0, 8, 9, 8, 0, 3], {0}, world_size=3).cuts
@@ -194,18 +192,7 @@ def by_separators(
         raise ValueError(f"work is over {items.numel()} positions, token_ids over {ids.numel()}")
     after = torch.isin(ids, ends).nonzero().flatten() + 1
     cuts = sorted({0, *after.tolist(), ids.numel()})
-    sums = exact_sums(items)
-    layout, greatest = _balanced(sums, cuts, world_size)
-    if max_balance is not None:
-        check_max_balance(max_balance)
-        reached = greatest * world_size / sums[-1] if sums[-1] else 1.0
-        if reached > max_balance:
-            raise ValueError(
-                f"max_balance is {max_balance}, and of all cuts after separators the best balance "
-                f"over {world_size} ranks is {reached:.4g}; allow that, add separators, or use "
-                "by_area or by_cost"
-            )
-    return layout
+    return _balanced(exact_sums(items), cuts, world_size)
 
 
 def by_documents(
@@ -427,11 +414,11 @@ def _places(seqlen: int, align: int) -> list[int]:
     return [*range(0, seqlen, align), seqlen]
 
 
-def _balanced(sums: list[int], cuts: list[int], world_size: int) -> tuple[SequenceLayout, int]:
-    """Boundaries at some of the cuts with the smallest possible maximum of work, and it."""
+def _balanced(sums: list[int], cuts: list[int], world_size: int) -> SequenceLayout:
+    """Boundaries at some of the cuts with the smallest possible maximum of work."""
     at_cuts = [sums[cut] for cut in cuts]
     greatest = least_maximum(at_cuts, world_size)
-    return SequenceLayout.boundaries(even_cuts(at_cuts, cuts, world_size, greatest)), greatest
+    return SequenceLayout.boundaries(even_cuts(at_cuts, cuts, world_size, greatest))
 
 
 def _rank_of_the_tail(room: list[int], blocks: int, tail: int, align: int) -> int | None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallel
 from ring_attn import ContextParallel, SequenceLayout, Strategy, TransportOptions, parallelize
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
-from ring_attn.testing import Case, Heads, expected, random_sinks
+from ring_attn.testing import Case, Heads, expected
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds
@@ -73,17 +73,6 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, **self.options)
 
 
-class Never(Core):
-    """A module whose own attention must not run."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.sinks = nn.Parameter(random_sinks(3))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise AssertionError("replaced")
-
-
 class Way(NamedTuple):
     """A way to call: order of dims, plain or DTensor, and the container of the output."""
 
@@ -111,7 +100,6 @@ CHUNKS = both(SequenceLayout.boundaries([0, 25, 50, 75, 97]))  # as torch.chunk 
 NESTED = both(SequenceLayout.boundaries([0, 25, 49, 73, 97]))  # halves of 49 and 48, each in two
 HALVES = both(SequenceLayout.contiguous(UNEVEN, 2))  # 49 and 48
 ZIGZAG = both(SequenceLayout.zigzag(UNEVEN, 2))
-OTHER_LENGTHS = SequenceLayout.zigzag(37, 2), SequenceLayout.contiguous(61, 2)
 
 
 def causal(layout: str | Layouts = "contiguous") -> Case:
@@ -123,10 +111,6 @@ def causal(layout: str | Layouts = "contiguous") -> Case:
 def odd_heads(mask: Mask, layout: str | Layouts = "contiguous", **scores: Any) -> Case:
     """Three query heads, which two ranks cannot share evenly, and one kv head."""
     return Case(mask, layout, heads=Heads(3, 1, 8, 8), batch=2, **scores)
-
-
-def with_sinks(module: nn.Module) -> dict[str, Any]:
-    return {"causal": True, "window_size": (20, 0), "softcap": 5.0, "sinks": module.sinks}
 
 
 class Use(NamedTuple):
@@ -169,20 +153,6 @@ USES = {
         partial(Core, enable_gqa=True),
         (2,),
     ),
-    "replaced, of other lengths": Use(
-        {"replace": {"causal": True}, "strategy": "ulysses"},
-        odd_heads(Mask(37, 61, causal=True), OTHER_LENGTHS),
-        [Way("BHSD")],
-        Never,
-        (2,),
-    ),
-    "a module that does not run": Use(
-        {"replace": with_sinks},
-        odd_heads(Mask(UNEVEN, UNEVEN, True, (20, 0)), ZIGZAG, softcap=5.0, sinks=True),
-        [Way("BHSD")],
-        Never,
-        (2,),
-    ),
 }
 
 
@@ -207,7 +177,7 @@ def shards_of(case: Case, mesh: DeviceMesh, way: Way) -> list[Tensor]:
 
 
 def run_module(module: nn.Module, case: Case, mesh: DeviceMesh, way: Way) -> dict[str, Tensor]:
-    """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim), and share of dsinks."""
+    """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim), ."""
     *qkv, dout = shards_of(case, mesh, way)
     out = module(*qkv)
     if way.returns in ("tuple", "list", "Answer"):
@@ -219,12 +189,10 @@ def run_module(module: nn.Module, case: Case, mesh: DeviceMesh, way: Way) -> dic
     assert isinstance(out, DTensor) == (way.form == "DTensor")
     if isinstance(out, DTensor):
         assert out.placements == qkv[0].placements and out.shape == qkv[0].shape
-    wanted = [*qkv, module.sinks] if case.sinks else qkv
-    found = (out, *torch.autograd.grad(out, wanted, dout.detach()))
+    found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
     local = [x.to_local() if isinstance(x, DTensor) else x for x in found]
-    named = zip(("out", "dq", "dk", "dv", "dsinks"), local, strict=False)
-    order = ORDERS[way.order]
-    return {name: x.detach().permute(order) if x.ndim == 4 else x for name, x in named}
+    named = zip(("out", "dq", "dk", "dv"), local, strict=True)
+    return {name: x.detach().permute(ORDERS[way.order]) for name, x in named}
 
 
 def run_use(name: str) -> list[dict[str, Tensor]]:
@@ -242,9 +210,6 @@ def run_use(name: str) -> list[dict[str, Tensor]]:
         )
         module = parallelize_module(make(way.order, way.returns), mesh, style)
         results.append(run_module(module, case, mesh, way))
-        if "replace" in options:
-            assert module.seen == ()
-            continue
         seen = [*case.build_inputs().q.permute(ORDERS[way.order]).shape]
         if options.get("inside") == "local":
             seen[seq_dim] = case.build_layouts(mesh.size())[0].shard_len(dist.get_rank())
@@ -261,8 +226,6 @@ def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -
     layouts = {"out": of_q, "dq": of_q, "dk": of_kv, "dv": of_kv}
     for way, *by_rank in zip(use.ways, *ranks(world_size).run(run_use, name), strict=True):
         got = {name: x.unshard([one[name] for one in by_rank]) for name, x in layouts.items()}
-        if use.case.sinks:
-            got["dsinks"] = by_rank[0]["dsinks"] + by_rank[1]["dsinks"]
         assert_holds(got, *expected(use.case), way)
 
 
@@ -354,7 +317,7 @@ def plain_qkv(rows: int = 8, heads: int = 3) -> list[Tensor]:
 class NoAttention(nn.Module):
     """A module with an attention module's arguments, but no attention."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: object = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q + k + v
 
 
@@ -400,10 +363,6 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "keywords": ({"qkv_names": ("query", "k", "v")}, "Core|'query'", {}),
     "output_index": ({"output_index": 2}, "output_index 2|2 elements", returning("tuple")),
     "output type": ({}, "NoneType", returning("tuple")),
-    "arguments": (
-        {"replace": {}}, "[3]", {"module": NoAttention, "qkv": lambda: [*plain_qkv(), 5]}
-    ),
-    "options of a function": ({"replace": lambda module: {"group": None}}, "['group']", {}),
 }  # fmt: skip
 
 # Mistakes in a module's output, found once it has run.

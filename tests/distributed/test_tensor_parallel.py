@@ -14,7 +14,7 @@ from ring_attn import SequenceLayout, ring_attention
 from ring_attn.models.tensor_parallel import (
     TensorParallelConfig,
     load_tp_state_dict,
-    unshard_state_dict,
+    shard_state_dict,
 )
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
@@ -37,13 +37,17 @@ def inputs() -> tuple[Tensor, Tensor]:
     return x, dout
 
 
-def run_block(folder: str, kv_heads: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's rows of the block's output, and the whole gradients.
+def configs_of(kv_heads: int) -> list[TensorParallelConfig]:
+    return [TensorParallelConfig(part, 2, 48, 51, 6, kv_heads) for part in range(2)]
+
+
+def run_block(folder: str, kv_heads: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """This rank's rows of the block's output, and the gradients of both parts.
 
     Both parts of the block are in one process, where sums of their outputs replace all-reduces.
     """
     rank = dist.get_rank()
-    configs = [TensorParallelConfig(part, 2, 48, 51, 6, kv_heads) for part in range(2)]
+    configs = configs_of(kv_heads)
     one, other = parts = [block(kv_heads) for _ in configs]
     for part, config in zip(parts, configs, strict=True):
         for name, shard in load_tp_state_dict(folder, config, otherwise="replicated").items():
@@ -69,10 +73,9 @@ def run_block(folder: str, kv_heads: int) -> tuple[Tensor, dict[str, Tensor]]:
         if name.endswith(("k_proj.weight", "v_proj.weight")) and rows.stop:
             assert configs[0].kv_replica_ranks == (0, 1)  # all parts
             grad[rows] = grads[1][name][rows] = grad[rows] + grads[1][name][rows]
-    whole = unshard_state_dict(grads, configs[0], otherwise="replicated")
-    for grad in whole.values():
+    for grad in {id(x): x for part in grads for x in part.values()}.values():
         dist.all_reduce(grad)
-    return out.detach(), whole
+    return out.detach(), grads
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -94,6 +97,10 @@ def test_a_block_of_two_parts_on_two_ranks(ranks: Pools, kv_heads: int, tmp_path
     oracle = whole(layer.double(), *(y.double() for y in inputs()))
     assert_close("out", LAYOUT.unshard([x for x, _ in results]), oracle["out"], plain["out"])
     for _, grads in results:
-        assert len(grads) == len(oracle) - 1
-        for name, x in grads.items():
-            assert_close(name, x, oracle[name], plain[name])
+        for part, config in zip(grads, configs_of(kv_heads), strict=True):
+            exact, usual = (
+                shard_state_dict(x, config, otherwise="replicated") for x in (oracle, plain)
+            )
+            assert {*part} == {*exact} - {"out"}
+            for name, x in part.items():
+                assert_close(name, x, exact[name], usual[name])

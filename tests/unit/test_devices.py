@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ring_attn.cli.calibrate import TileSample, fit_rate, largest_error
-from ring_attn.machines.cluster import Cluster, Copies, compute_seconds
+from ring_attn.machines.cluster import Cluster, compute_seconds
 from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
@@ -74,11 +74,8 @@ def test_the_nearest_number_of_ranks_is_loaded(tmp_path: Path) -> None:
     assert load_cluster(path, 2) == by_ranks[1]
     assert load_cluster(path, 3) == by_ranks[4]
     assert cluster_from_json(json.loads(json.dumps(to_json(calibrated())))) == calibrated()
-    # Calibrations of earlier versions: without copies, or with fields that no longer exist.
-    older = {"latency": 2e-6, "high_priority": True, "buffers": 3, "block": 64e-6}
-    for written, copies in ((None, None), (older, Copies(2e-6))):
-        values = to_json(calibrated()) | {"copies": written}
-        assert cluster_from_json(values) == replace(calibrated(), copies=copies)
+    without = replace(calibrated(), copies=None)
+    assert cluster_from_json(to_json(without)) == without
 
 
 def described(**changes: object) -> str:
@@ -102,8 +99,7 @@ def described(**changes: object) -> str:
         (described().replace('"2"', '"0"'), "ranks must be at least 1, got 0"),
         (described(**{"device.forward": None}), "forward of a Device must be Rate, got None"),
         (described(**{"device.forward.flops": 0}), "flops of a Rate must be positive, got 0"),
-        (described(**{"device.forward.flops": float("nan")}), "finite, got NaN"),
-        (described(**{"device.forward.flops": 10**300}), "301 digits"),
+        (described(**{"device.forward.flops": float("nan")}), "positive, got nan"),
         (described(**{"between": "slow"}), "TypeError"),
         (described(**{"collectives": []}), "AttributeError"),
         (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),

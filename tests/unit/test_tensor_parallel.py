@@ -22,7 +22,6 @@ from ring_attn.models.tensor_parallel import (
     load_tp_state_dict,
     shard_parameter,
     shard_state_dict,
-    unshard_state_dict,
 )
 from tests.bounds import same_bits
 from tests.refusals import refused
@@ -45,13 +44,6 @@ def config_of(tp_size: int, kv_heads: int, rank: int = 0) -> TensorParallelConfi
 
 def ranks_of(config: TensorParallelConfig) -> list[TensorParallelConfig]:
     return [replace(config, rank=rank) for rank in range(config.tp_size)]
-
-
-def joined(
-    parts: list[Tensor | None], kind: Kind, config: TensorParallelConfig, order: Order = "out_in"
-) -> Tensor:
-    shards = [{} if part is None else {"x": part} for part in parts]
-    return unshard_state_dict(shards, config, {"x": kind}, order=order)["x"]
 
 
 def parts_of(
@@ -159,7 +151,7 @@ def positions_of(kind: Kind, size: int, config: TensorParallelConfig) -> list[in
 def test_a_rank_has_its_part(
     tp_size: int, kv_heads: int, kind: Kind, order: Order, tmp_path: Path
 ) -> None:
-    """Weights and biases of every dtype, there and back, from tensors and from a file."""
+    """Weights and biases of every dtype, from tensors and from a file."""
     configs = ranks_of(config_of(tp_size, kv_heads))
     outputs, inputs = outputs_and_inputs(kind, kv_heads)
     by_columns = kind in ("o", "down", "row")
@@ -176,7 +168,6 @@ def test_a_rank_has_its_part(
         for config, part in zip(configs, parts, strict=True):
             loaded = load_tp_state_dict(tmp_path, config, {"x": kind}, order=order).get("x")
             assert loaded is part is None or same_bits(loaded, part)
-        assert same_bits(joined(parts, kind, configs[-1], order), x)
         if is_bias and by_columns:  # on rank 0, so that the sum over the ranks has it once
             assert same_bits(parts[0], x) and parts[1:] == [None] * (tp_size - 1)
             continue
@@ -195,7 +186,7 @@ def test_a_rank_has_its_part(
 
 def test_parts_of_one_number() -> None:
     config, number = config_of(3, 6), torch.tensor(2.5)
-    assert torch.equal(joined(parts_of(number, "replicated", config), "replicated", config), number)
+    assert all(torch.equal(part, number) for part in parts_of(number, "replicated", config))
 
 
 def sized(**change: int) -> TensorParallelConfig:
@@ -239,42 +230,6 @@ def test_what_does_not_fit_is_refused(make: Callable[[], object], words: str) ->
         make()
 
 
-def drifted(kind: Kind) -> list[Tensor]:
-    """Four parts; the last differs from rank 2's in a kv head that both have."""
-    config = config_of(4, 2)
-    parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
-    parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
-    return parts
-
-
-A, B = parts_of(torch.randn(48, HIDDEN), "q", config_of(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("kind", "parts", "error", "facts"),
-    [
-        ("q", [A], ValueError, "2 .*1"),
-        ("q", [A, B[1:]], ValueError, r"\(24, 40\) on rank 1.*\(23, 40\)"),
-        ("q", [A, B.half()], TypeError, "x .*float"),
-        ("q", [A, B[0]], TypeError, "x .*dims"),
-        ("q", [A, None], KeyError, r"x .*\[0, 1\], not of \[0\]"),
-        ("o", [A[0], A[0]], KeyError, r"x .*\[0\], not of \[0, 1\]"),
-        ("column", [A[:8], A[:9]], ValueError, r"\(9, 40\) on rank 0.*\(8, 40\)"),
-        ("replicated", [torch.zeros(3), torch.ones(3)], ValueError, r"x .*\[0, 1\]"),
-        *(
-            (kind, drifted(kind), ValueError, r"x .*\[2, 3\].*\bkv_replica_ranks")
-            for kind in ("k", "v", "qkv", "grouped_qkv")
-        ),
-    ],
-)
-def test_parts_that_do_not_fit(
-    kind: Kind, parts: list[Tensor], error: type[Exception], facts: str
-) -> None:
-    config = config_of(4 if len(parts) == 4 else 2, 2)
-    with pytest.raises(error, match=facts):
-        joined(parts, kind, config)
-
-
 # -- replicated kv heads
 
 
@@ -299,12 +254,10 @@ def layer_of(kv_heads: int) -> dict[str, Tensor]:
     return model | {"input_layernorm.weight": torch.randn(HIDDEN)}
 
 
-def test_a_state_dict_there_and_back() -> None:
+def test_a_state_dict() -> None:
     whole, config = layer_of(2), config_of(4, 2)
     parts = [shard_state_dict(whole, one, otherwise="replicated") for one in ranks_of(config)]
-    back = unshard_state_dict(parts, config, otherwise="replicated")
-    assert {*back} == {*whole}
-    assert all(same_bits(back[name], x) for name, x in whole.items())
+    assert {*parts[0]} == {*whole}
     only = {"self_attn.o_proj.bias", "mlp.down_proj.bias"}
     assert all({*whole} - {*part} == only for part in parts[1:])
 

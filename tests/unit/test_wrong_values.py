@@ -32,7 +32,6 @@ from ring_attn.models.tensor_parallel import (
     TensorParallelConfig,
     shard_parameter,
     shard_state_dict,
-    unshard_state_dict,
 )
 from ring_attn.planning.devices import cpu_cluster
 
@@ -69,7 +68,6 @@ ZIGZAG, RUNS = SequenceLayout.zigzag(12, 2), SequenceLayout.contiguous(12, 2)
 CAUSAL = Mask(12, 12, causal=True, window_size=(2, 0))
 CONFIGS = [TensorParallelConfig(rank, 2, 8, 16, num_heads=4, num_kv_heads=2) for rank in (0, 1)]
 MODEL = {"a.q_proj.weight": torch.ones(8, 8), "norm": torch.ones(3)}
-PARTS = [shard_state_dict(MODEL, config, otherwise="replicated") for config in CONFIGS]
 TOKENS = torch.arange(12)[None]
 Q, KV = torch.ones(1, 6, 4, 8), torch.ones(1, 6, 2, 8)
 OTHERWISE = {"plan": LLAMA_TP_PLAN, "otherwise": "replicated", "order": "out_in"}
@@ -124,7 +122,7 @@ GOOD = [
     partial(balance.by_cost, cost=[1.0, 2.0, 3.0], world_size=2, align=1),
     partial(
         balance.by_separators,
-        token_ids=TOKENS[0], separators=[3, 7], world_size=2, max_balance=None,
+        token_ids=TOKENS[0], separators=[3, 7], world_size=2,
     ),
     partial(
         balance.by_documents,
@@ -138,7 +136,6 @@ GOOD = [
     partial(TensorParallelConfig, **vars(CONFIGS[0])),
     partial(shard_parameter, x=torch.ones(8, 8), kind="q", config=CONFIGS[0], order="out_in"),
     partial(shard_state_dict, state_dict=MODEL, config=CONFIGS[0], **OTHERWISE),
-    partial(unshard_state_dict, shards=PARTS, config=CONFIGS[0], **OTHERWISE),
 ]  # fmt: skip
 
 # Words of a message in place of an argument's name, where the value is valid by itself.
@@ -162,7 +159,7 @@ TAKEN = {
     **dict.fromkeys(("dim", "ignore_index", "output_index"), ["-1"]),
     **dict.fromkeys(("strategy", "backend"), ["text"]),
     **dict.fromkeys(("batch", "state_dict", "plan"), ["{}"]),
-    "softcap": ["1.5"], "same_bits": ["None", "True"], "replace": ["None", "{}", "type"],
+    "softcap": ["1.5"], "same_bits": ["None", "True"],
     "layout": ["layout of others"], "memory_bytes": ["None", "2**64", "inf"],
     "max_balance": ["None", "2**64", "1.5"], "token_ids": ["[]", "{}"],
     "recurrent": ["[]"],

@@ -1,7 +1,7 @@
 """`ring-attn env`: installed versions, hardware, and the backends that can run.
 
-Every JSON report includes `machine()`, which tells the figures of different machines apart. It
-names no host, user or path.
+A JSON text; null is said of a backend that can run, of a package that is not installed, and of a
+variable that is not set. It names no host, user or path, except in variables.
 """
 
 from __future__ import annotations
