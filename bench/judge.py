@@ -1,21 +1,16 @@
 """Compares an implementation's results with float64, at any length, before it is timed.
 
-Dense attention in float64 is too large at the measured lengths. So there are two checks, both with
-the bound of `ring_attn.testing`, which follows from plain PyTorch's error in the same dtype:
-
-    whole    all of out, dq, dk, dv of a short sequence with the same heads, dtype and mask
-    sampled  at the measured size, with dout zero except in some rows of every head and batch entry,
-             which then alone determine the gradients, exactly: checks out and dq of these rows, dk
-             and dv of some keys, and that dq is 0 elsewhere
-
-The judge checks lse, too, where an implementation returns it.
+Dense attention in float64 is too large at the measured lengths. So dout is zero except in some rows
+of every head and batch entry, which then alone determine the gradients, exactly: checked are out,
+dq, and lse where an implementation returns it, of these rows, dk and dv of some keys, and that dq
+is 0 elsewhere. The bound is that of `ring_attn.testing`, which follows from plain PyTorch's error
+in the same dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 
 import torch
@@ -25,9 +20,8 @@ from ring_attn.bench.implementations import Data, Implementation, Shape
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients
 
-# Length of the whole check; numbers of rows and keys of the sampled check.
-WHOLE_SEQLEN = 512
-SAMPLED_ROWS, SAMPLED_KEYS = 32, 256
+# Numbers of rows and keys that are checked.
+ROWS, KEYS = 32, 256
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -38,39 +32,14 @@ Make = Callable[[Shape, Data], Implementation]
 
 
 class OracleJudge:
-    """The oracle of a problem, which checks every implementation."""
+    """The oracle of some rows and keys of a problem, which checks every implementation."""
 
-    def __init__(self, problem: Shape, data: Data, *, backward: bool, seed: int = 1) -> None:
-        """`seed` chooses the rows, the keys and the short sequence."""
-        short = replace(problem, batch=1, seqlen=min(problem.seqlen, WHOLE_SEQLEN))
-        everything = range(short.rows), range(short.seqlen)
-        generator = torch.Generator().manual_seed(seed)
-        rows = _sample(problem.rows, SAMPLED_ROWS, generator)
-        keys = _sample(problem.seqlen, SAMPLED_KEYS, generator)
-        self._whole = Part(f" of {short.seqlen}", short, short.data(seed), *everything, backward)
-        self._sampled = Part("", problem, data, rows, keys, backward)
-
-    def verdicts(self, make: Make, *, whole: bool = True) -> list[Verdict]:
-        """Checks an implementation at the measured size and, if `whole`, the short sequence."""
-        parts = [self._whole, self._sampled] if whole else [self._sampled]
-        return [verdict for part in parts for verdict in part.verdicts(make)]
-
-
-class Part:
-    """Some rows and keys of a problem, whose results are compared."""
-
-    def __init__(
-        self,
-        suffix: str,
-        problem: Shape,
-        data: Data,
-        rows: Sequence[int],
-        keys: Sequence[int],
-        backward: bool,
-    ) -> None:
-        device = problem.device
-        self._suffix, self._problem, self._backward = suffix, problem, backward
-        self._rows, self._keys = (torch.tensor(x).to(device) for x in (rows, keys))
+    def __init__(self, problem: Shape, data: Data, *, backward: bool) -> None:
+        generator = torch.Generator().manual_seed(1)
+        rows = _sample(problem.rows, ROWS, generator)
+        keys = _sample(problem.seqlen, KEYS, generator)
+        self._problem, self._backward = problem, backward
+        self._rows, self._keys = (torch.tensor(x).to(problem.device) for x in (rows, keys))
         q, k, v, dout = data.rows_first
         few = torch.zeros_like(dout)
         few[:, self._rows] = dout[:, self._rows]
@@ -91,8 +60,7 @@ class Part:
         if attention.lse is not None:
             compared["lse"] = self._by_kv_head(attention.lse[:, :, self._rows], 1)
         verdicts = [
-            check(f"{name}{self._suffix}", x.flatten(0, 1), *self._figures[name])
-            for name, x in compared.items()
+            check(name, x.flatten(0, 1), *self._figures[name]) for name, x in compared.items()
         ]
         if self._backward:
             verdicts.append(_zero_elsewhere(got["dq"], self._rows))

@@ -127,7 +127,6 @@ class Cells(Report[CellSetting, CellRow]):
         self._names = [name for name in setting.implementations if name not in self.unavailable]
         self._backward = setting.mode != "fwd"
         self._watch = watch_for(device)
-        self._judged: set[tuple[object, ...]] = set()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_tflops(name, setting.dtype)
 
@@ -191,18 +190,16 @@ class Cells(Report[CellSetting, CellRow]):
     def _judge(
         self, row: CellRow, problem: Shape, data: Data, judge: OracleJudge
     ) -> tuple[CellRow, Implementation | None]:
-        """Checks an implementation, on the short sequence once per table, and builds it."""
+        """Checks an implementation, and builds it."""
 
         def build(problem: Shape, data: Data) -> Implementation:
             backend = self.setting.backend
             return make(row.impl, problem, data, backend=backend, backward=self._backward)
 
-        key = (row.impl, *table_of(problem))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                ratio, wrong = worst_of(judge.verdicts(build, whole=key not in self._judged))
-                self._judged.add(key)
+                ratio, wrong = worst_of(judge.verdicts(build))
                 if wrong and row.impl == "ours":
                     self.failures.append(f"{row.impl}, {title(row)}: {wrong}")
                 note = f"wrong: {wrong}" if wrong else ""

@@ -254,46 +254,32 @@ def by_documents(
     return SequenceLayout.boundaries([positions[index] for index in chosen])
 
 
-def by_memory(
-    seqlen: int, free_bytes: Sequence[int], bytes_per_token: int, *, align: int = 1
-) -> SequenceLayout:
+def by_memory(seqlen: int, free_bytes: Sequence[int], bytes_per_token: int) -> SequenceLayout:
     """Shards in proportion to each rank's free memory, none longer than fits.
-
-    Shards are blocks of `align` rows. The last block may be shorter; the last rank with room for it
-    holds it.
 
     Args:
         seqlen: number of positions.
         free_bytes: per rank, memory for a shard; the same list on every rank (all-gather it).
         bytes_per_token: memory of one row: activations and KV of all layers on the rank.
-        align: every shard begins at a multiple of it.
 
     Example:
         >>> by_memory(1000, [8 << 30, 8 << 30, 4 << 30], bytes_per_token=1 << 20).shard_lens
         (400, 400, 200)
     """
-    _check_counts(bytes_per_token=bytes_per_token, align=align)
+    _check_counts(bytes_per_token=bytes_per_token)
     free_bytes = values.as_tuple("free_bytes", free_bytes)
     _check_counts(0, seqlen=seqlen, **{f"free_bytes[{r}]": b for r, b in enumerate(free_bytes)})
     if not len(free_bytes):
         raise ValueError("free_bytes must name the free memory of at least one rank, got none")
     room = [free // bytes_per_token for free in free_bytes]
-    blocks, tail = divmod(seqlen, align)
-    last = _rank_of_the_tail(room, blocks, tail, align)
-    if last is None:
-        aligned = f", {sum(r // align for r in room)} blocks of {align}" if align > 1 else ""
+    if seqlen > sum(room):
         raise ValueError(
             f"seqlen {seqlen} at {bytes_per_token} bytes a token needs {seqlen * bytes_per_token} "
             f"bytes; the {len(room)} ranks have {sum(free_bytes)} free, room for {sum(room)} "
-            f"tokens{aligned}: take more ranks, or fewer bytes a token"
+            "tokens: take more ranks, or fewer bytes a token"
         )
-    wanted = [seqlen * free for free in free_bytes[: last + 1]]  # in 1 / sum(free_bytes) rows
-    whole = max(sum(free_bytes[: last + 1]), 1)
-    wanted[last] -= tail * whole
-    space = [r // align for r in room[:last]] + [(room[last] - tail) // align]
-    lens = [align * n for n in _apportioned(wanted, align * whole, space, blocks)]
-    lens[last] += tail
-    lens += [0] * (len(room) - len(lens))
+    wanted = [seqlen * free for free in free_bytes]  # in 1 / sum(free_bytes) rows
+    lens = _apportioned(wanted, max(sum(free_bytes), 1), room, seqlen)
     return SequenceLayout.boundaries(list(accumulate(lens, initial=0)))
 
 
@@ -421,19 +407,10 @@ def _balanced(sums: list[int], cuts: list[int], world_size: int) -> SequenceLayo
     return SequenceLayout.boundaries(even_cuts(at_cuts, cuts, world_size, greatest))
 
 
-def _rank_of_the_tail(room: list[int], blocks: int, tail: int, align: int) -> int | None:
-    """The last rank with rows: it holds the incomplete block; None if the sequence does not fit."""
-    whole = list(accumulate((rows // align for rows in room), initial=0))
-    for rank in range(len(room) - 1, -1, -1):
-        if room[rank] >= tail and whole[rank] + (room[rank] - tail) // align >= blocks:
-            return rank
-    return None
-
-
-def _apportioned(wanted: list[int], unit: int, space: list[int], blocks: int) -> list[int]:
-    """Blocks per rank, as near to `wanted / unit` as `space` allows: largest remainders first."""
-    counts = [min(space[r], max(0, want // unit)) for r, want in enumerate(wanted)]
-    for _ in range(blocks - sum(counts)):
+def _apportioned(wanted: list[int], unit: int, space: list[int], rows: int) -> list[int]:
+    """Rows per rank, as near to `wanted / unit` as `space` allows: largest remainders first."""
+    counts = [min(space[r], want // unit) for r, want in enumerate(wanted)]
+    for _ in range(rows - sum(counts)):
         ranks = (rank for rank in range(len(counts)) if counts[rank] < space[rank])
         counts[max(ranks, key=lambda rank: wanted[rank] - counts[rank] * unit)] += 1
     return counts

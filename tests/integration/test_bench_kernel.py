@@ -241,9 +241,7 @@ def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], si
             found[which][place] += size
             return found
 
-    found = OracleJudge(one, data, backward=True).verdicts(
-        lambda p, d: Wrong(p, d, "reference"), whole=False
-    )
+    found = OracleJudge(one, data, backward=True).verdicts(lambda p, d: Wrong(p, d, "reference"))
     assert not all(verdict.ok for verdict in found)
 
 

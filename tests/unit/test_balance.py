@@ -112,12 +112,6 @@ UNEVEN = [1] * 9 + [0] + [1] * 2
         (lambda: by_separators(TOKENS, (0,), 3), (0, 2, 7, 8)),
         (lambda: by_separators(UNEVEN, {0}, 2), (0, 10, 12)),
         (lambda: by_memory(1000, [0, 3 << 30, 1 << 30], 4096), (0, 0, 750, 1000)),
-        # Blocks of 128; the last rank takes the rest, or an earlier rank if that has no room.
-        (
-            lambda: by_memory(1000, [1 << 22, 1 << 22, 2 << 22], 4096, align=128),
-            (0, 256, 512, 1000),
-        ),
-        (lambda: by_memory(1000, [3 << 20, 3 << 20, 4096], 4096, align=128), (0, 512, 1000, 1000)),
     ],
 )
 def test_cuts_by_hand(make: Callable[[], SequenceLayout], cuts: tuple[int, ...]) -> None:
@@ -237,28 +231,18 @@ def test_a_million_tokens_on_thousands_of_ranks() -> None:
 
 
 @settings(reproducible, max_examples=200)
-@given(
-    st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 4),
-    st.integers(1, 7),
-)  # fmt: skip
-def test_no_rank_holds_more_than_it_can(
-    seqlen: int, free: list[int], bytes_per_token: int, align: int
-) -> None:
+@given(st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 4))
+def test_no_rank_holds_more_than_it_can(seqlen: int, free: list[int], bytes_per_token: int) -> None:
     room = [one // bytes_per_token for one in free]
-    reached = {0}  # lengths that the first ranks can hold in whole blocks
-    fits = seqlen == 0
-    for rows in room:
-        fits |= any(done + rows >= seqlen for done in reached)
-        reached |= {done + n for done in reached for n in range(0, rows + 1, align)}
-    if not fits:
+    if seqlen > sum(room):
         with pytest.raises(ValueError, match=rf"seqlen {seqlen} at {bytes_per_token} bytes .*"):
-            by_memory(seqlen, free, bytes_per_token, align=align)
+            by_memory(seqlen, free, bytes_per_token)
         return
-    layout = by_memory(seqlen, free, bytes_per_token, align=align)
-    assert layout.seqlen == seqlen and at_multiples(layout, align)
+    layout = by_memory(seqlen, free, bytes_per_token)
+    assert layout.seqlen == seqlen
     for rows, most in zip(layout.shard_lens, room, strict=True):
         assert rows <= most
-    if align == 1 and sum(free):
+    if sum(free):
         for rows, one in zip(layout.shard_lens, free, strict=True):
             # Within a row of its share, or more where other ranks cannot store a part of a token.
             share = seqlen * one / sum(free)
@@ -375,7 +359,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: by_memory(4, [8, -1], 1), "free_bytes[1]|0|-1"),
     (lambda: by_memory(4, [8], 0), "bytes_per_token|1"),
     (lambda: by_memory(1000, [4096, 8192, 100], 16), "1000|16|16000|3|12388|774"),
-    (lambda: by_memory(14, [7, 7], 1, align=8), "room for 14 tokens, 0 blocks of 8"),
     (lambda: least_world_size(-1, 1, 1, 1), "seqlen|0|-1"),
     (lambda: least_world_size(10_000, 2 << 20, 1 << 10, 4), "4|2097152|2048|8192|5"),
     (lambda: least_world_size(5, 3, 4, 2), "0 tokens each|0 in all"),

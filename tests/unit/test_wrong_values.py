@@ -128,7 +128,7 @@ GOOD = [
         balance.by_documents,
         cu_seqlens=[0, 4, 12], world_size=2, window_size=(-1, -1), max_balance=1.05,
     ),
-    partial(balance.by_memory, seqlen=12, free_bytes=[100, 100], bytes_per_token=4, align=1),
+    partial(balance.by_memory, seqlen=12, free_bytes=[100, 100], bytes_per_token=4),
     partial(balance.halo_rows, layout=RUNS, mask=CAUSAL, rank=0),
     partial(balance.check_halo, layout=RUNS, mask=CAUSAL),
     partial(balance.local_rows, layout=RUNS, rank=0, start=0, stop=3),
