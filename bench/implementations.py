@@ -74,7 +74,6 @@ class Shape:
 
     @property
     def area(self) -> int:
-        """Exact number of visible pairs of one head."""
         return self.mask.area
 
     def flops(self, mode: str) -> int:

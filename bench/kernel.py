@@ -31,7 +31,6 @@ from ring_attn.bench.timing import (
     TimedCall,
     Timing,
     free_memory,
-    peak_tflops,
     quantiles,
     time_in_turn,
     watch_for,
@@ -83,7 +82,6 @@ class CellRow:
 
     Attributes:
         rate: TFLOP/s.
-        share: rate / the peak rate, 0 to 1.
         host_ms: median of the host's time to enqueue forward (and backward).
         max_ratio: greatest error / bound of the results; above 1 is wrong.
         note: why there is no time, or what is wrong.
@@ -102,7 +100,6 @@ class CellRow:
     p80_ms: float | None = None
     samples: int = 0
     rate: float | None = None
-    share: float | None = None
     host_ms: float | None = None
     max_ratio: float | None = None
     note: str = ""
@@ -113,7 +110,6 @@ class Cells(Report[CellSetting, CellRow]):
 
     Attributes:
         unavailable: reasons why implementations cannot run on this machine.
-        peak: the device's TFLOP/s by the datasheet; None if unknown.
     """
 
     def __init__(self, setting: CellSetting, path: Path | None = None, quiet: bool = False) -> None:
@@ -127,12 +123,10 @@ class Cells(Report[CellSetting, CellRow]):
         self._names = [name for name in setting.implementations if name not in self.unavailable]
         self._backward = setting.mode != "fwd"
         self._watch = watch_for(device)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self.peak = peak_tflops(name, setting.dtype)
 
     def more(self) -> dict[str, Any]:
-        """The peak rate, and why implementations cannot run here."""
-        return {"peak": self.peak, "unavailable": self.unavailable}
+        """Why implementations cannot run here."""
+        return {"unavailable": self.unavailable}
 
     def run(self) -> None:
         """Measures cells until the budget is spent."""
@@ -149,16 +143,13 @@ class Cells(Report[CellSetting, CellRow]):
         self.save(last=True)
 
     def remarks(self) -> list[str]:
-        """Lines for below the tables: reasons, notes and peak; the last line counts cells."""
+        """Lines for below the tables: reasons and notes; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
-        if self.peak:
-            lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
         cells = {(title(row), row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def _noted(self, problem: Shape, note: str) -> list[CellRow]:
-        """The rows of a cell without times."""
         sizes = (*table_of(problem), problem.seqlen, problem.batch)
         return [CellRow(name, self.setting.mode, *sizes, note=note) for name in self._names]
 
@@ -217,7 +208,7 @@ class Cells(Report[CellSetting, CellRow]):
             rows.append(
                 replace(
                     row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
-                    rate=rate, share=rate / self.peak if self.peak else None, host_ms=host_ms,
+                    rate=rate, host_ms=host_ms,
                 )
             )  # fmt: skip
         return rows or [row]
@@ -256,7 +247,7 @@ def tables(rows: Sequence[CellRow]) -> list[Table]:
         modes = [mode for mode in STAGES if mode in timed]
         figures = [name for mode in modes for name in (mode, "TFLOP/s")]
         table = new_table(
-            f"{title(of_table[0], cell=False)}: ms (p20-p80), TFLOP/s (share of peak)",
+            f"{title(of_table[0], cell=False)}: ms (p20-p80), TFLOP/s",
             ("batch x n", ""),
             (*figures, "error/bound"),
         )
@@ -286,9 +277,8 @@ def notes(rows: Sequence[CellRow]) -> list[str]:
 def _figures(row: CellRow | None) -> list[str]:
     if row is None or row.median_ms is None:
         return ["", ""]
-    share = "" if row.share is None else f" ({row.share:.0%})"
     ms, p20, p80 = (show(x, ".4g") for x in (row.median_ms, row.p20_ms, row.p80_ms))
-    return [f"{ms} ({p20}-{p80})", f"{show(row.rate, '.3g')}{share}"]
+    return [f"{ms} ({p20}-{p80})", show(row.rate, ".3g")]
 
 
 # -- options; each is stored under the name of its field of `CellSetting`

@@ -47,7 +47,6 @@ class Report(Generic[S, R]):
         self._states = {"before": gpu_state()}
 
     def more(self) -> dict[str, Any]:
-        """Additional entries of the JSON, for subclasses."""
         return {}
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +65,6 @@ class Report(Generic[S, R]):
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began."""
         return time.monotonic() - self._start
 
     def left(self) -> float:

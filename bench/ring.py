@@ -122,7 +122,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace) -> Sweep:
-    """The setting from the options; --quick changes the defaults."""
     seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
     seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
     each = with_options(

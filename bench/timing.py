@@ -1,4 +1,4 @@
-"""Time on a device: peak rates, clocks, and the timing of calls.
+"""Time on a device: clocks, and the timing of calls.
 
 On CUDA a time is measured between two events on the stream, and the host gets a head start: before
 a call, the L2 cache is overwritten, and a kernel spins for longer than the host needed last time to
@@ -22,24 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ring_attn.core.dtypes import HALF_DTYPES
-
 T = TypeVar("T")
-
-# Dense TFLOP/s in float16 and bfloat16 with float32 accumulation, by a part of the device's name,
-# longer names first. NVIDIA's datasheets state twice these rates, with sparsity: H100 and H200 SXM
-# 1979, H100 NVL and H200 NVL 1671, H100 PCIe 1513, GB200 5000, B200 4500. For the A100 they state
-# the dense rate: 312.
-PEAK_TFLOPS = {
-    "H100 PCIe": 756.5,
-    "H100 NVL": 835.5,
-    "H200 NVL": 835.5,
-    "H100": 989.5,
-    "H200": 989.5,
-    "A100": 312.0,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-}
 
 # Bytes to overwrite before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
@@ -182,13 +165,6 @@ def turned(items: Sequence[T], turn: int) -> list[T]:
 
 def watch_for(device: torch.device) -> Watch:
     return CudaWatch() if device.type == "cuda" else HostWatch()
-
-
-def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
-    """The datasheet's dense rate of a device in 16 bits; None if unknown."""
-    if dtype not in HALF_DTYPES:
-        return None
-    return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
 
 
 def free_memory(device: torch.device) -> None:

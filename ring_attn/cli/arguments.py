@@ -175,17 +175,10 @@ def parse_report(text: str) -> Path:
     path = Path(text)
     if not is_first_rank():
         return path  # other ranks do not write, and may be on another machine
-    parent = path.absolute().parent
-    try:
-        exists = bool(path.stat())
-    except FileNotFoundError:
-        exists = False
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: {error.strerror}") from error
-    if exists and path.is_dir():
+    if os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{shortened(text)} is a folder: give a file")
-    if not os.access(path if exists else parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: {parent} may not be written")
+    if not os.access(path if os.path.exists(text) else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{shortened(text)} may not be written there")
     return path
 
 

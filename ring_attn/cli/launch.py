@@ -333,7 +333,6 @@ def _results(
 
 
 def _ending(kind: str, value: Any) -> str:
-    """Text of a rank's failure."""
     if kind == "error":
         return f":\n{value.rstrip()}"
     if value >= 0:
@@ -388,7 +387,6 @@ def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
 
 
 def _join(device: str) -> None:
-    """Makes the default process group."""
     cuda = None
     if device == "cuda":
         cuda = torch.device("cuda", env_int("LOCAL_RANK", 0))

@@ -330,7 +330,6 @@ def label(config: Config) -> str:
 
 
 def _extras(config: Config) -> dict[str, Any]:
-    """The optional fields of a config that differ from their defaults."""
     return {
         field.name: getattr(config, field.name)
         for field in fields(config)

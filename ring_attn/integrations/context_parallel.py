@@ -18,7 +18,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,6 @@ _STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
 
 # scaled_dot_product_attention takes (batch, nheads, rows, headdim).
 _SEQ_DIM = 2
-
-
-class LoadBalancer(Protocol):
-    """The interface of torch's load balancers."""
-
-    def _generate_indices(self, restore: bool = False) -> Tensor | None:
-        """(1, seqlen) or (batch, seqlen) the new order of rows, or with `restore` its inverse."""
-        ...
 
 
 @contextmanager
@@ -119,7 +111,7 @@ def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: list[Tensor],
     seq_dims: list[int],
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: object = None,
 ) -> list[Tensor]:
     """Gathers whole tensors from every rank's shards; for evaluation, without gradient.
 
@@ -129,32 +121,33 @@ def context_parallel_unshard(
         mesh: a mesh with one axis.
         buffers: this rank's shards.
         seq_dims: the sequence dim of each buffer.
-        load_balancer: torch's balancer that made the shards. None is the order of
-            `context_parallel`: head-tail if the length is a multiple of 2 x ranks and balancing is
-            on, else runs of any lengths in the order of the ranks. Shards of a `SequenceLayout`
-            are for `ring_attn.unshard`.
+        load_balancer: must be None. Shards are in the order of `context_parallel`: head-tail if the
+            length is a multiple of 2 x ranks and balancing is on, else runs of any lengths in the
+            order of the ranks. Shards of a `SequenceLayout` are for `ring_attn.unshard`.
 
     Raises:
-        ValueError: the mesh has more axes, the numbers of dims and buffers differ, or the shards do
-            not fit the balancer.
+        ValueError: the mesh has more axes, or the numbers of dims and buffers differ.
         TypeError: `mesh` is not a mesh.
+        NotImplementedError: a balancer.
     """
     _check_mesh(mesh)
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
         )
-    restore = None if load_balancer is None else load_balancer._generate_indices(restore=True)
+    if load_balancer is not None:
+        raise NotImplementedError(
+            "load_balancer must be None: shards that torch's balancers made are for torch's "
+            "context_parallel_unshard"
+        )
     whole = []
     for x, dim in zip(buffers, seq_dims, strict=True):
         dim %= x.ndim
         layout = _runs_of(x.size(dim), mesh, x.device)
-        if load_balancer is None:
-            seqlen, world_size = layout.seqlen, mesh.size()
-            if layout == chunks(seqlen, (world_size,)):
-                layout = _default_layout(seqlen, world_size)
-        full = unshard(x, layout, group=mesh, dim=dim)
-        whole.append(full if restore is None else _reordered(full, restore, dim))
+        seqlen, world_size = layout.seqlen, mesh.size()
+        if layout == chunks(seqlen, (world_size,)):
+            layout = _default_layout(seqlen, world_size)
+        whole.append(unshard(x, layout, group=mesh, dim=dim))
     return whole
 
 
@@ -222,7 +215,6 @@ def _move(x: Tensor, to: Tensor) -> None:
 
 
 def _default_layout(seqlen: int, world_size: int) -> SequenceLayout:
-    """The layout that torch would choose."""
     if _balances() and seqlen % (2 * world_size) == 0:
         return SequenceLayout.zigzag(seqlen, world_size)
     return chunks(seqlen, (world_size,))
@@ -241,21 +233,6 @@ def _runs_of(rows: int, mesh: DeviceMesh, device: torch.device) -> SequenceLayou
     lengths = [torch.empty_like(length) for _ in range(mesh.size())]
     dist.all_gather(lengths, length, group=mesh.get_group())
     return SequenceLayout.boundaries([0, *accumulate(int(n) for n in lengths)])
-
-
-def _reordered(x: Tensor, restore: Tensor, dim: int) -> Tensor:
-    """Reorders rows in `dim` by a balancer's indices, (1, seqlen) or (batch, seqlen)."""
-    batch = x.size(0) if dim > 0 else 1
-    if restore.size(0) not in (1, batch) or restore.size(1) != x.size(dim):
-        raise ValueError(
-            f"load_balancer has indices {tuple(restore.shape)}, which fit no buffer of "
-            f"{tuple(x.shape)} with its sequence in dim {dim}"
-        )
-    restore = restore.to(x.device)
-    if restore.size(0) == 1:
-        return x.index_select(dim, restore[0])
-    parts = [part.index_select(dim - 1, order) for part, order in zip(x, restore, strict=True)]
-    return torch.stack(parts)
 
 
 def _local(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -283,7 +260,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 def _check_buffers(
     buffers: Sequence[Tensor], seq_dims: Sequence[int], left: Collection[Tensor]
 ) -> int | None:
-    """The common length of all buffers; None without buffers."""
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"buffer_seq_dims must have one dim for each buffer, got {len(seq_dims)} for "

@@ -66,7 +66,6 @@ class _Scope(NamedTuple):
     outside: tuple[tuple[str, str], ...] = ()
 
     def name(self, name: str) -> str:
-        """The outer name of an inner name."""
         return dict(self.outside).get(name, f"{self.prefix}{name}")
 
 
@@ -118,7 +117,6 @@ class _Tracking:
         self._at = 0
 
     def faults(self, program: Program) -> list[Fault]:
-        """The faults in buffers, tensors and waits."""
         self._tensors = set(program.arrays)
         for at, line in enumerate(self._lines):
             self._at = at
@@ -341,7 +339,6 @@ def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
 
 
 def _add_work(program: Program, spec: AttentionSpec, passes: Counter[str]) -> None:
-    """Adds the computed pairs of a program to `passes`."""
     for op in program.ops:
         if isinstance(op, ops.Inner):
             _add_work(op.program, op.spec, passes)

@@ -137,7 +137,6 @@ class Memory:
             self.held -= sum(room * count for room, count in self._free.items())
 
     def _use(self, nbytes: int) -> None:
-        """Notes bytes that are held during one op."""
         self.most = max(self.most, self.held + nbytes)
 
     def _hold(self, nbytes: int) -> None:
@@ -228,7 +227,6 @@ class Memory:
             self._hold(post.nbytes)
 
     def _written(self, buffer: Buffer) -> None:
-        """Takes memory for a cleared buffer."""
         if buffer.name not in self._rooms:
             self._take(buffer, self._messages[buffer.name])
 

@@ -144,7 +144,6 @@ def _boundaries(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> list[
 
 
 def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
-    """Refuses an `ignore_index` that the dtype of the labels cannot hold."""
     index = as_int("ignore_index", ignore_index)
     if labels.is_floating_point():
         return

@@ -388,7 +388,6 @@ def _parameters_of_qkv(
 
 
 def _check_forms(qkv: Sequence[object]) -> None:
-    """Refuses anything but plain tensors only, or DTensors only."""
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

@@ -131,7 +131,6 @@ def _from_rank_0(
 def _gathered(
     message: Mapping[str, Any], transport: Transport, device: torch.device
 ) -> list[dict[str, Any]]:
-    """All ranks' messages, in rank order."""
     try:
         with transport.call("choose a strategy", _CHOOSING, device):
             texts = gather_texts(transport, json.dumps(message), device)

@@ -396,7 +396,6 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
 
 
 def _places(seqlen: int, align: int) -> list[int]:
-    """Positions where a sequence may be cut."""
     return [*range(0, seqlen, align), seqlen]
 
 

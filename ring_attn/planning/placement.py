@@ -282,7 +282,6 @@ class _Placement:
         )
 
     def _rank_for(self, rows: int, pairs: int) -> int | None:
-        """The emptiest rank with room for a whole document."""
         most_pairs, most_rows = self.bounds.pairs - pairs, self.bounds.rows - rows
         for _, rank in self._levels:
             if self.pairs[rank] <= most_pairs and self.rows[rank] <= most_rows:
@@ -400,7 +399,6 @@ class _Document:
         return min(start * self.align, self.length), min(stop * self.align, self.length)
 
     def of_ends(self, count: int) -> tuple[int, int]:
-        """Pairs of the first `count` blocks, and of the last `count`."""
         head, tail = self.run(0, count), self.run(self.blocks - count, self.blocks)
         return self.pairs(*head), self.pairs(*tail)
 

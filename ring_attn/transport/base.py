@@ -78,7 +78,6 @@ class Agreement:
     """Values that must be equal on all ranks of a call, by argument name."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        """Copies the mapping, not its values."""
         self.values = dict(values)
 
     @cached_property
@@ -110,7 +109,6 @@ class Transport:
     """
 
     def __init__(self, members: Ranks, member: int, stats: TransportStats | None = None) -> None:
-        """Makes the transport of `member`, one of the `members`."""
         self.rank, self.world_size = members.index(member), len(members)
         self.stats = stats or TransportStats()
         self._members = members

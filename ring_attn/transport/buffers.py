@@ -93,7 +93,6 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, header: int = 0) -> None:
-        """Makes an empty pool, of buffers after so many bytes of a header."""
         self._device, self.lasts, self.header = device, streams.are_used(device), header
         self._free: dict[int, deque[Block]] = {}
         self._calls = 0

@@ -262,7 +262,6 @@ class P2PTransport(Transport):
         return self._hop(batch) if streams.are_used(batch.device) else self._exchange(batch)
 
     def _exchange(self, batch: Batch) -> Event | None:
-        """Starts messages of gloo."""
         medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
         assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
         sent = received = 0

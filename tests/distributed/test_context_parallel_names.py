@@ -169,23 +169,14 @@ def test_only_inside_and_only_this_function() -> None:
 
 
 @on_ranks(2)
-def test_unshard_takes_balancers_of_torch() -> None:
-    """Balancers of torch, also one that differs within a batch."""
-    from torch.distributed.tensor.experimental import _attention as theirs
-
-    mesh, rank = mesh_of(), dist.get_rank()
+def test_runs_of_any_lengths_are_joined_and_balancers_refused() -> None:
+    mesh = mesh_of()
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    per_document = theirs._PerDocumentHeadTailLoadBalancer([[8, 8], [4, 12]], 2, "cpu")
-    for balancer in (theirs._HeadTailLoadBalancer(16, 2, "cpu"), per_document):
-        with torch_options() as attention:
-            (shard,) = attention._context_parallel_shard(mesh, [x], [2], balancer)
-        assert context_parallel_unshard(mesh, [shard], [-1], balancer)[0].equal(x)
-    with pytest.raises(ValueError, match="fit no buffer of"):
-        context_parallel_unshard(mesh, [x[:1, :, :8]], [2], per_document)
+    with pytest.raises(NotImplementedError, match="load_balancer must be None"):
+        context_parallel_unshard(mesh, [x], [2], object())
     with pytest.raises(ValueError, match="one dim for each buffer, got 0 for 1"):
         context_parallel_unshard(mesh, [x], [])
-    # Runs of any lengths need no balancer.
-    parts = x[..., :11] if rank == 0 else x[..., 11:]
+    parts = x[..., :11] if dist.get_rank() == 0 else x[..., 11:]
     assert context_parallel_unshard(mesh, [parts], [2])[0].equal(x)
 
 

@@ -240,7 +240,6 @@ class RollCall:
             self._compare()
 
     def _told(self) -> dict[int, str]:
-        """What each rank has told that has come so far."""
         if not self._store.check([f"{self._name}/here"]):
             return {}
         lines = self._store.get(f"{self._name}/here").decode().splitlines()

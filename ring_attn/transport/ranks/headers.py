@@ -35,7 +35,6 @@ class Compared:
     """One call, and whether its messages were of another call, once the device knows."""
 
     def __init__(self, call: Identity, result: Tensor) -> None:
-        """Takes a number in pinned memory, which the device will overwrite."""
         self._call, self.result = call, result
         self._differs: int | None = None
 

@@ -79,7 +79,6 @@ class Gloo(Medium):
         seconds: float,
         board: Board,
     ) -> None:
-        """Connects the ranks, after their roll-call; refuses when one has written on the board."""
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         me = global_ranks[rank]
         self.gloo: Any = connect_gloo(
@@ -139,7 +138,6 @@ class Lane:
         communicator: Any,
         device: torch.device,
     ) -> None:
-        """Makes a channel whose exchanges should end in so many seconds."""
         self.communicator = communicator
         self._members, self._channel, self._seconds = members, channel, seconds
         self._device, self._stream = device, streams.new(device)
@@ -200,7 +198,6 @@ class Ending:
     """
 
     def __init__(self, communicator: Any, name: str) -> None:
-        """Starts the thread; the communicator's name is for messages."""
         self._told: SimpleQueue[How] = SimpleQueue()
         args = communicator, name, self._told
         self._thread = threading.Thread(
@@ -232,7 +229,6 @@ class Nccl(Medium):
     """NCCL's communicators, each made by its members together at its first use."""
 
     def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
-        """Makes no communicators yet."""
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
         self._lanes: dict[tuple[Ranks, Channel, int | None], Lane] = {}
