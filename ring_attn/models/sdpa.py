@@ -74,10 +74,6 @@ def sdpa_attention(
             "say what they see of the others'; pass is_causal=True, or call "
             "ring_attn.ring_attention with window_size or cu_seqlens"
         )
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
-        )
     tensors = {"query": query, "key": key, "value": value}
 
     # Called only for an error: formatting shapes would specialise a compiled graph.
@@ -105,7 +101,9 @@ def sdpa_attention(
     q, k, v = (
         as_autocast(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in tensors.values()
     )
-    out = ring_attention(q, k, v, causal=is_causal, softmax_scale=scale, **options)
+    out = ring_attention(
+        q, k, v, causal=is_causal, softmax_scale=scale, dropout_p=dropout_p, **options
+    )
     return out.transpose(1, 2)
 
 

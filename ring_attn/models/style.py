@@ -303,9 +303,7 @@ class _ParallelAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
+        *args: Any,
         **kwargs: Any,
     ) -> Tensor:
         """`F.scaled_dot_product_attention` over the whole sequence, for this rank's rows."""
@@ -318,7 +316,7 @@ class _ParallelAttention:
         shards = self._shards([query, key, value], _SDPA_DIMS, layout)
         q, k, v = shards.tensors
         options = {**kwargs, **self.distributed, "layout": shards.layout}
-        return shards.restore(sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options))
+        return shards.restore(sdpa_attention(q, k, v, *args, **options))
 
     def _shards(self, qkv: list[Tensor], dims: Dims, layout: Layout) -> _Shards:
         q, k, _ = qkv
