@@ -15,7 +15,7 @@ slice of the mask make one rectangle with a band, whose pairs, rows and edges ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -283,9 +283,13 @@ class _Side:
 
     def among(self, ranks: slice) -> _Side:
         """The segments of some ranks, which count from 0."""
-        here = (self.rank >= ranks.start) & (self.rank < ranks.stop)
-        columns = self.rank - ranks.start, self.first, self.start, self.length
-        return _Side(ranks.stop - ranks.start, self.stride, *(x[here] for x in columns))
+        some = self.chosen((self.rank >= ranks.start) & (self.rank < ranks.stop))
+        return replace(some, num_ranks=ranks.stop - ranks.start, rank=some.rank - ranks.start)
+
+    def chosen(self, here: Tensor) -> _Side:
+        """Some of the segments."""
+        columns = (self.rank, self.first, self.start, self.length)
+        return _Side(self.num_ranks, self.stride, *(x[here] for x in columns))
 
     @property
     def end(self) -> Tensor:
@@ -410,9 +414,8 @@ def needed_rows(
         runs = [torch.empty(2, 0, dtype=torch.int64)]
         for pieces, columns in cut:
             here = (pieces.rank >= ranks.start) & (pieces.rank < ranks.stop)
-            begin, end = _seen(pieces, kv, columns)
-            end = end.where(here, begin)
-            for pair, tiles in _tiles_of_pieces(pieces, kv, columns, begin, end):
+            some, columns = pieces.chosen(here), columns[:, here]
+            for pair, tiles in _tiles_of_pieces(some, kv, columns, *_seen(some, kv, columns)):
                 side = (tiles.k0, tiles.k1) if travels == "kv" else (tiles.q0, tiles.q1)
                 runs.append(torch.stack(side) + pair * room)
         start, stop = torch.cat(runs, 1)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from types import NoneType
 from typing import TypeVar
 
@@ -165,6 +165,32 @@ class Cluster:
             raise ValueError(
                 f"ports must be from 1 to node_size {self.node_size}, got {self.ports}"
             )
+
+
+def merged(cluster: Cluster, each: float) -> Cluster:
+    """The cluster of devices that each stand for `each` devices of this one (`planning.coarse`)."""
+
+    def rate(one: Rate) -> Rate:
+        return Rate(*(each * cost for cost in astuple(one)))
+
+    def later(link: Link) -> Link:
+        return replace(link, latency=link.latency * each)
+
+    device, copies = cluster.device, cluster.copies
+    with_window = device.window_forward, device.window_backward
+    return replace(
+        cluster,
+        device=replace(
+            device, forward=rate(device.forward), backward=rate(device.backward),
+            window_forward=with_window[0] and rate(with_window[0]),
+            window_backward=with_window[1] and rate(with_window[1]),
+        ),
+        inside=later(cluster.inside),
+        between=later(cluster.between),
+        collectives={name: later(link) for name, link in cluster.collectives.items()},
+        host=Host(*(each * seconds for seconds in astuple(cluster.host))),
+        copies=copies and Copies(copies.latency * each),
+    )  # fmt: skip
 
 
 Number = TypeVar("Number", float, torch.Tensor)

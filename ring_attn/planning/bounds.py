@@ -14,7 +14,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.work import totals
-from ring_attn.machines.cluster import Cluster, compute_seconds
+from ring_attn.machines.cluster import Cluster, compute_seconds, merged
 from ring_attn.machines.time import sampled_ranks, simulate
 from ring_attn.planning.choice import Candidate, Problem
 from ring_attn.planning.devices import with_backend
@@ -38,7 +38,8 @@ def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
     """The cluster with the rates for the heads of one launch: few kv heads take other kernels."""
     core = core_of(call_of(problem, candidate))
     spec = code_of(core.strategy).launch_spec(core)
-    return with_backend(problem.cluster, problem.backend, spec)
+    cluster = with_backend(problem.cluster, problem.backend, spec)
+    return cluster if problem.each == 1 else merged(cluster, problem.each)
 
 
 def core_of(call: Call) -> Call:
@@ -52,13 +53,20 @@ def walked_calls(problem: Problem, candidate: Candidate) -> list[Call]:
     Ranks stand for others only among many, where all have equal shards of a mask that is causal or
     full. Where they differ, as between documents, all are walked up to MAX_EXACT; of more, the node
     of the busiest rank is walked too: without it, times of 64 ranks were up to 63 % too short.
+    A quick plan walks the first member of each Ulysses group: all do the same.
     """
     call, count = call_of(problem, candidate), problem.world_size
     core, mask = core_of(call), problem.mask
     alike = len(mask.slices) == 1 and not mask.has_windows and core.layouts[0] == core.layouts[1]
     alike = alike and is_even(candidate)
-    if count <= (MAX_WALKED if alike and not problem.exact else MAX_EXACT):
-        return [replace(call, rank=rank) for rank in range(count)]
+    if alike and not problem.exact:
+        walks_all = count <= MAX_WALKED
+    else:
+        walks_all = count <= MAX_EXACT or problem.each > 1
+    if walks_all:
+        own_ports = problem.cluster.ports in (None, problem.cluster.node_size)
+        step = candidate.strategy.ulysses_degree if problem.quick and own_ports else 1
+        return [replace(call, rank=rank) for rank in range(0, count, step)]
     busiest = () if alike else (candidate.busiest,)
     ranks = sampled_ranks(count, problem.cluster.node_size, *busiest)
     return [replace(call, rank=rank) for rank in ranks]
@@ -115,22 +123,12 @@ def _busiest(
     return float(each.max()), int(each.argmax())
 
 
-def refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
-    """Raises the lower bounds to the times of one walked rank whose peers are never late.
+def alone(problem: Problem, candidate: Candidate, *, backward: bool) -> float:
+    """Seconds of the busiest walked rank, whose peers are never late.
 
-    Without the slowdown of compute by transfers, no time falls when an exchange is later. The
-    backward keeps its bound if the two reach the limit without it.
+    Without the slowdown of compute by transfers, no time falls when an exchange is later.
     """
     calls = walked_calls(problem, candidate)
     call = next((call for call in calls if call.rank == candidate.busiest), calls[-1])
     cluster = replace(rated_cluster(problem, candidate), slowdown=0.0)
-    found = list(candidate.bounds)
-    for backward in problem.directions:
-        if sum(found) >= limit:
-            break
-        try:
-            program = program_of(call, backward=backward)
-        except NotImplementedError as error:
-            return replace(candidate, reason=str(error), refused=True)
-        found[backward] = max(found[backward], simulate([program], call, cluster).seconds)
-    return replace(candidate, bounds=(found[0], found[1]))
+    return simulate([program_of(call, backward=backward)], call, cluster).seconds

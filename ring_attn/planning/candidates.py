@@ -13,7 +13,9 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import as_tuple
 from ring_attn.core.work import totals
 from ring_attn.planning import balance
+from ring_attn.planning.bounds import MAX_EXACT
 from ring_attn.planning.choice import Candidate, Problem
+from ring_attn.planning.coarse import coarser
 from ring_attn.strategies.registry import code_of
 from ring_attn.strategies.strategy import NAMES, Strategy, family
 
@@ -81,11 +83,13 @@ def candidates_of(
 
 def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
     """Whether at least half of all pairs of ranks have no visible pairs."""
+    if problem.quick and problem.world_size > MAX_EXACT:
+        layouts = coarser(layouts, MAX_EXACT) or layouts
     try:
         seen = totals(*layouts, problem.mask).seen
     except (ValueError, NotImplementedError):
         return True  # layouts that do not fit; the candidate is refused later, with the reason
-    pairs = problem.world_size * (problem.world_size - 1)
+    pairs = len(seen) * (len(seen) - 1)
     return 2 * int(seen.sum() - seen.diagonal().sum()) <= pairs
 
 

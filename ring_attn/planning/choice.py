@@ -103,7 +103,8 @@ class Problem:
     """The call to plan, and the ranks that share it.
 
     The backend is never "auto". `memory_bytes` is the memory of a rank for its inputs and the call,
-    infinite if unknown. `exact` simulates every rank, as far as `machines.time` can.
+    infinite if unknown. `exact` simulates every rank, as far as `machines.time` can; `quick` takes
+    few ranks for many (`planning.coarse`), each for `each` ranks.
     """
 
     spec: AttentionSpec
@@ -117,6 +118,8 @@ class Problem:
     exact: bool = False
     recurrent: tuple[Recurrent, ...] = ()
     documents: tuple[int, ...] = ()  # where they start, for recurrent layers
+    quick: bool = False
+    each: float = 1.0
 
     @property
     def directions(self) -> tuple[bool, ...]:

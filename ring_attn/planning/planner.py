@@ -33,12 +33,12 @@ from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.time import simulate
 from ring_attn.planning.bounds import (
     MAX_EXACT,
+    alone,
     call_of,
     core_of,
     is_even,
     least_seconds,
     rated_cluster,
-    refined,
     walked_calls,
 )
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
@@ -52,8 +52,9 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
+from ring_attn.planning.coarse import whole, whole_cost, whole_count, worlds
 from ring_attn.planning.devices import find_cluster, with_backend
-from ring_attn.planning.memory import peak_of
+from ring_attn.planning.memory import Peak, peak_of
 from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
@@ -70,6 +71,9 @@ MAX_RANK_STEPS = 1 << 25
 # fastest count as equal and the first in order wins, a ring before all others. A ring holds least
 # memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
+
+# Peaks of a quick plan above this share of the memory are counted on the call's own ranks.
+NEARLY = 0.9
 
 # -- the public function
 
@@ -131,8 +135,8 @@ def explain(
             `ring-attn calibrate`, or takes the built-in one for this machine's device.
         device_type: "cuda" or "cpu"; None is the cluster's.
         memory_bytes: memory of a rank for its inputs and the call; None is the device's memory.
-        effort: "best" simulates as few as the choice needs, as `strategy="auto"` does, "names" also
-            one of each name, for the table, and "all" all.
+        effort: "best" simulates as few as the choice needs, as `strategy="auto"` does, with few
+            ranks for hundreds; "names" also one of each name, for the table, and "all" all.
         exact: whether to simulate every rank, up to 256; else some of many equal ranks stand for
             all.
         recurrent: the model's other layers, whose traffic the table shows too.
@@ -224,6 +228,8 @@ def choose(
     Raises:
         ValueError: a name is unknown, or no candidate can run (with all reasons).
     """
+    asked = problem
+    problem = replace(problem, quick=effort == "best" and not problem.exact)
     requested = strategies_of(problem, strategies)
     every = candidates_of(problem, layouts, requested, asked=strategies is not None)
     candidates = _simulated(problem, [_bounded(problem, c) for c in every], effort)
@@ -243,7 +249,7 @@ def choose(
         return (0.0, 0.0, order[id(c)]) if c.seconds <= tied else (1.0, c.seconds, order[id(c)])
 
     candidates.sort(key=key)
-    return Choice(problem, candidates[0], tuple(candidates))
+    return Choice(asked, candidates[0], tuple(candidates))
 
 
 # -- refusals, bounds and memory
@@ -260,17 +266,19 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         why_not = why_not_same_bits(call)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
-        core = core_of(call)
+        found = worlds(problem, candidate)
+        cores = [core_of(call_of(*world)) for world in found]
+        least = [least_seconds(*world, core) for world, core in zip(found, cores, strict=True)]
+        core, busiest = cores[0], int((least[0][1] + 0.5) * found[0].problem.each)
         core_code = code_of(core.strategy)
         plan = core_code.gradients(core)
-        bounds, busiest = least_seconds(problem, candidate, core)
         return replace(
             candidate,
             same_bits=why_not is None,
             in_order=plan.in_order,
             travels=plan.travels if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
-            bounds=bounds,
+            bounds=(whole(found, [x[0][0] for x in least]), whole(found, [x[0][1] for x in least])),
             busiest=busiest * strategy.ulysses_degree,
         )
     except (ValueError, NotImplementedError) as error:
@@ -279,9 +287,14 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds the peak memory; refuses the candidate if a rank has less."""
-    peak = peak_of(call_of(problem, candidate), backward=problem.backward)
-    candidate = replace(candidate, peak_bytes=peak.call, communicator_bytes=peak.communicators)
     inputs = _input_bytes(problem, candidate.layouts)
+    found = worlds(problem, candidate)
+    peaks = [peak_of(call_of(*world), backward=problem.backward) for world in found]
+    peak = Peak(round(whole(found, [x.call for x in peaks])),
+                whole_count(found, [x.communicators for x in peaks]))  # fmt: skip
+    if len(found) > 1 and sum(peak) + inputs > NEARLY * problem.memory_bytes:
+        peak = peak_of(call_of(problem, candidate), backward=problem.backward)
+    candidate = replace(candidate, peak_bytes=peak.call, communicator_bytes=peak.communicators)
     if sum(peak) + inputs <= problem.memory_bytes:
         return candidate
     nccl = f" and {format_bytes(peak.communicators)} of NCCL's" if peak.communicators else ""
@@ -343,13 +356,30 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
         elif is_last:
             simulate_one(index)
         else:
-            candidates[index] = candidate = refined(problem, candidates[index], limit)
+            candidates[index] = candidate = _refined(problem, candidates[index], limit)
             if not candidate.refused:
                 heappush(queue, (candidate.at_least, index, True))
     if effort == "names" and candidates:
         for index in _of_each_name(candidates):
             simulate_one(index)
     return list(candidates.values())
+
+
+def _refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
+    """Raises the lower bounds to the times of one walked rank whose peers are never late.
+
+    The backward keeps its bound if the two reach the limit without it.
+    """
+    found, bounds = worlds(problem, candidate), list(candidate.bounds)
+    for backward in problem.directions:
+        if sum(bounds) >= limit:
+            break
+        try:
+            seconds = whole(found, [alone(*world, backward=backward) for world in found])
+        except NotImplementedError as error:
+            return replace(candidate, reason=str(error), refused=True)
+        bounds[backward] = max(bounds[backward], seconds)
+    return replace(candidate, bounds=(bounds[0], bounds[1]))
 
 
 def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
@@ -374,15 +404,20 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
-    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
+    found = worlds(problem, candidate)
     try:
         forward, *backward = [
-            DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
+            whole_cost(found, [_cost(*world, backward=backward) for world in found])
             for backward in problem.directions
         ]
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
     return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
+
+
+def _cost(problem: Problem, candidate: Candidate, *, backward: bool) -> DirectionCost:
+    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
+    return DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
 
 
 # -- defaults
