@@ -183,7 +183,7 @@ class HeadsFirst(Differentiable):
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
-    """Why an implementation cannot run on this machine; None if it can."""
+    """The reason why an implementation cannot run on this machine; None if it can."""
     package = FLASH_PACKAGES.get(name)
     if package and not _installed(package):
         return f"the package {package} is not installed"
@@ -237,7 +237,7 @@ def _installed(package: str) -> bool:
 
 
 def reason(error: Exception, warned: Sequence[str] = ()) -> str:
-    """Why a call cannot run, in one line; torch says it in warnings, `warned`, before the error."""
+    """The reason of an error in one line; torch says it in warnings, `warned`, before the error."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     text = " ".join(str(error).split()) or type(error).__name__

@@ -62,7 +62,7 @@ class Impl(Differentiable):
 
     @classmethod
     def reason_against(cls, setting: RingSetting) -> str | None:
-        """Why the implementation cannot run the setting; None if it can."""
+        """The reason why the implementation cannot run the setting; None if it can."""
         return None
 
     def attention(self) -> Attend:
@@ -131,7 +131,7 @@ class TorchTemplate(Impl):
 
     @classmethod
     def reason_against(cls, setting: RingSetting) -> str | None:
-        """Why torch's ring cannot run the setting, according to its source."""
+        """The reason why torch's ring cannot run the setting, according to its source."""
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
         if setting.layout == "zigzag" and not setting.causal:

@@ -87,7 +87,7 @@ class Variant:
 
     @property
     def is_forward(self) -> bool:
-        """Whether the kernel carries a state from step to step."""
+        """Tells whether the kernel carries a state from step to step."""
         return self.kernel in ("fwd", "hopper_fwd")
 
     @property

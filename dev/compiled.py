@@ -78,7 +78,7 @@ class Compiled:
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether warps reallocate registers, as only specialised warps do."""
+        """Tells whether warps reallocate registers, as only specialised warps do."""
         return self.opcodes["USETMAXREG"] > 0
 
 
@@ -87,7 +87,7 @@ class CompileError(RuntimeError):
 
 
 def interpreting() -> bool:
-    """Whether TRITON_INTERPRET=1: the interpreter's kernels cannot be compiled."""
+    """Tells whether TRITON_INTERPRET=1: the interpreter's kernels cannot be compiled."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

@@ -74,7 +74,7 @@ NETWORKS = {
 
 
 def why_not() -> str | None:
-    """Why no rank can have a network of its own here; None if it can."""
+    """The reason why no rank can have a network of its own here; None if it can."""
     ours, theirs = forkserver().Pipe()
     process = forkserver().Process(target=_try, args=(theirs,))
     process.start()

@@ -100,7 +100,7 @@ class SeenRows:
 
 
 def seen_rows(rectangles: Sequence[Rectangle], num_rows: int, device: torch.device) -> SeenRows:
-    """What `num_rows` queries see by rectangles."""
+    """The keys that `num_rows` queries see, by rectangles."""
     start, stop = min(r[2] for r in rectangles), max(r[3] for r in rectangles)
     runs = seen_runs(rectangles, num_rows)
     if runs == [[(start, stop)] * num_rows]:
@@ -282,7 +282,7 @@ def main_dim(headdim: int) -> int:
 
 
 def shares(k: Tensor, v: Tensor) -> bool:
-    """Whether v is the first dims of k, in the same memory, and fills k's first block."""
+    """Tells whether v is the first dims of k, in the same memory, and fills k's first block."""
     same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
     return same and block_dim(v.size(3)) == main_dim(k.size(3))
 

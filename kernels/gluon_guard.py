@@ -1,4 +1,4 @@
-"""Whether the installed triton has all names that the Gluon kernels use.
+"""Tells whether the installed triton has all names that the Gluon kernels use.
 
 Gluon is experimental in triton: its names change. The kernels are known to compile, without a GPU,
 with triton 3.6.0, 3.7.1 and 3.9.0. Importing this module needs no triton.

@@ -27,7 +27,7 @@ class TaskTables(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """Where programs get their tasks from."""
+    """The source of the programs' tasks."""
 
     work: Any
     num_tasks: Any

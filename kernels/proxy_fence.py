@@ -8,7 +8,7 @@ from triton.language.target_info import cuda_capability_geq
 
 @triton.constexpr_function
 def _has_wgmma():
-    """Whether products are wgmma, which reads shared memory through the asynchronous proxy."""
+    """Tells whether products are wgmma, which reads shared memory by the asynchronous proxy."""
     if knobs.runtime.interpret:
         return False
     return cuda_capability_geq(9) and not cuda_capability_geq(10)

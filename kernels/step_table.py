@@ -71,7 +71,7 @@ def column_range(row_start, row_stop, run, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def visible_pairs(rows, cols, run, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
-    """Whether each pair of `rows` and `cols`, broadcast together, lies in the run and its band."""
+    """Tells which pairs of `rows` and `cols`, broadcast together, lie in the run and its band."""
     col_start, col_stop, lo, hi = run
     visible = (cols >= col_start) & (cols < col_stop)
     if HAS_LO:
@@ -194,7 +194,7 @@ def visited_columns(rectangle: Rectangle, block_cols: int) -> range:
 
 
 def masked_above(rectangle: Rectangle, block_cols: int) -> int:
-    """How many of the last visited blocks hold pairs above the band or columns beyond the run."""
+    """The number of last visited blocks with pairs above the band or columns beyond the run."""
     row_start, _, _, stop, _, hi = rectangle
     full_last = (stop if hi is None else min(stop, row_start + hi + 1)) // block_cols
     visited = visited_columns(rectangle, block_cols)

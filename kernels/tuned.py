@@ -47,7 +47,7 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
 def takes_gluon(
     kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0, own: Chosen = NONE
 ) -> bool:
-    """Whether calls use a kernel in Gluon, "gluon" or "gluon_bwd".
+    """Tells whether calls use a kernel in Gluon, "gluon" or "gluon_bwd".
 
     They do not if `own` or the file configures a portable kernel. The answer is the same at every
     step, on every rank and at every world size: the two kernels may fold blocks of different

@@ -333,7 +333,7 @@ class Arguments(NamedTuple):
 
     @property
     def needs_even_rows(self) -> bool:
-        """Whether the number of all rows follows from one rank's rows."""
+        """Tells whether the number of all rows follows from one rank's rows."""
         return not self.layout_q and self.cu_seqlens is None and self.mask is None
 
     def documents(self) -> Documents:

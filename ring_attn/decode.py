@@ -224,7 +224,7 @@ def _tiles(
 
 
 def _hides_nothing(call: Call, queries: int) -> bool:
-    """Whether every query sees the whole cache, whatever its length and layout."""
+    """Tells whether every query sees the whole cache, whatever its length and layout."""
     left, right = call.window_size
     right = 0 if call.causal else right
     return left < 0 and (right < 0 or right >= queries - 1)

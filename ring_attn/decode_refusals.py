@@ -100,7 +100,7 @@ def check_sequences(
     rank: int,
     world_size: int,
 ) -> Sequences:
-    """What a rank has of sequences: by a layout of their room, or by pages dealt in turn."""
+    """Rows that a rank has of sequences: by a layout of their room, or by pages dealt in turn."""
     page_size = 0 if block_table is None else k.size(1)
     rows = k.size(1) if block_table is None else block_table.size(1) * page_size
     if block_table is not None and 0 in k.shape:

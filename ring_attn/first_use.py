@@ -132,7 +132,7 @@ def _is_on() -> bool:
 
 @cache
 def why_wrong(use: Use) -> str | None:
-    """Why the kernels of a use are refused on the current GPU; None if they have passed."""
+    """The reason why the current GPU's kernels of a use are refused; None if they have passed."""
     capture.refuse("kernels would be used for the first time: make the call once before")
     facts = {"use": str(use), "gpu": use.gpu, **machine()}
     note = _notes() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"

@@ -47,7 +47,7 @@ def check_group_type(group: object) -> None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
+    """Tells whether the group has not been destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:

@@ -117,7 +117,7 @@ def check_capture(name: str, x: Tensor) -> None:
 
 
 def check_differentiated(**tensors: Tensor | None) -> bool:
-    """Whether a backward may follow; if so, refuses tensors that autograd cannot save."""
+    """Tells whether a backward may follow; if so, refuses tensors that autograd cannot save."""
     if not torch.is_grad_enabled():
         return False
     for x in tensors.values():

@@ -90,7 +90,7 @@ def _exchange(
 
 
 def entering(way: Travel, decay: Tensor, end: Tensor, matrix: bool, transport: Transport) -> Tensor:
-    """What enters each of this rank's runs: the maps before it in a direction, applied to zeros."""
+    """States that enter this rank's runs: the maps before each in a direction, applied to zeros."""
     own = {i: run.number for i, run in enumerate(way.runs) if run.rank == transport.rank}
     held = {i: Window(decay[n], end[n]) for i, n in own.items()}
     entered = dict[int, Window]()

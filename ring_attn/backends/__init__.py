@@ -131,7 +131,7 @@ def choose_backend(
 
 
 def _why_portable() -> str | None:
-    """Why this machine runs Triton's portable kernels in place of those in Gluon, or None."""
+    """The reason why this machine runs Triton's portable kernels, not those in Gluon, or None."""
     if find_spec("triton") is None:
         return None
     from ring_attn.kernels.gluon_guard import gluon_missing

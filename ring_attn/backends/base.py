@@ -85,7 +85,7 @@ class Backend:
         raise NotImplementedError
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Whether one pass for all gradients is faster than one for dq and one for dk and dv."""
+        """Tells whether one pass for all gradients is faster than two, for dq and for dk and dv."""
         return not self.in_order
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> Any:
@@ -297,7 +297,7 @@ def _pieces_of(backend: Backend, tiles: tuple[Tile, ...], device_type: str) -> t
 
 
 def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -> str | None:
-    """Why heads computed in parts have other bits than heads computed together, or None."""
+    """The reason why parts of the heads have other bits than all together, or None."""
     if backend.in_one_pass(whole) == backend.in_one_pass(part):
         return None
     return (

@@ -308,7 +308,7 @@ class TritonBackend(Backend):
                 self._launches.run((tiles, kernel, scores), (q, k, v, dout), (*stats, *added), make)
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Whether the call uses the backward in Gluon, which computes all gradients at once."""
+        """Tells whether the call uses Gluon's backward, which computes all gradients at once."""
         if spec.device_type != "cuda" or architecture() != "sm_90":
             return False
         q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)

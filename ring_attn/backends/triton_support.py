@@ -1,4 +1,4 @@
-"""Whether Triton's kernels support a call, and run on its device."""
+"""Tells whether Triton's kernels support a call, and run on its device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _release(package: str) -> tuple[int, ...]:
 
 
 def _use_interpreter() -> bool:
-    """Whether kernels run in the interpreter, which triton decides when first imported.
+    """Tells whether kernels run in the interpreter, which triton decides when first imported.
 
     Turns it on if triton is not imported yet and there is no GPU: then no other code is affected.
     """

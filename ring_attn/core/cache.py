@@ -26,7 +26,7 @@ from ring_attn.core.tiles import Tile
 
 
 class Sequences(NamedTuple):
-    """What a rank has of the sequences of a cache; their lengths are no part of it.
+    """A rank's part of the sequences of a cache; their lengths are no part of it.
 
     Attributes:
         start, run, period: see above.

@@ -84,7 +84,7 @@ class _Run:
         self.moves: list[int | None] = [None, None]
 
     def continues(self, run: tuple[int, int], *, bands: bool) -> bool:
-        """Whether the next query's run continues this one, along a band too; if so, adds it."""
+        """Tells whether the next query's run continues this one, or its band; if so, adds it."""
         moves = [now - before for now, before in zip(run, self.last, strict=True)]
         if any(m not in (0, int(bands)) or old not in (None, m)
                for m, old in zip(moves, self.moves, strict=True)):  # fmt: skip

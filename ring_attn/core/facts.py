@@ -74,7 +74,7 @@ def shown(value: object) -> str:
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """Where the facts of a layout or a mask differ first: a position, or a slice."""
+    """The first difference of the facts of a layout or a mask: a position, or a slice."""
     if one == other:
         return None  # without a table of all positions
     if len(one) == 3 and isinstance(one[0], int):

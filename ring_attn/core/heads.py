@@ -1,4 +1,4 @@
-"""Which heads each rank of a group computes when heads are exchanged for rows: pure data.
+"""Heads of each rank of a group when heads are exchanged for rows: pure data.
 
     8 q heads, 2 kv heads, 4 ranks          12 q heads, 4 kv heads, 2 ranks (groups of 3 heads)
 
@@ -68,7 +68,7 @@ def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ..
 
 
 def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:
-    """Whether a kv head is on several ranks, so that its gradients must be summed."""
+    """Tells whether a kv head is on several ranks, so that its gradients must be summed."""
     return sum(share.num_kv for share in shares) > nheads_kv
 
 

@@ -1,4 +1,4 @@
-"""Which global positions each rank holds: contiguous, zigzag, striped, boundaries, any segments.
+"""Global positions of each rank: contiguous, zigzag, striped, boundaries, any segments.
 
 A layout is a value: for each rank a short list of segments (runs of positions with a stride).
 Plans, shards and position ids all follow from the segments.

@@ -1,4 +1,4 @@
-r"""Which queries see which keys: a few slices, each a rectangle of positions cut by a band.
+r"""Masks, which queries see which keys: a few slices, rectangles of positions cut by a band.
 
     slice    = queries [q_start, q_end), keys [k_start, k_end), and lo <= j - i <= hi
     query i sees key j  iff  one slice holds the pair

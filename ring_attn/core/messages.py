@@ -1,4 +1,4 @@
-"""How tensors lie in the bytes of a message: pure data.
+"""Places of tensors in the bytes of a message: pure data.
 
     Packet     tensors one after another, each contiguous: K and V, or the whole Q side
     Records    tensors side by side, one record for each row, batch entry and head

@@ -383,7 +383,7 @@ class Program:
         )
 
     def keeps(self, buffer: Buffer, index: int, *, pooled: bool) -> bool:
-        """Whether to keep a buffer that op `index` frees, for reuse.
+        """Tells whether to keep a buffer that op `index` frees, for reuse.
 
         With `pooled`, buffers of recycled rooms are also kept for the next call.
         """

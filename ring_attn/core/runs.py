@@ -119,7 +119,7 @@ class Round(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """How states travel in one direction; the backward's runs are in the opposite order."""
+    """The way of states in one direction; the backward's runs are in the opposite order."""
 
     way: Literal["gather", "scan"]
     runs: tuple[Run, ...]
@@ -157,7 +157,7 @@ def halo_rows(layout: SequenceLayout, before: int) -> tuple[list[int], list[int]
 def travel(
     layout: SequenceLayout, cuts: tuple[int, ...], nbytes: int, *, backward: bool = False
 ) -> Travel:
-    """How states travel between the runs of all ranks; decay and state have `nbytes` together.
+    """The way of states between the runs of all ranks; decay and state have `nbytes` together.
 
     Documents start at `cuts`. The scan is taken where it saves more bytes than links carry in the
     latency of its further rounds.

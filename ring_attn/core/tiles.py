@@ -1,4 +1,4 @@
-r"""Which rectangles of queries and keys exist between ranks: pure data, no processes.
+r"""Rectangles of queries and keys that exist between ranks: pure data, no processes.
 
 `pair_tiles` turns two layouts and a mask into the tiles of one rank's queries and another's keys.
 The chunk-level rule

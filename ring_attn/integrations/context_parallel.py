@@ -291,5 +291,5 @@ def _check_buffers(
 
 
 def _is_among(x: Tensor, tensors: Iterable[Tensor]) -> bool:
-    """Whether `x` is one of the tensors, by identity: `in` would compare elements."""
+    """Tells whether `x` is one of the tensors, by identity: `in` would compare elements."""
     return any(x is other for other in tensors)

@@ -351,7 +351,7 @@ class _Ring:
         return loss - loss.detach() * (1 - 1 / self.size)
 
     def predictions(self, found: Any, inputs: Mapping[str, Any], preprocess: Any) -> Any:
-        """What the model found for this rank's rows, of the whole batch, (batch, columns, ...).
+        """The model's outputs for this rank's rows, of the whole batch, (batch, columns, ...).
 
         `preprocess` is the Trainer's function of logits and labels, and gets this rank's rows.
         """

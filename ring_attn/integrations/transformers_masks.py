@@ -218,7 +218,7 @@ def chunk_of(module: nn.Module) -> int | None:
 
 
 def scales_by_row_index(module: nn.Module) -> bool:
-    """Whether a layer scales its queries by their index: Llama 4's layers without RoPE do."""
+    """Tells whether a layer scales its queries by their index: Llama 4's layers without RoPE do."""
     tuned = getattr(module, "attn_temperature_tuning", False)
     return (
         bool(tuned)

@@ -52,7 +52,7 @@ class Registered(Protocol):
         """Refuses positions that are not those of this rank's rows."""
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """Where the rows of a recurrent layer stand; None on one rank."""
+        """The place of the rows of a recurrent layer; None on one rank."""
 
 
 # Names of caches in the forwards of models.
@@ -141,7 +141,7 @@ def _kept_back(name: str, layers: str) -> str:
 
 @lru_cache
 def _counts_from_padding(module: str) -> bool:
-    """Whether models of a Python module count positions after the id of padding, as RoBERTa."""
+    """Tells whether models of a module count positions after the id of padding, as RoBERTa."""
     source = vars(sys.modules[module])
     name = "create_position_ids_from_input_ids"
     return name in source or any(hasattr(x, name) for x in source.values() if isinstance(x, type))
@@ -351,7 +351,7 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _only_recurrent(config: Any) -> bool:
-    """Whether no layer has attention, as of Mamba: none asks where its rows stand."""
+    """Tells whether no layer has attention, as of Mamba: none asks where its rows stand."""
     types = {*(getattr(config, "layer_types", None) or ())}
     return bool(types) and types <= ALONE_TYPES | ROWWISE_TYPES
 
@@ -368,7 +368,7 @@ def _layers(config: Any) -> tuple[int, int]:
 
 
 def _runs_compiled(model: nn.Module) -> bool:
-    """Whether parts are compiled, so that their calls of attention are not counted."""
+    """Tells whether parts are compiled, so that their calls of attention are not counted."""
     return any(
         part._compiled_call_impl is not None or "forward" in vars(part) for part in model.modules()
     )

@@ -31,7 +31,7 @@ from ring_attn.transport.streams import Event, Stream
 
 
 class Chosen(Protocol):
-    """What of a call a program runs with."""
+    """The parts of a call with which a program runs."""
 
     @property
     def spec(self) -> AttentionSpec: ...

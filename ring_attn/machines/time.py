@@ -1,4 +1,4 @@
-"""How long a call takes on a cluster: a discrete-event simulation that walks ranks' programs.
+"""The time of a call on a cluster, by a discrete-event simulation that walks ranks' programs.
 
 Every rank has two clocks: of its device, and of its host, which launches ops without waiting.
 

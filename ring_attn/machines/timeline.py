@@ -1,4 +1,4 @@
-"""What a simulation finds: the timeline of each walked rank, and the use of the links."""
+"""Results of a simulation: the timeline of each walked rank, and the use of the links."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ _NO_FLEX = (
 
 
 def _is_in_flex_attention(frame: FrameType | None) -> bool:
-    """Whether a frame is torch's flex_attention, or a helper that it calls in its file."""
+    """Tells whether a frame is torch's flex_attention, or a helper that it calls in its file."""
     while (
         frame is not None and frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
     ):

@@ -73,7 +73,7 @@ def walked_calls(problem: Problem, candidate: Candidate) -> list[Call]:
 
 
 def is_even(candidate: Candidate) -> bool:
-    """Whether all ranks hold equal shards, but for 1 %."""
+    """Tells whether all ranks hold equal shards, but for 1 %."""
     return all(max(x.shard_lens) <= 1.01 * min(x.shard_lens) for x in candidate.layouts)
 
 

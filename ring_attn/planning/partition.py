@@ -42,7 +42,7 @@ def least_maximum(sums: list[int], parts: int) -> int:
 
 
 def _suffice(sums: list[int], parts: int, limit: int) -> bool:
-    """Whether `parts` parts of at most `limit` each hold all work."""
+    """Tells whether `parts` parts of at most `limit` each hold all work."""
     cut, end = 0, len(sums) - 1
     for _ in range(parts):
         cut = bisect_right(sums, sums[cut] + limit, cut) - 1

@@ -1,4 +1,4 @@
-"""What the recurrent layers of a model send, for plans."""
+"""Bytes that the recurrent layers of a model send, for plans."""
 
 from __future__ import annotations
 

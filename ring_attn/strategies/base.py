@@ -36,7 +36,7 @@ SAVED = ("q", "k", "v", "out", "lse")
 
 
 class StrategyCode:
-    """How keys and values reach the ranks, forward and backward: all that is known of a core.
+    """The ways of keys and values to the ranks, forward and backward: all that is known of a core.
 
     A subclass with a name, `program` and `why_not_same_bits` is a strategy: machines run, count,
     time, check and draw its programs. The other members serve the planner.

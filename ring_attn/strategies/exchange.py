@@ -121,7 +121,7 @@ class _Turns:
         return max((i for i, turn in enumerate(self.turns) if turn.tiles), default=-1)
 
     def takes_part(self, number: int) -> bool:
-        """Whether the rank sends or receives in a turn."""
+        """Tells whether the rank sends or receives in a turn."""
         return self.turns[number].hop.send_to != self.rank
 
     def held(self, number: int) -> tuple[Operand, ...]:

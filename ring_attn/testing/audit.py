@@ -40,7 +40,7 @@ START = 60.0
 
 @dataclass(frozen=True)
 class Report:
-    """What `audit` found.
+    """Findings of `audit`.
 
     Attributes:
         step: the step's name.
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether each result of the ranks is the twin's within its bound."""
+        """Tells whether each result of the ranks is the twin's within its bound."""
         return not self.findings and not any(x.differences for x in self.diagnoses)
 
     @property
@@ -278,7 +278,7 @@ def _free_memory() -> int:
 
 
 def _stacks(folder: str, world_size: int) -> str:
-    """Where each rank was when its time was over, innermost first; empty if none was late."""
+    """The place of each rank when its time was over, innermost first; empty if none was late."""
     late = []
     for rank in range(world_size):
         path = Path(folder) / str(rank)

@@ -27,7 +27,7 @@ Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome | str]]
 
 @dataclass
 class Diagnosis:
-    """What differs at one world size, why, and what remains without an explanation."""
+    """Differences at one world size, their reasons, and what remains without one."""
 
     world_size: int
     differences: dict[str, Verdict]

@@ -53,7 +53,7 @@ class Trial:
 
 
 class Fed:
-    """Where the rows of each rank stand among the tokens of the twin."""
+    """The places of each rank's rows among the tokens of the twin."""
 
     def __init__(self, twin: Outcome, ranks: Sequence[Outcome]) -> None:
         self.forwards = [x for x in twin.trained if x.tokens is not None]

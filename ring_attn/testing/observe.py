@@ -101,7 +101,7 @@ class Forward:
 
 @dataclass
 class Outcome:
-    """What a run of the step noted on one rank."""
+    """The notes of a run of the step on one rank."""
 
     forwards: list[Forward]
     losses: dict[str, Tensor]
@@ -153,7 +153,7 @@ def run_step(
     limit: int,
     tiny: bool = False,
 ) -> list[Outcome | str]:
-    """What this rank notes in each run, or its error; a run has changes by rank.
+    """Notes of this rank in each run, or its error; a run has changes by rank.
 
     Args:
         seconds: after them this rank ends, with its stack in a file of its number in `folder`.
@@ -465,7 +465,7 @@ class _Noise(TorchDispatchMode):
 
 
 def _is_real(args: Any) -> bool:
-    """Whether an operator takes floating-point tensors: factories take none."""
+    """Tells whether an operator takes floating-point tensors: factories take none."""
     flat = [y for x in args for y in (x if isinstance(x, tuple | list) else (x,))]
     return any(isinstance(x, Tensor) and x.is_floating_point() for x in flat)
 

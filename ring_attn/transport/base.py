@@ -65,7 +65,7 @@ class TransportStats:
 
 
 def rank_name(rank: int | Sequence[int]) -> str:
-    """What every message about a process group calls a rank, or several: by global ranks."""
+    """Global ranks: the name of a rank, or of several, in every message about a process group."""
     if isinstance(rank, int):
         return f"global rank {rank}"
     if len(rank) <= MAX_RANKS:

@@ -38,7 +38,7 @@ _call = _Call()
 
 
 def captures(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the current stream of the device."""
+    """Tells whether a CUDA graph captures the current stream of the device."""
     if not streams.are_used(device):
         return False
     with torch.cuda.device(device):
@@ -66,7 +66,7 @@ def a_call(function: F) -> F:
 
 
 def is_on() -> bool:
-    """Whether the call under way in this thread is captured."""
+    """Tells whether the call under way in this thread is captured."""
     return _call.is_captured
 
 

@@ -21,7 +21,7 @@ COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 
 def texts_of(kind: str, number: int | None, values: Mapping[str, Tensor | None]) -> dict[str, str]:
-    """What a call is, beside its agreement, and checksums of tensors that must be equal."""
+    """A call beside its agreement, and checksums of tensors that must be equal."""
     texts = {"call": kind if number is None else f"{kind} {number}"}
     if (step := current_step()) is not None:
         texts["step"] = str(step)
@@ -80,7 +80,7 @@ def difference(reports: Mapping[int, Facts]) -> dict[str, str] | None:
 
 
 def place_of_difference(name: str, details: Mapping[int, str]) -> str:
-    """Where layouts or masks differ first, from `Agreement.details` by global rank; or nothing."""
+    """The first difference of layouts or masks, from `Agreement.details` by rank; or nothing."""
     each = {rank: json.loads(text)[name] for rank, text in details.items()}
     first = next(iter(each))
     for rank, others in each.items():

@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 
 def are_used(device: torch.device) -> bool:
-    """Whether the device queues operators on streams; otherwise operators run synchronously."""
+    """Tells whether the device queues operators on streams; else they run synchronously."""
     return device.type == "cuda"
 
 

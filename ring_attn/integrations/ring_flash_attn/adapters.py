@@ -109,7 +109,7 @@ class Substitution:
         rows.check(self._documents(), given.get("attention_mask"), position_ids - first)
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """Where the rows of a recurrent layer stand."""
+        """The place of the rows of a recurrent layer."""
         return self._ring.place({**given, "cu_seq_lens_q": self._documents()}, rows)
 
     def _documents(self) -> Tensor:

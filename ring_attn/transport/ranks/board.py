@@ -66,7 +66,7 @@ class Board:
         return [*map(int, self._store.get(key).split())] if self._store.check([key]) else []
 
     def refused(self, calls: Iterable[Identity], old: int = 0) -> str | None:
-        """Why a rank that refused a call will not come to these calls; None if unknown.
+        """The reason why a rank that refused a call will not come to these calls; None if unknown.
 
         Does not believe the first `old` refusals.
         """
@@ -75,11 +75,11 @@ class Board:
         return next((reason for reason in reasons if reason is not None), None)
 
     def why(self, calls: Iterable[Identity], peer: int) -> str | None:
-        """Why no messages of a peer come: a rank failed, or calls differ; None if unknown."""
+        """The reason why a peer sends nothing: a rank failed, or calls differ; None if unknown."""
         return self.failure() or self.difference(calls, peer)
 
     def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
-        """How a peer's calls differ from these; None if unknown."""
+        """The difference of a peer's calls from these; None if unknown."""
         note = self._read(f"calls/{peer}")
         reports = note["calls"] if note else []
         for call, (first, last, theirs) in product(calls, reports):

@@ -1,4 +1,4 @@
-"""How ranks come together: a roll-call through the store, connections, and a second roll-call.
+"""Ranks come together: a roll-call through the store, connections, and a second roll-call.
 
 The first roll-call names missing ranks. The second keeps every rank from its first message until
 all ranks are connected: a rank that went on, raised and closed its connections would break the

@@ -97,7 +97,7 @@ class Waiting:
     next_look_s: float = PERIOD_S
 
     def is_due(self) -> bool:
-        """Whether to look now; if so, sets the time of the next look."""
+        """Tells whether to look now; if so, sets the time of the next look."""
         if time.monotonic() - self.since < self.next_look_s:
             return False
         self.next_look_s += min(self.next_look_s, LONGEST_S)
@@ -327,7 +327,7 @@ class RankGroup:
         return media
 
     def reason(self, peer: int, *, timed_out: bool) -> str | None:
-        """Why no messages of a peer come; None if no rank has written it down.
+        """The reason why no messages of a peer come; None if no rank has written it down.
 
         After the whole timeout, names the rank for which the peer waits, itself or through others:
         at once, since gloo then closes all connections, and peers look for this rank's note.

@@ -100,7 +100,7 @@ class Headers:
         return self._own
 
     def is_first(self, *place: Hashable) -> bool:
-        """Whether the call has sent nothing to that place before, or received nothing from it."""
+        """Tells whether the call has sent nothing there before, or received nothing from there."""
         if place in self._known:
             return False
         self._known.add(place)
@@ -155,7 +155,7 @@ class Headers:
 
     @property
     def settled(self) -> bool:
-        """Whether the device has compared all calls that have ended on the host."""
+        """Tells whether the device has compared all calls that have ended on the host."""
         return all(call.differs() is not None for call in self.calls)
 
     def found(self) -> str | None:

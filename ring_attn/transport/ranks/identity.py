@@ -67,7 +67,7 @@ def set_step(step: int | None) -> None:
 
 
 def debug_enabled() -> bool:
-    """Whether RING_ATTN_DEBUG is set to anything but 0."""
+    """Tells whether RING_ATTN_DEBUG is set to anything but 0."""
     return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 

@@ -209,7 +209,7 @@ class Ending:
         self._told.put(how)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the communicator has ended within so many seconds."""
+        """Tells whether the communicator has ended within so many seconds."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
