@@ -12,7 +12,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent)]
-os.environ["COLUMNS"] = "100"  # the width of the commands' help
+os.environ["COLUMNS"] = "80"  # the width of the commands' help
 
 from ring_attn import __version__  # noqa: E402
 from ring_attn.cli.main import COMMANDS, PROG, main  # noqa: E402

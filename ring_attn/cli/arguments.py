@@ -15,6 +15,8 @@ import os
 import re
 import shlex
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +33,8 @@ T = TypeVar("T")
 # Seconds between lines of progress where no terminal shows a bar.
 LINE_S = 10.0
 
-# Width of a table whose output is not a terminal.
-TABLE_WIDTH = 180
+# Width of a table whose output is not a terminal, and of texts.
+TABLE_WIDTH, TEXT_WIDTH = 180, 80
 
 MAX_SIZE = 1 << 50
 
@@ -102,12 +104,41 @@ def parse_dtype(text: str) -> torch.dtype:
     return BY_NAME[name]
 
 
+def narrow(paragraph: str) -> str:
+    """The paragraph in lines of at most `TEXT_WIDTH`; as it is, if it is indented."""
+    if paragraph.startswith(" "):
+        return paragraph
+    return textwrap.fill(paragraph, TEXT_WIDTH, break_on_hyphens=False, break_long_words=False)
+
+
 def table_console() -> Any:
     """A rich console; at least `TABLE_WIDTH` wide when its output goes to a file."""
     from rich.console import Console
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+
+
+# When progress was shown last: in the future while a bar is shown.
+_shown = 0.0
+
+
+@contextmanager
+def signs_of_life(name: str) -> Iterator[None]:
+    """Writes to stderr how long a command runs, after `LINE_S` seconds without other progress."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(LINE_S):
+            if time.monotonic() - _shown >= LINE_S:
+                print(f"{name}: runs for {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+    if is_first_rank():
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 @contextmanager
@@ -119,6 +150,7 @@ def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, fl
     """
     from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
+    global _shown
     console = table_console()
     columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
     hidden = quiet or not console.is_terminal
@@ -126,18 +158,22 @@ def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, fl
     with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
         task, done = shown.add_task("begins", total=total), 0.0
         start = told = time.monotonic()
+        _shown = start if hidden else math.inf
 
         def begin(name: str, share: float) -> None:
+            global _shown
             nonlocal done, told
             shown.update(task, completed=done, description=name)
             now = time.monotonic()
             if in_lines and now - told >= LINE_S:
-                told, left = now, f"{(now - start) * (total / done - 1):.0f} s left" if done else ""
+                told = _shown = now
+                left = f"{(now - start) * (total / done - 1):.0f} s left" if done else ""
                 line = f"{done / total:.0%} after {now - start:.0f} s, {left or 'begins'}: {name}"
                 print(line, file=sys.stderr, flush=True)
             done += share
 
         yield begin
+    _shown = time.monotonic()
 
 
 def new_table(
@@ -221,7 +257,7 @@ def command_line() -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process writes and prints: under torchrun every rank runs the command."""
+    """Tells whether this process writes and prints: under torchrun every rank runs the command."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -140,7 +140,7 @@ def num_threads(num: int) -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun or another launcher started this process as a rank."""
+    """Tells whether torchrun or another launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

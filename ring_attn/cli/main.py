@@ -16,7 +16,7 @@ from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from ring_attn.cli.arguments import is_first_rank
+from ring_attn.cli.arguments import is_first_rank, narrow, signs_of_life
 from ring_attn.version import __version__
 
 PROG = "ring-attn"
@@ -46,7 +46,7 @@ class Command(NamedTuple):
         options = import_module(self.options)
         parser = Parser(
             prog=f"{prog} {self.name}",
-            description=options.__doc__,
+            description="\n\n".join(map(narrow, (options.__doc__ or "").split("\n\n"))),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         options.add_arguments(parser)
@@ -108,6 +108,8 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
                 # Under torchrun every rank runs the command; only rank 0 prints.
                 nothing = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nothing))
+            if not args.quiet:
+                stack.enter_context(signs_of_life(parser.prog))
             status: int = module.run(args)
     except USER_ERRORS as error:
         if os.environ.get("RING_ATTN_DEBUG", "") not in ("", "0"):

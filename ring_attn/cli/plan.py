@@ -16,6 +16,7 @@ from ring_attn.cli import plan_report as report
 from ring_attn.cli.arguments import (
     command_line,
     format_size,
+    narrow,
     shortened,
     table_console,
     with_options,
@@ -89,7 +90,8 @@ def run_plan(args: argparse.Namespace) -> int:
     simulations = {} if too_many else simulated(choice.problem, choice.best)
     rows = [row for name, done in simulations.items() for row in report.step_rows(name, done)]
     if not args.quiet:
-        print(choice.table(verbose=args.verbose).removesuffix(choice.reason))
+        text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
+        print(text if args.verbose else "\n".join(map(narrow, text.splitlines())), end="\n\n")
         table_console().print(too_many or report.steps_table(choice, rows))
     walked = len(walked_calls(choice.problem, choice.best))
     if walked < args.world_size:

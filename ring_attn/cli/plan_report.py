@@ -34,6 +34,9 @@ FIRST_STEPS = 8
 
 ABSENT, FULL, CUT = 0, 1, 2
 
+# Where legends stand: below the axes, which hide nothing there.
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 6}
+
 
 @dataclass(frozen=True)
 class StepRow:
@@ -91,6 +94,7 @@ def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
     title = f"steps of {choice.best.label} over {choice.best.layout_name} shards"
     numbers = ("full", "cut", "absent", "pairs a rank", "sent", "compute", "transfer", "wait")
     table = new_table(title, ("step",), numbers)
+    table.padding = 0  # for 80 columns
     for direction in dict.fromkeys(row.direction for row in rows):
         steps = [row for row in rows if row.direction == direction]
         hidden = range(FIRST_STEPS, len(steps) - 2 if len(steps) > FIRST_STEPS + 3 else 0)
@@ -102,7 +106,7 @@ def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
                     table.add_row(f"... {len(hidden)} more")
                 continue
             kinds = [str(row.full), str(row.cut), str(row.absent)]
-            areas = f"{row.least_area:.3g} .. {row.most_area:.3g}"
+            areas = " .. ".join(f"{x:.3g}" for x in sorted({row.least_area, row.most_area}))
             table.add_row(
                 row.step, *([*kinds, areas] if row.most_area else [""] * 4),
                 format_bytes(row.bytes_sent),
@@ -177,7 +181,7 @@ def _draw_mask(axes: Any, picture: MaskPicture) -> None:
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     meaning = {"all pairs visible": 1.0, "pale: cut by the mask": 0.5}
     patches = [Patch(color="C0", alpha=x, label=label) for label, x in meaning.items()]
-    axes.legend(handles=patches, loc="upper right", fontsize=8)
+    axes.legend(handles=patches, **BELOW, fontsize=8)
     axes.set(xlabel=f"keys of a {picture.title}", ylabel="queries")
     axes.set_title("computed at which step; empty: hidden by the mask")
 
@@ -211,4 +215,4 @@ def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
     axes.set_yticks([i + 0.45 for i in range(len(ranks))], [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks), -0.6)
     axes.set(xlabel="ms", title="attention, and exchanges in flight")
-    axes.legend(loc="upper right", fontsize=8, ncols=len(colours))
+    axes.legend(**BELOW, fontsize=8)

@@ -71,7 +71,7 @@ class TuneRow:
 
     @property
     def wrong(self) -> bool:
-        """Whether the config ran, and its results are wrong."""
+        """Tells whether the config ran, and its results are wrong."""
         return self.max_ratio is not None and bool(self.note)
 
 

@@ -27,6 +27,9 @@ WAYS = ("exposed", "late", "compute", "moves", "host")
 # Candidates that take so many times the best one's time are not worth a line.
 HOPELESS = 1.5
 
+# Columns of a table of 80: all but the two directions' times, the messages, and what travels.
+NARROW = (0, 1, 2, 5, 6, 7, 9)
+
 # A striped shard has as many runs as rows; zigzag has two, others a few.
 MANY_RUNS = 16
 
@@ -123,7 +126,7 @@ class Problem:
 
     @property
     def directions(self) -> tuple[bool, ...]:
-        """Whether each direction to plan is the backward."""
+        """Tells whether each direction to plan is the backward."""
         return (False, True) if self.backward else (False,)
 
 
@@ -233,12 +236,12 @@ class Choice:
 
     @cached_property
     def reason(self) -> str:
-        """Why the best candidate is the best, in one sentence."""
+        """The reason why the best candidate is the best, in one sentence."""
         return _reason(self)
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What the layers of `Problem.recurrent` exchange in the best candidate's layout."""
+        """Bytes that layers of `Problem.recurrent` exchange in the best candidate's layout."""
         problem, spec = self.problem, self.problem.spec
         given = self.layout, problem.documents, spec.batch, spec.dtype.itemsize
         return [layers.traffic(*given) for layers in problem.recurrent]
@@ -272,14 +275,14 @@ class Choice:
 
     @property
     def rates(self) -> str:
-        """Where the speeds of the kernels come from."""
+        """The source of the kernels' speeds."""
         return f"kernels' speed: {self.problem.cluster.device.source}"
 
     def __str__(self) -> str:
         return self.table(verbose=True)
 
     def table(self, *, verbose: bool) -> str:
-        """The candidates; unless verbose, those within `HOPELESS` of the best, without the rest."""
+        """The candidates; unless verbose, those within `HOPELESS` of the best, in 80 columns."""
         simulated = [c for c in self.candidates if c.prediction is not None]
         if not verbose:
             simulated = [c for c in simulated if c.seconds <= HOPELESS * self.best.seconds]
@@ -287,6 +290,8 @@ class Choice:
         others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
         others = self.left_out() if verbose else others
         rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
+        if not verbose:
+            rows = [tuple(row[i] for i in NARROW) for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -326,24 +325,24 @@ def cases(
 def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
     """At most `count` of the cases, in their order, the same for one seed.
 
-    First come cases with a value that no earlier one has: each strategy, layout, mask, backend,
-    dtype, number of heads, length and option, as far as `count` goes. Then come new pairs: each
-    strategy with each layout, mask, and dtype of a backend, and each layout with each mask.
+    First come cases with the most values that no earlier one has: each strategy, layout, mask,
+    backend, dtype, number of heads, length and option, as far as `count` goes. Then come new pairs:
+    each strategy with each layout, mask, and dtype of a backend, and each layout with each mask.
     """
-    left = list(enumerate(every))
+    left = list(range(len(every)))
     random.Random(seed).shuffle(left)
-    chosen: list[tuple[int, Case]] = []
+    chosen: list[int] = []
     for values_of in (_values, _pairs):
-        seen: set[object] = set()
-        for _, case in chosen:
-            seen |= values_of(case)
-        rest: list[tuple[int, Case]] = []
-        for one in left:
-            new = values_of(one[1]) - seen
-            seen |= new
-            (chosen if new else rest).append(one)
-        left = rest
-    return [case for _, case in sorted([*chosen, *left][:count], key=itemgetter(0))]
+        missing = {i: values_of(every[i]) for i in left}
+        for i in chosen:
+            values = values_of(every[i])
+            missing = {j: new for j, x in missing.items() if (new := x - values)}
+        while missing and len(chosen) < count:
+            chosen.append(max(missing, key=lambda i: len(missing[i])))
+            values = missing[chosen[-1]]
+            missing = {j: new for j, x in missing.items() if (new := x - values)}
+        left = [i for i in left if i not in chosen]
+    return [every[i] for i in sorted([*chosen, *left][:count])]
 
 
 def _values(case: Case) -> set[object]:

@@ -70,6 +70,20 @@ def test_time_left_is_shown_in_a_terminal_or_in_lines(
     assert capsys.readouterr().err == "0% after 0 s, begins: long ones\n"
 
 
+def test_a_command_without_progress_says_how_long_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arguments, "LINE_S", 0.05)
+    said = ""
+    with arguments.signs_of_life("ring-attn audit"):
+        for _ in range(200):
+            said += capsys.readouterr().err
+            if said.count("\n") > 1:
+                break
+            time.sleep(0.05)
+    assert said.startswith("ring-attn audit: runs for 0 s\n")
+
+
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--plot=x.png", "--quick"]
     monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", *words])
@@ -119,9 +133,13 @@ def test_the_help_of_a_group_of_commands_is_its_own(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
-def test_every_option_says_what_it_is_and_its_default(command: cli.Command) -> None:
-    """Flags are off by default; words that must be given have none."""
+def test_every_option_says_what_it_is_and_its_default(
+    command: cli.Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags are off by default; words that must be given have none; all in 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
     parser = command.parser(cli.PROG)
+    assert max(map(len, parser.format_help().splitlines())) <= 80
     silent = [
         (action.option_strings or [action.dest])[0]
         for action in parser._actions

@@ -199,6 +199,7 @@ def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str])
     words = ["plan", "--seqlen", "16k", "--world-size", "8", "--cluster", "h100"]
     assert cli.main(words) == 0
     short = capsys.readouterr().out
+    assert max(map(len, short.splitlines())) <= 80
     assert cli.main([*words, "--verbose"]) == 0
     long = capsys.readouterr().out
     assert "others are slower" in short and "left out" not in short

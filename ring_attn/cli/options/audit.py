@@ -7,7 +7,7 @@ one process as their twin, whose batch is all ranks' together.
 
     ring-attn audit train.py:step
     ring-attn audit train.py:step --world-size 2 4
-    ring-attn audit train.py:step --tiny        models of transformers shrunk to 2 layers
+    ring-attn audit train.py:step --tiny     models of transformers, 2 layers
 
 The exit status is 1 if a result of the ranks differs from the twin's.
 """

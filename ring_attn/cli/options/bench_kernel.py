@@ -6,10 +6,10 @@ is checked against float64 before the timing. As in FlashAttention's papers, the
 ahead; medians, p20 and p80 are over the repetitions. Unless --mode fwd, a forward saves tensors for
 its backward. FLOPs are 4 x visible pairs x head_dim per head forward, 2.5 times that backward.
 
-    ours           triton (on a CPU auto) as the whole attention: deterministic, a ring of one rank
+    ours           triton (on a CPU auto), deterministic, as a ring of one rank
     torch-flash    scaled_dot_product_attention with FlashAttention 2
     cudnn          scaled_dot_product_attention with cuDNN
-    flash-attn     flash_attn, where installed (flash-attn-3, flash-attn-4: interface, cute)
+    flash-attn     flash_attn, if installed; so flash-attn-3, flash-attn-4
 
 The exit status is 1 if a result of ours is wrong or a call of ours failed.
 """

@@ -1,6 +1,6 @@
 """Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
 
-    ring-attn calibrate --json machine.json           # 1, 2 and 4 ranks, one thread each
+    ring-attn calibrate --json machine.json    1, 2 and 4 ranks, one thread each
     ring-attn plan --cluster machine.json ...
 
 All ranks work at the same time, so the figures include contention (cores, memory, the loopback).

@@ -1,7 +1,7 @@
 """`ring-attn doctor`: whether this machine is ready, on one screen, and what mends what is not.
 
     ring-attn doctor
-    torchrun --nnodes 2 --nproc-per-node 8 -m ring_attn doctor    also names ranks that differ
+    torchrun --nproc-per-node 8 -m ring_attn doctor    names ranks that differ
 
 It runs a ring of two ranks here and compares it with attention in float64, says which backend takes
 each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and noted first

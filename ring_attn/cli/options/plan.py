@@ -2,13 +2,13 @@
 
     strategies    every strategy: times, bytes, exposed communication, memory
     steps         compute and transfers in each step of the best strategy
-    --plot        the mask as ranks x ranks by step and kind, and a timeline of some ranks
+    --plot        the mask as ranks x ranks by step and kind, and a timeline
 
 Times come from a simulation of the cluster, which is built in or was measured by
 `ring-attn calibrate`. No process group and no GPU is needed.
 
-    ring-attn plan --seqlen 1M --world-size 64 --heads 32 --kv-heads 8 --head-dim 128 --cluster h200
-    ring-attn plan --seqlen 1M --world-size 64 --model config.json     a step of a whole model
+    ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
+    ring-attn plan --seqlen 1M --world-size 64 --model config.json  a whole step
 """
 
 from __future__ import annotations

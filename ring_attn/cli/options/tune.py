@@ -1,9 +1,9 @@
 """Finds the fastest configs of the kernels on one device: builds, checks and times them.
 
     ring-attn tune --json tune.json            on a GPU, in 10 minutes
-    RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, which must be the same on every rank
-    RING_ATTN_CONFIGS=tune.json ring-attn bench kernel     compares with cuDNN and flash-attn
-    ring-attn tune --device cpu                in the interpreter: only tests the search
+    RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, one for all ranks
+    RING_ATTN_CONFIGS=tune.json ring-attn bench kernel         compares
+    ring-attn tune --device cpu                only tests the search
 
 Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent: all
 configs of `configs.search_space`, and on sm_90 of the forward in Gluon. The configs are

@@ -5,7 +5,7 @@ rank computes its shard; rank 0 checks out, lse and every gradient against the b
 `ring_attn.testing`, which follows from plain PyTorch's error in the same dtype. The figures are
 error / bound: above 1 a case fails. All buffers start as NaN.
 
-    ring-attn verify                                         a sample of the table, in a minute
+    ring-attn verify                          a sample of the table, in a minute
     ring-attn verify --all --world-size 3 --strategy ring hybrid
     torchrun --nproc-per-node 4 -m ring_attn verify
 
@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", nargs="+", metavar="NAME", help="some by name (default: all that can run)")
     layouts = f"some of {', '.join(TESTED_LAYOUTS)} (default: all)"
     add("--layout", nargs="+", choices=TESTED_LAYOUTS, metavar="NAME", help=layouts)
-    add("--all", action="store_true", help="every case of the table")
+    add(
+        "--all",
+        action="store_true",
+        help="every case of the table; a sample says how long they take",
+    )
     add("--seed", type=int, metavar="N", help="of the sample (default: drawn, and printed)")
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
     add(
