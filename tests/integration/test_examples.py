@@ -232,10 +232,22 @@ def test_fsdp2(ranks: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     ["quickstart.py", "huggingface_trainer.py --steps 3 --seqlen 65",
-     "trl_sft_packed.py --steps 3 --documents 30"],
+     "trl_sft_packed.py --steps 3 --documents 30",
+     "long_document_generate.py --seqlen 301 --chunk 100 --tokens 20"],
 )  # fmt: skip
 def test_as_users_run_them(words: str) -> None:
     assert "\nok" in run(words)
+
+
+def test_another_token_fails() -> None:
+    import long_document_generate
+
+    model = long_document_generate.make_model("sdpa")
+    document = next(batches(65, CPU))["input_ids"]
+    tokens = model.generate(document, max_new_tokens=9, do_sample=False)
+    assert long_document_generate.same_tokens(tokens, 65)
+    tokens[0, 70] += 1
+    assert not long_document_generate.same_tokens(tokens, 65)
 
 
 @pytest.mark.slow
