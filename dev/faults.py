@@ -63,7 +63,7 @@ def fail() -> NoReturn:
 
 
 def no_fault() -> None:
-    """What a rank does that fails otherwise than within a call."""
+    """Acts of a rank that fails otherwise than within a call."""
 
 
 FAULTS: dict[str, Callable[[], object]] = {
@@ -115,7 +115,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """How a cell ended, the seconds of the longest call, and what ranks said if it is not good."""
+    """The end of a cell, the seconds of the longest call, and what ranks said if it is not good."""
 
     cell: Cell
     outcome: str
@@ -206,7 +206,7 @@ def run_step(
 
 
 def on_rank(cell: Cell, victims: Sequence[int]) -> list[tuple[Ended, bool]]:
-    """How each step of this rank ends, and whether what it computed is right."""
+    """The end of each step of this rank, and whether its results are right."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch's own connections may use addresses of an earlier start, which the store still has.
     with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):

@@ -211,7 +211,7 @@ def _on_ranks(fn: Callable[..., None], layout: SequenceLayout, *args: Any) -> No
 
 
 def asserted(fn: Callable[..., None], *args: Any) -> str:
-    """What a rank asserts in vain: had it raised, the others would wait for it."""
+    """Assertions of a rank that failed: had it raised, the others would wait for it."""
     try:
         fn(*args)
     except AssertionError as error:

@@ -34,7 +34,7 @@ MOST_DRIFT = 1.2
 
 
 class Sample(NamedTuple):
-    """What a process holds after so many calls, and its seconds of the CPU for the last ones."""
+    """The holdings of a process after so many calls, and its CPU's seconds for the last ones."""
 
     calls: int
     seconds: float
@@ -118,7 +118,7 @@ def drift(samples: Sequence[Sample]) -> float:
 
 
 def faults(samples: Sequence[Sample]) -> list[str]:
-    """What grows or slows down on a rank, in words; `samples` are at least 8."""
+    """Things that grow or slow down on a rank, in words; `samples` are at least 8."""
     middle, last = samples[len(samples) // 2], samples[-1]
     found = {
         f"memory grows by {growth(samples):.2f} MiB in 1,000 calls": growth(samples) > MOST_GROWTH,

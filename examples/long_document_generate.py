@@ -6,7 +6,7 @@
 Needs the extra `hf`: pip install 'ring-attn[hf]'. The ids of the document are on every rank; of
 its keys and values each rank computes and keeps some rows of every chunk, so that the memory of
 all ranks together bounds the length. (1) to (3) are all that makes the ring. Afterwards rank 0
-reads the document and the new tokens in one process with torch's attention: if it would choose another
+reads document and new tokens in one process with torch's attention: if it would choose another
 token anywhere, the exit status is 1.
 """
 

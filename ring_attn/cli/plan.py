@@ -96,7 +96,7 @@ def run_plan(args: argparse.Namespace) -> int:
     walked = len(walked_calls(choice.problem, choice.best))
     if walked < args.world_size:
         print(f"times are of {walked} ranks, which stand for all {args.world_size}")
-    print("\n".join([choice.reason, *whole]))
+    print("\n".join(map(narrow, [choice.reason, *whole])))
     ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)

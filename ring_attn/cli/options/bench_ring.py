@@ -6,7 +6,7 @@ host's time in waits for transfers, `peak_bytes` the most bytes that a call hold
 `max_error` the greatest difference of out, dq, dk, dv from attention in float64.
 
     ours             ring_attn.ring_attention on the ranks
-    dense            torch's attention in one process with all the ranks' threads
+    dense            torch's, in one process with all the ranks' threads
     torch-template   torch's private ring and its backward on the same ranks
 
 Several lengths or numbers of ranks (--seqlen 1k,2k,4k --world-size 1,2) are measured one after

@@ -8,9 +8,9 @@
 Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent: all
 configs of `configs.search_space`, and on sm_90 of the forward in Gluon. The configs are
 
-    built      by --jobs processes, which run each config once and so fill triton's cache on disk; a
-               config that crashes its process loses only its own row
-    checked    against float64 (`judge`), and REPEATS runs must be equal bit for bit
+    built      by --jobs processes, which run each config once and so fill
+               triton's cache; one that crashes loses only its own row
+    checked    against float64 (`judge`); several runs are equal bit for bit
     timed      alternately within every repetition
 
 A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s count
