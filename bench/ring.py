@@ -34,11 +34,10 @@ from ring_attn.cli.options.bench import MODES
 from ring_attn.cli.options.bench_ring import ITERS, SEQLEN
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.mask import Mask
-from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines import count
+from ring_attn.machines.count import bytes_sent
 from ring_attn.profiling import peak_bytes
-from ring_attn.strategies.registry import both_programs, make_call, program_of
+from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Inputs, Verdict, check, random_qkv
 
@@ -63,9 +62,7 @@ class RingRow:
     bytes_sent: int | None = None
     planned_bytes: int | None = None
     peak_bytes: int | None = None
-    planned_peak_bytes: int | None = None
     max_error: float | None = None
-    tflops: float | None = None
     note: str = ""
 
 
@@ -253,7 +250,6 @@ def _row(
     ms, waits, sent = (list(x) for x in zip(*times[impl.name][mode], strict=True))
     p20, median, p80 = quantiles(ms)
     ours = impl.name == "ours"
-    work, planned_bytes, planned_peak = _planned(setting, mode)
     judged = verdicts[: 1 if mode == "fwd" else None]
     return RingRow(
         impl.name,
@@ -265,34 +261,25 @@ def _row(
         p80_ms=p80,
         wait_ms=statistics.median(waits) if ours else None,
         bytes_sent=sent[0] if ours else None,
-        planned_bytes=planned_bytes if ours else None,
+        planned_bytes=_planned_bytes(setting, mode) if ours else None,
         peak_bytes=peak,
-        planned_peak_bytes=planned_peak if ours and mode != "bwd" else None,
         max_error=max(verdict.error for verdict in judged),
-        tflops=work / median / 1e9,
         note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
     )
 
 
-def _planned(setting: RingSetting, mode: str) -> tuple[int, int, int]:
-    """FLOPs of all ranks, bytes sent by the busiest rank, and most bytes that a rank holds."""
+def _planned_bytes(setting: RingSetting, mode: str) -> int:
+    """Bytes sent by the busiest rank, as its programs say."""
     directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
     sizes = (1, setting.heads, setting.kv_heads, setting.head_dim, setting.head_dim)
     spec = AttentionSpec(rank_device().type, setting.dtype, *sizes)
     mask, layout = Mask(setting.seqlen, setting.seqlen, setting.causal), setting.sequence
-    calls = [
+    calls = (
         make_call(Strategy(), spec, (layout, layout), mask, rank)
         for rank in range(setting.world_size)
-    ]
-    area = sum(layout.mask_area(mask))
-    sent = (
-        sum(count.bytes_sent(program_of(call, backward=back)) for back in directions)
-        for call in calls
     )
-    return (
-        sum(flops(area, spec, backward=back) for back in directions),
-        max(sent),
-        max(count.peak_bytes(both_programs(call, backward=mode != "fwd"), call) for call in calls),
+    return max(
+        sum(bytes_sent(program_of(call, backward=back)) for back in directions) for call in calls
     )
 
 
@@ -320,7 +307,7 @@ def _tables(bench: RingReport) -> list[Table]:
     sizes = new_table(
         "bytes of a call beyond its inputs, and correctness",
         columns,
-        ("peak MB", "planned", "sent MB", "planned", "max error"),
+        ("peak MB", "sent MB", "max error"),
     )
     for row in rows:
         if row.median_ms is None:
@@ -331,9 +318,7 @@ def _tables(bench: RingReport) -> list[Table]:
         spread = f"{show(row.p20_ms, '.1f')} .. {show(row.p80_ms, '.1f')}"
         figures = (show(ratio, ".3f"), show(row.wait_ms, ".2f"))
         times.add_row(*key, show(row.median_ms, ".1f"), spread, *figures)
-        if row.peak_bytes is not None or row.bytes_sent is not None:
-            nbytes = (row.peak_bytes, row.planned_peak_bytes, row.bytes_sent, row.planned_bytes)
-            megabytes = [None if x is None else 1e-6 * x for x in nbytes]
-            errors = show(row.max_error, ".1e")
-            sizes.add_row(*key, *(show(x, ".2f") for x in megabytes), errors)
+        megabytes = (None if x is None else 1e-6 * x for x in (row.peak_bytes, row.bytes_sent))
+        errors = show(row.max_error, ".1e")
+        sizes.add_row(*key, *(show(x, ".2f") for x in megabytes), errors)
     return [times, sizes]
