@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.models.batch import unshard
@@ -52,10 +52,9 @@ def context_parallel(
     of 2P for P ranks, and torch's `_cp_options.enable_load_balance` is on, rank r holds chunks r
     and 2P-1-r of 2P (head-tail, our "zigzag"); otherwise the r-th run of `ceil(seqlen / P)` rows.
     Calls of F.scaled_dot_product_attention must pass query, key and value (batch, nheads,
-    rows, headdim) with this rank's rows: plain tensors, or DTensors of this mesh sharded in dim 2.
-    The output is plain. Only calls of this thread are routed, with the limits of
-    `models.sdpa.route_sdpa`. A backward may run outside the context, but not with activation
-    checkpointing.
+    rows, headdim) with this rank's rows, plain tensors. Only calls of this thread are routed, with
+    the limits of `models.sdpa.route_sdpa`. A backward may run outside the context, but not with
+    activation checkpointing.
 
     Args:
         mesh: a mesh with one axis.
@@ -191,11 +190,9 @@ class _RoutedModule(route_sdpa):
         **kwargs: Any,
     ) -> Tensor:
         """This rank's rows of the output, a plain tensor."""
-        named = {"query": query, "key": key, "value": value}
-        q, k, v = (_local(name, x, self._mesh) for name, x in named.items())
-        ours = {"group": self._mesh, "layout": self._layout_of(q, k, is_causal)}
+        ours = {"group": self._mesh, "layout": self._layout_of(query, key, is_causal)}
         options = {**kwargs, **ours, "strategy": _strategy}
-        return sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)
+        return sdpa_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     def _layout_of(self, q: Tensor, k: Tensor, is_causal: bool) -> str | SequenceLayout:
         """Layout of the buffers; for other lengths the same kind with equal shards."""
@@ -233,17 +230,6 @@ def _runs_of(rows: int, mesh: DeviceMesh, device: torch.device) -> SequenceLayou
     lengths = [torch.empty_like(length) for _ in range(mesh.size())]
     dist.all_gather(lengths, length, group=mesh.get_group())
     return SequenceLayout.boundaries([0, *accumulate(int(n) for n in lengths)])
-
-
-def _local(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    if x.device_mesh != mesh or x.placements != (Shard(_SEQ_DIM),):
-        raise ValueError(
-            f"{name} must be a plain tensor, or a DTensor with placements {(Shard(_SEQ_DIM),)} on "
-            f"the mesh of context_parallel, got {x.placements} on {x.device_mesh}"
-        )
-    return x.to_local()
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

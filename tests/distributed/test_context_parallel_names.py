@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ring_attn import SequenceLayout
@@ -178,26 +177,6 @@ def test_runs_of_any_lengths_are_joined_and_balancers_refused() -> None:
         context_parallel_unshard(mesh, [x], [])
     parts = x[..., :11] if dist.get_rank() == 0 else x[..., 11:]
     assert context_parallel_unshard(mesh, [parts], [2])[0].equal(x)
-
-
-@on_ranks(2)
-def test_dtensors_are_taken_apart() -> None:
-    """DTensors sharded by rows, as torch requires, give a plain output; others are refused."""
-    mesh, rank = mesh_of(), dist.get_rank()
-    q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(rank))
-    with context_parallel(mesh):
-        expected = F.scaled_dot_product_attention(q, q, q)
-        x = DTensor.from_local(q, mesh, [Shard(2)]).requires_grad_()
-        out = F.scaled_dot_product_attention(x, x, x)
-        assert type(out) is Tensor and out.equal(expected)
-        out.sum().backward()
-        assert x.grad is not None and x.grad.to_local().shape == q.shape
-        for placement in (Shard(1), Replicate()):
-            y = DTensor.from_local(q, mesh, [placement])
-            with pytest.raises(
-                ValueError, match=r"query must be .* placements \(Shard\(dim=2\),\)"
-            ):
-                F.scaled_dot_product_attention(y, y, y)
 
 
 @on_ranks(2)
