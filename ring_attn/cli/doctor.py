@@ -183,8 +183,10 @@ def _ring(result: CaseResult, world_size: int, device: str, seconds: float) -> F
     where = f"{world_size} ranks on {device}, {seconds:.1f} s"
     if result.status != "passed":
         wrong = [str(verdict) for verdict in result.verdicts if not verdict.ok]
-        text = result.error or result.refused or "; ".join(wrong)
-        return Finding("ring", "wrong", f"{where}: {text}", "ring-attn verify shows which calls")
+        rank, _, trace = (result.error or "").partition("Traceback")
+        text = rank + trace.strip().rpartition("\n")[2] or result.refused or "; ".join(wrong)
+        mend = "ring-attn verify --quick shows all of it"
+        return Finding("ring", "wrong", f"{where}: {text}", mend)
     most = max(verdict.ratio for verdict in result.verdicts)
     return Finding("ring", "ok", f"{where}: largest error / bound {most:.2f}")
 

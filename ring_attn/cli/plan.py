@@ -24,7 +24,7 @@ from ring_attn.cli.arguments import (
 )
 from ring_attn.cli.launch import num_threads
 from ring_attn.cli.plan_model import model_lines, read_model
-from ring_attn.core.values import regular_file, without_garbage_collection
+from ring_attn.core.values import without_garbage_collection
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
@@ -59,7 +59,9 @@ MAX_RANK_STEPS = 1 << 21
 def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.load is not None:
-            for value in runpy.run_path(str(regular_file(args.load))).values():
+            if not args.load.is_file():
+                raise ValueError(f"--load: there is no file {str(args.load)!r}")
+            for value in runpy.run_path(str(args.load)).values():
                 if isinstance(value, StrategyCode):
                     stack.enter_context(registered(value))
         return run_plan(args)

@@ -49,6 +49,7 @@ def test_a_ring_that_fails_is_wrong(
 def doctor_on_an_odd_rank() -> None:
     if os.environ["RANK"] == "1":
         os.environ["RING_ATTN_CONFIGS"] = "other.json"
+        os.environ["RING_ATTN_DEBUG"] = "1"  # its calls are compared first, the others' are not
     assert main(["doctor"]) == 1
 
 
@@ -56,4 +57,5 @@ def doctor_on_an_odd_rank() -> None:
 def test_the_rank_that_differs_is_named(under_torchrun: Callable[..., list[str]]) -> None:
     first, *others = under_torchrun(3, doctor_on_an_odd_rank)
     assert "RING_ATTN_CONFIGS: rank 1 on " in first and "other.json" in first
-    assert not any(others)
+    assert "RING_ATTN_DEBUG: rank 1 on " in first and "wrong ring: 3 ranks" in first
+    assert "Traceback" not in first and not any(others)

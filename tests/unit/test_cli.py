@@ -172,6 +172,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--window", "4k"], "is not a window"),
         (["plan", *PLAN, "--plot", "plan.pdf"], "'plan.pdf' is neither .png nor .svg"),
+        (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
         (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),

@@ -94,7 +94,7 @@ def test_plan_loads_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *words.split()]) == cli.EXIT_USAGE
     assert cli.main(["plan", *words.split(), "--check", "--load", str(EXAMPLE)]) == 0
     printed = capsys.readouterr().out
-    assert "star" in printed.splitlines()[2] and printed.rstrip().endswith("4 ranks: 0 faults")
+    assert "\n*  star " in printed and printed.rstrip().endswith("4 ranks: 0 faults")
     assert "star" not in NAMES
 
 
