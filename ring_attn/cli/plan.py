@@ -32,12 +32,17 @@ from ring_attn.machines.time import simulate
 from ring_attn.machines.timeline import Simulation
 from ring_attn.planning.bounds import call_of, rated_cluster, walked_calls
 from ring_attn.planning.choice import Candidate, Choice, Problem
-from ring_attn.planning.devices import CLUSTER_VARIABLE, builtin_cluster, find_cluster, load_cluster
+from ring_attn.planning.devices import (
+    CLUSTER_VARIABLE,
+    DEVICES,
+    builtin_cluster,
+    find_cluster,
+    load_cluster,
+)
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import programs_of, registered
 
-BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
 
 # At this size a table of all pairs of ranks takes 0.1 GiB; a plan holds about 25 such tables.
@@ -198,16 +203,15 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
     if name is None:
         known = torch.cuda.is_available() or os.environ.get(CLUSTER_VARIABLE)
         cluster = find_cluster(None, world_size) if known else builtin_cluster("H100")
-    elif name.lower() in BUILTIN:
-        cluster = builtin_cluster(BUILTIN[name.lower()])
+    elif name.upper() in DEVICES:
+        cluster = builtin_cluster(name.upper())
     elif os.path.isdir(name):
         raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
     elif os.path.exists(name):
         cluster = load_cluster(name, world_size)
     else:
-        raise ValueError(
-            f"--cluster must be one of {', '.join(BUILTIN)}, or a file; got {shortened(name)}"
-        )
+        known = ", ".join(DEVICES).lower()
+        raise ValueError(f"--cluster must be one of {known}, or a file; got {shortened(name)}")
     if node_size is None:
         return cluster
     return replace(cluster, node_size=node_size, ports=None)

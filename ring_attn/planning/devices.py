@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ring_attn.backends.rates import FA3, RATES, Rate, rates_of
+from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import env_int, regular_file
 from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
@@ -49,35 +49,22 @@ DEVICES: dict[str, Device] = {
     for device in (
         _device("A100", 312e12, "sm_80", 1.6e12, 80 * GB),
         _device("H100", 989.5e12, "sm_90", 2.7e12, 80 * GB),
-        # FA3 for every backend; its backward adds in any order.
-        Device("H100 FA3", 989.5e12, *FA3[:2], 2.7e12, 80 * GB, source=FA3.source),
-        # The same processor with faster memory; FA3 there is 4 % slower forward and 4 % faster
-        # backward (flash-attention issue 1438).
+        # The same processor with faster memory.
         _device("H200", 989.5e12, "sm_90", 3.9e12, 141 * GB),
-        Device("H200 FA3", 989.5e12, *FA3[:2], 3.9e12, 141 * GB, source=FA3.source),
         _device("B200", 2250e12, "sm_100", 6.4e12, 180 * GB),
     )
 }
 
-# Attained speed of one direction: 0.9 of the datasheet's for NVLink and InfiniBand, 0.8 for PCIe
-# x16. Latencies are of a small NCCL send and receive.
-LINKS: dict[str, Link] = {
-    link.name: link
-    for link in (
-        Link("NVLink 3", 8e-6, 0.9 * 300 * GB),
-        Link("NVLink 4", 8e-6, 0.9 * 450 * GB),
-        # H800: eight of the eighteen links of an H100.
-        Link("NVLink 4 (H800)", 8e-6, 0.9 * 200 * GB),
-        Link("NVLink 5", 8e-6, 0.9 * 900 * GB),
-        Link("PCIe 4", 12e-6, 0.8 * 31.5 * GB),
-        Link("PCIe 5", 12e-6, 0.8 * 63 * GB),
-        Link("100 Gb/s", 15e-6, 0.9 * 12.5 * GB),
-        Link("200 Gb/s", 15e-6, 0.9 * 25 * GB),
-        Link("400 Gb/s", 15e-6, 0.9 * 50 * GB),
-    )
+# Attained speed of one direction: 0.9 of the datasheet's. Latencies are of a small NCCL send and
+# receive.
+_NVLINK_4 = Link("NVLink 4", 8e-6, 0.9 * 450 * GB)
+INSIDE = {
+    "A100": Link("NVLink 3", 8e-6, 0.9 * 300 * GB),
+    "H100": _NVLINK_4,
+    "H200": _NVLINK_4,
+    "B200": Link("NVLink 5", 8e-6, 0.9 * 900 * GB),
 }
-
-_NVLINK = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "NVLink 5"}
+BETWEEN = Link("400 Gb/s", 15e-6, 0.9 * 50 * GB)
 
 # Share of the SMs that NCCL's copies take: 8 of 132. MagiAttention reserves 4 to 8 for them.
 SLOWDOWN = MAX_CTAS / 132
@@ -89,46 +76,25 @@ SLOWDOWN = MAX_CTAS / 132
 HOST = Host(launch=25e-6, copy=8e-6, post=31e-6, wait=3e-6)
 
 
-def builtin_cluster(
-    device: str,
-    *,
-    inside: str | None = None,
-    between: str = "400 Gb/s",
-    node_size: int = 8,
-    ports: int | None = None,
-) -> Cluster:
-    """Nodes of a built-in device.
+def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
+    """Nodes of a built-in device, with NVLink inside and a port of 400 Gb/s for each device.
 
-    Args:
-        device: a name of `DEVICES`.
-        inside: a name of `LINKS`; None is the NVLink of that device.
-        between: a name of `LINKS`.
-        node_size: devices of a node.
-        ports: network ports of a node; None is one for each device.
+    `dataclasses.replace` gives it other links.
 
     Raises:
         ValueError: an unknown name, or values that `Cluster` refuses.
 
     Example:
-        >>> builtin_cluster("A100", between="200 Gb/s").inside.name
+        >>> slow = Link("100 Gb/s", latency=15e-6, bandwidth=11e9)
+        >>> replace(builtin_cluster("A100"), between=slow).inside.name
         'NVLink 3'
     """
     if device not in DEVICES:
         raise ValueError(f"device must be one of {list(DEVICES)}, got {device!r}")
-    inside = _NVLINK[device.split()[0]] if inside is None else inside
-    for option, name in (("inside", inside), ("between", between)):
-        if name not in LINKS:
-            raise ValueError(f"{option} must be one of {list(LINKS)}, got {name!r}")
     return Cluster(
-        DEVICES[device],
-        node_size,
-        LINKS[inside],
-        LINKS[between],
-        ports,
-        SLOWDOWN,
-        host=HOST,
+        DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
         copies=Copies(),
-    )
+    )  # fmt: skip
 
 
 def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster:
@@ -237,7 +203,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
     if device_type == "cpu":
         return cpu_cluster(local or world_size or 1)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    for known in ("A100", "H100", "H200", "B200"):
+    for known in DEVICES:
         if known in name:
             return builtin_cluster(known, node_size=local or 8)
     raise ValueError(
