@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ sys.path[:0] = [str(HERE.parent)]
 os.environ["COLUMNS"] = "80"  # the width of the commands' help
 
 from ring_attn import __version__  # noqa: E402
+from ring_attn.cli.arguments import narrow  # noqa: E402
 from ring_attn.cli.main import COMMANDS, PROG, main  # noqa: E402
 
 project = "ring_attn"
@@ -57,6 +59,21 @@ PICTURES = {
 }
 
 
+# A mistake for each command, whose error is shown below its help.
+WRONG = {
+    "doctor": "--json nowhere/report.json",
+    "env": "--json nowhere/report.json",
+    "verify": "--backend magic",
+    "audit": "nothing.py:step",
+    "plan": "--seqlen 1M --world-size 8 --model nothing.json",
+    "bench ring": "--world-size 2 --baseline magic",
+    "bench kernel": "--implementations magic",
+    "bench recurrence": "--world-size 0",
+    "calibrate": "--device tpu",
+    "tune": "--device tpu",
+}
+
+
 def draw_pictures(folder: Path) -> None:
     for name, options in PICTURES.items():
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
@@ -71,6 +88,14 @@ def write_commands(path: Path) -> None:
     for command in COMMANDS:
         text = command.parser(PROG).format_help().rstrip()
         parts.append(f"## ring-attn {command.name}\n\n````text\n{text}\n````")
+        words = [*command.name.split(), *WRONG[command.name].split()]
+        with redirect_stderr(io.StringIO()) as told:
+            try:
+                status: object = main(words)
+            except SystemExit as ended:
+                status = ended.code
+        line = f"$ ring-attn {' '.join(words)}\n{narrow(told.getvalue())}"
+        parts.append(f"A mistake, and the exit status is {status}:\n\n````text\n{line}\n````")
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

@@ -85,7 +85,7 @@ def names_of(known: Iterable[str], *, least: int = 0) -> Callable[[str], tuple[s
         wrong = [name for name in names if name not in known]
         if wrong or len(names) < least:
             raise argparse.ArgumentTypeError(
-                f"must be of {', '.join(known)}, at least {least}, got {text!r}"
+                f"must be of {', '.join(known)}{f', at least {least}' * (least > 0)}, got {text!r}"
             )
         return names
 
