@@ -44,7 +44,7 @@ test-slow: $(READY)  ## run only the slow tests
 test-all: test test-slow  ## run every test that needs no GPU
 
 ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
-	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py
+	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py tests/kernels/test_blackwell.py
 
 fuzz: $(READY)  ## random calls against float64 for MINUTES=10, from SEED=0
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m dev fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)

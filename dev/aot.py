@@ -63,8 +63,7 @@ class Variant:
     """A kernel and the options that change its code.
 
     Attributes:
-        kernel: "fwd", "hopper_fwd", "hopper_bwd", "dq", "dkdv", "delta", "decode", "merge" (of
-            parts) or "merge_tree" (of ranks).
+        kernel: a key of KERNELS; "merge" is of parts, "merge_tree" of ranks.
         band: a key of BANDS.
         ragged: keys end within a block.
         first: the forward loads no state.
@@ -88,7 +87,7 @@ class Variant:
     @property
     def is_forward(self) -> bool:
         """Tells whether the kernel carries a state from step to step."""
-        return self.kernel in ("fwd", "hopper_fwd")
+        return self.kernel in ("fwd", "hopper_fwd", "blackwell_fwd")
 
     @property
     def kind(self) -> str:
@@ -131,6 +130,12 @@ KERNELS = {
         Limits(warp_specialize=True, exposed=0),
         ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
          "causal first last", "shifted first last", "window ragged"),
+    ),
+    # The thread's index, before warps are specialised; twice a task.
+    "blackwell_fwd": (
+        Limits(warp_specialize=True, spilled=12, around=2),
+        ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
+         "causal first last", "window ragged"),
     ),
     "hopper_bwd": (GLUON_BWD, ("full", "causal", "window ragged")),
     "dkdv": (
@@ -199,13 +204,14 @@ def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
 def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     """The variants that exist for an architecture and head dims."""
     gluon = arch == "sm_90" and head_dims in map(str, configs.GLUON)
+    blackwell = arch == "sm_100" and head_dims in map(str, configs.BLACKWELL)
     one_pass = arch == "sm_90" and head_dims in map(str, configs.GLUON_BWD)
     few = configs.column(arch), configs.bucket(int(head_dims.split("/")[0]))
 
     def takes(variant: Variant) -> bool:
         if variant.few:
             return few in configs.FEW_PROGRAMS
-        own = {"hopper_fwd": gluon, "hopper_bwd": one_pass}
+        own = {"hopper_fwd": gluon, "blackwell_fwd": blackwell, "hopper_bwd": one_pass}
         if head_dims in DECODED_HEAD_DIMS:
             return variant.kernel in ("decode", "merge")
         return own.get(variant.kernel, True)
@@ -215,8 +221,8 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The frozen config of a variant; for the forward in Gluon all its configs."""
-    if variant.kernel == "hopper_fwd":
-        return configs.GLUON[head_dim]
+    if variant.kernel in ("hopper_fwd", "blackwell_fwd"):
+        return configs.in_gluon(configs.column(arch))[head_dim]
     if variant.kernel == "hopper_bwd":
         return (configs.GLUON_BWD[head_dim],)
     if variant.kernel == "merge":
@@ -272,6 +278,10 @@ def variant_launch(
             from ring_attn.kernels import hopper_fwd
 
             return hopper_fwd.hopper_launch(*qkv, state, table, config, **options)
+        if variant.kernel == "blackwell_fwd":
+            from ring_attn.kernels import blackwell_fwd
+
+            return blackwell_fwd.blackwell_launch(*qkv, state, table, config, **options)
         return flash_fwd.forward_launch(*qkv, state, table, config, **options)
     known = (*qkv, rows_of(HEADS), stats(), stats())
     if variant.kernel == "dq":
@@ -341,6 +351,12 @@ def compile_cell(cell: Cell) -> CompiledRow:
         # There are no registers to run the product with p beside p: of 64 exponentials 30 to 64
         # stand beside no product.
         expected = replace(expected, exposed=None)
+    if cell.variant.kernel == "blackwell_fwd":
+        # S of the next block and O += P V of this one, of both tiles: 16 dims or columns each.
+        expected = replace(expected, together=2 * (cell.head_dim + cell.config.BLOCK_N) // 16)
+        if cell.variant.softcap or cell.variant.ragged:
+            # Loaded again in a pass of the loops over tasks and runs; blocks have no spills.
+            expected = replace(expected, spilled=148, within=1, beside=3)
     # Head dims that are padded to one size of tiles are compiled to nearly the same code.
     size = configs.bucket(cell.head_dim)
     own = cell.arch, cell.variant.kernel, size, cell.variant.few
@@ -356,7 +372,7 @@ def compile_cell(cell: Cell) -> CompiledRow:
     elif cell.variant.few:  # the alternative would leave half the GPU idle
         expected = replace(expected, spilled=36, within=2, around=5)
     # On sm_100 what is spilled is stored before a loop over blocks and loaded after it.
-    elif cell.arch == "sm_100" and cell.variant.is_forward:  # 256 dims, and decoding
+    elif (cell.arch, cell.variant.kernel) == ("sm_100", "fwd"):  # 256 dims, and decoding
         expected = replace(expected, spilled=160, around=28)
     elif cell.arch == "sm_100" and cell.variant.kernel == "dkdv":  # 256 dims
         expected = replace(expected, spilled=12)

@@ -39,6 +39,7 @@ class Limits:
         products: required tensor-core instructions: "own" of the architecture, "any", or None.
         exposed: most exponentials in a pass of an innermost loop that need not overlap with a
             product; None means that none need to.
+        together: least products in a pass of an innermost loop: as many as are to be in flight.
         spilled: bytes that it may spill anywhere.
         within: loads and stores of spilled registers that are allowed in a pass of a loop with
             products, without the loops within it.
@@ -49,6 +50,7 @@ class Limits:
     warp_specialize: bool = False
     products: Literal["own", "any"] | None = "own"
     exposed: int | None = None
+    together: int = 0
     spilled: int = 0
     within: int = 0
     around: int = 0
@@ -100,6 +102,11 @@ def _in_loops(report: Compiled, expected: Limits) -> Iterator[tuple[bool, str]]:
             exposed > expected.exposed or not any(loop.exponentials for loop in innermost),
             f"{exposed} exponentials of a loop beside no product, {expected.exposed} are allowed",
         )
+    products = max((loop.products for loop in innermost), default=0)
+    yield (
+        products < expected.together,
+        f"{products} products in a pass of a loop, {expected.together} are to be in flight",
+    )
     within = [loop.spills for loop in report.loops if loop.products]
     around = [loop.spills for loop in report.loops if loop.around and not loop.products]
     beside = [loop.spills for loop in report.loops if not (loop.products or loop.around)]

@@ -10,7 +10,10 @@ LABEL = re.compile(r"^(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +(?P<guard>@!?U?P\w+ +)?(?P<opcode>\w+)")
 TARGET = re.compile(r"\.L_x_\d+")
 
-# After these no instruction follows, unless they have a guard.
+# A jump whose condition, the same in all lanes, is an operand.
+UNIFORM = re.compile(r"\bBRA\.U !?UP\d")
+
+# After these no instruction follows, unless they have a guard or a condition.
 JUMPS = {"BRA", "BRX", "JMP", "EXIT", "RET"}
 
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
@@ -30,14 +33,14 @@ class Loop:
 
     Attributes:
         spills: loads and stores of spilled registers in a pass, inner loops left out.
-        products: whether the loop, without inner loops, has products of the tensor cores.
+        products: instructions of the tensor cores, inner loops left out.
         around: whether an inner loop has them.
         exponentials: inner loops left out.
         exposed: how many of the exponentials do not overlap with a Hopper product.
     """
 
     spills: int
-    products: bool
+    products: int
     around: bool
     exponentials: int = 0
     exposed: int = 0
@@ -88,7 +91,8 @@ def _following(
     if last is None or last["opcode"] not in JUMPS:
         return frozenset({index + 1} - {num_blocks})
     targets = {labels[name] for name in TARGET.findall(lines[-1])}
-    return frozenset(targets | ({index + 1} - {num_blocks} if last["guard"] else set()))
+    guarded = last["guard"] or UNIFORM.search(lines[-1])
+    return frozenset(targets | ({index + 1} - {num_blocks} if guarded else set()))
 
 
 def _loops(code: _Code, within: frozenset[int]) -> Iterator[Loop]:
@@ -102,8 +106,8 @@ def _loops(code: _Code, within: frozenset[int]) -> Iterator[Loop]:
         text = "\n".join(code.blocks[index] for index in sorted(own))
         yield Loop(
             spills=len(SPILL.findall(text)),
-            products=bool(PRODUCT.search(text)),
-            around=any(loop.products or loop.around for loop in inner),
+            products=len(PRODUCT.findall(text)),
+            around=any(loop.products > 0 or loop.around for loop in inner),
             exponentials=len(EXPONENTIAL.findall(text)),
             exposed=len(EXPONENTIAL.findall(OVERLAPPING.sub("", text))),
         )

@@ -150,6 +150,13 @@ GLUON: dict[int, tuple[Config, ...]] = {
     256: (_persistent(128, 32, 3),),
 }
 
+# Configs of `blackwell_fwd`, the forward of sm_100 in 16 bits: two tiles of 128 rows. Shared memory
+# leaves room for two stages with 128 dims.
+BLACKWELL: dict[int, tuple[Config, ...]] = {
+    64: (_persistent(256, 128, 4), _persistent(256, 128, 2)),
+    128: (_persistent(256, 128, 2),),
+}
+
 # Configs of `hopper_bwd`, the backward of sm_90 in 16 bits, by head dim. With 64 dims a visit has
 # 128 rows of q: with 64 rows, by bytes of shared memory, copies of dQ would take longer than the
 # products. Consumers have 232 registers; for spills see `aot.ADDRESSES`.
@@ -211,7 +218,7 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
     if size > BUCKETS[-1]:
         return Config(*WIDE_DECODE[arch])
     if kind == "gluon":
-        return GLUON[size][0]
+        return in_gluon(arch)[size][0]
     if kind == "gluon_bwd":
         return GLUON_BWD[size]
     column = BUCKETS.index(size)
@@ -221,6 +228,11 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
     sizes = own or TABLE[arch, _base(kind)][column]
     assert sizes is not None, "the first kind of a line has all head dims"
     return Config(*sizes)
+
+
+def in_gluon(arch: str) -> dict[int, tuple[Config, ...]]:
+    """Configs of the forward in Gluon, by head dim: those of sm_90 but for sm_100."""
+    return BLACKWELL if arch == "sm_100" else GLUON
 
 
 def filling(config: Config, programs: int, sms: int, few: Config | None) -> Config:
@@ -248,7 +260,7 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     gain less, and only if the columns of all heads do not fit into the L2 cache.
     """
     if kind == "gluon":
-        return GLUON[bucket(headdim)]
+        return in_gluon(arch)[bucket(headdim)]
     if kind == "gluon_bwd":
         return (GLUON_BWD[bucket(headdim)],)
     first = frozen(kind, arch, headdim, dtype)

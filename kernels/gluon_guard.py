@@ -13,16 +13,19 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-KERNELS = ("hopper_blocks", "hopper_tasks", "hopper_add", "hopper_fwd", "hopper_bwd")
+KERNELS = {
+    "sm_90": ("hopper_blocks", "hopper_tasks", "hopper_add", "hopper_fwd", "hopper_bwd"),
+    "sm_100": ("hopper_blocks", "hopper_tasks", "hopper_fwd", "blackwell_fwd"),
+}
 
 
 @cache
-def gluon_missing() -> str | None:
-    """The first name that the kernels use and triton lacks, in a sentence; None if it has all.
+def gluon_missing(arch: str = "sm_90") -> str | None:
+    """The first name that an architecture's kernels use and triton lacks, in a sentence, or None.
 
     A missing name outside of functions fails the import; within kernels, only their compilation.
     """
-    for kernel in KERNELS:
+    for kernel in KERNELS.get(arch, ()):
         try:
             module = import_module(f".{kernel}", __package__)
         except (ImportError, AttributeError) as error:

@@ -159,7 +159,7 @@ def mask_scores(s, rows, first, run, FLAGS: gl.constexpr):
     rows, start, stop, lo, hi = rows - first, run[0] - first, run[1] - first, run[2], run[3]
     BLOCK_N: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
-    s = s.reshape([ROWS, BLOCK_N // 8, 8])
+    s = s.reshape([s.shape[0], BLOCK_N // 8, 8])
     PARTS: gl.constexpr = s.type.layout
     rows = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None][:, :, None]
     eights = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
@@ -175,7 +175,7 @@ def mask_scores(s, rows, first, run, FLAGS: gl.constexpr):
         s = gl.where(eights >= below, s, float("-inf"))
     elif RAGGED:
         s = gl.where(eights >= start - within, s, float("-inf"))
-    return gl.convert_layout(s.reshape([ROWS, BLOCK_N]), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(s.reshape([s.shape[0], BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -124,7 +124,7 @@ def _copy(desc, coord, buffer, full):
 
 
 @gluon.jit
-def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
+def produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     """Loads the consumers' blocks, in the order in which they are used."""
     q_desc, k_desc, v_desc = descs
     CONSUMERS: gl.constexpr = shared.q.buffers.shape[0]
@@ -148,7 +148,7 @@ def _produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                     # After K, whose buffer is free earlier.
                     for index in gl.static_range(CONSUMERS):
                         mbarrier.wait(shared.q.empty.index(index), parity ^ 1)
-                        q_coord = [batch, row_start + index * ROWS, head, 0]
+                        q_coord = [batch, row_start + index * shared.q.buffers.shape[2], head, 0]
                         q = shared.q.buffers.index(index)
                         _copy(q_desc, q_coord, q, shared.q.full.index(index))
                     parity ^= 1
@@ -397,7 +397,7 @@ def hopper_fwd_kernel(
             [
                 (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS)),
-                (_produce, (shared, tasks, descs, GROUP, RAGGED)),
+                (produce, (shared, tasks, descs, GROUP, RAGGED)),
             ],
             [4, 1],
             [232, 40] if RAGGED else [240, 24],
@@ -408,7 +408,7 @@ def hopper_fwd_kernel(
                 (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS)),
                 (_consume, (to_fold, 2, FIRST, LAST, FLAGS, HAS_SINKS)),
-                (_produce, (shared, tasks, descs, GROUP, RAGGED)),
+                (produce, (shared, tasks, descs, GROUP, RAGGED)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -81,6 +81,6 @@ def hand_over(task, drawn, parity):
 def next_task(drawn, parity):
     """A consumer's next task, received from the producer."""
     mbarrier.wait(drawn.full.index(0), parity)
-    task = gl.max(drawn.buffers.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    task = gl.max(drawn.buffers.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
     mbarrier.arrive(drawn.empty.index(0), count=1)
     return task

@@ -57,13 +57,14 @@ def takes_gluon(
     Raises:
         NotImplementedError: `own` configures a kernel that does not take these tensors.
     """
-    headdims = {x.size(-1), headdim_v}
+    headdims, arch = {x.size(-1), headdim_v}, configs.architecture(x.device)
     if kind == GLUON:
-        able = headdims <= configs.GLUON.keys()
+        able = headdims <= configs.in_gluon(arch).keys()
     else:
         able = len(headdims) == 1 and headdims <= configs.GLUON_BWD.keys() and not softcap
+        able = able and arch == "sm_90"
     able = able and x.dtype in (torch.float16, torch.bfloat16)
-    able = able and configs.architecture(x.device) == "sm_90" and gluon_missing() is None
+    able = able and arch in ("sm_90", "sm_100") and gluon_missing(arch) is None
     if kind in own and not able:
         raise NotImplementedError(f"the kernel in Gluon, {kind!r}, does not take these tensors")
     for chosen in (own, _chosen(x, headdim_v)):

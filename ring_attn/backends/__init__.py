@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ring_attn.backends.base import Backend, architecture, cached_by_gpu
-from ring_attn.backends.rates import PORTABLE, attained, rates_of
+from ring_attn.backends.rates import GLUON_HEADDIMS, PORTABLE, attained, rates_of
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import merged_bytes
@@ -119,7 +119,7 @@ def choose_backend(
     } | dict(wrong)
     usable = [name for name, why in reasons.items() if why is None]
     here = architecture() if spec.device_type == "cuda" else spec.device_type
-    lost = _why_portable() if here == "sm_90" else None
+    lost = _why_portable(here) if here in GLUON_HEADDIMS else None
     if backend == "auto":
         return _fastest(spec, usable, purpose, here, reasons, lost)
     reason = reasons[backend]
@@ -130,13 +130,13 @@ def choose_backend(
     return BackendChoice(backend, reasons, "; ".join(why))
 
 
-def _why_portable() -> str | None:
+def _why_portable(here: str) -> str | None:
     """The reason why this machine runs Triton's portable kernels, not those in Gluon, or None."""
     if find_spec("triton") is None:
         return None
     from ring_attn.kernels.gluon_guard import gluon_missing
 
-    missing = gluon_missing()
+    missing = gluon_missing(here)
     return missing and f"triton runs its portable kernels, since {missing}"
 
 

@@ -97,7 +97,18 @@ _FA3_SURE, _FA2_SURE = 474 / 575, 166 / 302
 # 2.1 to 2.7 times Triton; backward 1360, deterministic 1167 (flash-attention issue 2280).
 _FA4 = Rates(Rate(1613e12, 8e-6), Rate(1167e12, 8e-6), "published: arXiv 2603.05451, issue 2280")
 
-# Our kernels on sm_90 for calls that the Gluon kernels do not take.
+# Our portable kernels on a B200, and the forward in Gluon there: that of the kernel in TLX (950
+# TFLOP/s), which has the same warps. FlashAttention 4 also computes some exponentials without the
+# special function unit, and leaves out most corrections.
+_PORTABLE_B200 = _PORTABLE.scaled(
+    1613 / 2.4 / 395, 1613 / 2.4 / 395, f"estimate: FlashAttention 4's / 2.4, {_UNTRIED}"
+)
+_GLUON_B200 = _PORTABLE_B200._replace(
+    forward=Rate(975e12, 8e-6, 220.0, 660.0),
+    source=f"estimate: forward as TLX's, backward FlashAttention 4's / 2.4, {_UNTRIED}",
+)
+
+# Our kernels for calls that the Gluon kernels do not take.
 PORTABLE = "triton, portable"
 
 # Architecture -> backend -> rates. A missing backend has no known rate.
@@ -119,9 +130,8 @@ RATES: dict[str, dict[str, Rates]] = {
         "aten": _FA2._replace(source="estimate: FlashAttention 2's, which torch has"),
     },
     "sm_100": {
-        "triton": _PORTABLE.scaled(
-            1613 / 2.4 / 395, 1613 / 2.4 / 395, f"estimate: FlashAttention 4's / 2.4, {_UNTRIED}"
-        ),
+        "triton": _GLUON_B200,
+        PORTABLE: _PORTABLE_B200,
         "flash_attn_4": _FA4,
         "cudnn": Rates(
             Rate(1613e12 / 1.3, 8e-6), Rate(1360e12 / 1.3, 8e-6),
@@ -130,9 +140,9 @@ RATES: dict[str, dict[str, Rates]] = {
     },
 }  # fmt: skip
 
-# Head dims that our Gluon forward takes, with 16-bit inputs.
-GLUON_HEADDIMS = frozenset((64, 128, 256))
-# Head dims that our Gluon backward takes, and the least batch x kv heads for which we use it: each
+# Head dims that our Gluon forward takes, with 16-bit inputs, by architecture.
+GLUON_HEADDIMS = {"sm_90": frozenset((64, 128, 256)), "sm_100": frozenset((64, 128))}
+# Those of our Gluon backward on sm_90, and the least batch x kv heads for which we use it: each
 # Triton program has 128 kv rows of one head. Simulated launches of 8k rows on 132 SMs: 8 / 1 heads
 # fill 25 to 47 % of the SMs' time, 32 / 8 heads 79 to 96 %; waits for turns take at most 1 %.
 GLUON_BWD_HEADDIMS = frozenset((64, 128))
@@ -155,12 +165,14 @@ def rates_of(
     """
     known = RATES.get(architecture, {})
     rates = known.get("aten" if window and backend == "cudnn" else backend)
-    if rates is None or (architecture, backend) != ("sm_90", "triton"):
+    if rates is None or backend != "triton" or architecture not in GLUON_HEADDIMS:
         return rates
     portable = known[PORTABLE]
     headdims = {spec.headdim, spec.headdim_v}
-    if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS:
+    if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS[architecture]:
         return portable
+    if architecture == "sm_100":  # the backward is portable
+        return rates
     alike = len(headdims) == 1 and headdims <= GLUON_BWD_HEADDIMS
     if alike and spec.batch * spec.nheads_kv >= GLUON_BWD_KV_HEADS and not spec.softcap:
         return rates

@@ -132,9 +132,7 @@ class TritonBackend(Backend):
         def launch() -> Launch:
             make: Callable[..., Launch]
             if gluon:
-                from ring_attn.kernels.hopper_fwd import hopper_launch
-
-                make = partial(hopper_launch, beside_copies=beside_copies)
+                make = partial(_gluon_forward(q.device), beside_copies=beside_copies)
             else:
                 from ring_attn.kernels.flash_fwd import forward_launch as make
             config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
@@ -458,3 +456,16 @@ def _copyable(x: Tensor) -> Tensor:
 
 def _float32(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _gluon_forward(device: torch.device) -> Callable[..., Launch]:
+    """The launch of the forward in Gluon for a device's architecture."""
+    from ring_attn.kernels import configs
+
+    if configs.architecture(device) == "sm_100":
+        from ring_attn.kernels.blackwell_fwd import blackwell_launch
+
+        return blackwell_launch
+    from ring_attn.kernels.hopper_fwd import hopper_launch
+
+    return hopper_launch

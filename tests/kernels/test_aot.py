@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import os
 import subprocess
 import sys
@@ -63,10 +64,15 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
                     of_v = launch.constants.get("HEAD_DIM_V", of_q)
                     assert [of_q, of_v] == [dims[0], dims[-1]]
                     assert launch.grid
-    hopper = {v for v in aot.VARIANTS if v.kernel.startswith("hopper")}
-    assert hopper and hopper.isdisjoint(aot.variants("sm_80", "128"))
-    assert set(aot.VARIANTS) - set(aot.variants("sm_80", "128")) == hopper
-    assert set(aot.variants("sm_90", "64")) == set(aot.VARIANTS)
+    in_gluon = {
+        name: {v for v in aot.VARIANTS if v.kernel.startswith(name)}
+        for name in ("hopper", "blackwell")
+    }
+    assert all(in_gluon.values())
+    portable = set(aot.VARIANTS) - in_gluon["hopper"] - in_gluon["blackwell"]
+    assert set(aot.variants("sm_80", "128")) == portable
+    assert set(aot.variants("sm_90", "64")) == portable | in_gluon["hopper"]
+    assert set(aot.variants("sm_100", "64")) == portable | in_gluon["blackwell"]
 
 
 @pytest.mark.slow
@@ -120,11 +126,17 @@ def test_spills_are_counted_in_each_loop_alone(place: str) -> None:
     code = SASS.format(**dict.fromkeys(PLACES, "FADD R1, R1, R2 ;") | {place: "LDL R2, [R1] ;"})
     spills = {name: int(name == place) for name in PLACES}
     assert loops_of(code) == (
-        Loop(spills["around"], products=False, around=True),
-        Loop(spills["within"], products=True, around=False),
-        Loop(spills["beside"], products=False, around=False),
-        Loop(0, products=False, around=False),
+        Loop(spills["around"], products=0, around=True),
+        Loop(spills["within"], products=1, around=False),
+        Loop(spills["beside"], products=0, around=False),
+        Loop(0, products=0, around=False),
     )
+
+
+def test_jumps_on_uniform_conditions_may_fall_through() -> None:
+    code = SASS.format(**dict.fromkeys(PLACES, "LDL R2, [R1] ;"))
+    uniform = re.sub(r"@(!?)P(\d) +BRA ", r"BRA.U \1UP\2, ", code)
+    assert uniform != code and loops_of(uniform) == loops_of(code)
 
 
 @pytest.mark.parametrize(("left", "exposed"), [("0x1", 1), ("0x0", 3)])
@@ -138,9 +150,9 @@ def test_exponentials_overlap_where_a_wait_leaves_a_product(left: str, exposed: 
 @pytest.mark.parametrize(
     ("loop", "kind"),
     [
-        (Loop(2, products=True, around=False), "within"),
-        (Loop(2, products=False, around=True), "around"),
-        (Loop(2, products=False, around=False), "beside"),
+        (Loop(2, products=1, around=False), "within"),
+        (Loop(2, products=0, around=True), "around"),
+        (Loop(2, products=0, around=False), "beside"),
     ],
 )
 def test_a_loop_may_spill_as_often_as_its_kind_may(loop: Loop, kind: str) -> None:
@@ -151,7 +163,7 @@ def test_a_loop_may_spill_as_often_as_its_kind_may(loop: Loop, kind: str) -> Non
         assert len(failures(report, "sm_90", expected)) == told
 
 
-OVERLAPPING = Loop(0, products=True, around=False, exponentials=66)
+OVERLAPPING = Loop(0, products=1, around=False, exponentials=66)
 ALONE = dict.fromkeys(OPCODES, 0) | {"HMMA": 1}
 UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
 
@@ -177,6 +189,13 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
         ({}, "sm_90", {"exposed": 0}, "exponentials"),
         ({"loops": (OVERLAPPING, replace(OVERLAPPING, exposed=8))}, "sm_90", {"exposed": 7}, "8"),
         ({"loops": (OVERLAPPING, replace(OVERLAPPING, exposed=8))}, "sm_90", {"exposed": 8}, None),
+        ({"loops": (replace(OVERLAPPING, products=24),)}, "sm_100", {"together": 24}, None),
+        (
+            {"loops": (replace(OVERLAPPING, products=23),)},
+            "sm_100",
+            {"together": 24},
+            "23 products",
+        ),
         # The first block of a run has no product to stand beside.
         (
             {"loops": (OVERLAPPING, replace(OVERLAPPING, exposed=66, around=True))},

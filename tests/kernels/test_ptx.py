@@ -147,7 +147,11 @@ def test_decode_and_merge(
 # -- planted faults
 
 # Short blocks: of some rows every loop has a block. Programs of Gluon have several tasks.
-SHORT = {"fwd": Config(128, 32, 8, 3), "gluon": Config(128, 32, 4, 2, programs_per_sm=1)}
+SHORT = {
+    "fwd": Config(128, 32, 8, 3),
+    "gluon": Config(128, 32, 4, 2, programs_per_sm=1),
+    "blackwell": Config(256, 32, 4, 2, programs_per_sm=1),
+}
 RAGGED = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
 SQUARE = Mask(260, 260, causal=True)
 # Kernels of one step, with so many blocks that every buffer is used again: which kernels, the
@@ -160,6 +164,8 @@ TARGETS: dict[str, tuple[str, str, Mask, int, int, Sequence[int | None]]] = {
     },
     "hopper fwd": ("sm_90", "hopper_fwd", Mask(128, 160), 64, 4, range(3)),
     "hopper fwd, ragged": ("sm_90", "hopper_fwd", RAGGED, 64, 4, [None]),
+    "blackwell fwd": ("sm_100", "blackwell_fwd", Mask(256, 160), 64, 4, range(3)),
+    "blackwell fwd, ragged": ("sm_100", "blackwell_fwd", RAGGED, 64, 4, [None]),
     "hopper bwd": ("sm_90", "hopper_bwd", SQUARE, 64, 1, [0]),
     "hopper bwd, turns": ("sm_90", "hopper_bwd", Mask(128, 512), 64, 1, range(4)),
 }
@@ -219,7 +225,9 @@ def target(name: str) -> Target:
     q, k, v, dout = inputs = grouped(mask, headdim, dtype=torch.bfloat16, nheads=nheads)
     gluon = {"gluon": SHORT["gluon"], "gluon_bwd": configs.GLUON_BWD[headdim]}
     portable = frozen(arch_of(kernels), headdim) | {"fwd": SHORT["fwd"]}
-    tried = TritonBackend(gluon if "hopper" in name else portable)
+    if "blackwell" in name:
+        gluon = {"gluon": SHORT["blackwell"]}
+    tried = TritonBackend(portable if kernel.startswith("flash") else gluon)
     with launching.executing(arch_of(kernels)) as executed:
         if kernel.endswith("fwd"):
             state = tried.new_state(q, headdim)
@@ -236,7 +244,7 @@ def target(name: str) -> Target:
 
 
 WARP_BARRIER = r"bar\.warp\.sync[^;]*;"
-BARRIER = r"bar\.sync\s+\d+(, 128)?;"
+BARRIER = r"bar\.sync\s+\d+(?:, 128)?;"
 WAIT = r"mbarrier\.try_wait(.*) complete, (.*), (%r\d+|\d);"
 EXPECTED = r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);"
 ARRIVAL = r"(@%p\d+ mbarrier\.arrive\.shared::cta\.b64 .*)"
@@ -280,6 +288,27 @@ FAULTS_IN_GLUON: dict[str, Plant] = {
     "products' fence": (PRODUCTS.format("fence"), "", Fault, 0.75),
     "descriptors": (DESCRIPTOR, ROWS_APART, (OtherBits, Fault), 0.5),
 }
+# Two successive ones are as good as one.
+BEFORE_ARRIVALS = (
+    rf"(?:{BARRIER}\s*)+(?=(?:add[^;]*;\s*)?// begin inline asm\s*@%p\d+ mbarrier\.arrive)"
+)
+MOVE = r"(tcgen05\.(?:ld|st)\.[^;]*\[%r\d+ \+) 0"
+FAULTS_IN_TENSOR_MEMORY: dict[str, Plant] = {
+    "parity": (WAIT, OTHER_PARITY, Fault, 1.0),
+    "waits": (WAIT, "mov.pred complete, -1;", (Fault, OtherBits), 0.75),
+    "no arrival": (ARRIVAL, "", Fault, 1.0),
+    "two arrivals": (ARRIVAL, r"\1 \1", Fault, 1.0),
+    "bytes": (EXPECTED, r"\1, 64;", Deadlock, 1.0),
+    "barriers": (BARRIER, "", Race, 0.2),
+    # Only a task's number is read before a later arrival, too.
+    "barriers before arrivals": (BEFORE_ARRIVALS, "", Fault, 0.75),
+    # A wait is for all moves before it: of successive parts the last one is enough.
+    "moves' wait": (r"tcgen05\.wait::\w+\.sync\.aligned;", "", (Fault, OtherBits), 0.4),
+    "commits": (r"@%p\d+ tcgen05\.commit[^;]*;", "", Fault, 1.0),
+    "columns": (MOVE, r"\1 4", (Fault, OtherBits), 1.0),
+    "columns of P": (r"(tcgen05\.mma[^;]*, \[ %r\d+ \+) \d+", r"\1 4", OtherBits, 1.0),
+    "descriptors": (DESCRIPTOR, ROWS_APART, (OtherBits, Fault), 0.5),
+}
 FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
     **dict.fromkeys(("fwd", "dkdv"), FAULTS),
     "hopper fwd": FAULTS_IN_GLUON,
@@ -288,6 +317,8 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
         "fences": (FENCE, "", NotFenced, 1.0),
         "no arrival": (ARRIVAL, "", Fault, 1.0),
     },
+    "blackwell fwd": FAULTS_IN_TENSOR_MEMORY,
+    "blackwell fwd, ragged": {"fences": (FENCE, "", NotFenced, 1.0)},
     "hopper bwd": {
         "waits": (WAIT, "mov.pred complete, -1;", (Race, OtherBits), 0.7),
         "fences": (FENCE, "", Fault, 0.0),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.ptx import matrix  # noqa: F401  (it adds its instructions)
+from tests.kernels.ptx import tensor  # noqa: F401  (it and what it imports add instructions)
 from tests.kernels.ptx.copies import TensorMap
 from tests.kernels.ptx.faults import Deadlock, Fault, NotWaited, OutOfBounds, Race, Unsupported
 from tests.kernels.ptx.machine import run_grid
@@ -23,7 +23,7 @@ def run(body: str, threads: int) -> int:
     it. [tensor_map] describes a tensor of 16 x 64 16-bit zeros, which one copy takes as a whole.
     """
     strided = torch.zeros(4, 8, dtype=torch.int32)[:, :4]
-    tensor = torch.zeros(16, 64, dtype=torch.int16)
+    copied = torch.zeros(16, 64, dtype=torch.int16)
     text = f"""
     .visible .entry test(.param .u64 inputs, .param .b8 tensor_map[128])
     .reqntid {threads} .maxnreg 128
@@ -34,8 +34,8 @@ def run(body: str, threads: int) -> int:
         {body}
         ret;
     }}"""
-    memory = GlobalMemory([strided, tensor])
-    tensor_map = TensorMap(memory.address(tensor), (16, 64), (64, 1), 2, (16, 64), 128)
+    memory = GlobalMemory([strided, copied])
+    tensor_map = TensorMap(memory.address(copied), (16, 64), (64, 1), 2, (16, 64), 128)
     args, maps = {"inputs": memory.address(strided)}, {"tensor_map": tensor_map}
     return len(run_grid(parse(text), args, memory, 1 << 16, tensor_maps=maps))
 
@@ -199,10 +199,135 @@ GLOBAL = [
     (LOAD + NEXT_LOAD, 64, 0, ""),
 ]
 
+# Tensor memory. A warp stores its threads' numbers to column 8 of its lanes, and loads them.
+ALLOCATE = """
+    setp.lt.u32 %p4, %r0, 32;
+    @%p4 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [global_smem + 16], 64;
+    @%p4 tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+    bar.sync 0;
+    ld.shared.b32 %r9, [global_smem + 16];
+    shr.u32 %r10, %r0, 5;
+    shl.b32 %r10, %r10, 21;
+    add.s32 %r10, %r10, %r9;
+    """
+FREE = "bar.sync 0; @%p4 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r9, 64;"
+PUT = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r10 + 8], {%r0};"
+PUT_WAIT, GET_WAIT = (f"tcgen05.wait::{x}.sync.aligned;" for x in ("st", "ld"))
+GET = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r11}, [%r10 + 8];"
+SAME = "setp.ne.b32 %p5, %r11, %r0; @%p5 trap;"
+MOVES = [
+    (ALLOCATE + PUT + PUT_WAIT + GET + GET_WAIT + SAME + FREE, 128, 0, ""),
+    (ALLOCATE + PUT + PUT_WAIT + GET + SAME + GET_WAIT + FREE, 128, Fault, "executed"),
+    (ALLOCATE + PUT + GET + GET_WAIT + FREE, 128, NotWaited, "tensor memory written by"),
+    (ALLOCATE + PUT + PUT_WAIT + GET + PUT + PUT_WAIT + FREE, 128, NotWaited, "read by"),
+    (ALLOCATE + PUT + FREE, 128, NotWaited, "dealloc"),
+    (ALLOCATE + PUT + PUT_WAIT, 128, Fault, "tensor memory is not freed"),
+    (ALLOCATE + PUT.replace("+ 8", "+ 64") + FREE, 128, OutOfBounds, "columns 64 to 65 of 64"),
+    (ALLOCATE + PUT.replace("%r10", "%r9") + FREE, 128, Fault, "warp 1 reaches for lanes from 0"),
+    (ALLOCATE + FREE.replace("64", "32"), 128, Fault, "64 columns are allocated"),
+    (ALLOCATE + FREE + ALLOCATE, 128, Fault, "after the permit was given up"),
+    (ALLOCATE.replace("64", "48"), 128, Fault, "48 columns"),
+    (ALLOCATE + SOME + PUT + "out:" + FREE, 128, Fault, "part of a warp"),
+]
+
+# One thread multiplies 128 x 16 threads' zeros by 16 x 16; a barrier tells when that is done.
+ZEROS = "shl.b32 %r5, %r0, 4; mov.b32 %r1, 0;" + "".join(
+    f"st.shared.v4.b32 [%r5 + {1024 + 2048 * i}], {{%r1, %r1, %r1, %r1}};" for i in range(1, 9)
+)
+# 8 rows of 128 bytes are apart by 1024; 128-byte swizzle; version 1.
+IN_SHARED = 3072 >> 4 | 1024 >> 4 << 32 | 1 << 46 | 1 << 62
+SHAPE = 1 << 4 | 1 << 7 | 1 << 10 | 16 >> 3 << 17 | 128 >> 4 << 24  # float32 += bfloat16, 128 x 16
+MMA = "@%p1 tcgen05.mma.cta_group::1.kind::f16 [%r9 + 0], %rd3, %rd3, %r12, %p6;"
+MMA_OF_TENSOR = MMA.replace("], %rd3", "], [%r9 + 16]", 1)
+COMMIT = "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [global_smem];"
+LOAD_SUM = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r11}, [%r10 + 15]; " + GET_WAIT
+IS_ZERO = "setp.ne.b32 %p5, %r11, 0; @%p5 trap;"
+# The same of ones, added twice: 32.0.
+ONE = "mov.b32 %r1, 0x3F803F80;"
+TWICE = MMA_OF_TENSOR + "mov.pred %p6, -1;" + MMA_OF_TENSOR + COMMIT
+IS_32 = IS_ZERO.replace(" 0;", " 0x42000000;")
+
+
+def multiply(products: str, before: str = "", behind: str = WAIT + LOAD_SUM + IS_ZERO) -> str:
+    begun = INIT.replace("bar.sync 0;", "") + ZEROS + FENCE + ALLOCATE + before
+    numbers = f"mov.b64 %rd3, {IN_SHARED}; mov.b32 %r12, {SHAPE}; mov.pred %p6, 0;"
+    return begun + numbers + products + behind + FREE
+
+
+FILL = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r10 + 15], {%r0};"
+FILL_A = f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r10 + 16], {{{', '.join(['%r1'] * 8)}}};"
+TENSOR_PRODUCTS = [
+    (multiply(MMA + COMMIT), 128, 0, ""),
+    (multiply(MMA + MMA + COMMIT), 128, 0, ""),  # products of a thread are in order
+    (multiply(MMA + COMMIT, behind=LOAD_SUM), 128, NotWaited, "tensor memory written by"),
+    (multiply(MMA), 128, Deadlock, "mbarrier 0 lacks 1 arrivals"),
+    (multiply(COMMIT + MMA), 128, NotWaited, "tensor memory written by"),
+    (multiply(MMA + COMMIT + COMMIT), 128, Deadlock, "mbarrier 0 lacks 1 arrivals"),  # two phases
+    (multiply(MMA.replace("@%p1", "") + COMMIT), 128, Unsupported, "by several threads"),
+    (multiply(MMA + COMMIT, FILL + PUT_WAIT + "bar.sync 0;"), 128, 0, ""),
+    (multiply(MMA + COMMIT, FILL + "bar.sync 0;"), 128, NotWaited, "tensor memory written by"),
+    (multiply(MMA + COMMIT, FILL + PUT_WAIT), 128, NotWaited, "tensor memory written by"),
+    (multiply(MMA_OF_TENSOR + COMMIT, FILL_A + PUT_WAIT + "bar.sync 0;"), 128, 0, ""),
+    (multiply(MMA_OF_TENSOR + COMMIT, FILL_A + "bar.sync 0;"), 128, NotWaited, "written by"),
+    (
+        multiply(TWICE, FILL_A + PUT_WAIT + "bar.sync 0;", WAIT + LOAD_SUM + IS_32).replace(
+            "mov.b32 %r1, 0;", ONE
+        ),
+        128,
+        0,
+        "",
+    ),
+    (multiply(MMA_OF_TENSOR.replace("16]", "60]")), 128, OutOfBounds, "columns 60 to 68 of 64"),
+    (multiply(MMA + COMMIT).replace(FENCE, "", 2), 128, 2, ""),
+    (multiply(MMA).replace(f"{SHAPE};", f"{SHAPE | 1 << 13};"), 128, Unsupported, "descriptor"),
+    (multiply(MMA).replace(f"{IN_SHARED};", "1;"), 128, Unsupported, "with descriptor 0x1"),
+    # Data that a product reads are overwritten before it is done, and after.
+    (multiply(MMA + COMMIT, behind=ZEROS + WAIT), 128, NotWaited, "read by a product of warp 0"),
+    (multiply(MMA + COMMIT, behind=WAIT + ZEROS), 128, 0, ""),
+]
+
+# Arithmetic of sm_100: 1.5 and -2.0 with 0.5 and 3.0, packed; greatest numbers of three, and of 0.
+PAIRS = f"mov.b64 %rd3, {0xC0000000_3FC00000}; mov.b64 %rd4, {0x40400000_3F000000};"
+TRAP = "setp.ne.{0} %p1, {1}, {2}; @%p1 trap;"
+GREATEST = "mov.b32 %r1, 0x{:08X}; mov.b32 %r2, 0x{:08X}; mov.b32 %r3, 0x{:08X};"
+ARITHMETIC = [
+    *(
+        (f"{PAIRS} {op} %rd5, {sources}; {TRAP.format('b64', '%rd5', result)}", 32, 0, "")
+        for op, sources, result in (
+            ("add.f32x2", "%rd3, %rd4", 0x3F800000_40000000),
+            ("sub.f32x2", "%rd3, %rd4", 0xC0A00000_3F800000),
+            ("mul.f32x2", "%rd3, %rd4", 0xC0C00000_3F400000),
+            ("fma.rn.f32x2", "%rd3, %rd4, %rd3", 0xC1000000_40100000),
+        )
+    ),
+    *(
+        (f"{GREATEST.format(*x)} {op} {TRAP.format('b32', '%r4', result)}", 32, 0, "")
+        for op, x, result in (
+            # A number is greater than NaN.
+            ("max.f32 %r4, %r1, %r2, %r3;", (0x3F800000, 0x7FC00000, 0x40000000), 0x40000000),
+            ("max.f32 %r4, %r1, %r2, %r3;", (0x40400000, 0xC0000000, 0x40000000), 0x40400000),
+            ("max.relu.s32 %r4, %r1, %r2;", (0xFFFFFFFF, 0xFFFFFFFE, 0), 0),
+            ("max.relu.s32 %r4, %r1, %r2;", (0xFFFFFFFF, 7, 0), 7),
+        )
+    ),
+    (f"{PAIRS} add.f32x2 %rd5, %rd3, %rd4; {TRAP.format('b64', '%rd5', 1)}", 32, Fault, "executed"),
+]
+
 
 @pytest.mark.parametrize(
     ("body", "threads", "expected", "told"),
-    [*REFUSED, *COPIES, *PRODUCTS, *REGISTERS, *LANES, *NAMED, *GLOBAL],
+    [
+        *REFUSED,
+        *COPIES,
+        *PRODUCTS,
+        *REGISTERS,
+        *LANES,
+        *NAMED,
+        *GLOBAL,
+        *MOVES,
+        *TENSOR_PRODUCTS,
+        *ARITHMETIC,
+    ],
 )
 def test_faults_and_missing_fences(
     body: str, threads: int, expected: type[Fault] | int, told: str

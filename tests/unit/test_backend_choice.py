@@ -163,7 +163,8 @@ def test_why_says_what_was_compared_and_what_was_left_out(gpu: Pretend) -> None:
     on_cudnn = with_backend(h100, "cudnn", spec_of("cuda")).device
     assert on_cudnn.forward == RATES["sm_90"]["cudnn"].forward
     assert on_cudnn.rate(backward=False, window=True) == RATES["sm_90"]["aten"].forward
-    assert set(configs.GLUON) == GLUON_HEADDIMS
+    for arch, headdims in GLUON_HEADDIMS.items():
+        assert configs.in_gluon(arch).keys() == headdims
     assert set(configs.GLUON_BWD) == GLUON_BWD_HEADDIMS
     odd = spec_of("cuda", headdim=96, headdim_v=96)
     assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"

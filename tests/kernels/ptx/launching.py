@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
-from tests.kernels.ptx import matrix  # noqa: F401  (it adds its instructions)
+from tests.kernels.ptx import tensor  # noqa: F401  (it and what it imports add instructions)
 from tests.kernels.ptx.copies import TensorMap
 from tests.kernels.ptx.faults import NotFenced
 from tests.kernels.ptx.machine import run_grid

@@ -33,7 +33,7 @@ from tests.kernels.ptx.faults import AssertFailed, Deadlock, Fault, NotFenced, U
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import Instruction, Kernel, Operand
 from tests.kernels.ptx.races import LANES, SHARED_BASE, Clocks, GlobalRaces, SharedMemory
-from tests.kernels.ptx.scalar import DTYPES, RULES, Rule
+from tests.kernels.ptx.scalar import DTYPES, RULES, RULES_OF_THREE, Rule
 
 Array = NDArray[Any]
 # The threads that execute an instruction: True for all threads, or a mask.
@@ -209,7 +209,8 @@ class Machine:
         return self.blocks[text]
 
     def _op(self, ins: Instruction) -> Run:
-        rule = RULES.get(ins.opcode)
+        rules = RULES_OF_THREE if len(ins.operands) == 4 and ins.opcode in RULES_OF_THREE else RULES
+        rule = rules.get(ins.opcode)
         simple = rule is not None and all(isinstance(x, str) for x in ins.operands)
         try:
             run = self._rule(ins, rule) if rule and simple else self._by_lanes(ins)
@@ -278,6 +279,7 @@ class Machine:
         # For each warp: registers per thread, and all its requests to change their number.
         self.owned = np.full(self.num_warps, self.kernel.max_registers)
         self.asked: list[list[tuple[bool, int]]] = [[] for _ in range(self.num_warps)]
+        self.tensor_memory: Any = None
         self.pending.clear()
         self.pending_reads.clear()
         for register in self.registers.values():
@@ -325,6 +327,8 @@ class Machine:
             return False
         for barrier in self.mbarriers.values():
             barrier.check_idle()
+        if self.tensor_memory is not None and self.tensor_memory.allocated:
+            raise Fault(self.kernel.instructions[-1], "tensor memory is not freed")
         for name in self.pending:
             raise Fault(self.kernel.instructions[-1], f"a wgmma for {name} is not waited for")
         return True

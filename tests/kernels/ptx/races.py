@@ -4,7 +4,9 @@ Agents access shared memory, each at its own time:
 
     strands          two for each warp of the CTA: what several of its lanes do, and what one does
     copies           one agent for the `cp.async` of each warp, counted in groups
-    products         one for the part of each warp in its warpgroup's `wgmma`, counted in groups
+    products         one for the part of each warp in its warpgroup's `wgmma`, counted in groups;
+                     or one for each warp's `tcgen05.mma`, whose groups end at commits
+    tensor moves     two for each warp: its `tcgen05.ld` and its `tcgen05.st`, counted by waits
     bulk copies      one for each mbarrier, counted in phases
 
 Each agent has a clock. `seen[s, a]` is the last clock of agent a that strand s knows: a barrier
@@ -63,7 +65,8 @@ class Clocks:
     def __init__(self, num_warps: int, num_ctas: int = 0, cta: int = 0) -> None:
         self.num_warps, self.num_strands, self.cta = num_warps, 2 * num_warps, cta
         self.copies, self.products = 2 * num_warps, 3 * num_warps
-        self.mbarriers = 4 * num_warps
+        self.tensor_reads, self.tensor_writes = 4 * num_warps, 5 * num_warps
+        self.mbarriers = 6 * num_warps
         self.elsewhere = self.mbarriers + MAX_MBARRIERS
         self.num_agents = self.elsewhere + num_ctas * self.num_strands
         self.seen = np.zeros((self.num_strands, self.num_agents), np.int32)
@@ -78,6 +81,7 @@ class Clocks:
         self.copy_groups = np.zeros(num_warps, np.int32)
         self.copies_done = np.zeros(num_warps, np.int32)
         self.product_groups = np.zeros(num_warps, np.int32)
+        self.moves = np.zeros(2 * num_warps, np.int32)
         self.products_done = np.zeros(num_warps, np.int32)
 
     def strands(self, threads: Array) -> Array:
@@ -165,6 +169,29 @@ class Clocks:
         for rows in (warps, warps + self.num_warps):
             self.seen[rows, self.products + warps] = done
 
+    def group(self, agent: int) -> int:
+        """The open group of a warp's products, of its loads or stores of tensor memory."""
+        if agent < self.tensor_reads:
+            return int(self.product_groups[agent - self.products]) + 1
+        return int(self.moves[agent - self.tensor_reads]) + 1
+
+    def wait_moves(self, warp: int, agents: int) -> None:
+        """Notes that a warp's loads, or stores, of tensor memory are done."""
+        self.moves[agents - self.tensor_reads + warp] += 1
+        for row in (warp, warp + self.num_warps):
+            self.seen[row, agents + warp] = self.moves[agents - self.tensor_reads + warp]
+
+    def commit_products(self, thread: Array) -> Array:
+        """Ends a group of one thread's products; what is known when they are done.
+
+        That is what the thread knows of others, and the products, but not what it has done itself.
+        """
+        [warp], [strand] = thread // LANES, self.strands(thread)
+        self.product_groups[warp] += 1
+        known = np.stack((self.seen[strand], self.fenced[strand]))
+        known[0, self.products + warp] = self.product_groups[warp]
+        return known
+
     def knows(self, strands: Array, agents: Array) -> Array:
         """The clocks that strands know of strands of all CTAs, which are numbered through."""
         here = agents // self.num_strands == self.cta
@@ -244,6 +271,13 @@ class SharedMemory(Memory):
         warps = np.arange(4 * group, 4 * group + 4)[:, None]
         agents, clock = self.clocks.products + warps, self.clocks.product_groups[warps] + 1
         self._note(ins, "read", offset, 16, warps, agents, clock, np.zeros_like(warps), True)
+
+    def multiplied_by(self, ins: Instruction, offset: Array, thread: Array) -> None:
+        """Notes reads of 16 bytes by products that one thread issues."""
+        warp, strands = thread // LANES, self.clocks.strands(thread)
+        agents, clock = self.clocks.products + warp, self.clocks.product_groups[warp] + 1
+        by = (x[:, None] for x in (strands, agents, clock, np.zeros_like(thread)))
+        self._note(ins, "read", offset, 16, *by, True)
 
     def landed(
         self, ins: Instruction, offset: Array, thread: Array, mbarrier: int, phase: int
@@ -357,7 +391,7 @@ class SharedMemory(Memory):
         if agent >= clocks.mbarriers:
             return f"a bulk copy of mbarrier {agent - clocks.mbarriers}"
         kind, warp = divmod(agent, clocks.num_warps)
-        return f"{('', 'a lane of ', 'a cp.async of ', 'a wgmma of ')[kind]}warp {warp}"
+        return f"{('', 'a lane of ', 'a cp.async of ', 'a product of ')[kind]}warp {warp}"
 
 
 class GlobalRaces:

@@ -143,6 +143,7 @@ ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("rem", 2, "s32", remainder),
     ("min", 2, "s32", np.minimum),
     ("max", 2, "s32 u32", np.maximum),
+    ("max.relu", 2, "s32", lambda a, b: np.maximum(np.maximum(a, b), 0)),
     ("max", 2, "f32", np.fmax),
     ("neg", 1, "s16 s32 s64 f32", np.negative),
     ("abs", 1, "f32", np.absolute),
@@ -199,6 +200,13 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         yield f"mad.wide.{kind}", Rule(wide, (kind, kind, wide), add)
     high = _wide_product(DTYPES["s64"])
     yield "mul.hi.s32", Rule("s32", ("s32", "s32"), lambda a, b: high(a, b) >> 32)
+    for name, number, function in (
+        ("add", 2, np.add),
+        ("sub", 2, np.subtract),
+        ("mul", 2, np.multiply),
+        ("fma.rn", 3, _fma),
+    ):
+        yield f"{name}.f32x2", Rule("b64", ("b64",) * number, _packed(function))
     for kinds in CONVERTED:
         result, source = kinds.split(".")[-2:]
         yield f"cvt.{kinds}", Rule(result, (source,), lambda a: a)
@@ -208,8 +216,15 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         yield f"cvt.rn.{kind}x2.f32", Rule("b32", ("f32", "f32"), _pair(convert))
 
 
+def _packed(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Applies a function to both float32 of 64 bits."""
+    return lambda *sources: function(*(x.view(np.float32) for x in sources)).view(np.uint64)
+
+
 def _wide_product(wide: np.dtype[Any]) -> Callable[[Array, Array], Array]:
     return lambda a, b: a.astype(wide) * b.astype(wide)
 
 
 RULES: dict[str, Rule] = dict(_rules())
+# Opcodes that also take three sources, on sm_100.
+RULES_OF_THREE = {"max.f32": Rule("f32", ("f32",) * 3, lambda a, b, c: np.fmax(np.fmax(a, b), c))}

@@ -1,0 +1,133 @@
+"""The forward in Gluon of sm_100: its PTX, executed in random orders of warpgroups and CTAs.
+
+Blocks are so short that every buffer is used again and again. Results are compared with float64.
+test_ptx.py plants faults; test_ptx_instructions.py has each instruction of tcgen05 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import Scores
+from ring_attn.kernels import configs, tuned
+from ring_attn.kernels.configs import Config
+from ring_attn.testing import Inputs, random_sinks
+from tests.bounds import assert_holds, expect, whole
+from tests.kernels.calls import Step, cut_keys, frozen, grouped, in_interpreter
+from tests.kernels.ptx import launching
+from tests.kernels.test_hopper import MASKS
+
+SMALL = Config(256, 32, 4, 2, programs_per_sm=1)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def attend(
+    inputs: Inputs,
+    steps: Sequence[Step],
+    config: Config = SMALL,
+    *,
+    seed: int | None = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> dict[str, Any]:
+    """The forward, each step in a launch of its own, by its PTX."""
+    backend = TritonBackend({"gluon": config})
+    q, k, v, _ = inputs
+    with launching.executing("sm_100", seed) as executed:
+        state = backend.new_state(q, v.size(3), sinks)
+        for i, tiles in enumerate(steps):
+            scores, last = Scores(q.size(3) ** -0.5, softcap), i == len(steps) - 1
+            state = backend.forward(q, k, v, tiles, state, scores=scores, last=last)
+        out, lse = backend.finalize(state, q.dtype)
+    assert [x.kernel.fn.__name__ for x in executed] == ["blackwell_fwd_kernel"] * len(steps)
+    return {"out": out, "lse": lse}
+
+
+QUICK = ("documents of other lengths",)
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
+)
+def test_masks(name: str) -> None:
+    mask, number = MASKS[name], list(MASKS).index(name)
+    inputs = grouped(mask, (64, 128)[number % 2], dtype=DTYPES[number // 2 % 2])
+    assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dims", "heads", "config"),
+    [
+        *(((dim, dim), (2, 1, 1), one) for dim, some in configs.BLACKWELL.items() for one in some),
+        ((64, 128), (4, 2, 1), replace(SMALL, num_stages=3)),
+        ((128, 64), (2, 2, 2), replace(SMALL, BLOCK_N=64)),
+        ((64, 64), (3, 1, 1), replace(SMALL, programs_per_sm=0)),
+    ],
+    ids=str,
+)
+def test_heads_and_configs(
+    dims: tuple[int, int], heads: tuple[int, int, int], config: Config
+) -> None:
+    mask = Mask(300, 450, causal=True)
+    sizes = dict(zip(("nheads", "nheads_kv", "batch"), heads, strict=True))
+    inputs = grouped(mask, dims[0], headdim_v=dims[1], **sizes)
+    assert_holds(attend(inputs, [whole(mask)], config), *expect(inputs, mask))
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_capped_scores_and_sinks_in_steps(headdim: int) -> None:
+    """Three steps carry the state; the middle one neither begins nor ends it."""
+    mask = Mask(193, 193, causal=True)
+    inputs, scores = grouped(mask, headdim), {"softcap": 5.0, "sinks": random_sinks(2)}
+    got = attend(inputs, cut_keys(mask, 64, 128), **scores)
+    assert_holds(got, *expect(inputs, mask, **scores))
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_bits_do_not_depend_on_time_steps_or_grids(headdim: int) -> None:
+    mask = Mask(264, 200, causal=True)
+    inputs = grouped(mask, headdim, nheads=1)
+    alone = attend(inputs, [whole(mask)], seed=None)
+    for steps, config, seed in (
+        ([whole(mask)], replace(SMALL, programs_per_sm=0, l2_bytes=1), 1),
+        (cut_keys(mask, 128), SMALL, 2),
+        (cut_keys(mask, 64, 128), replace(SMALL, num_stages=3), 3),
+    ):
+        got = attend(inputs, steps, config, seed=seed)
+        assert all(torch.equal(got[x], alone[x]) for x in alone)
+
+
+def test_which_calls_take_it() -> None:
+    """sm_100 has the forward of 64 and 128 dims in 16 bits, and no backward."""
+    with mock.patch.object(configs, "architecture", lambda device: "sm_100"):
+        for headdim, headdim_v, dtype, able in (
+            (64, 64, torch.bfloat16, True),
+            (128, 64, torch.float16, True),
+            (256, 256, torch.bfloat16, False),
+            (192, 128, torch.bfloat16, False),
+            (64, 64, torch.float32, False),
+        ):
+            x = torch.empty(0, headdim, dtype=dtype)
+            assert tuned.takes_gluon("gluon", x, headdim_v) is able
+            assert not tuned.takes_gluon("gluon_bwd", x, headdim_v)
+        portable = frozen("sm_100", 64)
+        assert not tuned.takes_gluon("gluon", torch.empty(0, 64).half(), 64, own=portable)
+    for headdim, some in configs.BLACKWELL.items():
+        first = configs.frozen("gluon", "sm_100", headdim, torch.bfloat16)
+        assert first == some[0] and {x.BLOCK_N for x in some} == {first.BLOCK_N}
