@@ -108,10 +108,13 @@ def by_document(
     return torch.cat(outs, 1), ends[-1]
 
 
-def compare(kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int) -> None:
+def compare(
+    kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int, silent: int = 0
+) -> None:
     """Asserts values and gradients on this rank; then with NaN in document `spoilt`, of the others.
 
-    `cuts` are the boundaries of documents. All ranks make all exchanges before one of them asserts.
+    `cuts` are the boundaries of documents. The outputs of the first `silent` positions get no
+    gradient: what their inputs get comes through start states alone. All ranks make all exchanges before one of them asserts.
     """
     split, whole = KINDS[kind]
     rank, x = dist.get_rank(), inputs(layout.seqlen)
@@ -122,6 +125,7 @@ def compare(kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int)
     shared = {"weight": torch.randn(6, 1, WIDTH)} if kind == "convolution" else {}
     names = ["q"] if shared else list(x)
     dout = torch.randn(2, layout.seqlen, *((6,) if shared else (2, 5)))
+    dout[:, :silent] = 0.0
 
     def results(layer: Callable[..., Result], given: Inputs, dout: Tensor) -> Inputs:
         leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
