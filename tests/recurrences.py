@@ -114,7 +114,8 @@ def compare(
     """Asserts values and gradients on this rank; then with NaN in document `spoilt`, of the others.
 
     `cuts` are the boundaries of documents. The outputs of the first `silent` positions get no
-    gradient: what their inputs get comes through start states alone. All ranks make all exchanges before one of them asserts.
+    gradient: what their inputs get comes through start states alone. All ranks make all exchanges
+    before one of them asserts.
     """
     split, whole = KINDS[kind]
     rank, x = dist.get_rank(), inputs(layout.seqlen)
