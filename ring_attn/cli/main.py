@@ -108,7 +108,7 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
                 # Under torchrun every rank runs the command; only rank 0 prints.
                 nothing = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nothing))
-            if not args.quiet:
+            if not getattr(args, "quiet", False):
                 stack.enter_context(signs_of_life(parser.prog))
             status: int = module.run(args)
     except USER_ERRORS as error:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ring_attn
+from dev import __main__ as makers
 from ring_attn import testing
 from ring_attn.cli import arguments, env, launch, verify
 from ring_attn.cli import main as cli
@@ -205,6 +206,14 @@ def test_a_mistake_is_one_line_and_status_2(
     said = capsys.readouterr().err
     assert status == 2
     assert text in said and said.count("\n") == 1, said
+
+
+def test_commands_of_makers_need_no_common_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["release", "--dist", str(tmp_path)]
+    assert cli.main(words, prog=makers.PROG, commands=makers.COMMANDS) == cli.EXIT_USAGE
+    assert "python -m dev release: " in capsys.readouterr().err
 
 
 def test_a_failure_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
