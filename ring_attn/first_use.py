@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.version import installed_version
 
 VARIABLE = "RING_ATTN_FIRST_USE"
 
@@ -279,18 +279,11 @@ def machine() -> dict[str, str]:
     return {
         "driver, configs and sources": source.hexdigest(),
         "cudnn": str(torch.backends.cudnn.version()),
-        **{name: _version(name) for name in ("torch", "triton", *FLASH)},
+        **{name: str(installed_version(name)) for name in ("torch", "triton", *FLASH)},
     }
 
 
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _notes() -> Path:

@@ -14,7 +14,6 @@ inputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from ring_attn.backends.base import (
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
+from ring_attn.version import installed_version
 
 # Multiprocessors of an H100. FlashAttention 2 splits a deterministic dq until they are busy.
 SMS = 132
@@ -64,7 +64,7 @@ class FlashAttnBackend(Backend):
     def supports(
         self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
     ) -> str | None:
-        installed = _installed(self.package)
+        installed = installed_version(self.package)
         if installed is None:
             return f"the package {self.package} is not installed: {self.install}"
         if TorchVersion(installed) < self.oldest:
@@ -182,10 +182,3 @@ class FlashAttn4Backend(FlashAttnBackend):
     ) -> None:
         (dout, q, k, v, out, lse), (dq, dk, dv) = inputs, grads
         operator(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ from ring_attn import select_backend
 from ring_attn.cli.arguments import write_json
 from ring_attn.cli.launch import num_cores
 from ring_attn.core.dtypes import BY_NAME
-from ring_attn.version import __version__
+from ring_attn.version import __version__, installed_version
 
 # Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
@@ -93,13 +92,7 @@ def _versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
     }
-    for package in PACKAGES:
-        name = package.replace("-", "_")
-        try:
-            versions[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return versions | {name.replace("-", "_"): installed_version(name) for name in PACKAGES}
 
 
 def _cpu_model() -> str:

@@ -225,7 +225,7 @@ def test_a_case_that_has_passed_is_not_run_again(
     again(Use("triton", "forward", SPEC, ("causal",)))
     assert len(cases) == 2
     for changed in (torch.__version__ + "1", "another"):
-        monkeypatch.setattr(first_use.metadata, "version", lambda name: changed)  # noqa: B023
+        monkeypatch.setattr(first_use, "installed_version", lambda name: changed)  # noqa: B023
         again()
     assert len(cases) == 4 and len(notes()) == 4
 

@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(base, "gpu_model", lambda: "a GPU")
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
-        monkeypatch.setattr(flash_attn, "_installed", installed.get)
+        monkeypatch.setattr(flash_attn, "installed_version", installed.get)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         choose_backend.cache_clear()
 
