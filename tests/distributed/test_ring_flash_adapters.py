@@ -1,7 +1,8 @@
 """ring-flash-attn's adapters: steps in the manner of the frameworks that enter by them alone.
 
 OpenRLHF pads the packed sequence, and gives its padding a boundary, a mask and position 0; slime
-cuts a padded sequence without a mask; axolotl derives the boundaries from positions.
+cuts a padded sequence without a mask; axolotl derives the boundaries from positions; forks of
+verl pass no mask, and continue the last sequence over its padding.
 """
 
 from __future__ import annotations
@@ -93,7 +94,14 @@ def axolotl(world_size: int) -> tuple[Tensor, dict[str, Tensor], int]:
     return pad(starts, (0, 1), value=batch["input_ids"].size(1)).int(), batch, padding
 
 
-FRAMEWORKS = {"openrlhf": openrlhf, "slime": slime, "axolotl": axolotl}
+def verl(world_size: int) -> tuple[Tensor, dict[str, Tensor], int]:
+    _, batch, padding = slime(world_size)
+    lengths = *LENGTHS[:-1], LENGTHS[-1] + padding
+    batch["position_ids"] = restarting(lengths)
+    return pad(torch.tensor(lengths).cumsum(0), (1, 0)).int(), batch, padding
+
+
+FRAMEWORKS = {"openrlhf": openrlhf, "slime": slime, "axolotl": axolotl, "verl": verl}
 
 
 def sharded_step(model: Any, framework: str) -> dict[str, Tensor]:
