@@ -56,6 +56,9 @@ OPTIONAL = {
     "transformers": ("Hugging Face's models", "pip install 'ring-attn[hf]'"),
 }
 
+# Variables that name a file -> the command that writes one.
+FILES = {"RING_ATTN_CONFIGS": "ring-attn tune", "RING_ATTN_CLUSTER": "ring-attn calibrate"}
+
 # Variables of NCCL -> a value that slows or breaks a ring, and why.
 HARMFUL = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of one machine then exchange through the host's memory"),
@@ -114,6 +117,11 @@ def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
             yield Finding(package, "ok", version)
         elif package != "flash_attn" or here["devices"]:
             yield Finding(package, "note", f"not installed: {lacking}", command)
+    for name, command in FILES.items():
+        path = os.environ.get(name)
+        if path and not os.path.isfile(path):
+            mend = f"unset {name}, or {command} --json {path}"
+            yield Finding(name, "wrong", f"there is no file {path}", mend)
     if not here["devices"]:
         built = here["versions"]["cuda"] or here["versions"]["rocm"]
         mend = "" if built else "install a torch for your GPU, if there is one: pytorch.org"
