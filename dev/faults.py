@@ -23,12 +23,11 @@ import re
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import combinations, product
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -38,10 +37,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ring_attn import TransportOptions, ring_attention, set_step, tree_decode
 from ring_attn.strategies.strategy import NAMES
-from ring_attn.testing import strategy_of
+from ring_attn.testing import Case, Heads
+from ring_attn.testing.ranks import arguments_of
 from tests.distributed.pool import Ended, Pool, RankError, calls_within, ended, forkserver
 
-RANKS, LAYERS = 4, 2
+RANKS, LAYERS, ROWS, HEADS = 4, 2, 20, Heads(4, 4, 8, 8)
 # The fault is in step 1; step 2 shows what is left.
 HIT, STEPS = 1, 3
 # Without a fault nothing may time out, however busy the machine is.
@@ -50,30 +50,20 @@ PATIENCE = 60.0
 STRATEGIES = (*NAMES, "decode")
 VICTIMS = [ranks for n in (1, 2, 3) for ranks in combinations(range(RANKS), n)]
 CHANGES: tuple[dict[str, Any], ...] = (
-    {"softmax_scale": 0.5}, {"rows": 7}, {"softcap": 5.0}, {"dtype": torch.float64}, {"heads": 8},
+    {"softmax_scale": 0.5}, {"seqlen": ROWS + RANKS}, {"softcap": 5.0}, {"dtype": "float64"},
+    {"heads": Heads(8, 8, 8, 8)},
 )  # fmt: skip
 
 
-def send(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-
-
-def fail() -> NoReturn:
-    raise RuntimeError("a planted error")
-
-
-def no_fault() -> None:
-    """Acts of a rank that fails otherwise than within a call."""
-
-
-FAULTS: dict[str, Callable[[], object]] = {
-    "killed": lambda: send(signal.SIGKILL),
-    "stopped": lambda: send(signal.SIGSTOP),
-    "raising": fail,
-    "interrupted": lambda: send(signal.SIGINT),
+# What a rank does within a call; None is a fault that is not within a call.
+FAULTS: dict[str, Callable[[], object] | None] = {
+    "killed": lambda: signal.raise_signal(signal.SIGKILL),
+    "stopped": lambda: signal.raise_signal(signal.SIGSTOP),
+    "raising": lambda: torch.ones(2) @ torch.ones(3),
+    "interrupted": lambda: signal.raise_signal(signal.SIGINT),
     "memory": lambda: torch.empty(1 << 50),
-    "disagreeing": no_fault,
-    "skipped": no_fault,
+    "disagreeing": None,
+    "skipped": None,
     "restarted": lambda: os._exit(7),
 }
 LOST = ("killed", "stopped", "raising")  # the rank makes no further call
@@ -81,8 +71,7 @@ LOST = ("killed", "stopped", "raising")  # the rank makes no further call
 PASSING = ("interrupted", "memory")
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A fault in the middle of a part of a step."""
 
     fault: str
@@ -110,11 +99,10 @@ class Cell:
         return 0 if self.fault == "stopped" else HIT * (self.number % 2)
 
     def __str__(self) -> str:
-        return f"{self.fault} {self.strategy} {self.part}"
+        return " ".join(self)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The end of a cell, the seconds of the longest call, and what ranks said if it is not good."""
 
     cell: Cell
@@ -129,48 +117,35 @@ class Result:
 
 def cells(words: Iterable[str] = ()) -> list[Cell]:
     """The cells that have each of the words."""
-    every = product(FAULTS, STRATEGIES, ("forward", "backward"))
-    return [
-        Cell(*cell)
-        for cell in every
-        if set(words) <= set(cell) and cell[1:] != ("decode", "backward")
-    ]
+    every = map(Cell._make, product(FAULTS, STRATEGIES, ("forward", "backward")))
+    return [x for x in every if set(words) <= set(x) and x[1:] != ("decode", "backward")]
 
 
 class Step:
     """A rank's step: layers forward, then backward; or two decodes, which have no backward."""
 
     def __init__(
-        self,
-        cell: Cell,
-        group: dist.ProcessGroup | None,
-        number: int,
-        *,
-        rows: int = 5,
-        heads: int = 4,
-        dtype: torch.dtype = torch.float32,
-        **options: Any,
+        self, cell: Cell, group: dist.ProcessGroup | None, number: int, **changes: Any
     ) -> None:
         set_step(number)
-        same = torch.Generator().manual_seed(number)
-        own = torch.Generator().manual_seed(100 + RANKS * number + dist.get_rank())
-        shape = (LAYERS, 4, 1, rows, heads, 8)
         self.decodes = cell.strategy == "decode"
+        strategy = "ring" if self.decodes else cell.strategy
+        case = replace(Case("causal", strategy=strategy, heads=HEADS, seqlen=ROWS), **changes)
+        self.layers = []
+        for layer in range(LAYERS):
+            of_layer = replace(case, seed=LAYERS * number + layer)
+            tensors, options = arguments_of(of_layer, RANKS, dist.get_rank())
+            self.layers.append([x.requires_grad_(not self.decodes) for x in tensors])
         transport = TransportOptions(timeout=cell.timeout if group is None else PATIENCE)
-        self.options = options | {"group": group, "transport": transport}
-        self.layers = [
-            [x.requires_grad_(not self.decodes) for x in layer]
-            for layer in torch.randn(shape, dtype=dtype, generator=own)
-        ]
-        if self.decodes:
-            self.queries = torch.randn(1, 1, heads, 8, dtype=dtype, generator=same)
-        else:
-            self.options |= {"causal": True, "strategy": strategy_of(cell.strategy, RANKS)}
+        self.options: dict[str, Any] = {**options, "group": group, "transport": transport}
         self.outs = list[Tensor]()
 
     def forward(self) -> list[Tensor]:
         if self.decodes:
-            return [tree_decode(self.queries, k, v, **self.options) for _, k, v, _ in self.layers]
+            names = ("softmax_scale", "softcap", "group", "transport")
+            options = {name: self.options[name] for name in names}
+            one = torch.ones_like(self.layers[0][0][:, :1])
+            return [tree_decode(one, k, v, **options) for _, k, v, _ in self.layers]
         self.outs = [ring_attention(q, k, v, **self.options) for q, k, v, _ in self.layers]
         return [out.detach() for out in self.outs]
 
@@ -243,18 +218,16 @@ def run_cell(cell: Cell, work: Callable[..., object] = on_rank) -> Result:
     start, lost = time.monotonic(), cell.victims if cell.fault in LOST else ()
     try:
         if cell.fault == "restarted":
-            ends, codes = restarted(cell), list[int | None](RANKS * [0])
-        else:
-            with STARTING:
-                pool = Pool(RANKS)
-            pool.start(work, cell, cell.victims)
-            ends = pool.results(lost=lost, timeout=PATIENCE + 40.0)
-            with STARTING:
-                codes = pool.close(lost=lost)
+            return judged(cell, restarted(cell), [0] * RANKS)
+        with STARTING:
+            pool = Pool(RANKS)
+        pool.start(work, cell, cell.victims)
+        ends = pool.results(lost=lost, timeout=PATIENCE + 40.0)
+        with STARTING:
+            return judged(cell, ends, pool.close(lost=lost))
     except RankError as error:
         outcome = "CRASH" if "the process ended" in str(error) else "HANG"
         return Result(cell, outcome, time.monotonic() - start, str(error))
-    return judged(cell, ends, codes)
 
 
 def restarted(cell: Cell) -> list[Any]:
@@ -294,31 +267,29 @@ def judged(cell: Cell, ends: Sequence[Any], codes: Sequence[int | None]) -> Resu
     return Result(cell, "told" if errors else "right", seconds)
 
 
-def run_cells(chosen: Sequence[Cell], jobs: int) -> Iterator[Result]:
-    """Runs several cells at once, most of which wait for timeouts; in the order of the cells."""
-    with ThreadPoolExecutor(jobs) as executor:
+def run_cells(chosen: Sequence[Cell]) -> Iterator[Result]:
+    """Runs four cells at once, most of which wait for timeouts; in the order of the cells."""
+    with ThreadPoolExecutor(4) as executor:
         yield from executor.map(run_cell, chosen)
 
 
 def table(results: Sequence[Result]) -> str:
     """A row for each fault and part, a column for each strategy: outcomes, and longest seconds."""
-    by_row = defaultdict[tuple[str, str], dict[str, str]](dict)
-    for one in results:
-        row = by_row[one.cell.fault, one.cell.part]
-        row[one.cell.strategy] = f"{one.outcome} {one.seconds:.1f}"
+    told = {one.cell: f"{one.outcome} {one.seconds:.1f}" for one in results}
     rows = [("", "", *STRATEGIES)]
-    rows += [(*start, *(row.get(name, "") for name in STRATEGIES)) for start, row in by_row.items()]
+    for fault, part in dict.fromkeys((cell.fault, cell.part) for cell in told):
+        row = (told.get(Cell(fault, name, part), "") for name in STRATEGIES)
+        rows.append((fault, part, *row))
     return "\n".join("".join(f"{word:<13}" for word in row) for row in rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", help="only cells with all these words")
-    parser.add_argument("--jobs", type=int, default=4, help="cells at once")
 
 
 def run(args: argparse.Namespace) -> int:
     start, results = time.monotonic(), list[Result]()
-    for result in run_cells(cells(args.words), args.jobs):
+    for result in run_cells(cells(args.words)):
         results.append(result)
         if not result.good:
             print(f"{result.cell}: {result.outcome}\n{result.said}", flush=True)

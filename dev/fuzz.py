@@ -11,8 +11,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.check import check
 from ring_attn.strategies.registry import programs_of
 from ring_attn.strategies.tree_decode import decode_tiles, make_call, program
-from ring_attn.testing import STRATEGIES, Case, Heads, expected, run_all_ranks, strategy_of
+from ring_attn.testing import Case, Heads, expected, run_all_ranks
+from ring_attn.testing.cases import usable_strategies
 from ring_attn.testing.ranks import calls_of
 from tests import recurrences
 from tests.bounds import assert_holds
@@ -49,10 +50,6 @@ BLOB = re.compile(r"reproduce_failure\('[^']*', (b'[^']*')\)")
 
 # Processes over gloo, which stay from call to call.
 pools = Pools(queued=False)
-
-
-class Refused(Exception):
-    """The package says that a call is not built."""
 
 
 # -- attention
@@ -100,7 +97,7 @@ def calls(draw: st.DrawFn, backends: tuple[str, ...], decode: bool = False) -> C
     return Call(
         mask,
         draw(layouts_for(mask, st.just(world_size))),
-        draw(st.sampled_from(_strategies(world_size))),
+        draw(st.sampled_from(usable_strategies(world_size))),
         backend,
         dtype,
         Heads(nheads, nheads_kv, draw(dims), draw(dims)),
@@ -116,33 +113,22 @@ def calls(draw: st.DrawFn, backends: tuple[str, ...], decode: bool = False) -> C
     )
 
 
-def _strategies(world_size: int) -> list[str]:
-    fitting = []
-    for name in STRATEGIES:
-        with suppress(NotImplementedError):
-            strategy_of(name, world_size)
-            fitting.append(name)
-    return [name for name in fitting if name != "auto"]
-
-
-def attention(case: Call, processes: bool = False) -> None:
+def attention(case: Call, processes: bool = False) -> bool:
+    """Says whether the call is built; so do the other functions that run one."""
     try:
         ranks = calls_of(case, case.world_size)
-    except NotImplementedError as error:
-        raise Refused from error
+    except NotImplementedError:
+        return False
     both = (programs_of(ranks, backward=backward) for backward in (False, True))
     faults = [fault for programs in both for fault in check(programs, ranks[0])]
     assert not faults, faults
     run = pools(case.world_size).run if processes else None
     ran = run_all_ranks(case, case.world_size, run)
     assert not ran.failures, ran.failures
+    return True
 
 
-def in_processes(case: Call) -> None:
-    attention(case, processes=True)
-
-
-def decoding(case: Call) -> None:
+def decoding(case: Call) -> bool:
     inputs, mask, sinks = case.build_inputs(), case.build_mask(), case.build_sinks()
     layout = case.build_layouts(case.world_size)[1]
     spec = AttentionSpec.of(*inputs[:3], case.softcap, sinks)
@@ -160,6 +146,7 @@ def decoding(case: Call) -> None:
     oracle, plain = expected(case)
     assert_holds(dict(zip(("out", "lse"), results[0], strict=True)), oracle, plain)
     assert all(torch.equal(a, b) for each in results for a, b in zip(each, results[0], strict=True))
+    return True
 
 
 def decode_on_rank(case: Call) -> tuple[Tensor, Tensor]:
@@ -192,22 +179,26 @@ def rows(draw: st.DrawFn) -> Rows:
     return Rows(layout, [0, *sorted(inner), layout.seqlen], draw(number), draw(number))
 
 
-def neighbouring(drawn: Rows) -> None:
-    _on_ranks(neighbours.compare, drawn.layout, drawn.layout, drawn.left, drawn.right)
-    _on_ranks(
-        neighbours.compare_rolled, drawn.layout, drawn.layout, drawn.left - drawn.right, drawn.cuts
+def neighbouring(drawn: Rows) -> bool:
+    layout, cuts, left, right = drawn
+    return _on_ranks(neighbours.compare, layout, layout, left, right) and _on_ranks(
+        neighbours.compare_rolled, layout, layout, left - right, cuts
     )
 
 
-def recurrent(drawn: Rows) -> None:
-    for kind in recurrences.KINDS:
-        spoilt = drawn.left % (len(drawn.cuts) - 1)
-        _on_ranks(recurrences.compare, drawn.layout, kind, drawn.layout, drawn.cuts, spoilt)
+def recurrent(drawn: Rows) -> bool:
+    layout, cuts, number, _ = drawn
+    spoilt = number % (len(cuts) - 1)
+    return all(
+        _on_ranks(recurrences.compare, layout, kind, layout, cuts, spoilt)
+        for kind in recurrences.KINDS
+    )
 
 
-def _on_ranks(fn: Callable[..., None], layout: SequenceLayout, *args: Any) -> None:
+def _on_ranks(fn: Callable[..., None], layout: SequenceLayout, *args: Any) -> bool:
     failed = [text for text in pools(layout.world_size).run(asserted, fn, *args) if text]
     assert not failed, failed
+    return True
 
 
 def asserted(fn: Callable[..., None], *args: Any) -> str:
@@ -226,14 +217,14 @@ class Kind(NamedTuple):
     """Calls of one kind, and how many there are in a round."""
 
     drawn: st.SearchStrategy[Any]
-    run: Callable[[Any], None]
+    run: Callable[[Any], bool]
     share: int
 
 
 # Triton's interpreter takes a second for a call.
 KINDS = {
     "attention": Kind(calls(("reference", "aten")), attention, 300),
-    "processes": Kind(calls(("reference", "aten")), in_processes, 100),
+    "processes": Kind(calls(("reference", "aten")), partial(attention, processes=True), 100),
     "decode": Kind(calls(("reference", "aten"), decode=True), decoding, 100),
     "triton": Kind(calls(("triton",)), attention, 9),
     "triton-decode": Kind(calls(("triton",), decode=True), decoding, 6),
@@ -247,20 +238,11 @@ def fuzz(
 ) -> str | None:
     """Runs random calls; the text of the first failure, with the command that repeats it.
 
-    Args:
-        kind: a name of `KINDS`.
-        seed: seed of the calls.
-        examples: number of calls.
-        counts: calls that were right, by kind, and refused ones; added to.
-        case: runs this one call only.
+    Adds calls that were right to `counts`, by kind, and refused ones. `case` runs this call only.
     """
 
     def clean(drawn: Any) -> None:
-        try:
-            KINDS[kind].run(drawn)
-            counts[kind] += 1
-        except Refused:
-            counts["refused"] += 1
+        counts[kind if KINDS[kind].run(drawn) else "refused"] += 1
 
     limits = settings(
         deadline=None, database=None, max_examples=examples, print_blob=True,
@@ -291,23 +273,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    counts: Counter[str] = Counter()
+    counts, end, failure = Counter[str](), time.monotonic() + 60.0 * args.minutes, None
     if args.case is not None:
         kind, case = args.case.split(":")
         failure = fuzz(kind, args.seed, 1, counts, case)
-    else:
-        failure = _rounds(args.kinds, args.seed, time.monotonic() + 60.0 * args.minutes, counts)
+    for turn in count() if args.case is None else ():
+        part, number = divmod(turn, len(args.kinds))
+        kind = args.kinds[number]
+        failure = fuzz(kind, args.seed * 1_000_003 + part, KINDS[kind].share, counts)
+        if failure is not None or time.monotonic() > end:
+            break
     pools.close()
     print(f"seed {args.seed}: {counts.total() - counts['refused']} calls right: {dict(counts)}")
     if failure is not None:
         print(failure)
     return int(failure is not None)
-
-
-def _rounds(kinds: list[str], seed: int, end: float, counts: Counter[str]) -> str | None:
-    for part in count():
-        for kind in kinds:
-            failure = fuzz(kind, seed * 1_000_003 + part, KINDS[kind].share, counts)
-            if failure is not None or time.monotonic() > end:
-                return failure
-    raise AssertionError("rounds have no end")

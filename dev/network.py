@@ -75,23 +75,16 @@ NETWORKS = {
 
 def why_not() -> str | None:
     """The reason why no rank can have a network of its own here; None if it can."""
-    ours, theirs = forkserver().Pipe()
-    process = forkserver().Process(target=_try, args=(theirs,))
-    process.start()
-    process.join(STOP)
-    return ours.recv() if ours.poll() else "no network namespace within 5 s"
-
-
-def _try(pipe: Connection) -> None:
+    words = ["unshare", "-Urn", "ip", "tuntap", "add", DEVICE, "mode", "tun"]
     try:
-        enter(0, None)
-        pipe.send(None)
+        subprocess.run(words, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pipe.send(f"no network namespace with a TUN device: {error}")
+        return f"no network namespace with a TUN device: {getattr(error, 'stderr', error)}"
+    return None
 
 
-def enter(rank: int, relay: Connection | None) -> str:
-    """Moves this process into a network of its own, gives its TUN device to the relay."""
+def enter(rank: int, relay: Connection) -> str:
+    """Moves this rank into a network of its own, whose device the relay gets; rank 0's address."""
     user = os.getuid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
@@ -106,19 +99,14 @@ def enter(rank: int, relay: Connection | None) -> str:
             setting.write(value)
     for words in (
         "link set lo up",
-        f"address add {address(rank)}/32 dev {DEVICE}",
+        f"address add 10.0.0.{rank + 1}/32 dev {DEVICE}",
         f"link set {DEVICE} mtu {MTU} txqueuelen 10000 up",
         f"route add 10.0.0.0/24 dev {DEVICE} initcwnd 1000 initrwnd 1000 rto_min 400ms",
     ):
         subprocess.run(["ip", *words.split()], check=True)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    if relay is not None:
-        send_handle(relay, tun, os.getppid())
-    return address(0)
-
-
-def address(rank: int) -> str:
-    return f"10.0.0.{rank + 1}"
+    send_handle(relay, tun, os.getppid())
+    return "10.0.0.1"
 
 
 class Relay:
@@ -181,8 +169,8 @@ def relay(tuns: Sequence[Connection], control: Connection) -> None:
     Relay([recv_handle(pipe) for pipe in tuns]).run(control)
 
 
-class Net:
-    """The ranks, as a pool, and the relay between them."""
+class Net(Pool):
+    """The ranks, and the relay between them."""
 
     def __init__(self) -> None:
         context = forkserver()
@@ -191,20 +179,17 @@ class Net:
         given = [end for end, _ in pipes], control
         self._relay = context.Process(target=relay, args=given, daemon=True)
         self._relay.start()
-        first = [partial(enter, rank, pipe) for rank, (_, pipe) in enumerate(pipes)]
-        self.pool = Pool(RANKS, enter=first)
+        super().__init__(
+            RANKS, enter=[partial(enter, r, pipe) for r, (_, pipe) in enumerate(pipes)]
+        )
         for pipe in (control, *(end for pair in pipes for end in pair)):
             pipe.close()
 
     def change(self, network: Network) -> None:
         self._control.send(network)
 
-    def __enter__(self) -> Net:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        if not self.pool.closed:
-            self.pool.close(now=True)
+        super().__exit__()
         self._control.close()
         self._relay.join(STOP)
 
@@ -212,18 +197,10 @@ class Net:
 # -- calls
 
 
-class Row(NamedTuple):
-    """A strategy on a network: longest waits for bytes of forward and backward, in seconds."""
-
-    strategy: str
-    predicted: float
-    waited: float
-
-
-def waits(case: Case, calls: int) -> list[float]:
-    """A rank's seconds of waiting in each of some calls."""
+def waits(case: Case) -> list[float]:
+    """A rank's seconds of waiting in each of three calls."""
     found = []
-    for _ in range(calls):
+    for _ in range(3):
         # All ranks begin at one time of the clock that they share.
         start = [time.monotonic() + 0.5]
         dist.broadcast_object_list(start)
@@ -236,10 +213,10 @@ def waits(case: Case, calls: int) -> list[float]:
     return found
 
 
-def compared(net: Net, network: Network, name: str, *, calls: int = 3) -> Row:
-    """Plans a strategy for a network, and runs it; the shortest of the calls' waits counts.
+def compared(net: Net, network: Network, name: str) -> tuple[float, float]:
+    """A strategy's longest waits for bytes, forward and backward, as planned and as measured.
 
-    Calls go on, eight times as many at most, while a busy machine makes all of them wait longer.
+    The shortest of the calls' waits counts: a busy machine makes calls wait longer.
     """
     net.change(network)
     cuts = NETWORKS[network]
@@ -256,10 +233,10 @@ def compared(net: Net, network: Network, name: str, *, calls: int = 3) -> Row:
     predicted = sum(direction.exposed + direction.late for direction in both)
     mask = Mask(SEQLEN, SEQLEN, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
     case, waited = Case(mask, strategy=best.strategy, backend="aten", heads=HEADS), inf
-    failures = run_all_ranks(case, RANKS, net.pool.run).failures
+    failures = run_all_ranks(case, RANKS, net.run).failures
     assert not failures, failures
     for _ in range(8):
-        waited = min(waited, *map(max, zip(*net.pool.run(waits, case, calls), strict=True)))
+        waited = min(waited, *map(max, zip(*net.run(waits, case), strict=True)))
         if waited < NEAR * predicted:
             break
-    return Row(name, predicted, waited)
+    return predicted, waited

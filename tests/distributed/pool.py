@@ -21,7 +21,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -179,6 +179,13 @@ class Pool:
             self._processes.append(process)
         self.closed = False
         self.num_groups = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.closed:
+            self.close(now=True)
 
     @property
     def pids(self) -> list[int]:
