@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "decoding": ("decode", lambda: mock.patch.object(state, "_weights", no_rescale)),
     "halo": (
         "neighbours",
-        lambda: mock.patch.object(neighbours._Plan, "back", own_gradients_alone),
+        lambda: mock.patch.object(neighbours._Plan, "return_gradients", own_gradients_alone),
     ),
     "states": ("recurrences", lambda: mock.patch.object(states, "applied", no_decay)),
 }
