@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ring_attn.cli.launch import run_ranks, under_torchrun
 from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.core.values import as_ints
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, error_of, results_of
-from ring_attn.testing.hypotheses import Finding
-from ring_attn.testing.observe import Change, Outcome, find, run_step
+from ring_attn.testing.hypotheses import Finding, fed_forwards
+from ring_attn.testing.observe import IGNORED, Change, Outcome, find, run_step
 
 # Runs of the twin with random roundings, from which bounds follow. One more such run would be
 # farther than all three in a quarter of cases: hence bounds are twice the farthest. The worst of 44
@@ -27,12 +28,9 @@ NOISY = 3
 
 # Parts of paths of frames that say nothing about the user's step.
 INNER = (
-    "site-packages/torch/",
-    "ring_attn/testing/",
-    "ring_attn/cli/",
-    "/multiprocessing/",
+    "site-packages/torch/", "ring_attn/testing/", "ring_attn/cli/", "/multiprocessing/",
     "/threading.py",
-)
+)  # fmt: skip
 
 # Seconds of a launch beside its runs: the start of processes and imports.
 START = 60.0
@@ -67,11 +65,10 @@ class Report:
         return {"step": self.step, "ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{self.step}: {'ok' if self.ok else 'FAILED'}"]
-        lines += [_line(finding) for finding in self.findings]
+        lines = [f"{self.step}: {'ok' if self.ok else 'FAILED'}", *map(_line, self.findings)]
         for one in self.diagnoses:
             lines.append(f"{one.world_size} ranks: {_summary(one)}")
-            lines += [_line(finding) for finding in one.findings]
+            lines += map(_line, one.findings)
             if one.unexplained:
                 lines.append(f"  not explained: {len(one.unexplained)} results, the worst are")
                 worst = sorted(one.unexplained, key=lambda key: -one.differences[key].ratio)
@@ -124,7 +121,8 @@ def audit(
     if under_torchrun():
         raise RuntimeError("audit starts its own ranks: run it by python, not by torchrun")
     lab = _Lab(_portable(step), timeout, threads, tiny)
-    return judge(step if isinstance(step, str) else _name(step), sizes, lab.runs, lab.check_memory)
+    name = step if isinstance(step, str) else getattr(step, "__qualname__", repr(step))
+    return judge(name, sizes, lab.runs, lab.check_memory)
 
 
 def judge(
@@ -135,22 +133,18 @@ def judge(
 ) -> Report:
     """The report on a step that `runs` runs; `check_memory` raises if ranks need too much."""
     changes: list[Change] = [{}, {("seed",): 1}, *({("noise",): i} for i in range(NOISY))]
-    twin, again, *noisy = (_outcome(run[0]) for run in runs([{0: x} for x in changes], 1))
-    results = results_of(twin)
+    twin, again, *noisy = (run[0] for run in runs([{0: x} for x in changes], 1))
+    results, others = results_of(twin), [*map(results_of, (again, *noisy))]
     ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in results.items()}
-    far = [
-        {key: error_of(x, results_of(run).get(key)) for key, x in results.items()}
-        for run in (again, *noisy)
-    ]
+    far = [{key: error_of(x, run.get(key)) for key, x in results.items()} for run in others]
     if differing := [key for key, ulp in ulps.items() if far[0][key] > ulp]:
-        return Report(name, (), (_unsteady(twin, again, differing),))
+        return Report(name, (), (_unsteady(twin, again, len(differing)),))
     bounds = {key: 2 * max(run[key] for run in far[1:]) + ulp for key, ulp in ulps.items()}
-    diagnoses, alone = [], (*_of_twin(twin),)
+    diagnoses = []
     for size in sizes:
         check_memory(twin.memory, size)
-        ranks = [_outcome(x) for x in runs([{}], size)[0]]
-        diagnoses.append(diagnose(bounds, twin, ranks, runs))
-    return Report(name, tuple(diagnoses), alone)
+        diagnoses.append(diagnose(bounds, twin, runs([{}], size)[0], runs))
+    return Report(name, tuple(diagnoses), _of_twin(twin))
 
 
 @dataclass(frozen=True)
@@ -162,12 +156,8 @@ class _Lab:
     threads: int | None
     tiny: bool
 
-    def runs(
-        self, changes: Sequence[Mapping[int, Change]], world_size: int
-    ) -> list[list[Outcome | str]]:
+    def runs(self, changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome]]:
         """Outcomes by run and rank."""
-        if not changes:
-            return []
         seconds = self.timeout * len(changes)
         limit = _free_memory() if world_size == 1 else 0
         with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +167,7 @@ class _Lab:
                     threads=self.threads, device="cpu", timeout=seconds + START,
                 )  # fmt: skip
             except (RuntimeError, TimeoutError) as error:
-                if stacks := _stacks(folder, world_size):
+                if stacks := _stacks(folder):
                     raise TimeoutError(
                         f"the step on {world_size} ranks takes more than {seconds:g} s: {stacks}"
                     ) from None
@@ -199,11 +189,6 @@ class _Lab:
             )
 
 
-def _outcome(run: Outcome | str) -> Outcome:
-    assert isinstance(run, Outcome), run
-    return run
-
-
 def _portable(step: Callable[[], Any] | str) -> bytes | str:
     """The step as text or bytes, which ranks load after their hooks are set."""
     if isinstance(step, str):
@@ -219,55 +204,38 @@ def _portable(step: Callable[[], Any] | str) -> bytes | str:
         ) from None
 
 
-def _name(step: Any) -> str:
-    while isinstance(step, partial):
-        step = step.func
-    return str(getattr(step, "__qualname__", repr(step)))
-
-
-def _unsteady(twin: Outcome, again: Outcome, differing: Sequence[str]) -> Finding:
+def _unsteady(twin: Outcome, again: Outcome, count: int) -> Finding:
     starts = [name for name, x in twin.start.items() if not x.equal(again.start[name])]
-    tokens = [
-        a.tokens is not None and not a.tokens.equal(b.tokens)
-        for a, b in zip(twin.forwards, again.forwards, strict=False)
-        if b.tokens is not None
-    ]
+    fed = [*zip(fed_forwards(twin), fed_forwards(again), strict=False)]
     if starts:
         why = f"weights are drawn without a seed ({starts[0]}): seed before making the model"
-    elif any(tokens):
+    elif any(not a.equal(b) for (*_, a), (*_, b) in fed):
         why = "batches are drawn without a seed: seed what draws them"
-    elif twin.dropout:
-        why = "dropout: ranks draw other zeros than one process; set its p to 0 for the audit"
     else:
-        why = "something is drawn at random, or depends on time or order"
+        why = "something is drawn at random, as dropout is (set its p to 0 for the audit), or "
+        why += "depends on time or order"
     return Finding(
         "determinism",
-        f"two runs of the twin differ in {len(differing)} results: {why}",
+        f"two runs of the twin differ in {count} results: {why}",
         "the twin ran twice, with other states of the random generators",
     )
 
 
-def _of_twin(twin: Outcome) -> Iterator[Finding]:
-    """Labels that are the tokens themselves, or the next but one, in one process already."""
-    same = [0, 0, 0]
-    for forward in twin.trained:
-        if forward.tokens is not None and (target := forward.target()) is not None:
-            real = target != forward.ignored
-            for shift in range(3):
-                rows = target.size(1) - shift
-                equal = target[:, :rows] == forward.tokens[:, shift:]
-                same[shift] += int((equal & real[:, :rows]).sum())
-    # Tokens repeat, so that some of the next ones are equal to others by chance.
-    if max(same[0], same[2]) > max(2 * same[1], 1):
-        how = "tokens themselves: they are not shifted"
-        if same[2] > same[0]:
-            how = "next tokens but one: they are shifted twice"
-        yield Finding(
-            "labels",
-            f"{max(same)} labels are the {how}; the model, its loss or shard_batch has to shift "
-            "them, exactly one of these",
-            "the twin's targets are compared with its tokens",
-        )
+def _of_twin(twin: Outcome) -> tuple[Finding, ...]:
+    """Says whether all labels of one process are the tokens themselves, or the next but one."""
+    fits = [True, True, True]
+    for _, forward, tokens in fed_forwards(twin):
+        labels = forward.values("targets")
+        for shift in range(3):
+            moved = F.pad(tokens[:, shift:], (0, shift), value=IGNORED)
+            real = labels != IGNORED
+            fits[shift] &= labels is not None and labels[real].equal(moved[real])
+    if fits[1] or not any(fits):
+        return ()
+    how = "are shifted twice: they are the next tokens but one"
+    how = "are not shifted: they are the tokens themselves" if fits[0] else how
+    text = f"the labels {how}; the model, its loss or shard_batch has to shift them, one of these"
+    return (Finding("labels", text, "all targets of the twin are compared with its tokens"),)
 
 
 def _free_memory() -> int:
@@ -277,16 +245,13 @@ def _free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _stacks(folder: str, world_size: int) -> str:
-    """The place of each rank when its time was over, innermost first; empty if none was late."""
+def _stacks(folder: str) -> str:
+    """Where each rank was when its time was over, innermost first; empty if none was late."""
     late = []
-    for rank in range(world_size):
-        path = Path(folder) / str(rank)
-        lines = path.read_text().splitlines() if path.exists() else []
-        frames = [line.strip() for line in lines if 'File "' in line]
-        users = [line for line in frames if not any(part in line for part in INNER)]
-        if lines:
-            late.append(f"rank {rank} in {'; '.join(users[:4]) or 'no code of yours'}")
+    for path in sorted(Path(folder).iterdir()):
+        if lines := [line.strip() for line in path.read_text().splitlines() if 'File "' in line]:
+            users = [line for line in lines if not any(part in line for part in INNER)]
+            late.append(f"rank {path.name} in {'; '.join(users[:4]) or 'no code of yours'}")
     return "; ".join(late)
 
 
@@ -295,15 +260,8 @@ def _line(finding: Finding) -> str:
 
 
 def _summary(one: Diagnosis) -> str:
-    if not one.differences:
+    words = [key if "loss" in key else key.split()[0] for key in one.differences]
+    kinds = [f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in Counter(words).items()]
+    if not kinds:
         return "all results are the twin's within their bounds"
-    kinds = [
-        f"{count} {kind}{'s' if count > 1 else ''}"
-        for kind in ("gradient", "weight", "loss", "evaluation loss")
-        if (
-            count := sum(
-                key.split(" of ")[0].split(" ")[0] == kind.split(" ")[0] for key in one.differences
-            )
-        )
-    ]
     return f"{', '.join(kinds)} differ from the twin's"

@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.oracle import Verdict
-from ring_attn.testing.hypotheses import Finding, Trial, clipping, fraction, listed, trials
+from ring_attn.testing.hypotheses import Finding, Trial, fraction, listed, trials
 from ring_attn.testing.observe import Change, Outcome
 
 # Results by the names that a step returns them by.
 LOSSES = {"loss": "loss", "evaluation loss": "eval_loss"}
 
 # Runs the step with changes by rank, on a number of ranks: outcomes by run and rank.
-Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome | str]]]
+Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
 
 
 @dataclass
@@ -52,74 +54,56 @@ def error_of(x: Tensor, y: Tensor | None) -> float:
 
 
 class Comparison:
-    """Results of ranks beside the twin's, and how far roundings move each of them.
+    """Results of ranks beside the twin's, and how far roundings move each of them."""
 
-    A result of the ranks may be twice as far from the twin as the farthest run of the twin with
-    random roundings, plus a unit in its last place.
-    """
-
-    def __init__(self, bounds: Mapping[str, float], ranks: Sequence[Outcome], twin: Outcome):
+    def __init__(self, bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome]):
         self.bounds, self.ranks, self.twin = bounds, ranks, results_of(twin)
-        self.values = {key: self._values(key) for key in self.twin}
+        results = [results_of(run) for run in ranks]
+        self.given = {key: [x.get(key) for x in results] for key in self.twin}
+        for key in LOSSES.keys() & self.twin.keys():  # one rank may report it for all
+            self.given[key] = [x for x in self.given[key] if x is not None] or [None]
         self.differences = {key: v for key in self.twin if not (v := self._worst(key)).ok}
 
-    def _values(self, key: str) -> list[Tensor | None]:
-        """A result on each rank that has it."""
-        if key in LOSSES:
-            given = [x for run in self.ranks if (x := run.losses.get(LOSSES[key])) is not None]
-            return [*given] or [None]
-        name = key.removeprefix("gradient of ").removeprefix("weight ")
-        return [results_of(run).get(key) for run in self.ranks if name in run.weights] or [None]
-
-    def given(self, key: str) -> list[Tensor]:
-        return [x for x in self.values[key] if x is not None]
-
-    def verdict(self, key: str, x: Tensor | None, right: Tensor, factor: float = 1.0) -> Verdict:
-        error, bound = error_of(right * factor, x), self.bounds[key] * abs(factor)
+    def verdict(self, key: str, x: Tensor | None, factor: float = 1.0) -> Verdict:
+        """Whether a result of the ranks is that multiple of the twin's."""
+        error, bound = error_of(self.twin[key] * factor, x), self.bounds[key] * abs(factor)
         return Verdict(key, error, bound, error <= bound)
 
+    def combined(self, key: str) -> dict[str, Tensor]:
+        """The sum and the mean of what ranks have, where they have different parts."""
+        parts = [x.double() for x in self.given[key] if x is not None]
+        if len(parts) < len(self.ranks) or len({x.shape for x in parts}) > 1:
+            return {}
+        if self.spread(key) <= self.bounds[key]:
+            return {}
+        total = torch.stack(parts).sum(0)
+        return {"sum": total, "mean": total / len(parts)}
+
+    def spread(self, key: str) -> float:
+        """How far a result of a rank is from rank 0's."""
+        first, *rest = self.given[key]
+        return math.inf if first is None else max((error_of(first, x) for x in rest), default=0.0)
+
     def _worst(self, key: str) -> Verdict:
-        right = self.twin[key]
-        verdicts = [self.verdict(key, x, right) for x in self.values[key]]
-        given = self.given(key)
-        if key in LOSSES and len({float(x) for x in given}) > 1:  # each rank reports its part
-            total = torch.stack(given).double().sum().to(right)
-            verdicts.append(min(
-                (self.verdict(key, x, right) for x in (total, total / len(given))),
-                key=lambda v: v.error,
-            ))  # fmt: skip
-            verdicts = [verdicts[-1]] if verdicts[-1].ok else verdicts
-        return max(verdicts, key=lambda v: v.ratio)
+        if key in LOSSES:
+            for x in self.combined(key).values():  # each rank reports its part
+                if (verdict := self.verdict(key, x)).ok:
+                    return verdict
+        return max((self.verdict(key, x) for x in self.given[key]), key=lambda v: v.ratio)
 
-    def factor(self, keys: Sequence[str], part: int | None = None) -> float | None:
-        """The number by which results of the ranks, or of one of them, differ from the twin's.
-
-        A result that all ranks share is cut into as many parts as there are ranks, as FSDP does.
-        """
-        pairs = [pair for key in keys for pair in self._pairs(key, part)]
-        product = sum(float((x.double() * y.double()).sum()) for _, x, y in pairs)
-        square = sum(float(x.double().square().sum()) for _, x, _ in pairs)
+    def factor(self, keys: Sequence[str]) -> float | None:
+        """The number by which all of these results differ from the twin's on every rank."""
+        pairs = [(key, self.twin[key], x) for key in keys for x in self.given[key]]
+        if not all(x is not None and x.shape == y.shape for _, y, x in pairs):
+            return None
+        square = sum(float(y.double().square().sum()) for _, y, _ in pairs)
+        product = sum(float((x.double() * y.double()).sum()) for _, y, x in pairs if x is not None)
         if not square or not product or not math.isfinite(product):
             return None
         factor = product / square
-        near = 1 / round(1 / factor) if 0 < factor < 1 else round(factor)  # ranks, or one by ranks
-        for f in (near, factor):
-            if all(self.verdict(key, y, x, f).ok for key, x, y in pairs):
-                return f
-        return None
-
-    def _pairs(self, key: str, part: int | None) -> list[tuple[str, Tensor, Tensor]]:
-        given, right = self.given(key), self.twin[key]
-        if any(x.shape != right.shape for x in given):
-            return []
-        if part is not None and self.agree(key) and right.ndim:
-            cut = zip(right.chunk(len(self.ranks)), given[0].chunk(len(self.ranks)), strict=True)
-            return [(key, *pair) for pair in [*cut][part : part + 1]]
-        return [(key, right, x) for x in (given if part is None else given[part : part + 1])]
-
-    def agree(self, key: str) -> bool:
-        first, *rest = self.values[key]
-        return first is not None and all(self.verdict(key, x, first).ok for x in rest)
+        near = float(Fraction(factor).limit_denominator(len(self.ranks)))
+        fits = (f for f in (near, factor) if all(self.verdict(key, x, f).ok for key, _, x in pairs))
+        return next(fits, None)
 
 
 def diagnose(
@@ -127,178 +111,124 @@ def diagnose(
 ) -> Diagnosis:
     """Tests hypotheses about what differs between the ranks and the twin.
 
-    The one that leaves no gradient unexplained is taken: what the numbers tell alone, one trial and
-    the numbers after it, or two trials together.
+    The simplest that leaves no gradient unexplained is taken: what the numbers tell alone, one
+    trial and the numbers after it, or two trials together.
     """
-    plain = Comparison(bounds, ranks, twin)
-    result = Diagnosis(len(ranks), plain.differences)
-    if not result.differences:
-        return result
+    plain = Comparison(bounds, twin, ranks)
+    if not plain.differences:
+        return Diagnosis(len(ranks), {})
 
-    def tried(groups: Sequence[Sequence[Trial]]) -> list[tuple[list[Finding], list[str]]]:
-        """Findings of each group of trials together, and results that it leaves unexplained."""
-        explained = []
+    def rerun(changes: Sequence[dict[int, Any]], before: Sequence[Outcome]) -> list[list[Outcome]]:
+        """Outcomes of the ranks, or of the twin, with each of these changes."""
+        changed = [i for i, x in enumerate(changes) if any(x.values())]
+        new = runs([changes[i] for i in changed], len(before)) if changed else []
+        found = dict(zip(changed, new, strict=True))
+        return [found.get(i, [*before]) for i in range(len(changes))]
+
+    def tried(groups: Sequence[Sequence[Trial]]) -> Iterator[tuple[list[Finding], list[str]]]:
         of_ranks = [
             {r: {k: v for t in group for k, v in t.on_ranks.get(r, {}).items()}
              for r in range(len(ranks))} for group in groups
         ]  # fmt: skip
         of_twin = [{0: {k: v for t in group for k, v in t.in_twin.items()}} for group in groups]
-        changed = [i for i, x in enumerate(of_ranks) if any(x.values())]
-        some = dict(zip(changed, runs([of_ranks[i] for i in changed], len(ranks)), strict=True))
-        changed = [i for i, x in enumerate(of_twin) if x[0]]
-        one = dict(zip(changed, runs([of_twin[i] for i in changed], 1), strict=True))
-        for i, group in enumerate(groups):
-            new, (other,) = some.get(i, ranks), one.get(i, [twin])
-            if isinstance(other, Outcome):
-                real = [x for x in new if isinstance(x, Outcome)]
-                found, left = by_numbers(Comparison(bounds, real, other))
-                explained.append(([*(trial.finding for trial in group), *found], left))
-        return explained
+        new = zip(groups, rerun(of_ranks, ranks), rerun(of_twin, [twin]), strict=True)
+        for group, some, (one,) in new:
+            found, left = by_numbers(Comparison(bounds, one, some))
+            if not any(key.startswith("gradient") for key in left):
+                yield [*(trial.finding for trial in group), *found], left
 
-    def best() -> tuple[list[Finding], list[str]] | None:
-        whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
-        return min(whole, key=lambda x: (len(x[1]), len(x[0])), default=None)
-
-    # Ranks that clip their own gradients look like ranks that do not sum.
-    attempts = [x for x in tried([[t] for t in clipping(twin, ranks)]) if len(x[0]) == 1]
-    if not best():
-        attempts.append(numbers := by_numbers(plain))
-    if not best():
-        found = trials(twin, ranks)
-        attempts += tried([[trial] for trial in found])
-    if not best():
-        attempts += tried([*combinations(found, 2)])
-    result.findings, left = best() or numbers
+    findings, left = numbers = by_numbers(plain)
+    attempts, found = [numbers], list[Trial]()
+    for together in (1, 2):
+        if any(key.startswith("gradient") for key in left):
+            found = found or trials(twin, ranks)
+            attempts += tried([*combinations(found, together)])
+            findings, left = min(
+                attempts[1:], key=lambda x: (len(x[1]), len(x[0])), default=numbers
+            )
+    # An evaluation follows from the weights.
     moved = any(key.startswith("weight") for key in plain.differences)
-    known = plain.differences.keys() - ({"evaluation loss"} if moved and best() else set())
-    result.unexplained = [key for key in left if key in known]
-    return result
+    known = plain.differences.keys() - ({"evaluation loss"} if moved else set())
+    return Diagnosis(len(ranks), plain.differences, findings, [key for key in left if key in known])
 
 
 def by_numbers(given: Comparison) -> tuple[list[Finding], list[str]]:
     """Rules that fit results as they are, and the results that none of them explains."""
-    found, left = list[Finding](), dict.fromkeys(given.differences)
+    found, left = list[Finding](), [*given.differences]
     gradients = [key for key in left if key.startswith("gradient")]
     weights = [key for key in left if key.startswith("weight")]
-    for rule in (_no_targets, _not_summed, _scaled):
+    for rule in (_not_summed, _scaled):
         for finding, keys in rule(given, [key for key in gradients if key in left]):
             found.append(finding)
-            left = {key: None for key in left if key not in keys}
+            left = [key for key in left if key not in keys]
     if weights and not gradients:
-        found.append(
-            Finding(
-                "optimizer step",
-                f"gradients agree, but {len(weights)} weights differ after the step: its learning "
-                "rate, its state or the number of its steps differs between ranks",
-                "gradients before the optimizer's step are the twin's on every rank",
-            )
+        text = (
+            f"gradients agree, but {len(weights)} weights differ after the step: its learning "
+            "rate, its state or the number of its steps differs between ranks"
         )
-    # Weights follow from gradients, and the evaluation from weights.
-    left = {key: None for key in left if key not in weights}
-    if weights and found:
-        left.pop("evaluation loss", None)
-    for key in [key for key in LOSSES if key in left]:
-        if reasons := [*_of_loss(given, key)]:
-            found.append(reasons[0])
-            del left[key]
-    return found, [*left]
-
-
-def _no_targets(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
-    unreal = [
-        r for r, run in enumerate(given.ranks)
-        if any(x.loss is not None and not math.isfinite(x.loss) for x in run.trained)
-    ]  # fmt: skip
-    if unreal and all(any(0 in x.counts() for x in given.ranks[r].trained) for r in unreal):
-        finding = Finding(
-            "denominator",
-            f"the loss is divided by each rank's own count of targets, and rank {listed(unreal)} "
-            "has none: 0 / 0; divide by the targets of the whole batch",
-            "the loss is NaN on ranks without targets alone",
-        )
-        yield finding, [*keys, "loss"]
+        tested = "gradients before the optimizer's step are the twin's on every rank"
+        found.append(Finding("optimizer step", text, tested))
+    derived = {*weights, "evaluation loss"} if weights else set()
+    for key in (key for key in LOSSES if key in left and key not in derived):
+        if reason := _of_loss(given, key):
+            found.append(reason)
+            derived.add(key)
+    return found, [key for key in left if key not in derived]
 
 
 def _not_summed(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
-    alone: dict[str, dict[str, float]] = {"sum": {}, "mean": {}}
-    for key in keys:
-        parts, n = given.given(key), len(given.values[key])
-        if n < 2 or len(parts) < n or len({x.shape for x in parts}) > 1 or given.agree(key):
-            continue
-        total = torch.stack([x.double() for x in parts]).sum(0)
-        for op, x in (("sum", total), ("mean", total / n)):
-            if given.verdict(key, x, given.twin[key]).ok:
-                alone[op][key] = max(error_of(parts[0], y) for y in parts)
-                break
-    for op, names in alone.items():
+    for op in ("sum", "mean"):
+        parts = {key: given.combined(key).get(op) for key in keys}
+        names = [key for key, x in parts.items() if x is not None and given.verdict(key, x).ok]
         if names:
-            finding = Finding(
+            largest = max(given.spread(x) for x in names)
+            yield Finding(
                 "gradient sum",
-                f"gradients of {_some(given, [*names])} differ between ranks by up to "
-                f"{max(names.values()):.2g}: they are not summed"
-                f"{' (averaged)' if op == 'mean' else ''} when the optimizer uses them; call "
-                "sync_gradients between backward and step",
+                f"gradients of {_some(given, names)} differ between ranks by up to {largest:.2g}: "
+                f"they are not summed{' (averaged)' if op == 'mean' else ''} when they are clipped "
+                "or the optimizer uses them; call sync_gradients after the last backward",
                 f"the {op} over the ranks is the twin's for each of them",
-            )
-            yield finding, [*names]
+            ), names  # fmt: skip
+            keys = [key for key in keys if key not in names]
 
 
 def _scaled(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
-    factor = given.factor(keys)
-    own = [] if factor else [given.factor(keys, r) for r in range(len(given.ranks))]
-    some, wrapper = _some(given, keys), next((x.wrapper for x in given.ranks if x.wrapper), "")
-    if factor is not None:
-        text = f"gradients of {some} are {fraction(factor)} of the twin's: "
+    if (factor := given.factor(keys)) is not None:
+        text = f"gradients of {_some(given, keys)} are {fraction(factor)} of the twin's: "
         text += (
-            f"{wrapper or 'what sums them'} averages over the sequence's ranks; multiply the loss "
-            f"by {fraction(1 / factor)}, or sum with sync_gradients"
+            "what sums them averages over the sequence's ranks, as DDP and FSDP do; multiply the "
+            f"loss by {fraction(1 / factor)}, or sum with sync_gradients"
             if factor < 1
             else "they are summed more than once, or the loss of the whole batch is counted on "
             f"each rank; divide the loss by {fraction(factor)}, or sum once"
         )
         yield Finding("gradient scale", text, "the factor fits each of them on every rank"), keys
-    elif own and all(own):
-        numbers = ", ".join(f"{fraction(x)} on rank {r}" for r, x in enumerate(own) if x)
-        text = (
-            f"gradients of {some} are other multiples of the twin's on each rank ({numbers}), as "
-            "if clipped or scaled by its own norm: use the norm over all ranks"
-        )
-        yield Finding("clipping", text, "the factor of each rank fits all of them"), keys
 
 
-def _of_loss(given: Comparison, key: str) -> Iterator[Finding]:
-    right, values, n = given.twin[key], given.given(key), len(given.ranks)
-    if not values:
-        yield Finding(key, f"the {key} is on no rank", "no rank returned it")
-        return
-    forwards = [[x for x in run.forwards if x.training == (key == "loss")] for run in given.ranks]
-    counts = [sum(sum(x.counts()) for x in rank) for rank in forwards]
-    totals = [sum(sum(x.totals) for x in rank) for rank in forwards]
-    numbers = f"{listed(sorted({f'{float(x):.6g}' for x in values}))} on {n} ranks, "
-    numbers += f"{float(right):.6g} in one process"
-    own = f"{listed(counts)} targets: add losses and counts, then divide"
-    means = [x / n if n else math.nan for x, n in zip(totals, counts, strict=True)]
-    shares = [sum(counts) / count if count else math.inf for count in counts]
-    predictions = [
-        ("denominator", f"is the mean of the ranks' means ({numbers}), which have {own}",
-         [sum(means) / n] * n),
-        ("denominator", f"is divided by each rank's own count ({numbers}), of {own}",
-         [float(right) * x for x in shares]),
-        (key, f"is {n} of the twin's ({numbers}): it counts each rank", [float(right) * n] * n),
-        (key, f"is 1/{n} of the twin's ({numbers}): it is averaged, though each rank has its part",
-         [float(right) / n] * n),
-    ]  # fmt: skip
-    for contract, text, predicted in predictions:
-        pairs = [*zip(values, predicted, strict=False)]
-        if all(
-            float(x) == y or given.verdict(key, x, right.new_tensor(y)).ok for x, y in pairs
-        ) and any(math.isfinite(y) for y in predicted):
-            yield Finding(contract, f"the {key} {text}", "that number is the reported one")
+def _of_loss(given: Comparison, key: str) -> Finding | None:
+    n, values = len(given.ranks), [x for x in given.given[key] if x is not None]
+    counts = [
+        sum(sum(x.counts()) for x in run.forwards if x.training == (key == "loss"))
+        for run in given.ranks
+    ]
+    own = [sum(counts) / count if count else math.inf for count in counts]
+    for contract, text, factors in (
+        (key, "counts each rank", [n] * n),
+        (key, "is averaged, though each rank has its part", [1 / n] * n),
+        ("denominator", f"is divided by each rank's own count ({listed(counts)} targets)", own),
+    ):
+        pairs = zip(values, factors, strict=False)
+        if values and all(given.verdict(key, x, f).ok for x, f in pairs):
+            numbers = listed(sorted({f"{float(x):.6g}" for x in values}))
+            text = f"the {key} {text}: {numbers} on {n} ranks, {float(given.twin[key]):.6g} in one"
+            return Finding(contract, f"{text} process", "that factor is the one between them")
+    return None
 
 
 def _some(given: Comparison, keys: Sequence[str]) -> str:
     count = sum(key.startswith("gradient") for key in given.twin)
-    names = [key.removeprefix("gradient of ") for key in keys]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    some = f"{'all' if len(names) == count else len(names)} of {count} parameters"
-    return some + ("" if len(names) == count else f" ({', '.join(names[:3])}{more})")
+    if len(keys) == count:
+        return f"all of {count} parameters"
+    names = [key.removeprefix("gradient of ") for key in keys[:3]]
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{len(keys)} of {count} parameters ({', '.join(names)}{more})"

@@ -1,14 +1,16 @@
 """Hypotheses about why ranks differ from their twin, each with the runs that would show it.
 
-A hypothesis is a function that reads what was noted, and yields trials: a finding, and changes of
-the ranks or of the twin that remove the difference if the finding holds. `HYPOTHESES` lists them.
+A hypothesis is a function that reads what was noted, and yields trials: what is wrong, and changes
+of the ranks or of the twin that remove the difference if that is so. `HYPOTHESES` lists them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
-from ring_attn.testing.observe import Change, Forward, Outcome
+from ring_attn.testing.observe import IGNORED, Change, Forward, Outcome
 
 
 @dataclass(frozen=True)
@@ -37,111 +39,102 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trial:
-    """A finding, and the changes that remove the difference if it holds."""
+    """A finding, and changes, by rank or of the twin, that remove the difference if it holds."""
 
     finding: Finding
     on_ranks: Mapping[int, Change] = field(default_factory=dict)
     in_twin: Change = field(default_factory=dict)
 
-    @classmethod
-    def of_twin(cls, contract: str, text: str, what: str, change: Change) -> Trial:
-        return cls(Finding(contract, text, f"the twin {what} has the ranks' gradients"), {}, change)
 
-    @classmethod
-    def of_ranks(cls, contract: str, text: str, what: str, changes: Mapping[int, Change]) -> Trial:
-        return cls(Finding(contract, text, f"with {what} the difference is gone"), changes)
+def _trial(contract: str, text: str, what: str, on_ranks: Any = None, in_twin: Any = None) -> Trial:
+    finding = Finding(contract, text, f"with {what} the difference is gone")
+    return Trial(finding, on_ranks or {}, in_twin or {})
 
 
 class Fed:
-    """The places of each rank's rows among the tokens of the twin."""
+    """What ranks were fed beside the twin, each of whose tokens has a place, counted over its rows.
+
+    Ranks are taken to hold rows by the layout that gives most of their tokens the twin's places.
+    """
 
     def __init__(self, twin: Outcome, ranks: Sequence[Outcome]) -> None:
-        self.forwards = [x for x in twin.trained if x.tokens is not None]
-        self.batches = [x.tokens for x in self.forwards if x.tokens is not None]
-        rows = [row for x in self.batches for row in x]
-        self.starts = [*accumulate(map(len, rows), initial=0)]
-        self.tokens = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-        self.ends = torch.zeros(len(self.tokens), dtype=torch.bool)
-        self.ends[[start - 1 for start in self.starts[1:]]] = True
-        # As long that the tokens of one run are expected less than once by chance in the batch.
-        vocabulary = max(2, len(self.tokens.unique()))
-        self.run = 1 + math.ceil(math.log(max(2, len(self.tokens)), vocabulary))
-        # Rows of the shards of all layouts, of most ranks first.
-        self.shards = [
-            ((name, n), r, layout.position_ids(r) + start)
-            for n in range(len(ranks), 0, -1)
-            for name in (LAYOUTS if n > 1 else LAYOUTS[:1])
-            for start, row in zip(self.starts, rows, strict=False)
-            if len(row) >= n
-            for layout in [SequenceLayout.from_name(name, len(row), n)]
-            for r in range(n)
+        self.twin, self.ranks = twin, ranks
+        self.rows = [row for _, _, tokens in fed_forwards(twin) for row in tokens]
+        self.starts = [*accumulate(map(len, self.rows), initial=0)]
+        self.tokens = torch.cat(self.rows) if self.rows else torch.empty(0, dtype=torch.int64)
+        n = len(ranks)
+        _, self.layout, self.places = min(
+            (
+                self._by_layout(name, order, parts)
+                for parts in range(1, n + 1) if n % parts == 0
+                for name in LAYOUTS
+                for order in ([i % parts for i in range(n)], [i * parts // n for i in range(n)])
+            ),
+            key=lambda x: x[0],
+        )  # fmt: skip
+
+    def _by_layout(
+        self, name: str, order: Sequence[int], parts: int
+    ) -> tuple[float, str, list[tuple[int, int, Forward, Tensor]]]:
+        """How many tokens are wrong or missing by a layout, and the places of each forward's."""
+        found, given, first = [], [torch.empty(0, dtype=torch.int64)], 0
+        for forwards in zip(*map(fed_forwards, self.ranks if self.rows else ()), strict=False):
+            lens = {order[rank]: x.size(1) for rank, (_, _, x) in enumerate(forwards)}
+            layout = SequenceLayout.from_name(name, max(parts, sum(lens.values())), parts)
+            for rank, (at, forward, tokens) in enumerate(forwards):
+                local = layout.position_ids(order[rank])
+                if len(local) != tokens.size(1):
+                    return math.inf, name, []
+                places = [self._place(row, local, first + i) for i, row in enumerate(tokens)]
+                found.append((rank, at, forward, torch.stack(places)))
+                given.append(tokens.flatten())
+            first += len(forwards[0][2])
+        there = torch.cat([given[0], *(x[3].flatten() for x in found)])
+        wrong = int(((there < 0) | (self.tokens[there] != torch.cat(given))).sum())
+        return wrong + len(self.tokens) - len(there[there >= 0].unique()), name, found
+
+    def _place(self, row: Tensor, local: Tensor, index: int) -> Tensor:
+        """Places of a rank's row in that row of the twin whose tokens it has; -1 beyond its end."""
+        there = [
+            torch.where(local < len(x), local + start, -1)
+            for x, start in zip(self.rows, self.starts, strict=False)
         ]
-        self.layout: tuple[str, int] | None = None
-        # Rank, number of its forward, the forward, and (batch, rows) places; -1 for foreign rows.
-        self.places = [
-            (rank, at, x, torch.stack([self._place(row, rank) for row in x.tokens]))
-            for rank, run in enumerate(ranks)
-            for at, x in enumerate(run.forwards)
-            if x.training and x.tokens is not None
+        equal = [(self.tokens[at] == row)[at >= 0] for at in there]
+        return there[
+            max(range(len(there)), key=lambda i: (bool(equal[i].all()), i == index, equal[i].sum()))
         ]
 
-    def _place(self, row: Tensor, rank: int) -> Tensor:
-        for layout, r, at in sorted(self.shards, key=lambda x: (-x[0][1], x[1] != rank % x[0][1])):
-            if len(at) == len(row) and torch.equal(self.tokens[at], row):
-                self.layout = self.layout or layout if r == rank % layout[1] else self.layout
-                return at
-        return self._runs(row)
-
-    def _runs(self, row: Tensor) -> Tensor:
-        """Places of the longest runs of equal tokens, one after another."""
-        lengths = torch.zeros(len(row) + 1, len(self.tokens) + 1, dtype=torch.int64)
-        for i in range(len(row) - 1, -1, -1):
-            lengths[i, :-1] = (self.tokens == row[i]) * (1 + lengths[i + 1, 1:] * ~self.ends)
-        found, i = torch.full((len(row),), -1), 0
-        while i < len(row):
-            n, at = (int(x) for x in lengths[i].max(0))
-            if n >= min(self.run, len(row) - i):
-                found[i : i + n] = torch.arange(at, at + n)
-            i += max(n, 1)
-        return found
-
-    def whole(self, read: Callable[[Forward], Tensor | None]) -> Tensor | None:
+    def whole(self, name: str) -> Tensor | None:
         """A value of each token of the twin, or None if the twin does not tell it."""
-        parts = []
-        for forward, tokens in zip(self.forwards, self.batches, strict=True):
-            x = read(forward)
-            if x is None or x.shape[-1:] != tokens.shape[-1:]:
-                return None
-            parts.append(x.expand(tokens.shape).flatten())
-        return torch.cat(parts) if parts else None
+        parts = [x.values(name) for _, x, _ in fed_forwards(self.twin)]
+        there = [x.flatten() for x in parts if x is not None]
+        return torch.cat(there) if there and len(there) == len(parts) else None
 
-    def expected(self, rank: int, forward: Forward) -> Tensor | None:
-        """Places that the layout of the other ranks gives to this one."""
-        places = [
-            at for layout, r, at in self.shards
-            if layout == self.layout and r == rank % layout[1]
-        ]  # fmt: skip
-        shape = () if forward.tokens is None else forward.tokens.shape
-        return torch.stack(places) if [*shape] == [len(places), *{*map(len, places)}] else None
-
-    def indices(self, place: int) -> int:
-        """The index of a token in its sequence."""
-        return place - max(start for start in self.starts if start <= place)
+    def shown(self, places: Tensor, shift: int = 0) -> str:
+        """Indices of tokens in their sequences, as text."""
+        starts = torch.tensor(self.starts)
+        indices = places - starts[torch.searchsorted(starts, places, right=True) - 1] + shift
+        return listed(indices.unique().tolist())
 
 
-def _weights(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    changed = dict[int, Change]()
-    for rank, run in enumerate(ranks):
-        there = ((name, x, run.start.get(name)) for name, x in twin.start.items())
-        if other := {
-            ("weight", name): x
-            for name, x, y in there
-            if y is not None and y.shape == x.shape and not torch.equal(x, y)
-        }:
-            changed[rank] = other
+def fed_forwards(run: Outcome) -> list[tuple[int, Forward, Tensor]]:
+    """Forwards with gradients whose tokens are known: number, forward, tokens."""
+    known = ((at, x, x.values("tokens")) for at, x in enumerate(run.forwards) if x.training)
+    return [(at, x, tokens) for at, x, tokens in known if tokens is not None]
+
+
+def _weights(fed: Fed) -> Iterator[Trial]:
+    changed = {
+        rank: other
+        for rank, run in enumerate(fed.ranks)
+        if (other := {
+            ("weight", name): x for name, x in fed.twin.start.items()
+            if (y := run.start.get(name)) is not None and y.shape == x.shape and not y.equal(x)
+        })
+    }  # fmt: skip
     if changed:
-        _, name = next(iter(next(iter(changed.values()))))
-        yield Trial.of_ranks(
+        name = next(iter(next(iter(changed.values()))))[1]
+        yield _trial(
             "initial weights",
             f"weights of rank {listed(changed)} differ from the twin's at the first forward "
             f"({name} and others): make the model from one seed on every rank, or broadcast it",
@@ -149,233 +142,203 @@ def _weights(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Tria
         )  # fmt: skip
 
 
-def _batch(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    targets, count = fed.whole(Forward.target), 0
-    changed = dict[int, dict[Any, Any]]()
-    for rank, at, forward, places in fed.places:
-        if foreign := int((places < 0).sum()):
-            count += foreign
-            change = changed.setdefault(rank, {})
-            if (right := fed.expected(rank, forward)) is not None:
-                change["input", at, "input_ids"] = fed.tokens[right]
-                if targets is not None:
-                    change["targets", at] = targets[right]
-    if changed:
-        yield Trial.of_ranks(
-            "batch",
-            f"rank {listed(changed)} was fed {count} tokens that are not in the twin's batch: what "
-            "draws a batch must be the same on all ranks of a sequence, and the batch of one "
-            "process must be that of all ranks together",
-            "the twin's tokens", changed,
-        )  # fmt: skip
+# What a forward is fed: the contract, its name in texts, and what to do.
+FED = {
+    "tokens": (
+        "batch", "tokens", "what draws a batch must be the same on all ranks of a sequence, and "
+        "the batch of one process must be that of all ranks together",
+    ),
+    "positions": (
+        "positions", "position_ids",
+        "give layout.position_ids(rank), or let shard_batch cut the batch",
+    ),
+}  # fmt: skip
 
 
-def _positions(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    whole = fed.whole(lambda x: x.inputs.get("position_ids"))
-    changed, where = dict[int, dict[Any, Any]](), ""
-    for rank, at, forward, places in fed.places:
-        given = forward.inputs.get("position_ids")
-        if whole is None or given is None or given.shape[-1] != places.shape[-1]:
-            continue
-        right = whole[places]
-        wrong = (given != right) & (places >= 0)
-        if bool(wrong.any()):
-            changed.setdefault(rank, {})["input", at, "position_ids"] = (
-                right[: given.shape[0] if given.ndim > 1 else 1]
+def _inputs(fed: Fed) -> Iterator[Trial]:
+    labels = fed.whole("targets")
+    for name, (contract, called, advice) in FED.items():
+        whole, where = fed.whole(name), ""
+        changed = defaultdict[int, dict[Any, Any]](dict)
+        for rank, at, forward, places in fed.places:
+            given = forward.values(name)
+            if whole is None or given is None:
+                continue
+            right = torch.where(places < 0, given, whole[places])
+            if len(wrong := (given != right).nonzero()):
+                row = tuple(wrong[0].tolist())
+                where = where or (
+                    f"row {row[-1]} of rank {rank} has {int(given[row])}, the twin "
+                    f"{int(right[row])} there"
+                )
+                changed[rank][at, name] = right.flatten()[: forward.fed[name].numel()]
+                if name == "tokens" and labels is not None:
+                    changed[rank][at, "targets"] = labels[places]
+        if changed:
+            yield _trial(
+                contract,
+                f"{called} of rank {listed(changed)} are not the twin's: {where}; {advice}",
+                f"the {called} of the twin", changed,
             )  # fmt: skip
-            row = tuple(wrong.nonzero()[0].tolist())
-            where = where or (
-                f"position_ids {'restart' if int(given.min()) == 0 else 'are wrong'} on rank "
-                f"{rank}: its row {row[-1]} has position {int(given.expand(places.shape)[row])}, "
-                f"but stands at {int(right[row])}"
-            )
-    if changed:
-        yield Trial.of_ranks(
-            "positions",
-            f"{where}; give layout.position_ids(rank), or let shard_batch cut the batch",
-            "the positions of the twin", changed,
-        )  # fmt: skip
 
 
-def _labels(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    right = fed.whole(Forward.target)
-    if right is None:
+def _labels(fed: Fed) -> Iterator[Trial]:
+    right = fed.whole("targets")
+    if right is None or any(x.values("targets") is None for _, _, x, _ in fed.places):
         return
-    ignored = twin.trained[0].ignored
-    got, seen = torch.full_like(right, ignored), torch.zeros_like(right, dtype=torch.bool)
-    ends = set[int]()
+    got, seen = torch.full_like(right, IGNORED), torch.zeros_like(right, dtype=torch.bool)
+    ends = seen.clone()
     for _, _, forward, places in fed.places:
-        if (target := forward.target()) is None:
-            return
-        real = places >= 0
-        got[places[real]] = torch.where(target == forward.ignored, ignored, target)[real]
-        seen[places[real]] = True
-        after = F.pad(places[:, 1:], (0, 1), value=-1)
-        ends |= {*places[after != places + 1].tolist()}
-    wrong = (got != right).nonzero().flatten()
-    if not len(wrong):
-        return
-    contract, numbers = "labels", listed(sorted({fed.indices(x) + 1 for x in wrong.tolist()}))
-    if not bool(seen.all()):
-        contract = "tokens"
-        lost = {fed.indices(x) for x in (~seen).nonzero().flatten().tolist()}
-        text = (
-            f"tokens {listed(sorted(lost))} are on no rank, nor are their labels: cut any length "
-            "by a layout (shard_batch), or pad, rather than drop what the ranks do not divide"
-        )
-    elif bool((right[wrong] == ignored).all()):
-        text = (
-            f"labels {numbers} are targets on the ranks alone: rows that are padded, masked or the "
-            "last of a document must have the label -100 there too"
-        )
-    elif {*wrong.tolist()} <= ends:
-        text = (
-            f"labels {numbers} are missing or of other rows: shifted after cutting, which loses "
-            "the label of the last row of a segment; shift first, then cut (shard_batch)"
-        )
-    elif bool((got[wrong] == torch.roll(right, -1)[wrong]).double().mean() > 0.5):
-        text = (
-            f"{len(wrong)} labels are those of the next token but one: they are shifted twice, "
-            "before cutting and in the loss; give shift_labels, or a loss that does not shift"
-        )
-    else:
-        text = (
-            f"labels {numbers} are not the next tokens: cut labels by the layout of the tokens, "
-            "shifted first (shard_batch)"
-        )
-    parts, change, recounted = got.split([*map(torch.numel, fed.batches)]), {}, {}
-    ratio = int((right != ignored).sum()) / max(1, int((got != ignored).sum()))
-    for at, forward in enumerate(twin.forwards):
-        for tokens, part in zip(fed.batches, parts, strict=True):
-            if forward.tokens is not None and torch.equal(forward.tokens, tokens):
-                new = part.view(tokens.shape)
-                short = forward.targets and forward.targets[0].numel() < part.numel()
-                change["targets", at] = new[:, :-1] if short else new
-                recounted["factor", at, 0] = ratio
-    for changes in (change, change | recounted):  # the twin's loss counts the labels, or does not
-        yield Trial.of_twin(contract, text, "with the ranks' labels", changes)
+        target, real = forward.values("targets"), places >= 0
+        assert target is not None
+        got[places[real]], seen[places[real]] = target[real], True
+        ends[places[F.pad(places[:, 1:], (0, 1), value=-1) != places + 1]] = True
+    wrong, next_but_one = got != right, right.roll(-1)
+    twice = (got == next_but_one) | (got == IGNORED) | ends
+    names = fed.shown(wrong.nonzero().flatten(), 1)
+    # The first that holds: whether it does, the contract, and the text.
+    texts = (
+        (not seen.all(), "tokens",
+         f"tokens {fed.shown((~seen).nonzero().flatten())} are on no rank, nor are their labels: "
+         "cut any length by a layout (shard_batch), or pad, rather than drop what the ranks do not "
+         "divide"),
+        ((right[wrong] == IGNORED).all(), "labels",
+         f"labels {names} are targets on the ranks alone: rows that are padded, masked or the last "
+         "of a document must have the label -100 there too"),
+        (ends[wrong].all(), "labels",
+         f"labels {names} are missing or of other rows: shifted after cutting, which loses the "
+         "label of the last row of a segment; shift first, then cut (shard_batch)"),
+        (twice[wrong].all() and (got == next_but_one)[wrong].any(), "labels",
+         f"labels {names} are those of the next token but one: they are shifted twice, before "
+         "cutting and in the loss; give shift_labels, or a loss that does not shift"),
+        (True, "labels",
+         f"labels {names} are not the next tokens: cut labels by the layout of the tokens, shifted "
+         "first (shard_batch)"),
+    )  # fmt: skip
+    contract, text = next(x[1:] for x in texts if x[0])
+    # The twin's loss divides by the number of its labels, or by another number.
+    ratio = int((right != IGNORED).sum()) / max(1, int((got != IGNORED).sum()))
+    change, recounted = dict[Any, Any](), dict[Any, Any]()
+    batches = [tokens for _, _, tokens in fed_forwards(fed.twin)]
+    for tokens, part in zip(batches, got.split([*map(torch.numel, batches)]), strict=True):
+        for at, forward in enumerate(fed.twin.forwards):  # an evaluation may have the same batch
+            if (x := forward.values("tokens")) is not None and x.equal(tokens):
+                short = (
+                    sum(map(torch.numel, forward.targets)) < part.numel()
+                )  # the model shifts labels itself
+                change[at, "targets"] = part.view(tokens.shape)[:, :-1] if short else part
+                recounted[at, 0] = ratio
+    for in_twin in (change, change | recounted):
+        yield _trial(contract, text, "the ranks' labels in the twin", in_twin=in_twin)
 
 
-def _denominators(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    """Own counts of all cross-entropies of a forward, or of one; a factor of one of several."""
-    counts = [[x.counts() for x in run.trained] for run in ranks]
-    shapes = {tuple(map(len, x)) for x in counts}
-    if len(shapes) > 1 or not (shape := shapes.pop()) or not (most := max(shape)):
+def _denominators(fed: Fed) -> Iterator[Trial]:
+    """Own counts of all cross-entropies, in training or evaluation, or of one; a factor of one."""
+    runs, n = [run.forwards for run in fed.ranks], len(fed.ranks)
+    counts = [
+        {(at, i): x for at, one in enumerate(run) for i, x in enumerate(one.counts())}
+        for run in runs
+    ]
+    if len({tuple(x) for x in counts}) > 1:
         return
-    for chosen in ([*range(most)], *([i] for i in range(most if most > 1 else 0))):
-        name = "the loss" if len(chosen) == most else f"cross-entropy {chosen[0]} of {most}"
-        own = dict[int, dict[Any, Any]]()
-        for rank, run in enumerate(ranks):
-            at = [i for i, x in enumerate(run.forwards) if x.training]
-            own[rank] = {
-                ("factor", at[j], i): counts[rank][j][i] * len(ranks) / total
-                for j, n in enumerate(shape)
-                for i in chosen
-                if i < n and (total := sum(x[j][i] for x in counts))
-            }
-        numbers = [sum(one[i] for one in x for i in chosen if i < len(one)) for x in counts]
-        if len({*numbers}) > 1:
-            given = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(numbers))
-            yield Trial.of_ranks(
+    losses = max((i for _, i in counts[0]), default=-1) + 1
+    training = [key for key in counts[0] if runs[0][key[0]].training]
+    chosen = [("the loss", training)]
+    chosen.append(("the evaluation loss", [key for key in counts[0] if key not in training]))
+    if losses > 1:
+        chosen += [(f"cross-entropy {i} of {losses}", [key for key in training if key[1] == i])
+                   for i in range(losses)]  # fmt: skip
+    for text, keys in chosen:
+        totals = [sum(x[k] for k in keys) for x in counts]
+        if len({*totals}) > 1:
+            own = [{k: x[k] * n / (sum(y[k] for y in counts) or 1) for k in keys} for x in counts]
+            given = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(totals))
+            yield _trial(
                 "denominator",
-                f"{name} is divided by each rank's own count of targets ({given}): divide by the "
+                f"{text} is divided by each rank's own count of targets ({given}): divide by the "
                 "targets of the whole batch",
-                "losses weighted by their counts", own,
+                "losses weighted by their counts", dict(enumerate(own)),
             )  # fmt: skip
-        for factor in (len(ranks), 1 / len(ranks)) if len(chosen) < most else ():
-            yield Trial.of_ranks(
+        for factor in (n, 1 / n) if text.startswith("cross") else ():
+            yield _trial(
                 "gradient scale",
-                f"{name} is {fraction(1 / factor)} of the twin's, unlike the others: each rank has "
+                f"{text} is {fraction(1 / factor)} of the twin's, unlike the others: each rank has "
                 "its part of one mean, so all parts of a loss take the same factor",
                 f"it multiplied by {fraction(factor)}",
-                {rank: dict.fromkeys(x, factor) for rank, x in own.items()},
+                dict.fromkeys(range(n), dict.fromkeys(keys, factor)),
             )  # fmt: skip
 
 
-def _accumulation(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    last, *rest = [
-        {("backward", at): 0.0 for at, x in enumerate(run.forwards) if x.loss is not None}
-        for run in (twin, *ranks)
-    ]
-    if min(map(len, (last, *rest))) > 1:
-        for change in (last, *rest):
-            change.popitem()
-        yield Trial(
-            Finding(
-                "accumulation",
-                f"gradients of {len(last)} micro-batches before the last do not count once: sum "
-                "over the ranks once, after the last, and clear gradients only before the first",
-                "with the last micro-batch alone the difference is gone",
-            ),
-            dict(enumerate(rest)), last,
+def _accumulation(fed: Fed) -> Iterator[Trial]:
+    def but_last(run: Outcome) -> Change:
+        training = [at for at, x in enumerate(run.forwards) if x.training and x.targets]
+        return {(at, i): 0.0 for at in training[:-1] for i in range(len(run.forwards[at].targets))}
+
+    if in_twin := but_last(fed.twin):
+        yield _trial(
+            "accumulation",
+            "gradients of micro-batches before the last do not count once: sum over the ranks "
+            "once, after the last, and clear gradients only before the first",
+            "the last micro-batch alone",
+            {rank: but_last(run) for rank, run in enumerate(fed.ranks)}, in_twin,
         )  # fmt: skip
 
 
-def _mask(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    yield Trial.of_twin(
-        "mask",
-        "the mask, or the documents' boundaries, are not seen by the attention of the ranks: give "
-        "attention_mask or cu_seqlens of the whole sequence to attention on each rank",
-        "without them", {("causal",): True},
-    )  # fmt: skip
-
-
-def _attention(fed: Fed, twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
+def _attention(fed: Fed) -> Iterator[Trial]:
+    """What attention of the ranks sees, as a mask of the twin's: the twin has their gradients."""
+    length = len(fed.rows[0]) if fed.rows else 0
+    for seen in (torch.ones(length, length).tril(), torch.ones(length, length)):
+        yield _trial(
+            "mask",
+            "the mask, or the documents' boundaries, are not seen by the attention of the ranks: "
+            "give attention_mask or cu_seqlens of the whole sequence to attention on each rank",
+            "a twin without them", in_twin={("seen",): seen.bool()},
+        )  # fmt: skip
     first = {rank: places[0] for rank, _, _, places in reversed(fed.places)}
-    rows = [first[rank] for rank in sorted(first)]
-    if len(rows) < 2 or sorted(torch.cat(rows).tolist()) != [*range(fed.starts[1])]:
+    held = [first[rank] for rank in sorted(first)]
+    places, lens = torch.cat([*held, torch.empty(0)]).long(), tuple(map(len, held))
+    if len(held) < 2 or not places.sort()[0].equal(torch.arange(length)):
         return
-    yield Trial.of_twin(
+
+    def by_order(values: Tensor) -> Tensor:
+        at = values[places.argsort()]
+        return at[:, None] >= at
+
+    owner = torch.arange(len(held)).repeat_interleave(torch.tensor(lens))[places.argsort()]
+    yield _trial(
         "attention",
         "attention sees only the rows of its own rank: make it ring_attention, or see that the "
         "model's attention function is the one that was replaced",
-        "whose attention is cut into the ranks' rows", {("rows",): rows},
+        "attention of the twin cut into the ranks' rows",
+        in_twin={("seen",): by_order(torch.arange(length)) & (owner[:, None] == owner)},
     )  # fmt: skip
-    given, whole = (fed.layout or ("otherwise",))[0], torch.cat(rows)
     for name in LAYOUTS:
-        layout = SequenceLayout.from_name(name, len(whole), len(rows))
-        taken = torch.cat([layout.position_ids(r) for r in range(len(rows))])
-        if name != given and layout.shard_lens == tuple(map(len, rows)):
-            yield Trial.of_twin(
+        layout = SequenceLayout.from_name(name, length, len(held))
+        taken = torch.cat([layout.position_ids(rank) for rank in range(len(held))])
+        if layout.shard_lens == lens and not taken.equal(places):
+            yield _trial(
                 "layout",
-                f"attention takes the rows for {name}, but they are cut {given}: give it the "
+                f"attention takes the rows for {name}, but they are cut {fed.layout}: give it the "
                 "layout of the batch",
-                "whose attention takes the rows so", {("rows",): [whole[taken.argsort()]]},
+                "rows taken so in the twin", in_twin={("seen",): by_order(taken)},
             )  # fmt: skip
 
 
-def clipping(twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    norms = [run.norms for run in (twin, *ranks)]
-    if all(norms):
-        numbers = ", ".join(f"{x[0]:.4g} on rank {r}" for r, x in enumerate(norms[1:]))
-        yield Trial(
-            Finding(
-                "clipping",
-                f"gradients are clipped by another norm than the twin's ({numbers}; twin "
-                f"{norms[0][0]:.4g}): sum them first, and clip by the norm of all",
-                "without clipping on either side the difference is gone",
-            ),
-            dict.fromkeys(range(len(ranks)), {("unclipped",): True}), {("unclipped",): True},
-        )  # fmt: skip
-
-
-HYPOTHESES = (
-    _weights, _batch, _positions, _labels, _denominators, _accumulation, _mask, _attention
-)  # fmt: skip
+HYPOTHESES = (_weights, _inputs, _labels, _denominators, _accumulation, _attention)
 
 
 def trials(twin: Outcome, ranks: Sequence[Outcome]) -> list[Trial]:
     fed = Fed(twin, ranks)
-    return [trial for made in HYPOTHESES for trial in made(fed, twin, ranks)]
+    return [trial for made in HYPOTHESES for trial in made(fed)]
 
 
 def fraction(x: float) -> str:
-    """A factor as text: 1/n where that is it to the digits that are shown."""
-    inverse = f"{1 / x:.4g}" if x else ""
-    return f"1/{inverse}" if x < 1 and inverse.isdigit() else f"{x:.4g}"
+    """A factor as text: a fraction of small numbers where it is one."""
+    near = Fraction(x).limit_denominator(64)
+    return str(near) if float(near) == x else f"{x:.4g}"
 
 
-def listed(numbers: Any) -> str:
+def listed(numbers: Iterable[object]) -> str:
     """Numbers as text, at most eight."""
-    numbers = [*numbers]
-    return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
+    texts = [*map(str, numbers)]
+    return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

@@ -1,8 +1,8 @@
 """Runs a training step of a user on a rank, and notes what goes into it and comes out of it.
 
-The step runs as written. Noted are: what modules and embeddings are called with, the targets of
-`F.cross_entropy`, the losses whose backward runs, gradients before they are clipped or used, and
-what the step returns. A `Change` replaces some of it, to test a hypothesis about its effect.
+The step runs as written. Noted are: the tokens and positions that a forward is fed, the targets of
+`F.cross_entropy`, weights at the first forward, gradients before they are clipped or used, and what
+the step returns. A `Change` replaces some of it, to test a hypothesis about its effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -36,86 +36,71 @@ from ring_attn.torch_private import TorchDispatchMode
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Operators that do not round. Their results stay as they are in a run with noise.
-EXACT = {
-    "masked_fill", "where", "fill", "copy", "clone", "cat", "stack", "gather", "index",
-    "index_select", "embedding", "constant_pad_nd", "tril", "triu", "clamp", "neg", "abs", "relu",
-    "max", "min", "maximum", "minimum", "sort", "slice_backward", "select_backward", "new_full",
-    "full_like", "zeros_like", "ones_like", "roll", "flip", "sign", "isfinite", "repeat",
-    "split_with_sizes_copy", "native_dropout", "amax", "amin",
-}  # fmt: skip
-
+# The target that does not count, in notes and changes.
+IGNORED = -100
 
 # How one run on one rank differs from the step as it is written. The keys:
-#   "seed"; "noise"           seeds of the random generators; of random roundings of every result
-#   "input", forward, name    what modules and embeddings get instead
-#   "targets", forward        the targets of its cross-entropies
-#   "factor", forward, i      a factor of its i-th cross-entropy; "backward", forward: of its loss
-#   "rows"                    rows that attention sees only among themselves, as a list of tensors
-#   "causal"                  attention drops every mask but the causal one
-#   "weight", name            a parameter's values at the first forward
-#   "unclipped"               gradients are not clipped
+#   "seed"; "noise"   seeds of the random generators; of random roundings of every result
+#   forward, name     what it is fed instead of its "tokens" or "positions", or its "targets"
+#   forward, i        a factor of its i-th cross-entropy
+#   "weight", name    a parameter's values at the first forward
+#   "seen"            (rows, rows), which of them attention sees, whatever its mask
 Change = Mapping[tuple[Any, ...], Any]
 
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of the model: what it was fed, and the loss that followed.
+    """One forward of the model.
 
     Attributes:
-        tokens: (batch, rows), or None where no embedding ran.
-        inputs: other integer or boolean tensors that modules were called with, by name.
-        targets: of each cross-entropy, in order, flat.
-        ignored: the target that does not count.
-        totals: the sum of each cross-entropy.
-        loss: what the backward began with; None without a backward.
+        fed: its first "tokens" and "positions".
+        targets: of each cross-entropy, in order, flat; IGNORED where they do not count.
     """
 
-    tokens: Tensor | None
-    inputs: dict[str, Tensor]
     training: bool
+    fed: dict[str, Tensor] = field(default_factory=dict)
     targets: list[Tensor] = field(default_factory=list)
-    ignored: int = -100
-    totals: list[float] = field(default_factory=list)
-    loss: float | None = None
 
-    def target(self) -> Tensor | None:
-        """Targets of the rows, (batch, rows), if the loss tells one for each.
+    @property
+    def tokens(self) -> Tensor | None:
+        """(batch, rows), or None where no embedding ran."""
+        x = self.fed.get("tokens")
+        return None if x is None else x.view(-1, x.size(-1))
 
-        A model that shifts labels itself has no target for the last row, which gets `ignored`.
+    def values(self, name: str) -> Tensor | None:
+        """Tokens, positions or targets of the rows, (batch, rows), if there is one for each.
+
+        A model that shifts labels itself has no target for the last row, which gets IGNORED.
         """
-        if self.tokens is None or not self.targets:
+        if self.tokens is None:
             return None
-        batch, rows = self.tokens.shape
-        for flat in (self.targets[0], torch.cat(self.targets)):
-            if flat.numel() == batch * rows:
-                return flat.view(batch, rows)
-            if flat.numel() == batch * (rows - 1):
-                return F.pad(flat.view(batch, rows - 1), (0, 1), value=self.ignored)
+        batch, rows = shape = self.tokens.shape
+        if name != "targets":
+            x = self.fed.get(name)
+            fits = x is not None and x.ndim < 3 and x.size(-1) == rows
+            return x.expand(shape) if x is not None and fits else None
+        for flat in (self.targets[:1], self.targets):
+            if (count := sum(map(torch.numel, flat))) == batch * rows:
+                return torch.cat(flat).view(shape)
+            if flat and count == batch * (rows - 1):
+                return F.pad(torch.cat(flat).view(batch, -1), (0, 1), value=IGNORED)
         return None
 
     def counts(self) -> list[int]:
         """Numbers of targets of each cross-entropy."""
-        return [int((x != self.ignored).sum()) for x in self.targets]
+        return [int((x != IGNORED).sum()) for x in self.targets]
 
 
 @dataclass
 class Outcome:
-    """The notes of a run of the step on one rank."""
+    """What a run of the step noted on one rank; `memory` is its peak in bytes."""
 
     forwards: list[Forward]
     losses: dict[str, Tensor]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     start: dict[str, Tensor]
-    norms: list[float]
-    wrapper: str
-    dropout: bool
     memory: int
-
-    @property
-    def trained(self) -> list[Forward]:
-        return [forward for forward in self.forwards if forward.training]
 
 
 def find(step: str) -> tuple[Path, str]:
@@ -139,8 +124,7 @@ def load(step: bytes | str) -> Callable[[], Any]:
     sys.path.insert(0, str(path.parent))
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found: Callable[[], Any] | None = getattr(module, name, None)
-    if not callable(found):
+    if not callable(found := getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name!r}")
     return found
 
@@ -152,20 +136,20 @@ def run_step(
     folder: str,
     limit: int,
     tiny: bool = False,
-) -> list[Outcome | str]:
-    """Notes of this rank in each run, or its error; a run has changes by rank.
+) -> list[Outcome]:
+    """What this rank notes in each run; a run has changes by rank.
 
     Args:
         seconds: after them this rank ends, with its stack in a file of its number in `folder`.
         limit: bytes of memory that the process may use; 0 for no limit.
         tiny: whether models of transformers are shrunk.
     """
-    rank = dist.get_rank()
+    rank, outcomes = dist.get_rank(), []
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with (Path(folder) / str(rank)).open("w") as file, tiny_models() if tiny else nullcontext():
         faulthandler.dump_traceback_later(seconds, file=file, exit=True)
-        function, outcomes = load(step), list[Outcome | str]()
+        function = load(step)
         for changes in runs:
             change = changes.get(rank, {})
             seed = change.get(("seed",), 0)
@@ -173,12 +157,7 @@ def run_step(
             random.seed(seed)
             if (numpy := sys.modules.get("numpy")) is not None:
                 numpy.random.seed(seed)
-            try:
-                outcomes.append(_Watch(change).run(function))
-            except Exception as error:
-                if not change or dist.get_world_size() > 1:
-                    raise
-                outcomes.append(str(error))
+            outcomes.append(_Watch(change).run(function))
         faulthandler.cancel_dump_traceback_later()
     return outcomes
 
@@ -190,183 +169,132 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.change = change
         self.forwards: list[Forward] = []
-        self.inputs: dict[str, Tensor] = {}
+        self.now = Forward(True)  # of the outermost module; listed once it has tokens
         self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.start: dict[str, Tensor] = {}
-        self.norms: list[float] = []
-        self.wrapper = ""
-        self.dropout = False
         self.depth = 0
-        self.begun = False  # whether the outermost module that runs has its forward noted
         self.quiet = False  # during a backward, whose recomputation is changed, but not noted
 
     def run(self, step: Callable[[], Any]) -> Outcome:
-        original, clip = nn.Module.__call__, nn.utils.clip_grad_norm_
+        call, clip = nn.Module.__call__, nn.utils.clip_grad_norm_
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                return original(module, *args, **kwargs)
-            return self._module(original, module, args, kwargs)
+                return call(module, *args, **kwargs)
+            return self._module(call, module, [*args], kwargs)
 
         def clipped(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if ("unclipped",) in self.change:
-                return torch.zeros(())
+            given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
             self._keep(given)
-            norm = clip(given, *args, **kwargs)
-            self.norms.append(float(_local(norm)))
-            return norm
+            return clip(given, *args, **kwargs)
 
         def stepped(optimizer: Any, *_: Any) -> None:
             self._keep(x for group in optimizer.param_groups for x in group["params"])
 
+        seed = self.change.get(("noise",))
         hook = register_optimizer_step_pre_hook(stepped)
         try:
-            with ExitStack() as stack:
-                for owner in (nn.utils, nn.utils.clip_grad):
-                    patched = mock.patch.object(owner, "clip_grad_norm_", clipped)
-                    stack.enter_context(patched)
-                stack.enter_context(mock.patch.object(nn.Module, "__call__", called))
-                if ("causal",) in self.change:
-                    stack.enter_context(mock.patch.object(ops, "attend", _one_document))
-                if (noise := self.change.get(("noise",))) is not None:
-                    stack.enter_context(_Noise(noise))
-                stack.enter_context(self)
+            with (
+                mock.patch.object(nn.utils, "clip_grad_norm_", clipped),
+                mock.patch.object(nn.utils.clip_grad, "clip_grad_norm_", clipped),
+                mock.patch.object(nn.Module, "__call__", called),
+                mock.patch.object(ops, "attend", self._attend),
+                nullcontext() if seed is None else _Noise(seed),
+                self,
+            ):
                 returned = step()
         finally:
             hook.remove()
         return self._outcome(returned)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.backward, torch.autograd.backward):
+            self.quiet = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self.quiet = False
         if torch.compiler.is_compiling() or func not in WATCHED:
-            return func(*args, **kwargs)
-        return WATCHED[func](self, *args, **kwargs)
-
-    @property
-    def at(self) -> int:
-        """The number of the forward that runs."""
-        return len(self.forwards) - (self.begun or self.quiet or not self.depth)
-
-    def _begin(self, tokens: Tensor) -> None:
-        if not self.begun and not self.quiet:
-            self.begun = self.depth > 0
-            tokens = _local(tokens).detach().clone()
-            tokens = tokens.view(-1, tokens.size(-1))
-            self.forwards.append(Forward(tokens, self.inputs, torch.is_grad_enabled()))
+            return func(*args, **(kwargs or {}))
+        return WATCHED[func](self, *args, **(kwargs or {}))
 
     def _module(
-        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, call: Callable[..., Any], module: nn.Module, args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         if self.depth == 0 and not self.quiet:
-            self.inputs, self.begun = {}, False
+            self.now = Forward(torch.is_grad_enabled())
             if not self.start:
                 self._note_start(module)
-        self.dropout |= isinstance(module, nn.Dropout) and module.training and module.p > 0
+        name, names = "position_ids", _parameters(type(module).forward)
+        if name in kwargs:
+            kwargs[name] = self._fed("positions", kwargs[name])
+        elif name in names[: len(args)]:
+            args[names.index(name)] = self._fed("positions", args[names.index(name)])
+        # A function mode is off in a backward.
+        recomputed = self if self.quiet and self.depth == 0 else nullcontext()
         self.depth += 1
         try:
-            args, kwargs = self._arguments(module, args, kwargs)
-            result = call(module, *args, **kwargs)
-            if self.depth == 1 and (tokens := self.inputs.get("input_ids")) is not None:
-                self._begin(tokens)
-            return result
+            with recomputed:
+                return call(module, *args, **kwargs)
         finally:
             self.depth -= 1
-            self.begun &= self.depth > 0
 
-    def _arguments(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        try:
-            bound = _signature(type(module).forward).bind(module, *args, **kwargs)
-        except TypeError:
-            return args, kwargs  # the call itself says what is wrong
-        changed = dict[int, Any]()
-        for name, x in bound.arguments.items():
-            for key, value in (x if isinstance(x, dict) else {name: x}).items():
-                if (new := self._input(key, value)) is not value:
-                    changed[id(value)] = new
-        args = tuple(changed.get(id(x), x) for x in args)
-        return args, {name: changed.get(id(x), x) for name, x in kwargs.items()}
-
-    def _input(self, name: str, x: Any) -> Any:
-        """Notes an input at its first use, or returns what replaces it."""
-        if not isinstance(x, Tensor) or (x.is_floating_point() and "mask" not in name):
+    def _fed(self, name: str, x: Any) -> Any:
+        """Notes what a forward is fed at its first use, or returns what replaces it."""
+        if not isinstance(x, Tensor):
             return x
-        if not self.quiet and name not in self.inputs:
-            self.inputs[name] = _local(x).detach().clone()
-        new = self.change.get(("input", self.at, name))
+        self.now.fed.setdefault(name, _local(x).detach().clone())
+        at = len(self.forwards) - (self.quiet or "tokens" in self.now.fed)
+        new = self.change.get((at, name))
         return x if new is None or new.numel() != x.numel() else new.view_as(x).to(x.dtype)
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        tokens = self.inputs.get("input_ids", input)
-        first = not self.begun or tokens is input
-        if first:
-            input = self._input("input_ids", input)
-            self._begin(tokens)
-        elif input.shape[-1] == tokens.shape[-1] and not torch.equal(_local(input), tokens):
-            input = self._input("position_ids", input)
+        if self.depth == 0 and not self.quiet:
+            self.now = Forward(torch.is_grad_enabled())
+        tokens = self.now.fed.get("tokens")
+        if tokens is None and not self.quiet:
+            self.forwards.append(self.now)
+        if tokens is None or torch.equal(_local(input), tokens):
+            input = self._fed("tokens", input)
+        elif input.shape[-1] == tokens.shape[-1]:
+            input = self._fed("positions", input)
         return F.embedding(input, weight, *args, **kwargs)
 
     def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
         bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        logits, target, ignored = given["input"], given["target"], given["ignore_index"]
+        target = bound.arguments["target"]
         if self.quiet or target.is_floating_point():
             return F.cross_entropy(*args, **kwargs)
-        at = max(self.at, 0)
-        if not self.forwards:
-            self.forwards.append(Forward(None, {}, torch.is_grad_enabled()))
-        forward = self.forwards[-1]
-        if (new := self.change.get(("targets", at))) is not None and new.numel() == target.numel():
-            given["target"] = target = new.view_as(target)
-        factor = self.change.get(("factor", at, len(forward.targets)))
-        forward.targets.append(_local(target).detach().flatten().clone())
-        forward.ignored = ignored
-        with torch.no_grad():
-            total = F.cross_entropy(logits, target, ignore_index=ignored, reduction="sum")
-        forward.totals.append(float(_local(total)))
+        self.forwards = self.forwards or [Forward(torch.is_grad_enabled())]
+        at, forward = len(self.forwards) - 1, self.forwards[-1]
+        ignored, new = bound.arguments["ignore_index"], self.change.get((at, "targets"))
+        if new is not None and new.numel() == target.numel():
+            target = new.view_as(target).masked_fill(new.view_as(target) == IGNORED, ignored)
+            bound.arguments["target"] = target
+        factor = self.change.get((at, len(forward.targets)), 1.0)
+        noted = _local(target).detach().flatten()
+        forward.targets.append(noted.masked_fill(noted == ignored, IGNORED))
         loss = F.cross_entropy(*bound.args, **bound.kwargs)
-        return loss if factor is None else loss * factor
+        return loss * factor if factor else loss.nan_to_num() * 0.0  # NaN is the mean of nothing
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attend, rows = F.scaled_dot_product_attention, self.change.get(("rows",), ())
-        mask = args[0] if args else kwargs.pop("attn_mask", None)
-        if ("causal",) in self.change and mask is not None:
-            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-            # Rows of padding may see all: so the mask is causal if it hides most of what is ahead.
-            ahead = torch.ones_like(seen).triu(1)
-            kwargs["is_causal"] = bool(2 * (seen & ahead).sum() < ahead.sum())
-            mask = None
-        if not rows or sum(map(len, rows)) != q.size(-2) or k.size(-2) != q.size(-2):
-            return attend(q, k, v, mask, *args[1:], **kwargs)
-        parts = []
-        for at in rows:
-            local = mask if mask is None else mask[..., at, :][..., at]
-            cut = (q[..., at, :], k[..., at, :], v[..., at, :], local)
-            parts.append(attend(*cut, *args[1:], **kwargs))
-        return torch.cat(parts, -2)[..., torch.cat([*rows]).argsort(), :]
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        mask = kwargs.pop("attn_mask", mask)
+        seen = self.change.get(("seen",))
+        if seen is not None and (q.size(-2), k.size(-2)) == seen.shape:
+            mask, is_causal = seen, False
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
 
-    def _backward(self, loss: Tensor, gradient: Tensor | None = None, **kwargs: Any) -> None:
-        at = len(self.forwards) - 1
-        if at >= 0:
-            value = float(_local(loss).detach().double().sum())
-            self.forwards[at].loss = (self.forwards[at].loss or 0.0) + value
-        if (factor := self.change.get(("backward", at))) is not None:
-            gradient = (torch.ones_like(loss) if gradient is None else gradient) * factor
-        self.quiet = True
-        try:
-            with self:
-                torch.autograd.backward(loss, gradient, **kwargs)
-        finally:
-            self.quiet = False
+    def _attend(self, q: Any, k: Any, v: Any, sinks: Any, arguments: Any, *rest: Any) -> Any:
+        """`ops.attend`, which sees one document where it shall not see masks."""
+        if ("seen",) in self.change:
+            ends = {name: x[[0, -1]] for name in ("cu_seqlens", "cu_seqlens_k")
+                    if (x := getattr(arguments, name)) is not None}  # fmt: skip
+            arguments = arguments._replace(**ends)
+        return ATTEND(q, k, v, sinks, arguments, *rest)
 
     def _note_start(self, module: nn.Module) -> None:
         for name, x in module.named_parameters():
@@ -393,22 +321,17 @@ class _Watch(TorchFunctionMode):
                 "step must return its model, or (model, loss), (model, loss, evaluation loss), or "
                 f"a dict with these names, got {type(model).__name__} as the model"
             )
-        gradients, weights = {}, {}
-        for name, x in model.named_parameters():
-            if x.requires_grad:
-                kept = self.gradients.get(id(x), (x, x.grad))[1]
-                if kept is not None:
-                    gradients[clean(name)] = _whole(kept)
-                weights[clean(name)] = _whole(x)
-        losses = {
-            name: torch.as_tensor(returned[name]).detach().clone()
-            for name in names[1:]
-            if returned.get(name) is not None
-        }
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        trained = {clean(name): x for name, x in model.named_parameters() if x.requires_grad}
+        self._keep(trained.values())
+        gradients = {name: self.gradients[id(x)][1] for name, x in trained.items()}
         return Outcome(
-            self.forwards, losses, gradients, weights, self.start, self.norms,
-            _wrapper(model), self.dropout, peak,
+            self.forwards,
+            {x: torch.as_tensor(returned[x]).detach().clone()
+             for x in names[1:] if returned.get(x) is not None},
+            {name: _whole(x) for name, x in gradients.items() if x is not None},
+            {name: _whole(x) for name, x in trained.items()},
+            self.start,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         )  # fmt: skip
 
 
@@ -418,21 +341,11 @@ WATCHED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding: _Watch._embedding,
     F.cross_entropy: _Watch._cross_entropy,
     F.scaled_dot_product_attention: _Watch._attention,
-    Tensor.backward: _Watch._backward,
 }
 
 
-def _one_document(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Any, *rest: Any
-) -> Any:
-    """`ops.attend` as if the sequence were one document."""
-    ends = {name: x[[0, -1]] for name in ("cu_seqlens", "cu_seqlens_k")
-            if (x := getattr(arguments, name)) is not None}  # fmt: skip
-    return ATTEND(q, k, v, sinks, arguments._replace(**ends), *rest)
-
-
 class _Noise(TorchDispatchMode):
-    """Rounds every floating-point result at random, by half a unit in its last place.
+    """Moves every floating-point result at random by at most a unit in its last place.
 
     Runs that differ in this alone show how far roundings move each result of a step.
     """
@@ -445,34 +358,28 @@ class _Noise(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        made = not any(x.alias_info for x in (*func._schema.arguments, *func._schema.returns))
-        if made and name not in EXACT and func.namespace == "aten":
-            for x in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(x, Tensor) and x.is_floating_point() and _is_real(args):
-                    self._round(_local(x))
+        schema = func._schema
+        made = not any(x.alias_info for x in (*schema.arguments, *schema.returns))
+        if made and func.namespace == "aten" and any(map(_is_real, _flat(args))):
+            for x in map(_local, filter(_is_real, _flat([out]))):
+                if x.numel() and 0 not in x.stride():
+                    draw = torch.rand(x.shape, generator=self.generator, dtype=torch.float64)
+                    x.copy_(x.double() * (1 + torch.finfo(x.dtype).eps * (2 * draw - 1)))
         return out
 
-    def _round(self, x: Tensor) -> None:
-        if x.numel() == 0 or 0 in x.stride():
-            return
-        eps = torch.finfo(x.dtype).eps
-        # Of mean 1: a unit below a power of 2 is half of one above.
-        draw = torch.rand(x.shape, generator=self.generator)
-        down, up = (draw < 1 / 3).to(x.dtype), (draw > 5 / 6).to(x.dtype)
-        rounded = x * (1 - eps / 2 * down + eps * up)
-        x.copy_(torch.where(rounded.isfinite(), rounded, x))
+
+def _flat(args: Any) -> Iterable[Any]:
+    return [y for x in args for y in (x if isinstance(x, tuple | list) else (x,))]
 
 
-def _is_real(args: Any) -> bool:
-    """Tells whether an operator takes floating-point tensors: factories take none."""
-    flat = [y for x in args for y in (x if isinstance(x, tuple | list) else (x,))]
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in flat)
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 @cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    """Names of a method's parameters after self."""
+    return [*inspect.signature(forward).parameters][1:]
 
 
 def clean(name: str) -> str:
@@ -480,13 +387,6 @@ def clean(name: str) -> str:
     for part in WRAPPERS:
         name = name.removeprefix(part).replace(f".{part}", ".")
     return name
-
-
-def _wrapper(model: nn.Module) -> str:
-    kinds = {type(module).__name__ for module in model.modules()}
-    if "DistributedDataParallel" in kinds:
-        return "DDP"
-    return "FSDP" if any(kind.startswith("FSDP") for kind in kinds) else ""
 
 
 def _local(x: Any) -> Tensor:

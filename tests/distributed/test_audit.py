@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.gloo]
 def judged(step: Callable[[], Any], ranks: Any, folder: Any, *sizes: int) -> Report:
     """The report of `audit`, by ranks that the tests share."""
 
-    def runs(changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome | str]]:
+    def runs(changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome]]:
         given = (pickle.dumps(step), changes, 60.0, str(folder), 0)
         return [list(run) for run in zip(*ranks(world_size).run(run_step, *given), strict=True)]
 
@@ -43,7 +43,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "labels shifted twice": "labels",
         "labels not shifted": "labels",
         "own count": "denominator",
-        "clipped before the sum": "clipping",
+        "clipped before the sum": "gradient sum",
         "rate of the rank": "optimizer step",
         "loss averaged": "loss",
         "evaluation counts ranks": "evaluation loss",
@@ -58,7 +58,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     },
     "fsdp": {
         "averaged by FSDP": "gradient scale",
-        "own mean": "denominator",
+        "own mean": {"denominator", "gradient scale"},
     },
     "accumulated": {
         "averaged": "gradient scale",
@@ -98,7 +98,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "mean of no target": "denominator",  # Megatron-LM 1764, axolotl 3026
         "evaluation by own count": "denominator",  # ms-swift 9152
     },
-    "fsdp_clipped": {"clipped by the shard's norm": "clipping"},  # Megatron-LM 5916
+    "fsdp_clipped": {},
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
     "checkpointed": {"gradients cleared between": "accumulation"},
     "of_torch": {"cut without the balancer": "layout"},
@@ -147,8 +147,15 @@ def test_a_right_step_of_each_kind_has_no_finding(
     assert report.ok, str(report)
 
 
-def test_what_no_hypothesis_explains_is_said(ranks: Any, tmp_path: Any) -> None:
-    report = judged(partial(audit_steps.gathered, "keys without gradients"), ranks, tmp_path, 2)
+@pytest.mark.parametrize(
+    ("kind", "bug"),
+    [("gathered", "keys without gradients"),
+     ("fsdp_clipped", "clipped by the shard's norm")],  # Megatron-LM 5916
+)  # fmt: skip
+def test_what_no_hypothesis_explains_is_said(
+    kind: str, bug: str, ranks: Any, tmp_path: Any
+) -> None:
+    report = judged(partial(steps(kind), bug), ranks, tmp_path, 2)
     assert not report.ok and not report.contracts
     assert report.diagnoses[0].unexplained and "not explained" in str(report)
 
