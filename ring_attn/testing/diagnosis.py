@@ -20,8 +20,7 @@ from ring_attn.core.oracle import Verdict
 from ring_attn.testing.hypotheses import Finding, Trial, fraction, listed, trials
 from ring_attn.testing.observe import Change, Outcome
 
-# Results by the names that a step returns them by.
-LOSSES = {"loss": "loss", "evaluation loss": "eval_loss"}
+LOSSES = ("loss", "evaluation loss")
 
 # Runs the step with changes by rank, on a number of ranks: outcomes by run and rank.
 Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
@@ -37,15 +36,6 @@ class Diagnosis:
     unexplained: list[str] = field(default_factory=list)
 
 
-def results_of(run: Outcome) -> dict[str, Tensor]:
-    """Losses, gradients and weights of a run by name."""
-    return {
-        **{key: run.losses[name] for key, name in LOSSES.items() if name in run.losses},
-        **{f"gradient of {name}": x for name, x in run.gradients.items()},
-        **{f"weight {name}": x for name, x in run.weights.items()},
-    }
-
-
 def error_of(x: Tensor, y: Tensor | None) -> float:
     if y is None or x.shape != y.shape:
         return math.inf
@@ -57,10 +47,9 @@ class Comparison:
     """Results of ranks beside the twin's, and how far roundings move each of them."""
 
     def __init__(self, bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome]):
-        self.bounds, self.ranks, self.twin = bounds, ranks, results_of(twin)
-        results = [results_of(run) for run in ranks]
-        self.given = {key: [x.get(key) for x in results] for key in self.twin}
-        for key in LOSSES.keys() & self.twin.keys():  # one rank may report it for all
+        self.bounds, self.ranks, self.twin = bounds, ranks, twin.results
+        self.given = {key: [run.results.get(key) for run in ranks] for key in self.twin}
+        for key in (key for key in LOSSES if key in self.twin):  # one rank may report it for all
             self.given[key] = [x for x in self.given[key] if x is not None] or [None]
         self.differences = {key: v for key in self.twin if not (v := self._worst(key)).ok}
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,14 +92,16 @@ class Forward:
 
 @dataclass
 class Outcome:
-    """What a run of the step noted on one rank; `memory` is its peak in bytes."""
+    """What a run of the step noted on one rank.
+
+    Attributes:
+        results: "loss", "evaluation loss", "gradient of NAME", "weight NAME".
+        start: weights at the first forward.
+    """
 
     forwards: list[Forward]
-    losses: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    results: dict[str, Tensor]
     start: dict[str, Tensor]
-    memory: int
 
 
 def find(step: str) -> tuple[Path, str]:
@@ -225,11 +226,11 @@ class _Watch(TorchFunctionMode):
             self.now = Forward(torch.is_grad_enabled())
             if not self.start:
                 self._note_start(module)
-        name, names = "position_ids", _parameters(type(module).forward)
-        if name in kwargs:
-            kwargs[name] = self._fed("positions", kwargs[name])
-        elif name in names[: len(args)]:
-            args[names.index(name)] = self._fed("positions", args[names.index(name)])
+        for i, name in enumerate(inspect.signature(type(module).forward).parameters):
+            if name == "position_ids" and i <= len(args):
+                args[i - 1] = self._fed("positions", args[i - 1])
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = self._fed("positions", kwargs["position_ids"])
         # A function mode is off in a backward.
         recomputed = self if self.quiet and self.depth == 0 else nullcontext()
         self.depth += 1
@@ -324,15 +325,11 @@ class _Watch(TorchFunctionMode):
         trained = {clean(name): x for name, x in model.named_parameters() if x.requires_grad}
         self._keep(trained.values())
         gradients = {name: self.gradients[id(x)][1] for name, x in trained.items()}
-        return Outcome(
-            self.forwards,
-            {x: torch.as_tensor(returned[x]).detach().clone()
-             for x in names[1:] if returned.get(x) is not None},
-            {name: _whole(x) for name, x in gradients.items() if x is not None},
-            {name: _whole(x) for name, x in trained.items()},
-            self.start,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        )  # fmt: skip
+        results = {"loss": returned.get("loss"), "evaluation loss": returned.get("eval_loss")}
+        results |= {f"gradient of {name}": x for name, x in gradients.items()}
+        results |= {f"weight {name}": x for name, x in trained.items()}
+        whole = {name: _whole(x) for name, x in results.items() if x is not None}
+        return Outcome(self.forwards, whole, self.start)
 
 
 ATTEND = ops.attend
@@ -376,12 +373,6 @@ def _is_real(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-@cache
-def _parameters(forward: Callable[..., Any]) -> list[str]:
-    """Names of a method's parameters after self."""
-    return [*inspect.signature(forward).parameters][1:]
-
-
 def clean(name: str) -> str:
     """A parameter's name without the parts that wrappers add."""
     for part in WRAPPERS:
@@ -394,5 +385,5 @@ def _local(x: Any) -> Tensor:
 
 
 def _whole(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    whole = x.full_tensor() if hasattr(x, "full_tensor") else torch.as_tensor(x)
     return whole.detach().clone().cpu()
