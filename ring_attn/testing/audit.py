@@ -224,7 +224,7 @@ def _of_twin(twin: Outcome) -> tuple[Finding, ...]:
 
 
 def _stacks(folder: str) -> str:
-    """Where each rank was when its time was over, innermost first; empty if none was late."""
+    """The place of each rank when its time was over, innermost first; empty if none was late."""
     late = []
     for path in sorted(Path(folder).iterdir()):
         if lines := [line.strip() for line in path.read_text().splitlines() if 'File "' in line]:

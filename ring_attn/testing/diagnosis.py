@@ -54,7 +54,7 @@ class Comparison:
         self.differences = {key: v for key in self.twin if not (v := self._worst(key)).ok}
 
     def verdict(self, key: str, x: Tensor | None, factor: float = 1.0) -> Verdict:
-        """Whether a result of the ranks is that multiple of the twin's."""
+        """Compares a result of the ranks with that multiple of the twin's."""
         error, bound = error_of(self.twin[key] * factor, x), self.bounds[key] * abs(factor)
         return Verdict(key, error, bound, error <= bound)
 
@@ -69,7 +69,7 @@ class Comparison:
         return {"sum": total, "mean": total / len(parts)}
 
     def spread(self, key: str) -> float:
-        """How far a result of a rank is from rank 0's."""
+        """The distance of the ranks' results from rank 0's."""
         first, *rest = self.given[key]
         return math.inf if first is None else max((error_of(first, x) for x in rest), default=0.0)
 

@@ -52,7 +52,7 @@ def _trial(contract: str, text: str, what: str, on_ranks: Any = None, in_twin: A
 
 
 class Fed:
-    """What ranks were fed beside the twin, each of whose tokens has a place, counted over its rows.
+    """Places of the ranks' rows among the tokens of the twin, counted over all its rows.
 
     Ranks are taken to hold rows by the layout that gives most of their tokens the twin's places.
     """
@@ -76,7 +76,7 @@ class Fed:
     def _by_layout(
         self, name: str, order: Sequence[int], parts: int
     ) -> tuple[float, str, list[tuple[int, int, Forward, Tensor]]]:
-        """How many tokens are wrong or missing by a layout, and the places of each forward's."""
+        """The number of tokens that a layout makes wrong or missing, its name, and places."""
         found, given, first = [], [torch.empty(0, dtype=torch.int64)], 0
         for forwards in zip(*map(fed_forwards, self.ranks if self.rows else ()), strict=False):
             lens = {order[rank]: x.size(1) for rank, (_, _, x) in enumerate(forwards)}
@@ -285,7 +285,7 @@ def _accumulation(fed: Fed) -> Iterator[Trial]:
 
 
 def _attention(fed: Fed) -> Iterator[Trial]:
-    """What attention of the ranks sees, as a mask of the twin's: the twin has their gradients."""
+    """Gives the twin's attention the mask that the ranks' may have: it has their gradients."""
     length = len(fed.rows[0]) if fed.rows else 0
     for seen in (torch.ones(length, length).tril(), torch.ones(length, length)):
         yield _trial(

@@ -92,7 +92,7 @@ class Forward:
 
 @dataclass
 class Outcome:
-    """What a run of the step noted on one rank.
+    """The notes of a run of the step on one rank.
 
     Attributes:
         results: "loss", "evaluation loss", "gradient of NAME", "weight NAME".
@@ -138,7 +138,7 @@ def run_step(
     limit: int,
     tiny: bool = False,
 ) -> list[Outcome]:
-    """What this rank notes in each run; a run has changes by rank.
+    """Notes of this rank in each run; a run has changes by rank.
 
     Args:
         seconds: after them this rank ends, with its stack in a file of its number in `folder`.
