@@ -49,6 +49,7 @@ def prepare(
     """
     process_group = groups.check_group(group)
     options = groups.check_transport(transport or TransportOptions())
+    groups.check_max_ctas(options, process_group)
     if strategy == "auto":
         raise ValueError(
             "prepare needs a strategy, got 'auto': pass the one that explain(...) names, or leave "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.compiling import remembered
-from ring_attn.core.values import check_number, check_type
+from ring_attn.core.values import check_int, check_number, check_type
 from ring_attn.torch_private import flattened, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
 
@@ -135,7 +135,7 @@ def _check_backend(backend: str, device_type: str) -> None:
 def check_transport(options: object) -> TransportOptions:
     check_type("transport", options, TransportOptions, "TransportOptions")
     options = cast(TransportOptions, options)
-    timeout = options.timeout
+    timeout, max_ctas = options.timeout, options.nccl_max_ctas
     if timeout is not None:
         check_number("timeout", timeout)
         if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
@@ -143,4 +143,14 @@ def check_transport(options: object) -> TransportOptions:
                 f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
                 f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None takes the group's timeout"
             )
+    if max_ctas is not None:
+        check_int("nccl_max_ctas", max_ctas, least=1)
     return options
+
+
+def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
+    """Refuses `nccl_max_ctas` on a group without NCCL."""
+    if options.nccl_max_ctas is not None and "nccl" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
+        )

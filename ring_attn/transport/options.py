@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Most thread blocks (each takes an SM) for NCCL's copies, so that they do not starve the attention
-# kernel. In a model of 8 steps of 1 ms, 8 blocks cost 0 % of the time if a copy takes 0.15 ms, and
-# 4 % if it takes 0.75 ms; NCCL's default of 32 costs 6 % and 40 %.
+# Default number of thread blocks for NCCL's copies. In a model of 8 steps of 1 ms, 8 blocks cost
+# 0 % of the time if a copy takes 0.15 ms, and 4 % if it takes 0.75 ms; NCCL's default of 32 costs
+# 6 % and 40 %.
 MAX_CTAS = 8
 
 
@@ -36,6 +36,9 @@ class TransportOptions:
     Attributes:
         timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises, or on
             NCCL logs the error; None is the timeout of the process group.
+        nccl_max_ctas: most thread blocks (each takes an SM) for NCCL's copies, so that they do not
+            starve the attention kernel; None is 8. Refused on other backends.
     """
 
     timeout: float | None = None
+    nccl_max_ctas: int | None = None

@@ -23,6 +23,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -73,13 +74,14 @@ class P2PTransport(Transport):
     def __init__(
         self,
         shared: RankGroup,
+        options: TransportOptions,
         timeout_s: float,
         members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
         """Makes no connections: the ranks, all or `members`, make them at the first call."""
         super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
-        self._shared, self._timeout_s = shared, timeout_s
+        self._shared, self._options, self._timeout_s = shared, options, timeout_s
         self._global_ranks = tuple(shared.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
         self._lanes: dict[Channel, Lane] = {}
@@ -153,7 +155,9 @@ class P2PTransport(Transport):
         self, texts: Mapping[str, str], device: torch.device, agreement: Agreement = NOTHING
     ) -> None:
         """Compares all ranks' calls, by texts and an agreement; see `debug.difference`."""
-        transport = P2PTransport(self._shared, self._timeout_s)
+        # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
+        options = replace(self._options, nccl_max_ctas=None)
+        transport = P2PTransport(self._shared, options, self._timeout_s)
         error = compared(transport, texts, device, agreement)
         if error is not None:
             self._shared.refuse(error)
@@ -239,7 +243,7 @@ class P2PTransport(Transport):
         shared.prepared.add((kind, backend))
 
     def _among(self, members: Ranks) -> P2PTransport:
-        return P2PTransport(self._shared, self._timeout_s, members, self.stats)
+        return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
 
     def post(
         self,
@@ -352,7 +356,8 @@ class P2PTransport(Transport):
         if channel not in self._lanes or self._shared.failed is not None:
             medium = self._shared.medium(device, self._timeout_s)
             assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
-            self._lanes[channel] = medium.lane(self._members, channel, self._timeout_s, device)
+            options, seconds = self._options, self._timeout_s
+            self._lanes[channel] = medium.lane(self._members, channel, options, seconds, device)
         return self._lanes[channel]
 
     def _start(
@@ -411,8 +416,10 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions,
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """The transport of a group and options; all ranks connect together at its first call."""
-    by_options = _transports.setdefault(group, {})
+    by_options = _transports.get(group, {})
     if options not in by_options:
+        groups.check_max_ctas(options, group)
+        by_options = _transports.setdefault(group, by_options)
         by_options[options] = new_p2p(group, options)
     return by_options[options]
 
@@ -462,7 +469,7 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """A transport with new statistics, over the group's shared connections."""
-    return P2PTransport(rank_group(group), options.timeout or group_timeout(group))
+    return P2PTransport(rank_group(group), options, options.timeout or group_timeout(group))
 
 
 def tell_refusal(error: BaseException, group: object, options: object = None) -> None:

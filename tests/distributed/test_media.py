@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import ring_attention
+from ring_attn import TransportOptions, ring_attention
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.testing.cases import strategy_of
 from ring_attn.torch_private import coalesced
@@ -53,21 +53,22 @@ def test_communicators_from_their_options_to_their_end() -> None:
     ):
         nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2))
         for channel in channels:
-            nccl.lane((0,), channel, 1.0, GPU)
+            nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
+        nccl.lane((0,), "shards", TransportOptions(nccl_max_ctas=4), 1.0, GPU)
         names = set()
-        for one in made:
+        for one, ctas in zip(made, (MAX_CTAS, MAX_CTAS, 4), strict=True):
             _, rank, size, options = one.given
             assert (rank, size, one.method_calls) == (0, 1, [connected])
-            assert (options.config.max_ctas, options.config.cga_cluster_size) == (MAX_CTAS, 0)
+            assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
             # It is not split off another one.
             assert options.is_high_priority_stream and not hasattr(options, "split_from")
             # torch's flight recorder names global ranks.
             assert options.global_ranks_in_group == [5]
             names.add(options.group_name)
-        assert len(names) == 2
+        assert len(names) == 3
         nccl.close()
         assert all(one.method_calls == [connected, mock.call.abort()] for one in made)
-        other.lane((0,), "shards", 1.0, GPU)
+        other.lane((0,), "shards", TransportOptions(), 1.0, GPU)
         other.finish(1.0)
         assert made[-1].method_calls == [connected, mock.call.shutdown()]
 
@@ -83,7 +84,7 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
     ):
         nccl = media.Nccl(dist.HashStore(), "meeting", 0, tuple(range(5000)))
         for members in groups:
-            nccl.lane(members, "shards", 1.0, GPU)
+            nccl.lane(members, "shards", TransportOptions(), 1.0, GPU)
     names = [call.args[3].group_name for call in made.call_args_list]
     assert len(set(names)) == len(groups) and len({len(name) for name in names}) == 1
 
@@ -103,7 +104,7 @@ def test_all_communicators_are_aborted_at_once() -> None:
     ):
         nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1))
         for channel in CHANNELS:
-            nccl.lane((0,), channel, 1.0, GPU)
+            nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
     for one in made:
         one.behind = [other for other in made if other is not one]
     assert len(made) > 1 and ended(nccl.close).seconds < FOREVER / 4
@@ -134,10 +135,10 @@ def test_a_communicator_that_is_never_made() -> None:
     connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait(20.0))
     made = mock.Mock(Options=StandIn.Options, return_value=connects)
     nccl = media.Nccl(store, "meeting", 0, (5, 7))
-    name = f"meeting/{hashed((0, 1))}/shards"
+    name = f"meeting/{hashed((0, 1))}/shards/None"
     threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), 5.0)).start()
     with mock.patch.object(dist, "ProcessGroupNCCL", made, create=True):
-        end = ended(lambda: nccl.lane((0, 1), "shards", 0.5, GPU))
+        end = ended(lambda: nccl.lane((0, 1), "shards", TransportOptions(), 0.5, GPU))
     ended_at_last.set()
     assert end.error is MissingRanksError and end.seconds < 10.0, end
     assert says(end.text, "could not connect|ranks [7] did not come"), end

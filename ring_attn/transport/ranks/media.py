@@ -27,7 +27,7 @@ from ring_attn.core.program import Channel
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.options import MAX_CTAS
+from ring_attn.transport.options import MAX_CTAS, TransportOptions
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import (
     RollCall,
@@ -231,24 +231,26 @@ class Nccl(Medium):
     def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
-        self._lanes: dict[tuple[Ranks, Channel], Lane] = {}
+        self._lanes: dict[tuple[Ranks, Channel, int | None], Lane] = {}
         self._endings: list[Ending] = []
 
     def lane(
         self,
         members: Ranks,
         channel: Channel,
+        options: TransportOptions,
         seconds: float,
         device: torch.device,
     ) -> Lane:
         """The lane of a channel among `members`, numbered in that order; made at its first use."""
-        key = members, channel
+        key = members, channel, options.nccl_max_ctas
         if key not in self._lanes:
-            name = f"{self._meeting}/{hashed(members)}/{channel}"
+            name = f"{self._meeting}/{hashed(members)}/{channel}/{options.nccl_max_ctas}"
             everyone = [self._global_ranks[member] for member in members]
             me = self._global_ranks[self._rank]
             meet(RollCall(self._store, name, me, everyone), seconds)
-            nccl = nccl_options(name, seconds + GRACE_S, MAX_CTAS, everyone)
+            ctas = options.nccl_max_ctas or MAX_CTAS
+            nccl = nccl_options(name, seconds + GRACE_S, ctas, everyone)
             store, rank = PrefixStore(name, self._store), members.index(self._rank)
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             self._endings.append(Ending(communicator, name))
