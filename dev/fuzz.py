@@ -189,6 +189,7 @@ def neighbouring(drawn: Rows) -> bool:
 def recurrent(drawn: Rows) -> bool:
     layout, cuts, number, _ = drawn
     spoilt = number % (len(cuts) - 1)
+    _on_ranks(recurrences.compare_start_states, layout, layout, cuts)
     return all(
         _on_ranks(recurrences.compare, layout, kind, layout, cuts, spoilt)
         for kind in recurrences.KINDS

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_attn import SequenceLayout
+from ring_attn.core.runs import travel
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from ring_attn.states import start_states
 from tests.bounds import assert_close, twice_as_far
 
 Inputs = dict[str, Tensor]
@@ -106,6 +108,62 @@ def by_document(
     cut = [dict(zip(x, rows, strict=True)) for rows in zip(*split, strict=True)]
     outs, ends = zip(*(whole(part | shared) for part in cut if part["q"].size(1)), strict=True)
     return torch.cat(outs, 1), ends[-1]
+
+
+def compare_start_states(layout: SequenceLayout, cuts: Sequence[int]) -> None:
+    """Asserts start states of drawn maps on this rank, and the gradients of decays and ends alone.
+
+    `cuts` are the boundaries of documents.
+    """
+    ends = tuple(sorted({0, *cuts, layout.seqlen}))
+    runs, group = travel(layout, ends, 1).runs, dist.group.WORLD
+    assert group is not None
+    own = sorted((run.number, i) for i, run in enumerate(runs) if run.rank == dist.get_rank())
+    mine = [i for _, i in own]
+    for matrix in (False, True):
+        torch.manual_seed(0)
+        shape = len(runs), 2, 3
+        given = (
+            torch.rand(*shape, 3 if matrix else 1) / (2 if matrix else 1),
+            torch.randn(*shape, 5),
+        )
+        weights = torch.randn(*shape, 5)
+
+        def of_whole(
+            dtype: torch.dtype,
+            given: tuple[Tensor, ...] = given,
+            weights: Tensor = weights,
+            matrix: bool = matrix,
+        ) -> list[Tensor]:
+            decays, adds = (x.to(dtype).requires_grad_() for x in given)
+            state, found = torch.zeros_like(adds[0]), []
+            for run, decay, add in zip(runs, decays, adds, strict=True):
+                state = state if run.enters else torch.zeros_like(state)
+                found.append(state)
+                moved = decay @ state if matrix else decay * state
+                state = add + moved if run.passes else add
+            starts = torch.stack(found)
+            if not starts.requires_grad:  # a single run
+                starts = starts + 0 * adds
+            return [starts, *gradients_of(starts, (decays, adds), weights.to(dtype))]
+
+        leaves = [x[mine].requires_grad_() for x in given]
+        place = list(layout.numbers), list(ends), matrix, group.group_name
+        starts = start_states(*leaves, *place)
+        got = [starts, *gradients_of(starts, leaves, weights[mine])]
+        names = "start states", "gradients of decays", "gradients of ends"
+        for name, *each in zip(
+            names, got, of_whole(torch.float64), of_whole(torch.float32), strict=True
+        ):
+            result, oracle, plain = (x.detach() for x in each)
+            plain = twice_as_far(oracle, plain)
+            all_runs = plain.clone()
+            all_runs[mine] = result
+            assert_close(f"{name} of rank {dist.get_rank()}", all_runs, oracle, plain)
+
+
+def gradients_of(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, dout, materialize_grads=True)
 
 
 def compare(

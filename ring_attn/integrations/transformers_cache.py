@@ -284,8 +284,6 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
         return whole[:, -step.keep :]
     # All ranks compute rows that are not split. If one rounded differently, its tokens could
     # differ, and the ranks would continue different texts.
-    # All ranks compute rows that are not split. If one rounded differently, its tokens could
-    # differ, and the ranks would continue different texts.
     logits = logits.detach().contiguous()
     from_owner(logits, cache.group, 0 if step.chunk is None else last_run(step.chunk)[0])
     return logits

@@ -346,13 +346,24 @@ def _mamba1(
     return_last_state: bool = False,
     **options: Any,
 ) -> Any:
-    """State space of diagonal decays: (batch, channels, rows), C (batch, state, rows)."""
+    """State space of diagonal decays: (batch, channels, rows), C (batch, state, rows).
+
+    mamba-ssm's kernel gives its last state no gradient. So each piece goes on with rows in which no
+    time passes, whose outputs are that state.
+    """
     options |= {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+    states = A.size(1)
 
     def run(piece: Piece) -> Part:
         x, steps, b, c = (piece.of(y.mT).mT for y in (hidden_states, dt, B, C))
-        out, end = kernel(x, steps, A, b, c, return_last_state=True, **options)
         bias = None if delta_bias is None else delta_bias[:, None]
+        rows = x.size(2)
+        x_, steps_, b_, c_ = (functional.pad(y, (0, states)) for y in (x, steps, b, c))
+        steps_[..., rows:] = -1e4 if delta_softplus else 0 if bias is None else -bias
+        c_[..., rows:] = torch.eye(states, dtype=c.dtype, device=c.device)
+        out, end = kernel(x_, steps_, A, b_, c_, return_last_state=True, **options)
+        out, read = out.split([rows, states], 2)
+        end = end.detach() + (read - read.detach())
         time = _discretized(steps, bias, delta_softplus).float().cumsum(2)
 
         def add(out: Tensor, start: Tensor) -> Tensor:

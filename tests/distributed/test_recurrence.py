@@ -23,7 +23,14 @@ from tests.bounds import assert_close
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_neighbours import layouts
 from tests.hf_models import all_in_float64
-from tests.recurrences import KINDS, Inputs, compare, delta_rule, inputs
+from tests.recurrences import (
+    KINDS,
+    Inputs,
+    compare,
+    compare_start_states,
+    delta_rule,
+    inputs,
+)
 from tests.refusals import refused
 
 SEQLENS = (1, 17, 40)
@@ -56,6 +63,15 @@ def values_and_gradients(kind: str, way: str) -> None:
                 compare(kind, layout, [0, seqlen], 0, silent=seqlen // 2)
                 if seqlen > 13:
                     compare(kind, layout, several, 0)
+
+
+@pytest.mark.parametrize("way", ["gather", "scan"])
+@on_ranks(3)
+def test_start_states_alone_and_the_gradients_of_decays(way: str) -> None:
+    with always(way):
+        for layout in layouts(40, dist.get_world_size()):
+            for cuts in ([0, 40], [0, 1, 1, 6, 13, 40]):
+                compare_start_states(layout, cuts)
 
 
 def in_16_bits(autocast: bool) -> None:
