@@ -24,6 +24,7 @@ from ring_attn.testing import Inputs, random_sinks
 from tests.bounds import assert_holds, expect, whole
 from tests.kernels.calls import Step, cut_keys, frozen, grouped, in_interpreter
 from tests.kernels.ptx import launching
+from tests.kernels.ptx.races import Clocks
 from tests.kernels.test_hopper import MASKS
 
 SMALL = Config(256, 32, 4, 2, programs_per_sm=1)
@@ -63,6 +64,24 @@ def test_masks(name: str) -> None:
     mask, number = MASKS[name], list(MASKS).index(name)
     inputs = grouped(mask, (64, 128)[number % 2], dtype=DTYPES[number // 2 % 2])
     assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
+
+
+@in_interpreter
+def test_products_are_issued_while_others_run() -> None:
+    """After the first block, the warp that multiplies never waits for all that it has issued."""
+    commit, unfinished = Clocks.commit_products, list[int]()
+
+    def count(self: Clocks, thread: Any) -> Any:
+        known = commit(self, thread)
+        [warp], [strand] = thread // 32, self.strands(thread)
+        done = self.seen[strand, self.products + warp]
+        unfinished.append(int(self.product_groups[warp] - done))
+        return known
+
+    mask = Mask(256, 160)
+    with mock.patch.object(Clocks, "commit_products", count):
+        attend(grouped(mask, 64, nheads=1), [whole(mask)])
+    assert len(unfinished) > 24 and min(unfinished[1:]) > 1
 
 
 @in_interpreter
