@@ -1,4 +1,7 @@
-"""Checks of the process group, the device mesh and the transport's options that a user passes."""
+"""The process group, device mesh and transport's options that a user passes: their checks.
+
+Also `from_owner`, by which a result of one rank becomes that of all.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.compiling import remembered
@@ -154,3 +158,8 @@ def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
         raise ValueError(
             f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
         )
+
+
+def from_owner(x: Tensor, group: dist.ProcessGroup, owner: int) -> None:
+    """Overwrites x by that of one rank."""
+    dist.broadcast(x.view(torch.uint8), group=group, group_src=owner)  # gloo lacks some dtypes

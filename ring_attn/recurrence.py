@@ -318,13 +318,8 @@ def _final_state(
         raise NotImplementedError(
             "the end state of a recurrence on split rows has no gradient: call under torch.no_grad"
         )
-    from_owner(end, group, owner)
+    groups.from_owner(end, group, owner)
     return end
-
-
-def from_owner(x: Tensor, group: dist.ProcessGroup, owner: int) -> None:
-    """Overwrites x by that of one rank."""
-    dist.broadcast(x.view(torch.uint8), group=group, group_src=owner)  # gloo lacks some dtypes
 
 
 def _decay(part: Part, matrix: bool) -> Tensor:

@@ -29,7 +29,6 @@ from ring_attn.decode import next_rank
 from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.integrations.transformers_models import ALONE_TYPES, RECURRENT_TYPES, cache_of
 from ring_attn.models.batch import unshard
-from ring_attn.recurrence import from_owner
 
 # Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2
@@ -285,7 +284,7 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
     # All ranks compute rows that are not split. If one rounded differently, its tokens could
     # differ, and the ranks would continue different texts.
     logits = logits.detach().contiguous()
-    from_owner(logits, cache.group, 0 if step.chunk is None else last_run(step.chunk)[0])
+    groups.from_owner(logits, cache.group, 0 if step.chunk is None else last_run(step.chunk)[0])
     return logits
 
 

@@ -6,11 +6,12 @@ import pytest
 
 from tests.kernels.test_aot import run_compiling
 
-QUICK = "one_rank and ulysses"
+# Two runs, for two workers of pytest: each has a limit of time.
+PART = "one_rank and ulysses"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [QUICK, f"not ({QUICK})"])
+@pytest.mark.parametrize("chosen", [PART, f"not ({PART})"])
 def test_on_an_h100_no_test_is_refused(chosen: str) -> None:
     plugin = ("-p", "tests.kernels.fake_h100", "-p", "no:cacheprovider")
     run_compiling(
