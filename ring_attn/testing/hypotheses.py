@@ -39,16 +39,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trial:
-    """A finding, and changes, by rank or of the twin, that remove the difference if it holds."""
+    """A suspicion, and changes, by rank or of the twin, that remove the difference if it holds."""
 
-    finding: Finding
+    contract: str
+    text: str
+    changed: str
     on_ranks: Mapping[int, Change] = field(default_factory=dict)
     in_twin: Change = field(default_factory=dict)
 
-
-def _trial(contract: str, text: str, what: str, on_ranks: Any = None, in_twin: Any = None) -> Trial:
-    finding = Finding(contract, text, f"with {what} the difference is gone")
-    return Trial(finding, on_ranks or {}, in_twin or {})
+    @property
+    def finding(self) -> Finding:
+        tested = f"with {self.changed} the difference is gone"
+        return Finding(self.contract, self.text, tested)
 
 
 class Fed:
@@ -134,7 +136,7 @@ def _weights(fed: Fed) -> Iterator[Trial]:
     }  # fmt: skip
     if changed:
         name = next(iter(next(iter(changed.values()))))[1]
-        yield _trial(
+        yield Trial(
             "initial weights",
             f"weights of rank {listed(changed)} differ from the twin's at the first forward "
             f"({name} and others): make the model from one seed on every rank, or broadcast it",
@@ -175,7 +177,7 @@ def _inputs(fed: Fed) -> Iterator[Trial]:
                 if name == "tokens" and labels is not None:
                     changed[rank][at, "targets"] = labels[places]
         if changed:
-            yield _trial(
+            yield Trial(
                 contract,
                 f"{called} of rank {listed(changed)} are not the twin's: {where}; {advice}",
                 f"the {called} of the twin", changed,
@@ -229,7 +231,7 @@ def _labels(fed: Fed) -> Iterator[Trial]:
                 change[at, "targets"] = part.view(tokens.shape)[:, :-1] if short else part
                 recounted[at, 0] = ratio
     for in_twin in (change, change | recounted):
-        yield _trial(contract, text, "the ranks' labels in the twin", in_twin=in_twin)
+        yield Trial(contract, text, "the ranks' labels in the twin", in_twin=in_twin)
 
 
 def _denominators(fed: Fed) -> Iterator[Trial]:
@@ -253,14 +255,14 @@ def _denominators(fed: Fed) -> Iterator[Trial]:
         if len({*totals}) > 1:
             own = [{k: x[k] * n / (sum(y[k] for y in counts) or 1) for k in keys} for x in counts]
             given = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(totals))
-            yield _trial(
+            yield Trial(
                 "denominator",
                 f"{text} is divided by each rank's own count of targets ({given}): divide by the "
                 "targets of the whole batch",
                 "losses weighted by their counts", dict(enumerate(own)),
             )  # fmt: skip
         for factor in (n, 1 / n) if text.startswith("cross") else ():
-            yield _trial(
+            yield Trial(
                 "gradient scale",
                 f"{text} is {fraction(1 / factor)} of the twin's, unlike the others: each rank has "
                 "its part of one mean, so all parts of a loss take the same factor",
@@ -275,7 +277,7 @@ def _accumulation(fed: Fed) -> Iterator[Trial]:
         return {(at, i): 0.0 for at in training[:-1] for i in range(len(run.forwards[at].targets))}
 
     if in_twin := but_last(fed.twin):
-        yield _trial(
+        yield Trial(
             "accumulation",
             "gradients of micro-batches before the last do not count once: sum over the ranks "
             "once, after the last, and clear gradients only before the first",
@@ -288,7 +290,7 @@ def _attention(fed: Fed) -> Iterator[Trial]:
     """Gives the twin's attention the mask that the ranks' may have: it has their gradients."""
     length = len(fed.rows[0]) if fed.rows else 0
     for seen in (torch.ones(length, length).tril(), torch.ones(length, length)):
-        yield _trial(
+        yield Trial(
             "mask",
             "the mask, or the documents' boundaries, are not seen by the attention of the ranks: "
             "give attention_mask or cu_seqlens of the whole sequence to attention on each rank",
@@ -305,7 +307,7 @@ def _attention(fed: Fed) -> Iterator[Trial]:
         return at[:, None] >= at
 
     owner = torch.arange(len(held)).repeat_interleave(torch.tensor(lens))[places.argsort()]
-    yield _trial(
+    yield Trial(
         "attention",
         "attention sees only the rows of its own rank: make it ring_attention, or see that the "
         "model's attention function is the one that was replaced",
@@ -316,7 +318,7 @@ def _attention(fed: Fed) -> Iterator[Trial]:
         layout = SequenceLayout.from_name(name, length, len(held))
         taken = torch.cat([layout.position_ids(rank) for rank in range(len(held))])
         if layout.shard_lens == lens and not taken.equal(places):
-            yield _trial(
+            yield Trial(
                 "layout",
                 f"attention takes the rows for {name}, but they are cut {fed.layout}: give it the "
                 "layout of the batch",

@@ -100,7 +100,10 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     },
     "fsdp_clipped": {},
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
-    "checkpointed": {"gradients cleared between": "accumulation"},
+    "checkpointed": {
+        "gradients cleared between": "accumulation",
+        "local attention": "attention",  # the trial changes what is recomputed, too
+    },
     "of_torch": {"cut without the balancer": "layout"},
     "by_buffers": {"labels left out of the buffers": "labels"},
     "lora": {
