@@ -103,8 +103,8 @@ def recurrence(
         ranks, or None. States are composed in float32 (float64 for float64).
 
     Raises:
-        ValueError: a wrong number of rows, cu_seqlens that end beyond the layout, or a final state
-            of no rows.
+        ValueError: a wrong number of rows, cu_seqlens that end beyond the layout, a decay that does
+            not fit its state, or a final state of no rows.
         NotImplementedError: a final state whose gradient autograd would need.
         TypeError: a type that is not accepted, such as a layout given by name.
         RuntimeError: states of pieces or ranks differ in shape; else as `ring_attention`.
@@ -323,10 +323,16 @@ def _final_state(
 
 
 def _decay(part: Part, matrix: bool) -> Tensor:
+    shape = (*part.end.shape[:-1], part.end.size(-2)) if matrix else tuple(part.end.shape)
     if part.decay is None and matrix:
-        return part.end.new_zeros(*part.end.shape[:-1], part.end.size(-2))
+        return part.end.new_zeros(shape)
     if part.decay is None:
         raise TypeError("decay must be a tensor, got None: only matrices may be left out")
+    given = tuple(part.decay.shape)
+    broadcast = zip(given[::-1], shape[::-1], strict=False)
+    fits = len(given) <= len(shape) and all(n in (1, most) for n, most in broadcast)
+    if not fits or matrix and given[-2:] != shape[-2:]:
+        raise ValueError(f"decay must have the shape {shape} or broadcast to it, got {given}")
     return part.decay
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from ring_attn import SequenceLayout, stats, unshard
+from ring_attn import SequenceLayout, states, stats, unshard
 from ring_attn.core import runs
 from ring_attn.core.runs import travel
 from ring_attn.profiling import collect
@@ -161,6 +161,23 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
             lambda piece: Part(piece.of(own["q"]), own["v"][:, 0], None, lambda out, start: out),
             layout, group=group,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("matrix", "shape"),
+    [(False, (5,)), (False, (1, 2, 2, 3)), (True, (2, 2, 1, 1)), (True, (2, 2, 5, 5))],
+)
+@on_ranks(2)
+def test_a_decay_that_does_not_fit_is_refused_before_anything_is_sent(
+    matrix: bool, shape: tuple[int, ...]
+) -> None:
+    layout, group, end = SequenceLayout.zigzag(8, 2), dist.new_group(), torch.zeros(2, 2, 3)
+    part = Part(torch.zeros(2, 2, 3), end, torch.ones(shape), lambda out, start: out)
+    with (
+        mock.patch.object(states, "open_p2p", side_effect=AssertionError("it would send")),
+        refused(ValueError, "decay must have the shape"),
+    ):
+        recurrence(lambda piece: part, layout, matrix=matrix, group=group)
 
 
 @pytest.mark.gloo
