@@ -123,18 +123,16 @@ def diagnose(
         new = zip(groups, rerun(of_ranks, ranks), rerun(of_twin, [twin]), strict=True)
         for group, some, (one,) in new:
             found, left = by_numbers(Comparison(bounds, one, some))
-            if not any(key.startswith("gradient") for key in left):
-                yield [*(trial.finding for trial in group), *found], left
+            yield [*(trial.finding for trial in group), *found], left
 
     findings, left = numbers = by_numbers(plain)
     attempts, found = [numbers], list[Trial]()
     for together in (1, 2):
-        if any(key.startswith("gradient") for key in left):
+        if left:
             found = found or trials(twin, ranks)
             attempts += tried([*combinations(found, together)])
-            findings, left = min(
-                attempts[1:], key=lambda x: (len(x[1]), len(x[0])), default=numbers
-            )
+            whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
+            findings, left = min(whole, key=lambda x: (len(x[1]), len(x[0])), default=numbers)
     # An evaluation follows from the weights.
     moved = any(key.startswith("weight") for key in plain.differences)
     known = plain.differences.keys() - ({"evaluation loss"} if moved else set())

@@ -225,9 +225,8 @@ def _labels(fed: Fed) -> Iterator[Trial]:
     for tokens, part in zip(batches, got.split([*map(torch.numel, batches)]), strict=True):
         for at, forward in enumerate(fed.twin.forwards):  # an evaluation may have the same batch
             if (x := forward.values("tokens")) is not None and x.equal(tokens):
-                short = (
-                    sum(map(torch.numel, forward.targets)) < part.numel()
-                )  # the model shifts labels itself
+                # A model that shifts labels itself has one less.
+                short = sum(map(torch.numel, forward.targets)) < part.numel()
                 change[at, "targets"] = part.view(tokens.shape)[:, :-1] if short else part
                 recounted[at, 0] = ratio
     for in_twin in (change, change | recounted):

@@ -97,6 +97,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "labels rolled after the cut": "labels",  # verl 4250
         "mean of no target": "denominator",  # Megatron-LM 1764, axolotl 3026
         "evaluation by own count": "denominator",  # ms-swift 9152
+        "evaluation is a mean of means": "denominator",
     },
     "fsdp_clipped": {},
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
