@@ -251,6 +251,8 @@ def map_in_processes(
         _end(process for _, process in (*idle, *(worker for _, worker in busy.values())))
 
 
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
 # Our end of a pipe, and the process at the other end.
 Worker = tuple[Connection, Any]
 
@@ -260,20 +262,34 @@ def _start(run: Callable[..., None], *args: Any) -> Worker:
     context = get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_process, args=(run, theirs, *args), daemon=True)
-    held = list[object]()
-    resource_tracker.ensure_running()  # it unblocks signals
-    # Threads of torch's store take signals that this thread blocks, so their handler waits too.
-    before = signal.signal(signal.SIGINT, lambda *given: held.append(given))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process keeps it blocked
-    try:
+    with _signals_held_back():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, before)
-    if held:
-        signal.raise_signal(signal.SIGINT)
     theirs.close()
     return ours, process
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Raises signals at the end of the block; a process that is started within has them blocked.
+
+    Half started, a process would print multiprocessing's EOFError.
+    """
+    held = list[int]()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    caught = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
+    resource_tracker.ensure_running()  # it unblocks signals
+    # Handlers as well as the mask: threads of torch's store take signals that this one blocks.
+    for number in caught:
+        signal.signal(number, lambda number, _: held.append(number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number in caught:
+            signal.signal(number, handlers[number])
+        for taken in held:
+            signal.raise_signal(taken)
 
 
 def _run_process(run: Callable[..., None], pipe: Connection, *args: Any) -> None:
@@ -284,6 +300,8 @@ def _run_process(run: Callable[..., None], pipe: Connection, *args: Any) -> None
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+    # SIGINT stays blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGINT})
     faulthandler.enable()
     run(pipe, *args)
 
