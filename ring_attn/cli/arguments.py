@@ -265,12 +265,20 @@ def write_json(path: Path | None, payload: dict[str, Any]) -> None:
     """Writes a report on the first rank, unless the path is None; its folder must exist.
 
     Infinities and NaN become null, as JSON has neither. Each entry, and each item of a list, is on
-    its own line, so that diffs show rows.
+    its own line, so that diffs show rows. The file is whole at any time, even if the process is
+    killed.
     """
     if path is None or not is_first_rank():
         return
     entries = [f"  {json.dumps(name)}: {_lines(value)}" for name, value in _finite(payload).items()]
-    path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+    text = "{\n" + ",\n".join(entries) + "\n}\n"
+    replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
+    if not replaceable or not os.access(path.parent, os.W_OK):  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _lines(value: Any) -> str:

@@ -57,6 +57,22 @@ def test_a_report_has_no_infinities_and_a_line_for_each_row(tmp_path: Path) -> N
     assert '{"x": [1, 2]}' in map(str.strip, text.splitlines())
 
 
+def test_a_report_is_whole_though_writing_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "report.json", Path.write_text
+    write_json(path, {"rows": [1]})
+
+    def interrupted(part: Path, text: str, **options: Any) -> int:
+        write(part, text[:5], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(path, {"rows": [1, 2]})
+    assert json.loads(path.read_text()) == {"rows": [1]}
+
+
 def test_time_left_is_shown_in_a_terminal_or_in_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
