@@ -109,7 +109,7 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# What the backward in Gluon may spill: as on triton 3.7.1; 3.6.0 and 3.9.0 spill more, and fail.
+# Spills that the backward in Gluon may have: triton 3.7.1's; 3.6.0 and 3.9.0 have more, and fail.
 # The sums of a thread take 208 to 224 of a consumer's 232 registers, the adding warp has 40; the
 # compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
 # addresses. The 6 loads and stores are of a visit with 64 dims in a ragged window, of 580

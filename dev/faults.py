@@ -55,7 +55,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-# What a rank does within a call; None is a fault that is not within a call.
+# The act of a rank within a call; None is a fault that is not within a call.
 FAULTS: dict[str, Callable[[], object] | None] = {
     "killed": lambda: signal.raise_signal(signal.SIGKILL),
     "stopped": lambda: signal.raise_signal(signal.SIGSTOP),

@@ -187,7 +187,7 @@ def _pass_on(x, passed, sent, TILE: gl.constexpr):
 
 @gluon.jit
 def _take(passed, taken, TILE: gl.constexpr, L: gl.constexpr):
-    """What softmax has passed on, (ROWS,)."""
+    """Alpha or the divisor, (ROWS,), which softmax has passed on."""
     mbarrier.wait(passed.full.index(TILE), taken & 1)
     x = passed.buffers.index(TILE).load(L)
     mbarrier.arrive(passed.empty.index(TILE), count=1)

@@ -295,7 +295,7 @@ def check_name(option: str, name: object) -> str:
     return cast(str, name)
 
 
-# What other packages call an argument, and what it is here.
+# Names of arguments in other packages, and what to pass here.
 OTHER_NAMES = {
     "is_causal": "causal",
     "attn_mask": "mask=ring_attn.masks.from_dense(...), the mask of the whole sequence",

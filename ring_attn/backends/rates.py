@@ -97,7 +97,7 @@ _FA3_SURE, _FA2_SURE = 474 / 575, 166 / 302
 # 2.1 to 2.7 times Triton; backward 1360, deterministic 1167 (flash-attention issue 2280).
 _FA4 = Rates(Rate(1613e12, 8e-6), Rate(1167e12, 8e-6), "published: arXiv 2603.05451, issue 2280")
 
-# Our portable kernels on a B200, and the forward in Gluon there: that of the kernel in TLX (950
+# Our portable kernels on a B200, and the forward in Gluon there, as fast as the kernel in TLX (950
 # TFLOP/s), which has the same warps. FlashAttention 4 also computes some exponentials without the
 # special function unit, and leaves out most corrections.
 _PORTABLE_B200 = _PORTABLE.scaled(
@@ -142,7 +142,7 @@ RATES: dict[str, dict[str, Rates]] = {
 
 # Head dims that our Gluon forward takes, with 16-bit inputs, by architecture.
 GLUON_HEADDIMS = {"sm_90": frozenset((64, 128, 256)), "sm_100": frozenset((64, 128))}
-# Those of our Gluon backward on sm_90, and the least batch x kv heads for which we use it: each
+# Head dims that our Gluon backward takes on sm_90, and its least batch x kv heads: each
 # Triton program has 128 kv rows of one head. Simulated launches of 8k rows on 132 SMs: 8 / 1 heads
 # fill 25 to 47 % of the SMs' time, 32 / 8 heads 79 to 96 %; waits for turns take at most 1 %.
 GLUON_BWD_HEADDIMS = frozenset((64, 128))
@@ -171,7 +171,7 @@ def rates_of(
     headdims = {spec.headdim, spec.headdim_v}
     if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS[architecture]:
         return portable
-    if architecture == "sm_100":  # the backward is portable
+    if rates.backward == portable.backward:
         return rates
     alike = len(headdims) == 1 and headdims <= GLUON_BWD_HEADDIMS
     if alike and spec.batch * spec.nheads_kv >= GLUON_BWD_KV_HEADS and not spec.softcap:

@@ -14,7 +14,7 @@ from ring_attn.core.spec import AttentionSpec
 
 MAX_HEADDIM = 256
 
-# Of q and of v in decoding: MLA's absorbed form.
+# Head dims of q and of v in decoding: MLA's absorbed form.
 DECODED_HEADDIMS = 576, 512
 
 

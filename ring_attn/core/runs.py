@@ -22,7 +22,7 @@ from torch.nn import functional
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.segments import Segment
 
-# What a 400 Gb/s link of `planning.devices` carries in its latency, 15 us at 45 GB/s.
+# Bytes that a 400 Gb/s link of `planning.devices` carries in its latency, 15 us at 45 GB/s.
 LATENCY_BYTES = 675_000
 
 

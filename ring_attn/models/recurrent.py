@@ -359,6 +359,7 @@ def _mamba1(
         bias = None if delta_bias is None else delta_bias[:, None]
         rows = x.size(2)
         x_, steps_, b_, c_ = (functional.pad(y, (0, states)) for y in (x, steps, b, c))
+        # No time: the softplus of -1e4 is 0, also with a bias.
         steps_[..., rows:] = -1e4 if delta_softplus else 0 if bias is None else -bias
         c_[..., rows:] = torch.eye(states, dtype=c.dtype, device=c.device)
         out, end = kernel(x_, steps_, A, b_, c_, return_last_state=True, **options)

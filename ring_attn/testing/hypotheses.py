@@ -144,7 +144,7 @@ def _weights(fed: Fed) -> Iterator[Trial]:
         )  # fmt: skip
 
 
-# What a forward is fed: the contract, its name in texts, and what to do.
+# Inputs of a forward: the contract, its name in texts, and what to do.
 FED = {
     "tokens": (
         "batch", "tokens", "what draws a batch must be the same on all ranks of a sequence, and "

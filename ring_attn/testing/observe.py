@@ -49,7 +49,7 @@ Change = Mapping[tuple[Any, ...], Any]
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of the model.
+    """Notes of a forward of the model.
 
     Attributes:
         fed: its first "tokens" and "positions".

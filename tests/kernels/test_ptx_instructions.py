@@ -230,7 +230,7 @@ MOVES = [
     (ALLOCATE + SOME + PUT + "out:" + FREE, 128, Fault, "part of a warp"),
 ]
 
-# One thread multiplies 128 x 16 threads' zeros by 16 x 16; a barrier tells when that is done.
+# A thread multiplies 128 x 16 threads' zeros by 16 x 16; a barrier tells when that is done.
 ZEROS = "shl.b32 %r5, %r0, 4; mov.b32 %r1, 0;" + "".join(
     f"st.shared.v4.b32 [%r5 + {1024 + 2048 * i}], {{%r1, %r1, %r1, %r1}};" for i in range(1, 9)
 )

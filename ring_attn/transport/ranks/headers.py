@@ -27,7 +27,7 @@ WORDS = HEADER_BYTES // 8
 # Headers per buffer; a call with more first messages takes several buffers.
 ROWS = 256
 
-# What the host reads where the device has not compared yet.
+# The number that the host reads where the device has not compared yet.
 UNKNOWN = -1
 
 
@@ -61,7 +61,7 @@ class Headers:
         self._known: set[Hashable] = set()
         # Messages of the call that begin with its header, by their place in memory.
         self._marked: dict[int, tuple[Tensor, Event]] = {}
-        # What an exchange waits for before it uses headers.
+        # Events for which an exchange waits before it uses headers.
         self.ready: list[Event] = []
         self.call: Compared
         self.calls: deque[Compared] = deque()
