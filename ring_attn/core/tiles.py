@@ -176,7 +176,8 @@ def needed_runs(
     travels: Traveller,
 ) -> tuple[slice, ...]:
     """Ascending runs of rows of one side that a pair (rank of q, rank of kv) needs."""
-    tiles = pair_tiles(layout_q, layout_kv, mask, *pair)
+    # Tiles that could be joined need the same rows, and a striped shard has thousands.
+    tiles = (tile for _, tile in _raw_tiles(layout_q, layout_kv, mask, *pair))
     rows = sorted((s.start, s.stop) for s in (t.kv if travels == "kv" else t.q for t in tiles))
     runs: list[slice] = []
     for start, stop in rows:
@@ -297,23 +298,33 @@ def _local_band(
 def _merged(tiles: list[Tile]) -> list[Tile]:
     """The tiles, pairs of them joined where one tile holds exactly the visible pairs of both.
 
-    `_surrounding` holds at least the pairs of both tiles, so equal areas prove equality.
+    The next pair to join is always the first in order. Of pairs before it only those with the last
+    joined tile can have become one.
     """
-    tiles = list(tiles)
-    joined = True
-    while joined:
-        joined = False
-        for a in range(len(tiles)):
-            for b in range(a + 1, len(tiles)):
-                both = _surrounding(tiles[a], tiles[b])
-                if both.area == tiles[a].area + tiles[b].area:
-                    tiles[a] = both
-                    del tiles[b]
-                    joined = True
-                    break
-            if joined:
+    tiles, a = list(tiles), 0
+    while a < len(tiles):
+        for b in (b for b in range(len(tiles)) if b != a):
+            both = _joined(tiles[a], tiles[b])
+            if both is not None:
+                a, b = sorted((a, b))
+                tiles[a] = both
+                del tiles[b]
                 break
+        else:
+            a += 1
     return tiles
+
+
+def _joined(a: Tile, b: Tile) -> Tile | None:
+    """The tile of exactly the visible pairs of both, if there is one.
+
+    Rows or columns between the tiles would hold further pairs. `_surrounding` holds at least the
+    pairs of both tiles, so equal areas prove equality.
+    """
+    if a.q_end < b.q_start or b.q_end < a.q_start or a.k_end < b.k_start or b.k_end < a.k_start:
+        return None
+    both = _surrounding(a, b)
+    return both if both.area == a.area + b.area else None
 
 
 def _surrounding(a: Tile, b: Tile) -> Tile:

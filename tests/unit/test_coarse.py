@@ -89,10 +89,15 @@ def test_masks_and_layouts_without_a_scale_keep_their_ranks() -> None:
             assert (len(found) == 2) == (name == "causal" and layout == zigzag), (name, layout)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world_size", [256, 1024, 4096])
-def test_auto_chooses_in_time(world_size: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kind", "window"),
+    [
+        *((count, kind, None) for count in (256, 1024, 4096) for kind in ("contiguous", "zigzag")),
+        (256, "striped", 1 / 64),  # shards of Ulysses groups have up to 1024 tiles: 220 s before
+    ],
+)
+def test_auto_chooses_in_time(world_size: int, kind: str, window: float | None) -> None:
     start = time.process_time()
-    choice = planned(world_size, kind)
+    choice = planned(world_size, kind, window=window)
     assert time.process_time() - start < MOST_SECONDS
     assert choice.best.prediction is not None
