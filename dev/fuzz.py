@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -30,14 +30,14 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.check import check
 from ring_attn.strategies.registry import programs_of
 from ring_attn.strategies.tree_decode import decode_tiles, make_call, program
-from ring_attn.testing import Case, Heads, expected, run_all_ranks
-from ring_attn.testing.cases import usable_strategies
+from ring_attn.testing import Case, Heads, expected, poisoned_empty, run_all_ranks
 from ring_attn.testing.ranks import calls_of
 from tests import recurrences
 from tests.bounds import assert_holds
 from tests.distributed import test_neighbours as neighbours
 from tests.distributed.pool import Pools
 from tests.drawn import flash_masks, layouts, layouts_for, made_masks, slice_masks, table_masks
+from tests.unit.test_programs import sent, strategies
 
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (6, 3), (5, 5))
 # Dtypes of each backend. Triton's interpreter computes bfloat16 wrong.
@@ -48,8 +48,8 @@ DTYPES = {
 }
 BLOB = re.compile(r"reproduce_failure\('[^']*', (b'[^']*')\)")
 
-# Processes over gloo, which stay from call to call.
-pools = Pools(queued=False)
+# Processes over gloo, which stay from call to call; also with CPU tensors as CUDA's.
+pools, queued_pools = Pools(queued=False), Pools(queued=True)
 
 
 # -- attention
@@ -77,12 +77,17 @@ def changed(x: Tensor, value: str) -> Tensor:
 
 
 @st.composite
-def calls(draw: st.DrawFn, backends: tuple[str, ...], decode: bool = False) -> Call:
-    world_size = draw(st.integers(1, 5))
+def calls(
+    draw: st.DrawFn,
+    backends: tuple[str, ...],
+    decode: bool = False,
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4, 5),
+) -> Call:
+    world_size = draw(st.sampled_from(world_sizes))
     mask = draw(flash_masks(23) | slice_masks() | table_masks() | made_masks())
     if decode:
         hypothesis.assume(mask.seqlen_q)
-        first = draw(st.integers(max(0, mask.seqlen_q - 4), mask.seqlen_q - 1))
+        first = draw(st.integers(0, mask.seqlen_q - 1))
         mask = mask.rows(first, mask.seqlen_q)
     backend = draw(st.sampled_from(backends))
     nheads, nheads_kv = draw(st.sampled_from(HEADS))
@@ -97,7 +102,7 @@ def calls(draw: st.DrawFn, backends: tuple[str, ...], decode: bool = False) -> C
     return Call(
         mask,
         draw(layouts_for(mask, st.just(world_size))),
-        draw(st.sampled_from(usable_strategies(world_size))),
+        draw(st.sampled_from(strategies(world_size))),
         backend,
         dtype,
         Heads(nheads, nheads_kv, draw(dims), draw(dims)),
@@ -113,18 +118,23 @@ def calls(draw: st.DrawFn, backends: tuple[str, ...], decode: bool = False) -> C
     )
 
 
-def attention(case: Call, processes: bool = False) -> bool:
+def attention(case: Call, processes: Pools | None = None) -> bool:
     """Says whether the call is built; so do the other functions that run one."""
     try:
         ranks = calls_of(case, case.world_size)
     except NotImplementedError:
         return False
-    both = (programs_of(ranks, backward=backward) for backward in (False, True))
-    faults = [fault for programs in both for fault in check(programs, ranks[0])]
-    assert not faults, faults
-    run = pools(case.world_size).run if processes else None
+    for backward in (False, True):
+        faults = check(programs_of(ranks, backward=backward), ranks[0])
+        assert not faults, faults
+    run = None if processes is None else processes(case.world_size).run
     ran = run_all_ranks(case, case.world_size, run)
     assert not ran.failures, ran.failures
+    assert [*ran.sent] == [*zip(sent(ranks), sent(ranks, backward=True), strict=True)]
+    if processes is not None:
+        # `ring_attention` makes strided shards contiguous.
+        alone = run_all_ranks(replace(case, noncontiguous=False), case.world_size)
+        assert not ran.differing(alone), "bits that are not those of one process"
     return True
 
 
@@ -153,10 +163,11 @@ def decode_on_rank(case: Call) -> tuple[Tensor, Tensor]:
     layout = case.build_layouts(case.world_size)[1]
     q, k, v, _ = case.build_inputs()
     k, v = (layout.shard(x, dist.get_rank()) for x in (k, v))
-    return tree_decode(
-        q, k, v, mask=case.build_mask(), softmax_scale=case.softmax_scale, softcap=case.softcap,
-        sinks=case.build_sinks(), layout=layout, backend=case.backend, return_lse=True,
-    )  # fmt: skip
+    with poisoned_empty():
+        return tree_decode(
+            q, k, v, mask=case.build_mask(), softmax_scale=case.softmax_scale, softcap=case.softcap,
+            sinks=case.build_sinks(), layout=layout, backend=case.backend, return_lse=True,
+        )  # fmt: skip
 
 
 # -- neighbours and recurrences
@@ -221,10 +232,12 @@ class Kind(NamedTuple):
 
 
 # Triton's interpreter takes a second for a call.
+PLAIN = ("reference", "aten")
 KINDS = {
-    "attention": Kind(calls(("reference", "aten")), attention, 300),
-    "processes": Kind(calls(("reference", "aten")), partial(attention, processes=True), 100),
-    "decode": Kind(calls(("reference", "aten"), decode=True), decoding, 100),
+    "attention": Kind(calls(PLAIN, world_sizes=(1, 2, 3, 4, 5, 6, 8)), attention, 600),
+    "processes": Kind(calls(PLAIN), partial(attention, processes=pools), 120),
+    "queued": Kind(calls(PLAIN), partial(attention, processes=queued_pools), 60),
+    "decode": Kind(calls(PLAIN, decode=True), decoding, 100),
     "triton": Kind(calls(("triton",)), attention, 9),
     "triton-decode": Kind(calls(("triton",), decode=True), decoding, 6),
     "neighbours": Kind(rows(), neighbouring, 60),
@@ -266,7 +279,6 @@ def fuzz(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the calls")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of calls")
     parser.add_argument("--case", help="run one call, as a failure prints it")
 
 
@@ -277,12 +289,13 @@ def run(args: argparse.Namespace) -> int:
         kind, case = args.case.split(":")
         failure = fuzz(kind, args.seed, 1, counts, case)
     for turn in count() if args.case is None else ():
-        part, number = divmod(turn, len(args.kinds))
-        kind = args.kinds[number]
+        part, number = divmod(turn, len(KINDS))
+        kind = [*KINDS][number]
         failure = fuzz(kind, args.seed * 1_000_003 + part, KINDS[kind].share, counts)
         if failure is not None or time.monotonic() > end:
             break
     pools.close()
+    queued_pools.close()
     print(f"seed {args.seed}: {counts.total() - counts['refused']} calls right: {dict(counts)}")
     if failure is not None:
         print(failure)

@@ -94,23 +94,18 @@ def sample(calls: int, seconds: float) -> Sample:
     return Sample(calls, seconds, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, *held)
 
 
-def judged(samples: Sequence[Sample]) -> dict[str, bool]:
-    """Growth of a rank's memory, descriptors, threads and time in words, and whether it is bad."""
-    middle, last = samples[len(samples) // 2], samples[-1]
+def judged(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """Growth of a rank's memory, descriptors, threads and time, and the most that each may grow."""
     half, quarter = samples[len(samples) // 2 :], len(samples) // 4
     slope, _ = statistics.linear_regression([x.calls for x in half], [x.mib for x in half])
     third, fourth = (
         statistics.median(x.seconds for x in part) for part in (half[:quarter], half[quarter:])
     )
     return {
-        f"memory grows by {1000 * slope:.2f} MiB in 1,000 calls": 1000 * slope > MOST_GROWTH,
-        f"{middle.descriptors} -> {last.descriptors} descriptors": (
-            last.descriptors > middle.descriptors
-        ),
-        f"{middle.threads} -> {last.threads} threads": last.threads > middle.threads,
-        f"the last quarter takes {fourth / third:.2f} of the third's time": (
-            fourth > MOST_DRIFT * third
-        ),
+        "MiB in 1,000 calls": (1000 * slope, MOST_GROWTH),
+        "descriptors": (half[-1].descriptors - half[0].descriptors, 0),
+        "threads": (half[-1].threads - half[0].threads, 0),
+        "of the third quarter's time in the last": (fourth / third, MOST_DRIFT),
     }
 
 
@@ -130,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     bad = False
     for rank, samples in enumerate(soak(args.calls)):
         print(*(f"rank {rank}: {sample}" for sample in samples), sep="\n")
-        for text, is_bad in judged(samples).items():
-            print(f"rank {rank}: {text}{': BAD' * is_bad}")
-            bad |= is_bad
+        for name, (grown, most) in judged(samples).items():
+            print(f"rank {rank}: {grown:.2f} {name}, at most {most}{': BAD' * (grown > most)}")
+            bad |= grown > most
     return int(bad)

@@ -1,14 +1,7 @@
-"""Simulated ranks of one group, each a thread with a connection of its own to one real store.
-
-    RES_OPTIONS=attempts:0 TORCH_CPP_LOG_LEVEL=ERROR python -m tests.distributed.scale 8 64 1024
-
-prints, for each number of ranks, what a rank asks of the store while a ring is formed, or while
-ranks 0 or 1 do not come.
-"""
+"""Simulated ranks of one group, each a thread with a connection of its own to one real store."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,8 +20,6 @@ from ring_attn.transport.ranks import formation, group
 from tests.distributed.pool import forkserver
 
 PROCESSES = 4
-# Seconds that the ranks of the program wait for missing ones.
-SECONDS = 120.0
 # So many threads of a process run at a time; the others sleep.
 RUNNING = 4
 REQUESTS = ("add", "append", "check", "compare_set", "get", "multi_get", "set", "wait")
@@ -147,21 +138,3 @@ def simulate(world_size: int, seconds: float, missing: Collection[int] = ()) -> 
     with ProcessPoolExecutor(len(parts), context, _take, (start,)) as processes:
         run = partial(form_all, world_size=world_size, port=store.port, seconds=seconds)
         return [one for some in processes.map(run, parts) for one in some]
-
-
-def main(world_sizes: Sequence[str]) -> None:
-    print("ranks missing  requests: median most lead's  longest key  seconds  formed")
-    for world_size in map(int, world_sizes):
-        for missing in ((), (1,), (0,)):
-            formed = simulate(world_size, SECONDS, missing)
-            requests = sorted(one.requests for one in formed)
-            lead = sum(one.requests for one in formed if one.rank == 0)
-            longest = max(one.longest for one in formed)
-            seconds = max(one.seconds for one in formed)
-            counts = f"{requests[len(requests) // 2]} {requests[-1]} {lead} {longest}"
-            ends = sum(not one.why for one in formed)
-            print(f"{world_size} {missing}  {counts}  {seconds:.1f}  {ends}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

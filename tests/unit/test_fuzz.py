@@ -25,6 +25,7 @@ from ring_attn.machines import run as machine
 def processes() -> Iterator[None]:
     yield
     fuzz.pools.close()
+    fuzz.queued_pools.close()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.planning.balance import balance_of
 from ring_attn.planning.devices import builtin_cluster
 from ring_attn.planning.placement import Packing
-from ring_attn.testing import Case, run_all_ranks
 
 MIXED = (70, 5, 0, 33, 5, 9, 12, 1, 20, 6)
 
@@ -104,14 +103,6 @@ def test_work_and_rows_are_even(
 def test_what_cannot_be_is_refused(text: str, lengths: list[int], options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=text):
         pack(lengths, **{"world_size": 2} | options)
-
-
-@pytest.mark.parametrize("strategy", ["ring", "exchange", "all_gather"])
-def test_results_are_those_of_dense_attention(strategy: str) -> None:
-    packing = pack(MIXED, 3)
-    case = Case(mask_of(packing), (packing.layout, packing.layout), strategy, heads="gqa")
-    assert packing.num_cut and packing.layout.kind == "segments"
-    assert not run_all_ranks(case, 3).failures
 
 
 def test_batches_are_cut_by_it() -> None:

@@ -46,8 +46,14 @@ def strategies(world_size: int) -> list[Strategy]:
         Strategy("exchange"),
         Strategy(exchange_q=True),
         Strategy("all_gather", exchange_q=True),
+        Strategy("exchange", exchange_q=True),
         *(Strategy(inner_degree=d) for d in divisors),
         *(Strategy(core, ulysses_degree=d) for d in divisors for core in CORES),
+        *(
+            Strategy(ulysses_degree=outer, inner_degree=inner)
+            for outer, inner in product(divisors, divisors)
+            if world_size % (outer * inner) == 0
+        ),
     ]
 
 
