@@ -168,6 +168,9 @@ def test_layouts_are_compared_by_the_positions_of_each_rank() -> None:
     assert digest(SequenceLayout.striped(2, 2)) == digest(SequenceLayout.contiguous(2, 2))
     # Positions 3 and 4 are segments of their own there.
     assert facts(SequenceLayout.striped(2, 2).appended(0, 3))[0] == [[0, 2, 2], [3, 2, 1]]
+    # Runs with gaps are not joined, though the second one starts at 0 + 3.
+    apart = [Segment(0, 3, 2), Segment(3, 2, 2)], [Segment(n, 1, 2) for n in (1, 6, 7)]
+    assert facts(SequenceLayout.from_segments(apart))[0] == [[0, 3, 2], [3, 2, 2]]
     swapped = [[Segment(6, 2), Segment(0, 2)], [Segment(2, 4)]]
     turned = SequenceLayout.from_segments(swapped)
     assert digest(turned) != digest(SequenceLayout.zigzag(8, 2))

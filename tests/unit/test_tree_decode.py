@@ -84,9 +84,9 @@ def test_what_every_query_sees_is_one_tile() -> None:
     assert len(layout.segments(0)) > 30
     tiles = decode_tiles(layout.segments(0), Mask(1, 997, causal=True))
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
-    # A window's first key, 7, is the first of a run.
-    tiles = decode_tiles([Segment(7, 5), Segment(20, 3)], Mask(1, 23, True, (15, -1)))
-    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, 8))]
+    # The first key that all queries of a window see, 7, is the first of a run.
+    tiles = decode_tiles([Segment(7, 5), Segment(15, 3)], Mask(3, 23, True, (15, -1)))
+    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 3), slice(0, 8))]
 
 
 @reproducible
