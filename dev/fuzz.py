@@ -42,8 +42,7 @@ from tests.unit.test_programs import sent, strategies
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (6, 3), (5, 5))
 # Dtypes of each backend. Triton's interpreter computes bfloat16 wrong.
 DTYPES = {
-    "reference": ("float16", "float32", "bfloat16", "float64"),
-    "aten": ("float16", "float32", "bfloat16"),
+    **dict.fromkeys(("reference", "aten"), ("float16", "float32", "bfloat16", "float64")),
     "triton": ("float16", "float32"),
 }
 BLOB = re.compile(r"reproduce_failure\('[^']*', (b'[^']*')\)")
