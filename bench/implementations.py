@@ -27,7 +27,7 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.cli.options.bench import FLASH_PACKAGES, SDPA_BACKENDS
+from ring_attn.cli.options import FLASH_PACKAGES, SDPA_BACKENDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops

@@ -36,8 +36,13 @@ from ring_attn.bench.timing import (
     watch_for,
 )
 from ring_attn.cli.arguments import format_size, new_table, show
-from ring_attn.cli.options.bench import MODES
-from ring_attn.cli.options.bench_kernel import HEADS, IMPLEMENTATIONS, ITERS, SEQLENS
+from ring_attn.cli.options import (
+    IMPLEMENTATIONS,
+    KERNEL_HEADS,
+    KERNEL_ITERS,
+    KERNEL_SEQLENS,
+    MODES,
+)
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
@@ -285,12 +290,12 @@ def _figures(row: CellRow | None) -> list[str]:
 
 
 FULL = CellSetting(
-    seqlens=SEQLENS,
+    seqlens=KERNEL_SEQLENS,
     head_dims=(128, 64, 256),
-    heads=HEADS,
+    heads=KERNEL_HEADS,
     dtype=torch.bfloat16,
     tokens=16384,
-    iters=ITERS,
+    iters=KERNEL_ITERS,
     backend="triton",
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)

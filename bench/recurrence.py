@@ -1,4 +1,4 @@
-"""Times of recurrent layers on split rows; `cli.options.bench_recurrence` says of what."""
+"""Times of recurrent layers on split rows; `cli.options` says of what."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ring_attn.bench.report import Report
 from ring_attn.bench.timing import turned
 from ring_attn.cli.arguments import is_first_rank, new_table, show
 from ring_attn.cli.launch import run_ranks, timed_on_ranks
-from ring_attn.cli.options.bench_recurrence import ITERS, SEQLEN
+from ring_attn.cli.options import RECURRENCE_ITERS, SEQLEN
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.groups import check_group
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     setting = RecurrenceSetting(
         args.seqlen or (512 if args.quick else SEQLEN),
         args.world_size,
-        args.iters or (1 if args.quick else ITERS),
+        args.iters or (1 if args.quick else RECURRENCE_ITERS),
     )
     bench = Report[RecurrenceSetting, RecurrenceRow](setting, args.json, quiet=args.quiet)
     bench.rows += run_ranks(measure, setting.world_size, setting, threads=1, device="cpu")[0]

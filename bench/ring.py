@@ -27,11 +27,10 @@ from ring_attn.bench.ring_implementations import (
     TorchTemplate,
 )
 from ring_attn.bench.timing import quantiles, turned
+from ring_attn.cli import options
 from ring_attn.cli.arguments import new_table, show, with_options
 from ring_attn.cli.launch import rank_device, run_ranks, send_part
-from ring_attn.cli.options import bench_ring as options
-from ring_attn.cli.options.bench import MODES
-from ring_attn.cli.options.bench_ring import ITERS, SEQLEN
+from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace) -> Sweep:
-    seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
+    seqlen, iters = QUICK if args.quick else (SEQLEN, RING_ITERS)
     seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
     each = with_options(
         RingSetting,

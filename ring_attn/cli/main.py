@@ -1,4 +1,4 @@
-"""The `ring-attn` command: a table of subcommands, each with a module of options and one that runs.
+"""The `ring-attn` command: a table of subcommands, each with its options and a module that runs.
 
 Help and wrong options need only the former, which import no torch. A user's error prints one line
 on stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C prints one line too,
@@ -8,6 +8,7 @@ and exits with 130; what was measured so far is in the report.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import signal
 import sys
@@ -32,9 +33,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class Command(NamedTuple):
-    """A subcommand: its words, two modules, and its line of help.
+    """A subcommand: its words, two places, and its line of help.
 
-    `options` has the text of its help and `add_arguments`, `module` has `run`.
+    `options` is "module:function", or a module with `add_arguments`, whose docstring is the text of
+    the help; `module` has `run`.
     """
 
     name: str
@@ -43,18 +45,21 @@ class Command(NamedTuple):
     help: str
 
     def parser(self, prog: str) -> Parser:
-        options = import_module(self.options)
+        name, _, function = self.options.partition(":")
+        module = import_module(name)
+        add_arguments = getattr(module, function or "add_arguments")
+        text = inspect.getdoc(add_arguments) or module.__doc__ or ""
         parser = Parser(
             prog=f"{prog} {self.name}",
-            description="\n\n".join(map(narrow, (options.__doc__ or "").split("\n\n"))),
+            description="\n\n".join(map(narrow, text.split("\n\n"))),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        options.add_arguments(parser)
+        add_arguments(parser)
         return parser
 
 
 def _ours(name: str, module: str, help: str) -> Command:
-    options = f"ring_attn.cli.options.{name.replace(' ', '_')}"
+    options = f"ring_attn.cli.options:{name.replace(' ', '_')}"
     return Command(name, options, f"ring_attn.{module}", help)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ring_attn.cli.options.plan import HEADDIM, HEADS
+from ring_attn.cli.options import HEADDIM, HEADS
 from ring_attn.core.values import regular_file
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
 from ring_attn.planning.recurrent import Recurrent

@@ -25,7 +25,7 @@ from ring_attn.bench.timing import TimedCall, free_memory, quantiles, time_in_tu
 from ring_attn.cli.arguments import format_size, show
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import map_in_processes, num_cores
-from ring_attn.cli.options.tune import PRODUCTS
+from ring_attn.cli.options import PRODUCTS
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon

@@ -31,7 +31,7 @@ from ring_attn.cli.launch import (
     send_part,
     under_torchrun,
 )  # fmt: skip
-from ring_attn.cli.options.verify import DEFAULT_WORLD_SIZE
+from ring_attn.cli.options import VERIFIED_WORLD_SIZE
 from ring_attn.core.values import env_int
 from ring_attn.testing import (
     LAYOUTS,
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the cases and shows the results; returns 1 if a case failed or none passed."""
     world_size = args.world_size
     if world_size is None:
-        world_size = env_int("WORLD_SIZE", DEFAULT_WORLD_SIZE)
+        world_size = env_int("WORLD_SIZE", VERIFIED_WORLD_SIZE)
     device = checked_device(args.device, world_size)
     backends = _checked_backends(args.backend) or usable_backends(device)
     if args.all and (args.quick or args.seed is not None):

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from ring_attn.cli import main as cli
 from ring_attn.cli import plan as command
 from ring_attn.cli import plan_report as report
-from ring_attn.cli.options.plan import parse_window
+from ring_attn.cli.options import parse_window
 from ring_attn.machines.check import Fault
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json

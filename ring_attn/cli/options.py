@@ -1,0 +1,388 @@
+"""The help and the options of each command; they need no torch, and what runs is elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ring_attn.cli.arguments import (
+    add_common,
+    add_switch,
+    format_size,
+    names_of,
+    parse_dtype,
+    parse_report,
+    parse_seconds,
+    parse_size,
+    parse_sizes,
+)
+from ring_attn.core.names import (
+    AUDITED_SIZES,
+    DEVICES,
+    LAYOUTS,
+    STRATEGIES,
+    TESTED_LAYOUTS,
+    TESTED_STRATEGIES,
+)
+
+VERIFIED_WORLD_SIZE = 4
+
+# Sizes of `plan` without --model, of a layer as Llama 3 8B's.
+HEADS, HEADDIM = 32, 128
+
+# Length and repetitions of `bench ring` and `bench recurrence`.
+SEQLEN, RING_ITERS, RECURRENCE_ITERS = 8192, 9, 7
+BASELINES = ("dense", "torch-template")
+
+# Implementations in other packages, and torch's backends, by their names in `bench kernel`.
+FLASH_PACKAGES = {
+    "flash-attn": "flash_attn",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+}
+SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
+
+# Sizes of `bench kernel` on a GPU.
+KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15
+KERNEL_HEADS = ((32, 8), (64, 8))
+
+# The figures of each mode of a benchmark.
+MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
+
+# Matrix products of a kernel that `tune` times, each of 2 x pairs x head_dim FLOPs.
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
+
+
+def doctor(parser: argparse.ArgumentParser) -> None:
+    """`ring-attn doctor`: whether this machine is ready, on one screen, and what mends what is not.
+
+        ring-attn doctor
+        torchrun --nproc-per-node 8 -m ring_attn doctor    names ranks that differ
+
+    It runs a ring of two ranks here and compares it with attention in float64, says which backend
+    takes each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and
+    noted first uses. Under torchrun its ranks are the ring; --quick leaves the ring out. The exit
+    status is 1 if something is wrong, not if an optional package is missing.
+    """
+    add_common(parser)
+
+
+def env(parser: argparse.ArgumentParser) -> None:
+    """`ring-attn env`: installed versions, hardware, and the backends that can run.
+
+    A JSON text; null is said of a backend that can run, of a package that is not installed, and of
+    a variable that is not set. It names no host, user or path, except in variables.
+    """
+    add_common(parser)
+
+
+def verify(parser: argparse.ArgumentParser) -> None:
+    """`ring-attn verify`: compares ring attention on this machine with dense attention in float64.
+
+    A case is one call: strategy, backend, layout, mask, dtype, heads, length, softcap and sinks.
+    Each rank computes its shard; rank 0 checks out, lse and every gradient against the bound of
+    `ring_attn.testing`, which follows from plain PyTorch's error in the same dtype. The figures are
+    error / bound: above 1 a case fails. All buffers start as NaN.
+
+        ring-attn verify                          a sample of the table, in a minute
+        ring-attn verify --all --world-size 3 --strategy ring hybrid
+        torchrun --nproc-per-node 4 -m ring_attn verify
+
+    A sample has every strategy with every layout, mask, backend and dtype; `--seed` draws another
+    one. The exit status is 1 if a case failed or none passed. Cases that a backend refuses are
+    listed with the reason; they neither fail nor pass.
+    """
+    add = parser.add_argument
+    add(
+        "--world-size", type=parse_size, metavar="N",
+        help=f"ranks to start (default: {VERIFIED_WORLD_SIZE}, or as many as torchrun started)",
+    )  # fmt: skip
+    add(
+        "--strategy", nargs="+", metavar="NAME", choices=(*TESTED_STRATEGIES, "all"),
+        default=["all"], help=f"some of {', '.join(TESTED_STRATEGIES)} (default: all)",
+    )  # fmt: skip
+    add("--backend", nargs="+", metavar="NAME", help="some by name (default: all that can run)")
+    layouts = f"some of {', '.join(TESTED_LAYOUTS)} (default: all)"
+    add("--layout", nargs="+", choices=TESTED_LAYOUTS, metavar="NAME", help=layouts)
+    every = "every case of the table; a sample says how long they take"
+    add("--all", action="store_true", help=every)
+    add("--seed", type=int, metavar="N", help="of the sample (default: drawn, and printed)")
+    add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
+    threads = "CPU threads of each rank (default: cores / ranks)"
+    add("--threads", type=parse_size, metavar="N", help=threads)
+    add_common(parser)
+
+
+def audit(parser: argparse.ArgumentParser) -> None:
+    """`ring-attn audit FILE:FUNCTION`: says what a training step does wrong on several ranks.
+
+    The function takes no arguments, and does what the training does for one rank: it makes a small
+    model from a seed, and a batch; it runs forward and backward, and sums gradients. It returns the
+    model, or (model, loss), or (model, loss, evaluation loss). It runs on each number of ranks, and
+    in one process as their twin, whose batch is all ranks' together.
+
+        ring-attn audit train.py:step
+        ring-attn audit train.py:step --world-size 2 4
+        ring-attn audit train.py:step --tiny     models of transformers, 2 layers
+
+    The exit status is 1 if a result of the ranks differs from the twin's.
+    """
+    add = parser.add_argument
+    add("step", metavar="FILE:FUNCTION", help="the training step of a rank")
+    sizes = " ".join(map(str, AUDITED_SIZES))
+    add(
+        "--world-size", nargs="+", type=parse_size, metavar="N",
+        help=f"numbers of ranks (default: {sizes}; with --quick the first)",
+    )  # fmt: skip
+    timeout = "seconds for a run (default: 120)"
+    add("--timeout", type=float, default=120.0, metavar="S", help=timeout)
+    threads = "CPU threads of each rank (default: cores / ranks)"
+    add("--threads", type=parse_size, metavar="N", help=threads)
+    add(
+        "--tiny", action="store_true",
+        help="shrink models of transformers to 2 layers, few heads and random weights",
+    )  # fmt: skip
+    add_common(parser)
+
+
+def plan(parser: argparse.ArgumentParser) -> None:
+    """`ring-attn plan`: predicts how ranks would best share a call on a cluster; nothing runs.
+
+        strategies    every strategy: times, bytes, exposed communication, memory
+        steps         compute and transfers in each step of the best strategy
+        --plot        the mask as ranks x ranks by step and kind, and a timeline
+
+    Times come from a simulation of the cluster, which is built in or was measured by `ring-attn
+    calibrate`. No process group and no GPU is needed.
+
+        ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
+        ring-attn plan --seqlen 1M --world-size 64 --model config.json  a whole step
+    """
+    add = parser.add_argument
+    add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
+    add("--world-size", type=parse_size, required=True, help="number of ranks")
+    add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
+    model = (
+        "a config.json in Hugging Face's form, for heads, dims, layers and windows not given "
+        "(default: no model)"
+    )
+    add("--model", type=Path, metavar="FILE", help=model)
+    add("--layers", type=parse_size, metavar="N", help="layers, all alike (default: the model's)")
+    hidden = "width of the model, for the memory between layers (default: the model's)"
+    add("--hidden", type=parse_size, metavar="N", help=hidden)
+    heads = f"default: the model's, or {HEADS}"
+    add("--heads", dest="nheads", type=parse_size, metavar="N", help=heads)
+    kv_heads = "default: the model's, or as many as heads"
+    add("--kv-heads", dest="nheads_kv", type=parse_size, metavar="N", help=kv_heads)
+    head_dim = f"default: the model's, or {HEADDIM}"
+    add("--head-dim", dest="headdim", type=parse_size, metavar="N", help=head_dim)
+    dim_v = "head dim of v (default: as of q and k)"
+    add("--head-dim-v", dest="headdim_v", type=parse_size, metavar="N", help=dim_v)
+    add("--dtype", type=parse_dtype, default="bfloat16", help="of q, k and v (default: bfloat16)")
+    add_switch(parser, "--causal", "queries see no later keys")
+    add(
+        "--window", dest="window_size", type=parse_window, default=(-1, -1), metavar="LEFT,RIGHT",
+        help="sizes such as 4k,0; -1 is open (default: --window=-1,-1)",
+    )  # fmt: skip
+    documents = (
+        "lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500 "
+        "(default: one)"
+    )
+    add("--documents", type=parse_sizes, metavar="LENGTHS", help=documents)
+    layouts = ("auto", *LAYOUTS, "balanced")
+    add("--layout", choices=layouts, default="auto", help="of all ranks (default: auto, the best)")
+    names = f"consider only some of {', '.join(STRATEGIES)} (default: all)"
+    add("--strategy", dest="strategies", nargs="+", metavar="NAME", help=names)
+    load = (
+        "a Python file whose strategies are registered first, as examples/own_strategy.py "
+        "(default: no file)"
+    )
+    add("--load", type=Path, metavar="FILE", help=load)
+    cluster = (
+        "h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
+        "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)"
+    )
+    add("--cluster", metavar="NAME|FILE", help=cluster)
+    add("--node-size", type=parse_size, help="devices of a node (default: 8)")
+    same_bits = "consider only strategies with the same bits at every world size"
+    add_switch(parser, "--same-bits", same_bits, default=None)
+    add_switch(parser, "--backward", "plan the backward too")
+    exact = "simulate every rank, up to 256; else some of many equal ranks stand for all"
+    add("--exact", action="store_true", help=exact)
+    memory = "memory of a rank, such as 80G (default: its device's)"
+    add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
+    check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
+    add("--check", action="store_true", help=check)
+    add("--verbose", action="store_true", help="also list what was left out, and why")
+    plot = "draw the pictures as .png or .svg (default: none)"
+    add("--plot", metavar="PATH", type=parse_report, help=plot)
+    add_common(parser)
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """ "4k,0" -> (4096, 0); -1 is unbounded."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window: give LEFT,RIGHT such as 4k,0")
+    sizes = [int(p) if p.strip() in ("-1", "0") else parse_size(p) for p in parts]
+    return sizes[0], sizes[1]
+
+
+def bench_ring(parser: argparse.ArgumentParser) -> None:
+    """Time, waits, bytes and memory of a ring, compared with dense attention and torch's own ring.
+
+    All implementations alternate within every repetition, so that drift of the machine affects all
+    alike. A time is the slowest rank's; medians, p20 and p80 are over the repetitions. `wait_ms` is
+    the host's time in waits for transfers, `peak_bytes` the most bytes that a call holds beyond its
+    inputs, `max_error` the greatest difference of out, dq, dk, dv from attention in float64.
+
+        ours             ring_attn.ring_attention on the ranks
+        dense            torch's, in one process with all the ranks' threads
+        torch-template   torch's private ring and its backward on the same ranks
+
+    Several lengths or numbers of ranks (--seqlen 1k,2k,4k --world-size 1,2) are measured one after
+    another.
+    """
+    add = parser.add_argument
+    add("--world-size", type=parse_sizes, default=(2,), help="numbers of ranks (default: 2)")
+    add("--seqlen", type=parse_sizes, help=f"whole lengths (default: {SEQLEN})")
+    add("--heads", type=parse_size, default=8, help="heads of q (default: 8)")
+    add("--kv-heads", type=parse_size, help="heads of k and v (default: as many as --heads)")
+    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
+    add("--dtype", type=parse_dtype, default="float32", help="default: float32")
+    add_switch(parser, "--causal", "queries see no later keys")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="how rows are split (default: zigzag)")
+    mode = "forward alone, or backward too (default: fwd_bwd)"
+    add("--mode", choices=MODES, default="fwd_bwd", help=mode)
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
+    add("--iters", type=parse_size, help=f"timed repetitions (default: {RING_ITERS})")
+    names = f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none"
+    add("--baseline", type=names_of(BASELINES), default=",".join(BASELINES), help=names)
+    add_common(parser)
+
+
+def bench_kernel(parser: argparse.ArgumentParser) -> None:
+    """Time of our attention kernels on one device, compared with torch's and flash-attn's.
+
+    All implementations alternate within every repetition, so that clock drift affects all alike;
+    each is checked against float64 before the timing. As in FlashAttention's papers, the batch is
+    --tokens (16k) / length, at least 1. Times are the device's, between events, with a cold L2 and
+    the host ahead; medians, p20 and p80 are over the repetitions. Unless --mode fwd, a forward
+    saves tensors for its backward. FLOPs are 4 x visible pairs x head_dim per head forward, 2.5
+    times that backward.
+
+        ours           triton (on a CPU auto), deterministic, as a ring of one rank
+        torch-flash    scaled_dot_product_attention with FlashAttention 2
+        cudnn          scaled_dot_product_attention with cuDNN
+        flash-attn     flash_attn, if installed; so flash-attn-3, flash-attn-4
+
+    The exit status is 1 if a result of ours is wrong or a call of ours failed.
+    """
+    add = parser.add_argument
+    both = argparse.BooleanOptionalAction
+    add("--causal", dest="one_mask", action=both, help="only one of them; default: both")
+    add("--tokens", type=parse_size, help="tokens of a batch of shorter sequences (default: 16k)")
+    mode = "forward alone, or backward too (default: fwd_bwd)"
+    add("--mode", choices=MODES, default="fwd_bwd", help=mode)
+    names = f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)"
+    add("--implementations", type=names_of(IMPLEMENTATIONS, least=1), help=names)
+    lens = ",".join(map(format_size, KERNEL_SEQLENS))
+    add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
+    add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {KERNEL_ITERS})")
+    add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in KERNEL_HEADS))
+
+
+def bench_recurrence(parser: argparse.ArgumentParser) -> None:
+    """Time of recurrent layers on split rows, against the layer's own time at as many rows.
+
+    Each rank times the layer's own function (`alone`: its rows as a whole sequence) and the split
+    one in turn, in one run; a time is the slowest rank's. The functions are transformers' torch
+    code.
+
+        ring-attn bench recurrence --seqlen 8k --world-size 2 --json recurrence.json
+    """
+    add = parser.add_argument
+    add("--seqlen", type=parse_size, help=f"global length (default: {format_size(SEQLEN)})")
+    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
+    add("--iters", type=parse_size, help=f"repetitions (default: {RECURRENCE_ITERS})")
+    add_common(parser)
+
+
+def calibrate(parser: argparse.ArgumentParser) -> None:
+    """Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
+
+        ring-attn calibrate --json machine.json    1, 2 and 4 ranks, one thread each
+        ring-attn plan --cluster machine.json ...
+
+    All ranks work at the same time, so the figures include contention (cores, memory, the
+    loopback). Messages and copies go into new memory, as in a call; on a CPU its page faults may
+    take longer than the copy. `devices.Rate` is fitted to the times of tiles, `devices.Link` to the
+    times of messages. The table shows the largest errors of the fits.
+    """
+    add = parser.add_argument
+    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (default: 1,2,4)")
+    add("--heads", type=parse_size, default=8, help="heads of q, k and v (default: 8)")
+    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
+    add("--dtype", type=parse_dtype, default="float32", help="of q, k and v (default: float32)")
+    add("--backend", default="auto", help="as for ring_attention (default: auto)")
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add("--device", choices=DEVICES, help="where to run (default: cuda if there are enough GPUs)")
+    add_common(parser)
+
+
+def tune(parser: argparse.ArgumentParser) -> None:
+    """Finds the fastest configs of the kernels on one device: builds, checks and times them.
+
+        ring-attn tune --json tune.json            on a GPU, in 10 minutes
+        RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, one for all ranks
+        RING_ATTN_CONFIGS=tune.json ring-attn bench kernel         compares
+        ring-attn tune --device cpu                only tests the search
+
+    Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent:
+    all configs of `configs.search_space`, and on sm_90 of the forward in Gluon. The configs are
+
+        built      by --jobs processes, which run each config once and so fill
+                   triton's cache; one that crashes loses only its own row
+        checked    against float64 (`judge`); several runs are equal bit for bit
+        timed      alternately within every repetition
+
+    A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s
+    count the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding (one
+    token against all keys). The exit status is 1 if a frozen config is wrong.
+    """
+    add = parser.add_argument
+    names = f"some of {','.join(PRODUCTS)} (default: all)"
+    add("--kernels", type=names_of(PRODUCTS), default=",".join(PRODUCTS), help=names)
+    rows = "rows {} mask (default: {}, on a CPU 128; --quick: a quarter)"
+    add("--full-rows", type=parse_size, help=rows.format("without a", "16k"))
+    add("--causal-rows", type=parse_size, help=rows.format("with a causal", "32k"))
+    jobs = "processes that compile; 0: this process only (default: one per core)"
+    add("--jobs", type=int, help=jobs)
+    add_device_arguments(parser)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -> None:
+    """Adds the options of every benchmark on one device; `heads` are those on a GPU."""
+    add = parser.add_argument
+    pairs = f"query heads / kv heads, as 32/8 (default: {heads}; on a CPU 4/2)"
+    add("--heads", type=parse_heads, help=pairs)
+    add("--head-dim", dest="head_dims", type=parse_sizes, help="default: 128; on a CPU 16 or 64")
+    add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
+    budget = "start no measurement after this time (default: no limit)"
+    add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
+    add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
+    add_common(parser)
+
+
+def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
+    """Query and kv heads: "32/8,16" is ((32, 8), (16, 16))."""
+    pairs = []
+    for part in text.split(","):
+        q, _, kv = part.partition("/")
+        heads, kv_heads = parse_size(q), parse_size(kv or q)
+        if heads % kv_heads:
+            raise argparse.ArgumentTypeError(f"{part!r}: kv heads must divide the query heads")
+        pairs.append((heads, kv_heads))
+    return tuple(pairs)

@@ -1,1 +1,0 @@
-"""The help and the options of each command, which need no torch; what runs is elsewhere."""
