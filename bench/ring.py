@@ -7,9 +7,8 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from ring_attn.bench.ring_implementations import (
     TorchTemplate,
 )
 from ring_attn.bench.timing import quantiles, turned
-from ring_attn.cli import options
 from ring_attn.cli.arguments import new_table, show, with_options
 from ring_attn.cli.launch import rank_device, run_ranks, send_part
 from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
@@ -42,8 +40,7 @@ from ring_attn.testing import Inputs, Verdict, check, random_qkv
 
 WARMUP, QUICK = 2, (1024, 3)
 
-PEERS: tuple[type[Impl], ...] = (Dense, TorchTemplate)
-BASELINES = dict(zip(options.BASELINES, PEERS, strict=True))
+BASELINES: dict[str, type[Impl]] = {peer.name: peer for peer in (Dense, TorchTemplate)}
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,6 @@ class RingRow:
 
     impl: str
     mode: str
-    world_size: int
-    seqlen: int
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
@@ -65,17 +60,10 @@ class RingRow:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Sweep:
-    seqlens: tuple[int, ...]
-    world_sizes: tuple[int, ...]
-    each: RingSetting
-
-
-class RingReport(Report[Sweep, RingRow]):
+class RingReport(Report[RingSetting, RingRow]):
     """The rows of rank 0, and the samples that it sends during the run."""
 
-    def __init__(self, setting: Sweep, path: Path | None, *, quiet: bool) -> None:
+    def __init__(self, setting: RingSetting, path: Path | None, *, quiet: bool) -> None:
         super().__init__(setting, path, quiet=quiet)
         self.samples: list[dict[str, Any]] = []
 
@@ -83,26 +71,18 @@ class RingReport(Report[Sweep, RingRow]):
         return {"samples": self.samples}
 
     def run(self, device: str | None) -> None:
-        """Measures every length on every number of ranks, short ones first."""
-        sweep, each = self.setting, self.setting.each
-        repetitions = each.warmup + each.iters
-        total = sum(n * n for n in sweep.seqlens) * len(sweep.world_sizes) * repetitions
-        with self.progress(total) as begin:
-            for seqlen, world_size in product(sweep.seqlens, sweep.world_sizes):
-                what = f"{seqlen} rows on {world_size} ranks"
+        setting = self.setting
+        with self.progress(setting.warmup + setting.iters) as begin:
 
-                def on_part(sample: dict[str, Any], seqlen: int = seqlen, what: str = what) -> None:
-                    self.samples.append(sample)
-                    if sample["impl"] == Ours.name:  # once in each repetition
-                        begin(what, seqlen * seqlen)
+            def on_part(sample: dict[str, Any]) -> None:
+                self.samples.append(sample)
+                if sample["impl"] == Ours.name:  # once in each repetition
+                    begin(f"{setting.seqlen} rows on {setting.world_size} ranks", 1)
 
-                rows, failures = run_ranks(
-                    measure, world_size, replace(each, seqlen=seqlen, world_size=world_size),
-                    threads=each.threads, device=device, on_part=on_part,
-                )[0]  # fmt: skip
-                self.rows += rows
-                self.failures += [f"{what}: {why}" for why in failures]
-                self.save()
+            self.rows, self.failures = run_ranks(
+                measure, setting.world_size, setting, threads=setting.threads, device=device,
+                on_part=on_part,
+            )[0]  # fmt: skip
         self.save(last=True)
 
 
@@ -117,20 +97,17 @@ def run(args: argparse.Namespace) -> int:
     return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
 
 
-def setting_of(args: argparse.Namespace) -> Sweep:
+def setting_of(args: argparse.Namespace) -> RingSetting:
     seqlen, iters = QUICK if args.quick else (SEQLEN, RING_ITERS)
-    seqlens, world_sizes = sorted(args.seqlen or (seqlen,)), sorted(args.world_size)
-    each = with_options(
+    return with_options(
         RingSetting,
         args,
-        seqlen=seqlens[0],
-        world_size=world_sizes[0],
+        seqlen=args.seqlen or seqlen,
         kv_heads=args.kv_heads or args.heads,
         iters=args.iters or iters,
         warmup=WARMUP,
         baselines=args.baseline,
     )
-    return Sweep(tuple(seqlens), tuple(world_sizes), each)
 
 
 def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
@@ -141,8 +118,7 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
     for name in setting.baselines:
         reason = BASELINES[name].reason_against(setting)
         if reason:
-            sizes = setting.world_size, setting.seqlen
-            rows.append(RingRow(name, setting.mode, *sizes, note=f"cannot run: {reason}"))
+            rows.append(RingRow(name, setting.mode, note=f"cannot run: {reason}"))
         else:
             impls.append(BASELINES[name](setting, inputs))
     judge = RingJudge(setting, inputs)
@@ -253,8 +229,6 @@ def _row(
     return RingRow(
         impl.name,
         mode,
-        setting.world_size,
-        setting.seqlen,
         median_ms=median,
         p20_ms=p20,
         p80_ms=p80,
@@ -294,12 +268,13 @@ def _failures(rows: Iterable[RingRow], verdicts: Iterable[Verdict]) -> list[str]
 
 def _tables(bench: RingReport) -> list[Table]:
     """Two tables that fit a terminal: times, and bytes held and sent."""
-    each, rows = bench.setting.each, bench.rows
-    dense = {(r.mode, r.world_size, r.seqlen): r.median_ms for r in rows if r.impl == "dense"}
-    columns = ("impl", "mode", "ranks", "seqlen")
+    each, rows = bench.setting, bench.rows
+    dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
+    columns = ("impl", "mode")
     times = new_table(
-        f"{each.threads} threads a rank, {each.heads}/{each.kv_heads} heads of {each.head_dim}, "
-        f"{dtype_name(each.dtype)}, {'causal' if each.causal else 'full'}, {each.layout}",
+        f"{each.seqlen} rows on {each.world_size} ranks with {each.threads} threads, "
+        f"{each.heads}/{each.kv_heads} heads of {each.head_dim}, {dtype_name(each.dtype)}, "
+        f"{'causal' if each.causal else 'full'}, {each.layout}",
         columns,
         ("ms", "p20 .. p80", "x dense", "wait ms"),
     )
@@ -311,8 +286,7 @@ def _tables(bench: RingReport) -> list[Table]:
     for row in rows:
         if row.median_ms is None:
             continue
-        key = (row.impl, row.mode, str(row.world_size), str(row.seqlen))
-        whole = dense.get((row.mode, row.world_size, row.seqlen))
+        key, whole = (row.impl, row.mode), dense.get(row.mode)
         ratio = row.median_ms / whole if whole else None
         spread = f"{show(row.p20_ms, '.1f')} .. {show(row.p80_ms, '.1f')}"
         figures = (show(ratio, ".3f"), show(row.wait_ms, ".2f"))

@@ -240,13 +240,10 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         ours             ring_attn.ring_attention on the ranks
         dense            torch's, in one process with all the ranks' threads
         torch-template   torch's private ring and its backward on the same ranks
-
-    Several lengths or numbers of ranks (--seqlen 1k,2k,4k --world-size 1,2) are measured one after
-    another.
     """
     add = parser.add_argument
-    add("--world-size", type=parse_sizes, default=(2,), help="numbers of ranks (default: 2)")
-    add("--seqlen", type=parse_sizes, help=f"whole lengths (default: {SEQLEN})")
+    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
+    add("--seqlen", type=parse_size, help=f"whole length (default: {SEQLEN})")
     add("--heads", type=parse_size, default=8, help="heads of q (default: 8)")
     add("--kv-heads", type=parse_size, help="heads of k and v (default: as many as --heads)")
     add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")

@@ -27,13 +27,9 @@ def test_every_implementation_is_measured(
     assert "x dense" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.dist
-def test_several_lengths_and_numbers_of_ranks(report_of: Any) -> None:
-    words = "--mode fwd --heads 1 --head-dim 16 --iters 2 --baseline dense,torch-template"
-    report = report_of(f"bench ring {words} --layout striped --seqlen 256,512 --world-size 1,2")
-    rows = [row for row in report["rows"] if row["mode"] == "fwd"]
-    timed = [(r["impl"], r["world_size"], r["seqlen"]) for r in rows if r["median_ms"]]
-    assert sorted(timed) == sorted(product(("ours", "dense"), (1, 2), (256, 512)))
-    refused = [row["note"] for row in rows if row["impl"] == "torch-template"]
-    assert refused == ["cannot run: has no striped order"] * 4
+def test_what_cannot_run_is_told(report_of: Any) -> None:
+    words = "--mode fwd --heads 1 --head-dim 16 --iters 2 --layout striped --seqlen 256"
+    rows = {row["impl"]: row for row in report_of(f"bench ring {words}")["rows"]}
+    assert rows["ours"]["median_ms"] > 0 and rows["dense"]["median_ms"] > 0
+    assert rows["torch-template"]["note"] == "cannot run: has no striped order"
