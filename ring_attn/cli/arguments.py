@@ -119,19 +119,20 @@ def table_console() -> Any:
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
 
 
-# When progress was shown last: in the future while a bar is shown.
-_shown = 0.0
+# What `signs_of_life` adds to its lines; None while a bar is shown in their place.
+_progress: str | None = ""
 
 
 @contextmanager
 def signs_of_life(name: str) -> Iterator[None]:
-    """Writes to stderr how long a command runs, after `LINE_S` seconds without other progress."""
+    """Writes to stderr every `LINE_S` seconds how long a command runs, and how far it is."""
     ended, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not ended.wait(LINE_S):
-            if time.monotonic() - _shown >= LINE_S:
-                print(f"{name}: runs for {time.monotonic() - start:.0f} s", file=sys.stderr)
+            if _progress is not None:
+                seconds = time.monotonic() - start
+                print(f"{name}: runs for {seconds:.0f} s{_progress}", file=sys.stderr)
 
     if is_first_rank():
         threading.Thread(target=tell, daemon=True).start()
@@ -143,37 +144,31 @@ def signs_of_life(name: str) -> Iterator[None]:
 
 @contextmanager
 def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """Shows the current part and the time left, unless quiet.
+    """Shows the current part and the time left: a bar in a terminal, else by `signs_of_life`.
 
-    Not in a terminal, writes a line to stderr every `LINE_S` seconds. Yields a function to call at
-    the start of a part, with its name and its share of `total`.
+    Yields a function to call at the start of a part, with its name and its share of `total`.
     """
     from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
-    global _shown
+    global _progress
     console = table_console()
     columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
     hidden = quiet or not console.is_terminal
-    in_lines = hidden and not quiet and is_first_rank()
     with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
-        task, done = shown.add_task("begins", total=total), 0.0
-        start = told = time.monotonic()
-        _shown = start if hidden else math.inf
+        task, done, start = shown.add_task("begins", total=total), 0.0, time.monotonic()
+        _progress = "" if hidden else None
 
         def begin(name: str, share: float) -> None:
-            global _shown
-            nonlocal done, told
+            global _progress
+            nonlocal done
             shown.update(task, completed=done, description=name)
-            now = time.monotonic()
-            if in_lines and now - told >= LINE_S:
-                told = _shown = now
-                left = f"{(now - start) * (total / done - 1):.0f} s left" if done else ""
-                line = f"{done / total:.0%} after {now - start:.0f} s, {left or 'begins'}: {name}"
-                print(line, file=sys.stderr, flush=True)
+            if hidden:
+                left = (time.monotonic() - start) * (total / done - 1) if done else None
+                _progress = f", {done / total:.0%} done, {show(left, '.0f') or '?'} s left: {name}"
             done += share
 
         yield begin
-    _shown = time.monotonic()
+    _progress = ""
 
 
 def new_table(

@@ -127,22 +127,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.all:
         wanted = sample(every, QUICK if args.quick else SAMPLE, seed)
     started = time.perf_counter()
-    judged: list[CaseResult] = []
-
-    def payload(results: Sequence[CaseResult]) -> dict[str, Any]:
-        return _payload(results, world_size, device, time.perf_counter() - started)
-
     with progress(len(wanted), quiet=args.quiet) as begin:
-
-        def take(result: CaseResult) -> None:
-            judged.append(result)
-            begin(f"after {result.case}", 1)
-
-        # Every rank has the same list.
         results = run_ranks(
-            run_cases, world_size, wanted, threads=args.threads, device=device, on_part=take
-        )[0]
-    report = payload(results)
+            run_cases, world_size, wanted, threads=args.threads, device=device,
+            on_part=lambda result: begin(f"after {result.case}", 1),
+        )[0]  # fmt: skip
+    report = _payload(results, world_size, device, time.perf_counter() - started)
     if not args.all:
         report["seed"] = seed
         report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}

@@ -73,10 +73,7 @@ def test_a_report_is_whole_though_writing_ends_early(
     assert json.loads(path.read_text()) == {"rows": [1]}
 
 
-def test_time_left_is_shown_in_a_terminal_or_in_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(arguments, "LINE_S", 0)
+def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal, quiet in ((True, False), (True, True), (False, False)):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
         monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
@@ -84,21 +81,30 @@ def test_time_left_is_shown_in_a_terminal_or_in_lines(
             begin("long ones", 2)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("long ones, time left" in shown) == (terminal and not quiet), shown
-    assert capsys.readouterr().err == "0% after 0 s, begins: long ones\n"
 
 
-def test_a_command_without_progress_says_how_long_it_runs(
+def test_a_command_says_how_long_it_runs_and_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arguments, "LINE_S", 0.05)
-    said = ""
-    with arguments.signs_of_life("ring-attn audit"):
+
+    def until(text: str) -> str:
+        said = ""
         for _ in range(200):
             said += capsys.readouterr().err
-            if said.count("\n") > 1:
-                break
+            if text in said:
+                return said
             time.sleep(0.05)
-    assert said.startswith("ring-attn audit: runs for 0 s\n")
+        raise AssertionError(said)
+
+    with arguments.signs_of_life("ring-attn audit"):
+        assert until("s\n").startswith("ring-attn audit: runs for 0 s\n")
+        with arguments.progress(2) as begin:
+            begin("long ones", 1)
+            until("s, 0% done, ? s left: long ones\n")
+            begin("short ones", 1)
+            until("s, 50% done, 0 s left: short ones\n")
+        until("s\n")
 
 
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
