@@ -309,28 +309,21 @@ class Case:
 
 
 def cases(
-    quick: bool = False,
     *,
     backends: Sequence[str] | None = None,
     layouts: Sequence[str] = LAYOUTS,
     strategies: Sequence[str] = STRATEGIES,
 ) -> list[Case]:
-    """The cases to run, in the order of the report.
+    """Every mask in every layout with every backend and dtype; odd lengths, large logits and more.
 
     Args:
-        quick: every layout with every mask once, each with another backend, dtype and heads.
-            Otherwise each of these with every backend and dtype, and also odd lengths and large
-            logits.
         backends: names; None means all that run on this machine's CPU.
         layouts: some of `LAYOUTS`.
         strategies: some of `STRATEGIES`.
     """
     if backends is None:
         backends = usable_backends("cpu")
-    make = _quick_cases if quick else _all_cases
-    return [
-        case for strategy in strategies for case in make(tuple(backends), tuple(layouts), strategy)
-    ]
+    return [case for name in strategies for case in _cases(tuple(backends), tuple(layouts), name)]
 
 
 def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
@@ -376,9 +369,7 @@ def usable_backends(device: str) -> tuple[str, ...]:
     )
 
 
-def _all_cases(
-    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
-) -> Iterator[Case]:
+def _cases(backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str) -> Iterator[Case]:
     heads = list(HEADS)
     for (b, backend), (d, dtype), (i, layout), (j, mask) in product(
         *map(enumerate, (backends, BY_NAME, layouts, MASKS))
@@ -404,22 +395,3 @@ def _all_cases(
                 mask, layout, strategy, backend, DTYPES[turn % 3], heads[(turn + j) % len(heads)],
                 seed=turn, softcap=softcap, sinks=sinks,
             )  # fmt: skip
-
-
-def _quick_cases(
-    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
-) -> Iterator[Case]:
-    heads, seqlens = list(HEADS), (DEFAULT_SEQLEN, *OTHER_SEQLENS)
-    for (i, layout), (j, mask) in product(enumerate(layouts), enumerate(MASKS)):
-        turn = i + j
-        yield Case(
-            mask, layout, strategy, backends[turn % len(backends)],
-            DTYPES[(turn // len(backends) + i) % 3], heads[(turn + i) % len(heads)],
-            seqlens[turn % len(seqlens)], noncontiguous=j % 2 == 1, seed=turn,
-        )  # fmt: skip
-    for (i, layout), (s, (softcap, sinks)) in product(enumerate(layouts), enumerate(SCORES)):
-        yield Case(
-            SCORES_MASKS[(i + s) % len(SCORES_MASKS)], layout, strategy,
-            backends[(1 + 2 * i + s) % len(backends)], DTYPES[(i + 2 * s) % 3],
-            heads[(1 + i + s) % len(heads)], seed=i, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
