@@ -1,23 +1,11 @@
 """Hugging Face's Trainer, or TRL's SFTTrainer, on sequences that are split over ranks.
 
-A whole program, for `torchrun --nproc-per-node 4 train.py`:
-
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-    from ring_attn.integrations.trainer import split_sequence
-    from ring_attn.integrations.transformers import register
-
     register(layout="zigzag")
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="ring_attn")
-    args = TrainingArguments("out", per_device_train_batch_size=1, max_steps=100)
-    trainer = split_sequence(Trainer)(model=model, args=args, train_dataset=data)
-    trainer.train()
-    trainer.save_model()
+    split_sequence(Trainer)(model=model, args=args, train_dataset=data).train()
 
-The group given to `register` splits each sequence; different groups are data parallel. With 8
-ranks, of which each 4 consecutive ones share a sequence:
-
-    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
-    register(group=mesh["cp"], layout="zigzag")
+The group given to `register` splits each sequence; different groups are data parallel. See
+`docs/hugging_face.md`.
 
 The Trainer does everything else over all ranks: DDP, FSDP2 (both average gradients), accumulation,
 clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the sequences of a

@@ -5,38 +5,14 @@
 
 Every rank runs the whole, unchanged model on its rows. All layers but attention work on each row by
 itself, given its position. So a rank needs the `position_ids` and labels of its rows, which
-`shard_batch` makes. For transformers' Trainer see `ring_attn.integrations.trainer`. In your own
-loop, with `input_ids` and `labels` in `batch`:
-
-    layout = SequenceLayout.zigzag(batch["input_ids"].size(1), world_size)
-    part = shard_batch(batch, layout, rank)
-    count = int((batch["labels"][:, 1:] != -100).sum())
-    loss = model(
-        **part, labels=part["shift_labels"], num_items_in_batch=count, sequence_layout=layout
-    ).loss
-    loss.backward()  # then sum loss and gradients over the ranks
-
-With `shift_labels` the model's loss does not shift, and with `num_items_in_batch` it divides this
-rank's sum by the number of labels of all ranks. (DDP and FSDP average gradients: multiply the loss
-by the number of ranks. Heads without this keyword, as BERT's: compute the loss from their logits.)
+`shard_batch` makes: `docs/hugging_face.md` has a loop of your own, images, and generation from a
+cache that is split over the ranks. For transformers' Trainer see `ring_attn.integrations.trainer`.
 
 The model's forward passes `sequence_layout` on to the attention; leave it out if all ranks have
 equally many rows in the registered layout. Mark packed documents by transformers' `cu_seq_lens_q`
 (and `_k`), in positions of the whole sequence. Mark padding at the end of rows by an
-`attention_mask` of the whole sequence, which `shard_batch` does not cut. The tokens of an image see
-each other; they come as embeddings, and the whole `token_type_ids` mark them:
-
-    features = model.get_image_features(pixel_values).pooler_output
-    embeds = model.get_input_embeddings()(ids)
-    embeds = embeds.masked_scatter((ids == image_token_id)[..., None], features)
-    part = shard_batch({"inputs_embeds": embeds, "labels": labels}, layout, rank)
-    model(**part, token_type_ids=token_type_ids, ...)  # the rest as above
-
-Every rank runs the whole image encoder, so load such a model with
-`attn_implementation={"text_config": "ring_attn", "vision_config": "sdpa"}`. To generate, with the
-whole prompt on every rank and a KV cache that is split over the ranks:
-
-    tokens = model.generate(prompt, past_key_values=ring.cache(model), max_new_tokens=64)
+`attention_mask` of the whole sequence, which `shard_batch` does not cut. The whole
+`token_type_ids` mark the tokens of an image, which see each other.
 """
 
 from __future__ import annotations

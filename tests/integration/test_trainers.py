@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import runpy
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -427,38 +425,3 @@ def test_fsdp2(ranks: Pools, out: Path) -> None:
         assert_same_run(got, oracle, plain)
         saved = load_file(out / "fsdp2" / "saved" / "model.safetensors")
         assert all(torch.equal(x, got.weights[name]) for name, x in saved.items())
-
-
-BEFORE = """
-import torch
-
-class Texts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, i):
-        ids = torch.arange(i, i + 61)
-        return {"input_ids": ids, "labels": ids}
-
-path, data = "model", Texts()
-"""
-
-
-def run_in(folder: Path) -> None:
-    with chdir(folder):
-        runpy.run_path("train.py")
-
-
-@pytest.mark.slow
-def test_the_program_of_the_docstring(tmp_path: Path, under_torchrun: Any) -> None:
-    text = integration.__doc__ or ""
-    start, end = text.index("    from transformers"), text.index("\n\nThe group given")
-    program = BEFORE + textwrap.dedent(text[start:end])
-    small = 'TrainingArguments("out", use_cpu=True, learning_rate=1e-3, '
-    program = program.replace('TrainingArguments("out", ', small).replace("=100", "=2")
-    (tmp_path / "train.py").write_text(program)
-    make_model("llama", "sdpa").save_pretrained(tmp_path / "model")
-    under_torchrun(2, run_in, tmp_path)
-    saved, first = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "model"))
-    assert saved.keys() == first.keys()
-    assert all(not torch.equal(x, first[name]) for name, x in saved.items())
