@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.implementations import (
-    Data,
-    Implementation,
-    Shape,
-    make,
-    reason,
-    unavailable,
-)
+from ring_attn.bench.implementations import Data, Implementation, Shape, make, reason, unavailable
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
@@ -36,13 +29,7 @@ from ring_attn.bench.timing import (
     watch_for,
 )
 from ring_attn.cli.arguments import format_size, new_table, show
-from ring_attn.cli.options import (
-    IMPLEMENTATIONS,
-    KERNEL_HEADS,
-    KERNEL_ITERS,
-    KERNEL_SEQLENS,
-    MODES,
-)
+from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0

@@ -14,13 +14,7 @@ import torch
 from rich.table import Table
 
 from ring_attn.bench.timing import gpu_state
-from ring_attn.cli.arguments import (
-    command_line,
-    is_first_rank,
-    progress,
-    table_console,
-    write_json,
-)
+from ring_attn.cli.arguments import command_line, is_first_rank, progress, table_console, write_json
 from ring_attn.cli.env import machine
 from ring_attn.core.dtypes import dtype_name
 

@@ -18,13 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.bench.report import Report
-from ring_attn.bench.ring_implementations import (
-    Dense,
-    Impl,
-    Ours,
-    RingSetting,
-    TorchTemplate,
-)
+from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.cli.arguments import new_table, show, with_options
 from ring_attn.cli.launch import rank_device, run_ranks, send_part

@@ -18,12 +18,7 @@ from torch import Tensor
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
-from ring_attn.cli.arguments import (
-    command_line,
-    table_console,
-    with_options,
-    write_json,
-)
+from ring_attn.cli.arguments import command_line, table_console, with_options, write_json
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import checked_device, rank_device, run_ranks, timed_on_ranks
 from ring_attn.core.program import Collective, Hop

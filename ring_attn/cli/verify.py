@@ -17,12 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn import select_backend
-from ring_attn.cli.arguments import (
-    new_table,
-    progress,
-    table_console,
-    write_json,
-)
+from ring_attn.cli.arguments import new_table, progress, table_console, write_json
 from ring_attn.cli.env import backend_reasons, machine
 from ring_attn.cli.launch import (
     checked_device,

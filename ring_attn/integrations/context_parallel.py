@@ -107,10 +107,7 @@ def context_parallel(
 
 @torch.no_grad()
 def context_parallel_unshard(
-    mesh: DeviceMesh,
-    buffers: list[Tensor],
-    seq_dims: list[int],
-    load_balancer: object = None,
+    mesh: DeviceMesh, buffers: list[Tensor], seq_dims: list[int], load_balancer: object = None
 ) -> list[Tensor]:
     """Gathers whole tensors from every rank's shards; for evaluation, without gradient.
 

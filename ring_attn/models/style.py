@@ -35,12 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import groups, refusals
-from ring_attn.call import (
-    DistributedOptions,
-    ExecutionOptions,
-    Layout,
-    check_execution,
-)
+from ring_attn.call import DistributedOptions, ExecutionOptions, Layout, check_execution
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
@@ -261,11 +256,7 @@ class _ParallelAttention:
     # -- inside="global" and "local": scaled_dot_product_attention is ours
 
     def _captured(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        tensors: Sequence[Tensor],
-        layout: Layout,
+        self, module: nn.Module, call: Callable[..., Any], tensors: Sequence[Tensor], layout: Layout
     ) -> Any:
         calls: list[None] = []
         with _Routed(self, layout, calls):
@@ -298,13 +289,7 @@ class _ParallelAttention:
         return tree_map_only(DTensor, rows_of, output)
 
     def sdpa(
-        self,
-        layout: Layout,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """`F.scaled_dot_product_attention` over the whole sequence, for this rank's rows."""
         _check_forms([query, key, value])

@@ -177,12 +177,7 @@ class TensorParallelConfig:
 
 
 def shard_parameter(
-    x: Tensor,
-    kind: Kind,
-    config: TensorParallelConfig,
-    *,
-    order: Order = "out_in",
-    name: str = "x",
+    x: Tensor, kind: Kind, config: TensorParallelConfig, *, order: Order = "out_in", name: str = "x"
 ) -> Tensor | None:
     """The rank's part of a weight or of its bias.
 

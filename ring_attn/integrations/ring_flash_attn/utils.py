@@ -112,11 +112,7 @@ class RingComm:
         return received
 
     def send_recv_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_buffer: Tensor | None = None,
-        v_buffer: Tensor | None = None,
+        self, k: Tensor, v: Tensor, k_buffer: Tensor | None = None, v_buffer: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Starts to exchange k and v; the returned tensors are received after `wait`."""
         received = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
