@@ -87,7 +87,7 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     command = _find(words, commands)
     if command is None:
-        return _without_command(words, prog, commands)
+        _without_command(words, prog, commands)
     try:
         return _run(prog, command, words[len(command.name.split()) :])
     except KeyboardInterrupt:
@@ -141,7 +141,7 @@ def _find(words: list[str], commands: Sequence[Command]) -> Command | None:
     return None
 
 
-def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> int:
+def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> NoReturn:
     """Prints help or the version; else an error that lists the commands.
 
     The first word of some commands, as in "bench --help", has its own.
@@ -152,27 +152,13 @@ def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -
         commands = [one._replace(name=one.name.split()[-1]) for one in of_word]
     parser = Parser(
         prog=prog,
-        description=_usage_text(prog, commands),
+        description="Exact attention over a sequence that is split across ranks.",
         usage=f"{prog} COMMAND [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{prog} COMMAND --help shows a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
-    options, rest = parser.parse_known_args(words)
-    names = ", ".join(command.name for command in commands)
-    given = f", got {' '.join(rest)!r}" if rest else ""
-    parser.error(f"needs a command: one of {names}{given}")
-
-
-def _usage_text(prog: str, commands: Sequence[Command]) -> str:
-    width = max(len(command.name) for command in commands)
-    lines = [f"  {command.name:<{width}}  {command.help}" for command in commands]
-    return "\n".join(
-        [
-            "Exact attention over a sequence that is split across ranks.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            f"{prog} COMMAND --help shows a command's options.",
-        ]
-    )
+    named = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in commands:
+        named.add_parser(command.name, help=command.help)
+    parser.parse_args(words)
+    parser.error(f"needs a command: one of {', '.join(command.name for command in commands)}")

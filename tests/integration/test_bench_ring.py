@@ -22,7 +22,7 @@ def test_every_implementation_is_measured(
         assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
         assert row["max_error"] > 0 and (row["wait_ms"] is None) == (row["impl"] != "ours")
     ours = rows["ours", "fwd_bwd"]
-    assert ours["bytes_sent"] == ours["planned_bytes"] > 0
+    assert ours["bytes_sent"] > rows["ours", "fwd"]["bytes_sent"] > 0
     assert rows["ours", "fwd"]["peak_bytes"] < ours["peak_bytes"]
     assert "x dense" in capsys.readouterr().out
 

@@ -182,7 +182,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
     ("words", "text"),
     [
         ([], "needs a command: one of doctor, env"),
-        (["nothing", "here"], "got 'nothing here'"),
+        (["nothing", "here"], "invalid choice: 'nothing' (choose from "),
         (["env", "--nope"], "unrecognized arguments: --nope"),
         (["verify", "--backend", "magic"], "--backend must be one of"),
         (["verify", "--all", "--seed", "1"], "--all is every case"),
