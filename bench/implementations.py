@@ -1,12 +1,5 @@
 """Attention on one device by several packages: ours, torch's, flash-attn's.
 
-    ours           ring_attn's forward and backward on one rank, with a chosen backend
-    torch-flash    scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION: FlashAttention 2
-    cudnn          scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION
-    flash-attn     the package flash_attn: FlashAttention 2
-    flash-attn-3   the package flash_attn_interface: FlashAttention 3
-    flash-attn-4   the package flash_attn.cute: FlashAttention 4
-
 Grouped heads are never repeated. Each implementation gets inputs in its documented layout, made
 before the timing: torch (batch, heads, seqlen, dim), ours and flash-attn (batch, seqlen, heads,
 dim). Peers run under autograd, ours by the driver's two functions.
@@ -81,9 +74,9 @@ class Shape:
         backward = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
         return sum(flops(self.area, self.spec, backward=back) for back in backward)
 
-    def data(self, seed: int = 0) -> Data:
+    def data(self) -> Data:
         """Normally distributed q, k, v, dout, drawn on the device."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(0)
 
         def draw(rows: int, heads: int) -> Tensor:
             shape = (self.batch, rows, heads, self.head_dim)

@@ -28,7 +28,7 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.cli.arguments import format_size, new_table, show
+from ring_attn.cli.arguments import format_size, new_table, progress, show
 from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
 
 # The time limit of a cell's repetitions.
@@ -123,7 +123,8 @@ class Cells(Report[CellSetting, CellRow]):
     def run(self) -> None:
         """Measures cells until the budget is spent."""
         problems = list(self.setting.problems()) if self._names else []
-        with self.progress(sum(problem.tokens for problem in problems)) as begin:
+        total = sum(problem.tokens for problem in problems)
+        with progress(total, quiet=self.quiet) as begin:
             for problem in problems:
                 if self.left() > 0.0:
                     begin(title(problem), problem.tokens)

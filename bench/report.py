@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +13,7 @@ import torch
 from rich.table import Table
 
 from ring_attn.bench.timing import gpu_state
-from ring_attn.cli.arguments import command_line, is_first_rank, progress, table_console, write_json
+from ring_attn.cli.arguments import command_line, is_first_rank, table_console, write_json
 from ring_attn.cli.env import machine
 from ring_attn.core.dtypes import dtype_name
 
@@ -34,7 +33,7 @@ class Report(Generic[S, R]):
     def __init__(self, setting: S, path: Path | None = None, *, quiet: bool = False) -> None:
         """Begins a run; `path` is the JSON file, if there shall be one."""
         self.setting = setting
-        self._path, self._quiet = path, quiet
+        self._path, self.quiet = path, quiet
         self.rows: list[R] = []
         self.failures: list[str] = []
         self._start = time.monotonic()
@@ -65,10 +64,6 @@ class Report(Generic[S, R]):
         """Seconds left of the budget; infinite without one."""
         setting: Any = self.setting
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
-
-    def progress(self, total: float) -> AbstractContextManager[Callable[[str, float], None]]:
-        """As `arguments.progress`, hidden if the run is quiet."""
-        return progress(total, quiet=self._quiet)
 
     def save(self, *, last: bool = False) -> None:
         """Writes the report so far, which remains if the run is killed."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
 from ring_attn.bench.timing import quantiles, turned
-from ring_attn.cli.arguments import new_table, show, with_options
+from ring_attn.cli.arguments import new_table, progress, show, with_options
 from ring_attn.cli.launch import rank_device, run_ranks, send_part
 from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
 from ring_attn.core.dtypes import dtype_name
@@ -60,7 +60,7 @@ class RingReport(Report[RingSetting, RingRow]):
 
     def run(self, device: str | None) -> None:
         setting = self.setting
-        with self.progress(setting.warmup + setting.iters) as begin:
+        with progress(setting.warmup + setting.iters, quiet=self.quiet) as begin:
 
             def on_part(sample: dict[str, Any]) -> None:
                 self.samples.append(sample)

@@ -23,7 +23,7 @@ from torch import Tensor
 from dev.code_rules import SHARED_BYTES, Limits, failures
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.bench.report import Report
-from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size
+from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size, progress
 from ring_attn.cli.launch import map_in_processes
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
@@ -459,7 +459,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     chosen = setting.cells()
     bench = Report[Selection, CompiledRow](setting, args.json, quiet=args.quiet)
-    with bench.progress(len(chosen)) as begin:
+    with progress(len(chosen), quiet=bench.quiet) as begin:
         for row in compile_all(chosen, args.jobs):
             begin(_name(row), 1)
             bench.rows.append(row)

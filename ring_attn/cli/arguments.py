@@ -171,10 +171,8 @@ def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, fl
     _progress = ""
 
 
-def new_table(
-    title: str, left: Sequence[str], right: Sequence[str], note: str | None = None
-) -> Table:
-    """An empty table: columns of text, columns of figures, and an optional wrapping column."""
+def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """An empty table: columns of text, columns of figures."""
     from rich import box
     from rich.table import Table
 
@@ -183,8 +181,6 @@ def new_table(
         table.add_column(name, no_wrap=True)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
-    if note is not None:
-        table.add_column(note)
     return table
 
 

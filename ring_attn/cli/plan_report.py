@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -23,9 +23,6 @@ from ring_attn.machines.timeline import Phase, Simulation, Span, Timeline
 from ring_attn.planning.bounds import call_of, core_of
 from ring_attn.planning.choice import Choice, describe, format_bytes, format_seconds
 from ring_attn.strategies.registry import code_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TIMELINE_RANKS = 8
 
@@ -150,11 +147,7 @@ def shown_ranks(simulation: Simulation) -> list[Timeline]:
 
 
 def plot(choice: Choice, simulations: Mapping[str, Simulation], path: Path) -> None:
-    figure(choice, simulations).savefig(path, dpi=120)
-
-
-def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
-    """The mask, coloured by step and paler where it cuts; and a Gantt chart of some ranks."""
+    """Draws the mask, coloured by step and paler where it cuts; and a Gantt chart of some ranks."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(15, 6.5), layout="constrained")
@@ -163,7 +156,7 @@ def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
     _draw_timeline(right, simulations)
     best, problem = f"{choice.best.label}, {choice.best.layout_name}", describe(choice.problem)
     drawn.suptitle(f"{best}: {problem}\n{choice.rates}")
-    return drawn
+    drawn.savefig(path, dpi=120)
 
 
 def _draw_mask(axes: Any, picture: MaskPicture) -> None:

@@ -36,7 +36,8 @@ from torch.nn.functional import cross_entropy
 from ring_attn import groups
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.trainer_batches import as_documents, fingerprint, num_targets
-from ring_attn.integrations.transformers import LAYOUT, Registration
+from ring_attn.integrations.transformers import Registration
+from ring_attn.integrations.transformers_cache import LAYOUT
 from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows

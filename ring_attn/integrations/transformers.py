@@ -33,7 +33,7 @@ from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Gr
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.values import as_tuple
-from ring_attn.integrations.transformers_cache import CacheStep, make_cache
+from ring_attn.integrations.transformers_cache import LAYOUT, CacheStep, make_cache
 from ring_attn.integrations.transformers_masks import (
     BatchMask,
     Rule,
@@ -60,9 +60,6 @@ from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import tell_refusal
-
-# The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
-LAYOUT = "sequence_layout"
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
@@ -140,7 +137,7 @@ class Registration:
                 f"model has attn_implementation {implementation!r}, the cache is for "
                 f"{self.name!r}: call model.set_attn_implementation({self.name!r})"
             )
-        return make_cache(model, group=self.group, kind=self.layout, block=block, keyword=LAYOUT)
+        return make_cache(model, group=self.group, kind=self.layout, block=block)
 
     def attend(
         self,

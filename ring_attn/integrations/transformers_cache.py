@@ -30,6 +30,9 @@ from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.integrations.transformers_models import ALONE_TYPES, RECURRENT_TYPES, cache_of
 from ring_attn.models.batch import unshard
 
+# The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
+LAYOUT = "sequence_layout"
+
 # Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2
 
@@ -78,10 +81,10 @@ class CacheStep:
         return past + of_rank
 
 
-def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str) -> Any:
+def make_cache(model: Any, *, group: Group, kind: str, block: int) -> Any:
     """Makes an empty cache, and hooks the model; see `Registration.cache`.
 
-    `kind` names the layout of prompts, `keyword` passes a step to the attention.
+    `kind` names the layout of prompts.
     """
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
@@ -89,10 +92,10 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise TypeError(
             f"{type(model).__name__}.forward passes no keywords on to its attention, which needs "
-            f"{keyword}"
+            f"{LAYOUT}"
         )
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    cache = _cache_class()(groups.check_group(group), kind, block, keyword, tuple(types))
+    cache = _cache_class()(groups.check_group(group), kind, block, tuple(types))
     if _before not in model._forward_pre_hooks.values():  # copies of models have hooks already
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
@@ -129,15 +132,10 @@ def _cache_class() -> Any:
         cut: SequenceLayout | None
 
         def __init__(
-            self,
-            group: dist.ProcessGroup,
-            kind: str,
-            block: int,
-            keyword: str,
-            types: tuple[str, ...],
+            self, group: dist.ProcessGroup, kind: str, block: int, types: tuple[str, ...]
         ) -> None:
             super().__init__(layers=[])
-            self.group, self.kind, self.block, self.keyword = group, kind, block, keyword
+            self.group, self.kind, self.block = group, kind, block
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             self.types, self.has_states = types, bool(with_states.keys() & {*types})
             self.reset()
@@ -244,7 +242,7 @@ def _before(
     if not isinstance(cache, _cache_class()):
         return None
     kwargs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-    _check_forward(kwargs, cache.keyword)
+    _check_forward(kwargs)
     tokens = tokens_of(kwargs)
     rows = tokens.size(1)
     keep = kwargs.get("logits_to_keep")
@@ -261,7 +259,7 @@ def _before(
         if keep is not None and step.keep != 1:
             kwargs["logits_to_keep"] = 0
     kwargs["attention_mask"] = None
-    kwargs[cache.keyword] = step
+    kwargs[LAYOUT] = step
     return (), kwargs
 
 
@@ -271,7 +269,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if not isinstance(cache, _cache_class()):
         return None
     cache.end()
-    step: CacheStep = kwargs[cache.keyword]
+    step: CacheStep = kwargs[LAYOUT]
     output["logits"] = _completed(output["logits"], step, cache)
     return output
 
@@ -299,9 +297,9 @@ def _checked_keep(keep: object, rows: int) -> int:
     return min(keep, rows)
 
 
-def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
-    if kwargs.get(keyword) is not None:
-        raise ValueError(f"{keyword} must be left out: the cache knows the layout")
+def _check_forward(kwargs: dict[str, Any]) -> None:
+    if kwargs.get(LAYOUT) is not None:
+        raise ValueError(f"{LAYOUT} must be left out: the cache knows the layout")
     if kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False contradicts the cache that is passed")
     for name, reason in NOT_WITH_CACHE.items():

@@ -23,15 +23,13 @@ class Dims(NamedTuple):
     seq: int
     head: int
 
-    def order(self, ndim: int) -> list[int]:
-        """The permutation to (batch, rows, heads, headdim), or (rows, heads, headdim)."""
+    def check(self, ndim: int) -> None:
+        """Refuses tensors whose last dim would not be headdim."""
         if max(self) >= ndim - 1:
             raise ValueError(
                 f"seq_dim {self.seq} and head_dim {self.head} must come before the last dim, which "
                 f"is headdim; got tensors with {ndim} dims"
             )
-        others = [dim for dim in range(ndim - 1) if dim not in self]
-        return [*others, self.seq, self.head, ndim - 1]
 
 
 class SplitRows:
@@ -79,7 +77,7 @@ class SplitRows:
     def check_placements(self, qkv: Sequence[Any], dims: Dims) -> None:
         """Refuses DTensors unless the style's axes split only rows, others only heads or batch."""
         q = qkv[0]
-        dims.order(q.ndim)
+        dims.check(q.ndim)
         axes, mesh = self._axes(q.device_mesh), q.device_mesh
         num_shares = 1  # ranks among which the heads are split
         for name, x in zip("qkv", qkv, strict=True):

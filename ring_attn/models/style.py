@@ -272,7 +272,7 @@ class _ParallelAttention:
             output = self._captured(module, call, qkv, self.style.layout)
             self._opened(module, output)
             return output
-        self.dims.order(qkv[0].ndim)
+        self.dims.check(qkv[0].ndim)
         layout = self.style.layout
         layouts = None if isinstance(layout, str) else self._resolved(qkv, layout)
         output = self._captured(module, call, self.rows.distributed(qkv, layouts), layout)
@@ -310,7 +310,7 @@ class _ParallelAttention:
 
     def _resolved(self, qkv: Sequence[Tensor], layout: Layout) -> Layouts:
         """The layouts of queries and keys of plain shards, checked against their rows."""
-        self.dims.order(qkv[0].ndim)
+        self.dims.check(qkv[0].ndim)
         rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
         return refusals.resolve_layouts(layout, rows, (None, None), self.rank, self.world_size)
 
