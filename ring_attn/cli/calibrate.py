@@ -101,18 +101,14 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
     clusters: dict[int, Cluster] = {}
     samples: dict[int, Samples] = {}
-
-    def report() -> dict[str, Any]:
-        return {
+    for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
+        clusters[ranks], samples[ranks] = with_options(calibrate, args, world_size=ranks)
+        write_json(args.json, {
             "machine": machine(),
             "command": command_line(),
             "clusters": {ranks: devices.to_json(cluster) for ranks, cluster in clusters.items()},
             "samples": {ranks: [asdict(x) for x in taken] for ranks, taken in samples.items()},
-        }
-
-    for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
-        clusters[ranks], samples[ranks] = with_options(calibrate, args, world_size=ranks)
-        write_json(args.json, report())
+        })  # fmt: skip
     if not args.quiet:
         table_console().print(_table(clusters, samples))
     return 0

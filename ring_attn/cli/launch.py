@@ -362,8 +362,7 @@ def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
         fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
         _join(device)
-        with _parts_taken_by(send_to_parent):
-            report = pickle.dumps(("result", fn(*args)))
+        report = pickle.dumps(("result", _call(fn, args, send_to_parent)))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
@@ -381,21 +380,16 @@ def _run_in_place(
         _join(device)
         # Not after each call: torch cannot make a second group from the launcher's store.
         atexit.register(dist.destroy_process_group)
-    with _parts_taken_by(on_part):
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, fn(*args))
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, _call(fn, args, on_part))
     dist.barrier()
     return results
 
 
-@contextmanager
-def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
+def _call(fn: Callable[..., T], args: tuple[Any, ...], take: Callable[[Any], object] | None) -> T:
     global _take_part
     _take_part = take if os.environ["RANK"] == "0" else None
-    try:
-        yield
-    finally:
-        _take_part = None
+    return fn(*args)
 
 
 def _join(device: str) -> None:
