@@ -285,6 +285,7 @@ class P2PTransport(Transport):
             if marks:
                 headers.mark(send)
             coalesced(nccl, both).wait()
+            headers.overwritten(recv)
             if row is not None:
                 row[0].copy_(recv[:HEADER_BYTES])
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn import TransportOptions, check, ring_attention, sync_gradients
+from ring_attn.testing import Case, run_rank
 from ring_attn.transport import streams
 from ring_attn.transport.p2p import check_pending
 from ring_attn.transport.ranks import group as ranks_group
@@ -65,6 +66,24 @@ def test_a_last_call_that_differs_is_told(
     ends = fresh_ranks(RANKS, queued=True).run(last_call, then)
     assert {end.error for end in ends} == {RuntimeError}, ends
     assert all(OTHER in end.text and end.seconds < TIMEOUT / 2 for end in ends), ends
+
+
+def right_and_checked(case: Case) -> None:
+    run_rank(case)
+    check()
+
+
+def test_a_header_is_written_again_where_a_message_was_received(
+    fresh_ranks: Callable[..., Any],
+) -> None:
+    """A double ring sends from a buffer to several ranks, and receives into it between."""
+    pool = fresh_ranks(4, queued=True)
+    for mask, layout in (
+        ("spans", "contiguous"),
+        ("sink window", "zigzag"),
+        ("longer kv", "contiguous"),
+    ):
+        pool.run(right_and_checked, Case(mask, layout, "double_ring", "reference"))
 
 
 @pytest.mark.queued

@@ -117,6 +117,10 @@ class Headers:
         # The message is kept until the call ends: no other gets its place.
         self._marked[place] = message, streams.record(message.device)
 
+    def overwritten(self, message: Tensor) -> None:
+        """Forgets what `mark` has written there, as another message has been received into it."""
+        self._marked.pop(message.data_ptr(), None)
+
     def incoming(self, count: int) -> Tensor:
         """(count, 64) bytes for other ranks' headers, to use after `ready`."""
         if not self._blocks or self._rows[-1] + count > ROWS:
