@@ -23,10 +23,10 @@ from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
     TimedCall,
     Timing,
+    Watch,
     free_memory,
     quantiles,
     time_in_turn,
-    watch_for,
 )
 from ring_attn.cli.arguments import format_size, new_table, progress, show
 from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
@@ -114,7 +114,7 @@ class Cells(Report[CellSetting, CellRow]):
         }
         self._names = [name for name in setting.implementations if name not in self.unavailable]
         self._backward = setting.mode != "fwd"
-        self._watch = watch_for(device)
+        self._watch = Watch(device)
 
     def more(self) -> dict[str, Any]:
         """Why implementations cannot run here."""

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -44,47 +45,34 @@ STATE_FIELDS = (
 )  # fmt: skip
 
 
-class HostWatch:
-    """The host's clock, for CPUs, where operators run synchronously."""
+class Watch:
+    """Events on the current CUDA stream; for a CPU, which has no queue, the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flush: Tensor | None = None
+        if device.type == "cuda":
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def ready(self, head_start_ms: float) -> None:
-        """Does nothing: a CPU has no queue."""
+        """Waits until a GPU is idle, flushes its L2 cache, and keeps it busy for that time."""
+        if self._flush is not None:
+            torch.cuda.synchronize()
+            self._flush.zero_()
+            torch.cuda._sleep(int(head_start_ms * SPIN_CYCLES_PER_MS))
 
     def mark(self) -> Any:
-        return time.perf_counter()
-
-    def ms(self, start: float, stop: float) -> float:
-        return 1e3 * (stop - start)
-
-    def done(self) -> None:
-        """Does nothing: a CPU has no queue."""
-
-
-class CudaWatch:
-    """Events on the current CUDA stream."""
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def ready(self, head_start_ms: float) -> None:
-        """Waits until the device is idle, flushes its L2 cache, and keeps it busy for that time."""
-        torch.cuda.synchronize()
-        self._flush.zero_()
-        torch.cuda._sleep(int(head_start_ms * SPIN_CYCLES_PER_MS))
-
-    def mark(self) -> Any:
+        if self._flush is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def ms(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        return start.elapsed_time(stop)
+    def ms(self, start: Any, stop: Any) -> float:
+        return 1e3 * (stop - start) if self._flush is None else start.elapsed_time(stop)
 
     def done(self) -> None:
-        torch.cuda.synchronize()
-
-
-Watch = HostWatch | CudaWatch
+        if self._flush is not None:
+            torch.cuda.synchronize()
 
 
 def head_start_ms(host_ms: float) -> float:
@@ -161,10 +149,6 @@ def turned(items: Sequence[T], turn: int) -> list[T]:
     """The items rotated by `turn`, so that no call always runs first."""
     start = turn % max(len(items), 1)
     return [*items[start:], *items[:start]]
-
-
-def watch_for(device: torch.device) -> Watch:
-    return CudaWatch() if device.type == "cuda" else HostWatch()
 
 
 def free_memory(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from ring_attn.bench.implementations import Data, Kernels, Shape, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
-from ring_attn.bench.timing import TimedCall, free_memory, quantiles, time_in_turn, watch_for
+from ring_attn.bench.timing import TimedCall, Watch, free_memory, quantiles, time_in_turn
 from ring_attn.cli.arguments import format_size, show
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import map_in_processes, num_cores
@@ -131,7 +131,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
     def __init__(self, setting: TuneSetting, path: Path | None = None, quiet: bool = False) -> None:
         super().__init__(setting, path, quiet=quiet)
         self._arch = configs.architecture(setting.device)
-        self._watch = watch_for(setting.device)
+        self._watch = Watch(setting.device)
 
     def run(self) -> None:
         """Searches kinds while time is left; later kinds get unused time."""

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from rich.table import Table
@@ -68,14 +68,8 @@ class CaseResult:
         return "passed" if held else "failed"
 
 
-class Failed(NamedTuple):
-    """The traceback of a rank's error."""
-
-    traceback: str
-
-
-# A rank's result of a case, the reason for refusing it (a text), or its error.
-_Attempt = RankResult | str | Failed
+# A rank's result of a case, the reason for refusing it (a text), or an error with its traceback.
+_Attempt = RankResult | str | RuntimeError
 
 
 def run_case(case: Case) -> CaseResult:
@@ -148,11 +142,11 @@ def _attempt(case: Case) -> _Attempt:
     except (NotImplementedError, ImportError) as error:
         return str(error)
     except Exception:
-        return Failed(traceback.format_exc())
+        return RuntimeError(traceback.format_exc())
 
 
 def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
-    errors = [(rank, x.traceback) for rank, x in enumerate(attempts) if isinstance(x, Failed)]
+    errors = [(rank, str(x)) for rank, x in enumerate(attempts) if isinstance(x, RuntimeError)]
     if errors:
         rank, text = errors[0]
         return CaseResult(case, error=f"rank {rank}: {text}", in_step=len(errors) == len(attempts))

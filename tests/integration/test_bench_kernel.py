@@ -65,7 +65,7 @@ class Steps:
 
 
 def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "watch_for", lambda device: Steps())
+    monkeypatch.setattr(kernel, "Watch", lambda device: Steps())
     words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --causal"
     run = kernel.Cells(setting(f"{words} --implementations ours"))
     run.run()
