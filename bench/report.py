@@ -36,7 +36,7 @@ class Report(Generic[S, R]):
         self._path, self.quiet = path, quiet
         self.rows: list[R] = []
         self.failures: list[str] = []
-        self._start = time.monotonic()
+        self._start, self._machine = time.monotonic(), machine()
         self._states = {"before": gpu_state()}
 
     def more(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Report(Generic[S, R]):
         setting: Any = self.setting
         rows: list[Any] = self.rows
         return {
-            "machine": machine(),
+            "machine": self._machine,
             "command": command_line(),
             "setting": _plain(asdict(setting)),
             "gpu_state": self._states,

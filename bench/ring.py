@@ -66,6 +66,7 @@ class RingReport(Report[RingSetting, RingRow]):
                 self.samples.append(sample)
                 if sample["impl"] == Ours.name:  # once in each repetition
                     begin(f"{setting.seqlen} rows on {setting.world_size} ranks", 1)
+                    self.save()
 
             self.rows, self.failures = run_ranks(
                 measure, setting.world_size, setting, threads=setting.threads, device=device,
