@@ -7,11 +7,8 @@
 The group given to `register` splits each sequence; different groups are data parallel. See
 `docs/hugging_face.md`.
 
-The Trainer does everything else over all ranks: DDP, FSDP2 (both average gradients), accumulation,
-clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the sequences of a
-group. Loss, gradients and the logged numbers are the whole batches', for any lengths;
-labels are shifted before they are cut. `compute_loss_func` gets the logits and labels of the whole
-batch, as in one process: each rank holds all logits then.
+The Trainer does everything else over all ranks. `per_device_*_batch_size` counts the sequences of a
+group. Loss, gradients and the logged numbers are the whole batches', for any lengths.
 
 Documents never attend to each other. `cu_seq_lens_q` marks them, or positions that restart, as from
 `DataCollatorWithFlattening` and TRL's packing. The rows of a batch become documents too: they are

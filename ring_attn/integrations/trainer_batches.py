@@ -15,8 +15,7 @@ from ring_attn.transport.ranks.identity import checksum
 # Tensors (batch, rows, ...) to split over the ranks.
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
 CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# Dropped: the attention derives the lengths from `CUTS`; seq_idx is for layers that `register`
-# refuses.
+# Dropped: attention and recurrent layers take the documents from `CUTS`.
 DERIVED = ("max_length_q", "max_length_k", "seq_idx")
 
 

@@ -275,8 +275,7 @@ Args, as far as the signature has them:
         even number of a document's rows on each rank.
     max_seqlen: rows of the longest document on this rank, or more.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice: results of
-        `llama3_flash_attn_prepare_cu_seqlens` for the same `causal`. Calls with new tensors
-        exchange them between the ranks; so the tensors must be new on every rank, or on none.
+        `llama3_flash_attn_prepare_cu_seqlens` for the same `causal`.
     heads_k_stride: number of KV heads to gather at a time; must divide nheads_kv.
     others: as in `ring_attn.integrations.flash_attn`.
 
