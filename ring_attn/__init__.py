@@ -38,40 +38,13 @@ if TYPE_CHECKING:
     from ring_attn.testing.audit import audit
 
 __all__ = [
-    "ContextParallel",
-    "Mask",
-    "RecurrentParallel",
-    "Segment",
-    "SequenceLayout",
-    "Strategy",
-    "TransportOptions",
-    "audit",
-    "balance",
-    "check",
-    "explain",
-    "halo",
-    "integrations",
-    "masks",
-    "next_rank",
-    "pack",
-    "parallelize",
-    "prepare",
-    "profiling",
-    "recurrence",
-    "register_recurrence",
-    "ring_attention",
-    "roll",
-    "select_backend",
-    "set_step",
-    "shard_batch",
-    "stats",
-    "sync_gradients",
-    "tensor_parallel",
-    "testing",
-    "token_logprobs",
-    "tree_decode",
+    "ContextParallel", "Mask", "RecurrentParallel", "Segment", "SequenceLayout", "Strategy",
+    "TransportOptions", "audit", "balance", "check", "explain", "halo", "integrations", "masks",
+    "next_rank", "pack", "parallelize", "prepare", "profiling", "recurrence",
+    "register_recurrence", "ring_attention", "roll", "select_backend", "set_step", "shard_batch",
+    "stats", "sync_gradients", "tensor_parallel", "testing", "token_logprobs", "tree_decode",
     "unshard",
-]
+]  # fmt: skip
 
 
 _LATE = {
