@@ -116,6 +116,9 @@ class Variant:
 # instructions.
 GLUON_BWD = Limits(warp_specialize=True, exposed=0, spilled=44, within=6, around=4, beside=4)
 
+# On sm_80, outside the visits: addresses of the sums, once a run.
+TURNS_BWD = Limits(spilled=192, around=31)
+
 WITHOUT_PRODUCTS = Limits(products=None)
 
 # Kernels, their requirements, and their most used variants and those that need most registers: the
@@ -138,6 +141,7 @@ KERNELS = {
          "causal first last", "window ragged"),
     ),
     "hopper_bwd": (GLUON_BWD, ("full", "causal", "window ragged")),
+    "turns_bwd": (TURNS_BWD, ("full", "causal", "window ragged")),
     "dkdv": (
         Limits(),
         ("full", "causal", "window ragged", "causal softcap", "full few", "causal few",
@@ -205,13 +209,18 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     """The variants that exist for an architecture and head dims."""
     gluon = arch == "sm_90" and head_dims in map(str, configs.GLUON)
     blackwell = arch == "sm_100" and head_dims in map(str, configs.BLACKWELL)
-    one_pass = arch == "sm_90" and head_dims in map(str, configs.GLUON_BWD)
+    one_pass = head_dims in map(str, configs.ONE_PASS.get(configs.column(arch), ()))
     few = configs.column(arch), configs.bucket(int(head_dims.split("/")[0]))
 
     def takes(variant: Variant) -> bool:
         if variant.few:
             return few in configs.FEW_PROGRAMS
-        own = {"hopper_fwd": gluon, "blackwell_fwd": blackwell, "hopper_bwd": one_pass}
+        own = {
+            "hopper_fwd": gluon,
+            "blackwell_fwd": blackwell,
+            "hopper_bwd": one_pass and arch == "sm_90",
+            "turns_bwd": one_pass and arch != "sm_90",
+        }
         if head_dims in DECODED_HEAD_DIMS:
             return variant.kernel in ("decode", "merge")
         return own.get(variant.kernel, True)
@@ -223,8 +232,8 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
     """The frozen config of a variant; for the forward in Gluon all its configs."""
     if variant.kernel in ("hopper_fwd", "blackwell_fwd"):
         return configs.in_gluon(configs.column(arch))[head_dim]
-    if variant.kernel == "hopper_bwd":
-        return (configs.GLUON_BWD[head_dim],)
+    if variant.kernel in ("hopper_bwd", "turns_bwd"):
+        return (configs.ONE_PASS[configs.column(arch)][head_dim],)
     if variant.kernel == "merge":
         return (decode.MERGE,)
     if variant.kernel == "merge_tree":
@@ -289,13 +298,14 @@ def variant_launch(
         return flash_bwd.dq_launch(known, dq, table, config, **options)
     dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
     if isinstance(table, TurnTable):
-        from ring_attn.kernels import hopper_bwd
+        if variant.kernel == "turns_bwd":
+            from ring_attn.kernels.turns_bwd import turns_launch as make
+        else:
+            from ring_attn.kernels.hopper_bwd import bwd_launch as make
 
         turns = torch.empty(1, dtype=torch.int32, device=meta)
         dq = rows_of(HEADS, torch.float32, head_dim)
-        return hopper_bwd.bwd_launch(
-            known, (dq, dk, dv), turns, table, config, softmax_scale=head_dim**-0.5
-        )
+        return make(known, (dq, dk, dv), turns, table, config, softmax_scale=head_dim**-0.5)
     return flash_bwd.dkdv_launch(known, dk, dv, table, config, **options)
 
 
@@ -326,7 +336,7 @@ def _decode_launch(
 def _table(variant: Variant, config: Config) -> StepTable:
     """The step table of one rectangle, transposed for dk and dv."""
     cpu, band, short = torch.device("cpu"), BANDS[variant.band], ROWS - variant.ragged
-    if variant.kernel == "hopper_bwd":
+    if variant.kernel in ("hopper_bwd", "turns_bwd"):
         seen = transposed([(0, short, 0, short, *band)])
         return make_turn_table(seen, config.BLOCK_N, config.BLOCK_M, cpu)
     if variant.kernel == "dkdv":

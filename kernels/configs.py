@@ -11,7 +11,7 @@ ring's sums are those of a single pass. The kinds are
     dq      dq_whole      dq_softcap       dq
     delta                                  rowsum(out * dout)
     gluon                                  out and lse, where `tuned.takes_gluon`
-    gluon_bwd                              dq, dk and dv, where `tuned.takes_gluon`
+    one_pass                               dq, dk and dv, where `tuned.takes_one_pass`
     decode                                 out and lse of a few queries
 
 A kind without a config takes the first kind's in its line. Steps without a mask or a ragged
@@ -157,12 +157,17 @@ BLACKWELL: dict[int, tuple[Config, ...]] = {
     128: (_persistent(256, 128, 2),),
 }
 
-# Configs of `hopper_bwd`, the backward of sm_90 in 16 bits, by head dim. With 64 dims a visit has
-# 128 rows of q: with 64 rows, by bytes of shared memory, copies of dQ would take longer than the
-# products. Consumers have 232 registers; for spills see `aot.ADDRESSES`.
-GLUON_BWD: dict[int, Config] = {
-    64: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
-    128: Config(64, 128, 4, 2, l2_bytes=L2_BYTES),
+# Configs of the backward of five products in 16 bits, by architecture and head dim: `turns_bwd`, on
+# sm_90 `hopper_bwd`. With 64 dims a visit of the latter has 128 rows of q: with 64 rows, by bytes
+# of shared memory, copies of dQ would take longer than the products. Its consumers have 232
+# registers. For spills see the limits in dev/aot.py.
+ONE_PASS: dict[str, dict[int, Config]] = {
+    "sm_80": {128: Config(64, 64, 4, 2)},
+    "sm_86": {128: Config(64, 64, 8, 2)},
+    "sm_90": {
+        64: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
+        128: Config(64, 128, 4, 2, l2_bytes=L2_BYTES),
+    },
 }
 
 # Kinds that differ only in the mask must fold blocks of equal length (of kv rows, or of q rows):
@@ -219,8 +224,8 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
         return Config(*WIDE_DECODE[arch])
     if kind == "gluon":
         return in_gluon(arch)[size][0]
-    if kind == "gluon_bwd":
-        return GLUON_BWD[size]
+    if kind == "one_pass":
+        return ONE_PASS[arch][size]
     column = BUCKETS.index(size)
     if dtype == torch.float32:
         return Config(*FLOAT32[column])
@@ -261,8 +266,8 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     """
     if kind == "gluon":
         return in_gluon(arch)[bucket(headdim)]
-    if kind == "gluon_bwd":
-        return (GLUON_BWD[bucket(headdim)],)
+    if kind == "one_pass":
+        return (ONE_PASS[arch][bucket(headdim)],)
     first = frozen(kind, arch, headdim, dtype)
     others = SEARCHED.get(_base(kind))
     if dtype == torch.float32 or others is None:

@@ -95,7 +95,7 @@ def delta_kernel(
 
 
 @triton.jit
-def _probabilities(x, minus_lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
+def probabilities(x, minus_lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
     """p = exp(s - lse) from raw products x, and the factor of ds that comes from softcap.
 
     minus_lse, in base 2, broadcasts against x.
@@ -108,7 +108,7 @@ def _probabilities(x, minus_lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr
 
 
 @triton.jit
-def _load_stats(ptrs, cols, run, MASKED: tl.constexpr):
+def load_stats(ptrs, cols, run, MASKED: tl.constexpr):
     """minus_lse or delta of q rows `cols`; with MASKED, 0 outside the run."""
     if MASKED:
         return tl.load(ptrs, (cols >= run[0]) & (cols < run[1]), 0.0)
@@ -212,8 +212,8 @@ def flash_dkdv_kernel(
             )  # fmt: skip
             proxy_fence()
             kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-            minus_lse = _load_stats(minus_lse_heads + stats, cols, run, RAGGED)
-            p, slope = _probabilities(kq, minus_lse[None, :], inner_scale, outer_scale, SOFTCAP)
+            minus_lse = load_stats(minus_lse_heads + stats, cols, run, RAGGED)
+            p, slope = probabilities(kq, minus_lse[None, :], inner_scale, outer_scale, SOFTCAP)
             if HAS_LO or HAS_HI or RAGGED:
                 if (q_block < full_first) | (q_block >= full_last):
                     visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
@@ -221,7 +221,7 @@ def flash_dkdv_kernel(
             # Row statistics are loaded late and dv is added late: with 64 x 128 blocks of 128 dims
             # this order fits into the registers of sm_90; other tried orders spill.
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-            delta = _load_stats(delta_heads + stats, cols, run, RAGGED)
+            delta = load_stats(delta_heads + stats, cols, run, RAGGED)
             ds = p * (dp - delta[None, :]) * slope
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -306,7 +306,7 @@ def flash_dq_kernel(
             v = load_block(v_head, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
             proxy_fence()
             qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-            p, slope = _probabilities(qk, minus_lse[:, None], inner_scale, outer_scale, SOFTCAP)
+            p, slope = probabilities(qk, minus_lse[:, None], inner_scale, outer_scale, SOFTCAP)
             if HAS_LO or HAS_HI or RAGGED:
                 if (kv_block < full_first) | (kv_block >= full_last):
                     cols = start + tl.arange(0, BLOCK_N)
@@ -369,7 +369,7 @@ def dq_launch(
         softmax_scale: positive.
         softcap: 0 means none.
     """
-    strided, statistics = _parts(inputs)
+    strided, statistics = inputs_by_name(inputs)
     q = strided["q"]
     return step_launch(
         flash_dq_kernel,
@@ -398,7 +398,7 @@ def dkdv_launch(
 
     The table is of kv rows x q rows (`transposed`), ascending.
     """
-    strided, statistics = _parts(inputs)
+    strided, statistics = inputs_by_name(inputs)
     q, k, dout = strided["q"], strided["k"], strided["dout"]
     # With one stride for both, a thread keeps half the offsets of rows: on sm_90 short blocks of
     # 128 dims spill 16 to 36 bytes in place of 40 to 108.
@@ -417,7 +417,7 @@ def dkdv_launch(
     )
 
 
-def _parts(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def inputs_by_name(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Inputs with strides, and contiguous inputs, by name."""
     q, k, v, dout, minus_lse, delta = inputs
     strided = {"q": q, "k": k, "v": v, "dout": dout}

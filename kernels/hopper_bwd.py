@@ -436,7 +436,7 @@ def bwd_launch(
     Args:
         inputs: as in `flash_bwd.dq_launch`; q, k, v, dout as from `hopper_fwd.copyable`.
         gradients: dq, dk, dv, float32, contiguous; added to. None leaves dq, or dk and dv, out.
-        turns: `num_turns` int32 zeros.
+        turns: `turn_table.num_turns` int32 zeros.
         table: table for this config's blocks.
         config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps (of a consumer).
         softmax_scale: positive.
@@ -471,9 +471,3 @@ def bwd_launch(
         },
         config.options,
     )
-
-
-def num_turns(q: Tensor, config: Config) -> int:
-    """Size of `turns`: a counter of tasks, and a turn for each block of q rows of each head."""
-    batch, num_rows, nheads, _ = q.shape
-    return 1 + batch * nheads * -(-num_rows // config.BLOCK_M)

@@ -35,8 +35,8 @@ KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode", G
 Chosen = Mapping[str, Config]
 NONE: Chosen = {}
 
-# Kind in Gluon -> the portable kernels that it replaces.
-PORTABLE = {GLUON: {"fwd"}, "gluon_bwd": {"dq", "dkdv"}}
+# Kind -> the portable kernels that it replaces.
+PORTABLE = {GLUON: {"fwd"}, "one_pass": {"dq", "dkdv"}}
 
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
@@ -44,29 +44,45 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     return _chosen(x, headdim_v).get(kind) or configs.select(kind, x, headdim_v)
 
 
-def takes_gluon(
-    kind: str, x: Tensor, headdim_v: int, softcap: float = 0.0, own: Chosen = NONE
-) -> bool:
-    """Tells whether calls use a kernel in Gluon, "gluon" or "gluon_bwd".
+def takes_gluon(x: Tensor, headdim_v: int, own: Chosen = NONE) -> bool:
+    """Tells whether the forward is the kernel in Gluon.
 
-    They do not if `own` or the file configures a portable kernel. The answer is the same at every
+    It is not if `own` or the file configures the portable kernel. The answer is the same at every
     step, on every rank and at every world size: the two kernels may fold blocks of different
-    lengths, and a call that mixed them would have other bits. The backward takes no softcap, which
-    would need more registers than there are.
+    lengths, and a call that mixed them would have other bits.
 
     Raises:
         NotImplementedError: `own` configures a kernel that does not take these tensors.
     """
-    headdims, arch = {x.size(-1), headdim_v}, configs.architecture(x.device)
-    if kind == GLUON:
-        able = headdims <= configs.in_gluon(arch).keys()
+    arch = configs.architecture(x.device)
+    able = arch in ("sm_90", "sm_100") and gluon_missing(arch) is None and _half(x)
+    able = able and {x.size(-1), headdim_v} <= configs.in_gluon(arch).keys()
+    return _unless_configured(GLUON, able, x, headdim_v, own)
+
+
+def takes_one_pass(x: Tensor, headdim_v: int, softcap: float = 0.0, own: Chosen = NONE) -> bool:
+    """Tells whether one kernel computes dq, dk and dv; as `takes_gluon`.
+
+    It takes no softcap, which would need more registers than there are. In the interpreter it is
+    used if `own` configures it.
+    """
+    arch, alike = configs.architecture(x.device), x.size(-1) == headdim_v
+    if arch == "interpreter":
+        able = alike and "one_pass" in own
     else:
-        able = len(headdims) == 1 and headdims <= configs.GLUON_BWD.keys() and not softcap
-        able = able and arch == "sm_90"
-    able = able and x.dtype in (torch.float16, torch.bfloat16)
-    able = able and arch in ("sm_90", "sm_100") and gluon_missing(arch) is None
+        able = alike and headdim_v in configs.ONE_PASS.get(arch, {}) and _half(x)
+        able = able and (arch != "sm_90" or gluon_missing(arch) is None)
+    return _unless_configured("one_pass", able and not softcap, x, headdim_v, own)
+
+
+def _half(x: Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _unless_configured(kind: str, able: bool, x: Tensor, headdim_v: int, own: Chosen) -> bool:
+    """`able`, unless `own` or the file configures a kernel that this kind replaces."""
     if kind in own and not able:
-        raise NotImplementedError(f"the kernel in Gluon, {kind!r}, does not take these tensors")
+        raise NotImplementedError(f"the kernel {kind!r} does not take these tensors")
     for chosen in (own, _chosen(x, headdim_v)):
         if kind in chosen:
             return able

@@ -85,6 +85,11 @@ def make_turn_table(
     return TurnTable(blocks_there, runs_there, len(blocks), *known, pieces_there, partial)
 
 
+def num_turns(batch: int, num_rows: int, nheads: int, block_rows: int) -> int:
+    """Number of a launch's counters: one of tasks, and a turn of each block of q rows and head."""
+    return 1 + batch * nheads * -(-num_rows // block_rows)
+
+
 class _LastRuns:
     """The last run that has visited each block of columns, in intervals of blocks."""
 

@@ -82,11 +82,12 @@ _FA2_A100 = Rates(
     Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0),
     "published: ring-flash-attention's benchmark, one size",
 )  # fmt: skip
-# Our kernels there, by the clocks of their machine code: the forward has the structure of
-# FlashAttention 2, of whose rate we take 0.9. The backward, two kernels with seven products, has a
-# ceiling of 175 TFLOP/s by its traffic of shared memory, of which we take 0.77.
+# Our kernels there, by the clocks of their machine code: the forward and the backward of five
+# products have the structure of FlashAttention 2, of whose rates we take 0.9. The backward in two
+# kernels, of seven products, has a ceiling of 175 TFLOP/s by its traffic of shared memory, of which
+# we take 0.77 (of that of five, 250, this would be 193).
 _AMPERE = Rates(
-    Rate(203e12, 8e-6, 220.0, 200.0), Rate(135e12, 8e-6, 220.0, 200.0),
+    Rate(203e12, 8e-6, 220.0, 200.0), Rate(175e12, 8e-6, 220.0, 200.0),
     f"estimate: by their instructions, {_UNTRIED}",
 )  # fmt: skip
 # Deterministic backwards keep (flash-attention pull request 1893, H100, 8k rows, causal) 474 of 575
@@ -108,13 +109,14 @@ _GLUON_B200 = _PORTABLE_B200._replace(
     source=f"estimate: forward as TLX's, backward FlashAttention 4's / 2.4, {_UNTRIED}",
 )
 
-# Our kernels for calls that the Gluon kernels do not take.
+# Our kernels for calls that the Gluon kernels, or those of five products, do not take.
 PORTABLE = "triton, portable"
 
 # Architecture -> backend -> rates. A missing backend has no known rate.
 RATES: dict[str, dict[str, Rates]] = {
     "sm_80": {
         "triton": _AMPERE,
+        PORTABLE: _AMPERE.scaled(1.0, 135 / 175, _AMPERE.source),
         "flash_attn": _FA2_A100.scaled(
             1.0, _FA2_SURE, f"{_FA2_A100.source}; deterministic as on an H100 (estimate)"
         ),
@@ -142,11 +144,11 @@ RATES: dict[str, dict[str, Rates]] = {
 
 # Head dims that our Gluon forward takes, with 16-bit inputs, by architecture.
 GLUON_HEADDIMS = {"sm_90": frozenset((64, 128, 256)), "sm_100": frozenset((64, 128))}
-# Head dims that our Gluon backward takes on sm_90, and its least batch x kv heads: each
+# Head dims that our backward of five products takes, and its least batch x kv heads: on sm_90 each
 # Triton program has 128 kv rows of one head. Simulated launches of 8k rows on 132 SMs: 8 / 1 heads
 # fill 25 to 47 % of the SMs' time, 32 / 8 heads 79 to 96 %; waits for turns take at most 1 %.
-GLUON_BWD_HEADDIMS = frozenset((64, 128))
-GLUON_BWD_KV_HEADS = 4
+ONE_PASS_HEADDIMS = {"sm_80": frozenset((128,)), "sm_90": frozenset((64, 128))}
+ONE_PASS_KV_HEADS = 4
 
 # Bytes/s of passes that copy or add.
 MEMORY_BANDWIDTH = {"sm_80": 1.6e12, "sm_90": 2.7e12, "sm_100": 6.4e12}
@@ -160,21 +162,21 @@ def rates_of(
 ) -> Rates | None:
     """Rates of a backend for calls of this spec; None if unknown.
 
-    With a window, cuDNN is rated as torch's flash; calls that Gluon refuses, as the portable
-    kernel.
+    With a window, cuDNN is rated as torch's flash; calls that Gluon refuses, or the backward of
+    five products, as the portable kernel.
     """
     known = RATES.get(architecture, {})
     rates = known.get("aten" if window and backend == "cudnn" else backend)
-    if rates is None or backend != "triton" or architecture not in GLUON_HEADDIMS:
+    if rates is None or backend != "triton" or PORTABLE not in known:
         return rates
     portable = known[PORTABLE]
     headdims = {spec.headdim, spec.headdim_v}
-    if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS[architecture]:
+    if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS.get(architecture, headdims):
         return portable
     if rates.backward == portable.backward:
         return rates
-    alike = len(headdims) == 1 and headdims <= GLUON_BWD_HEADDIMS
-    if alike and spec.batch * spec.nheads_kv >= GLUON_BWD_KV_HEADS and not spec.softcap:
+    alike = len(headdims) == 1 and headdims <= ONE_PASS_HEADDIMS[architecture]
+    if alike and spec.batch * spec.nheads_kv >= ONE_PASS_KV_HEADS and not spec.softcap:
         return rates
     source = f"estimate: forward by its instructions, backward {portable.source.split(': ')[1]}"
     return Rates(rates.forward, portable.backward, source)

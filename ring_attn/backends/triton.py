@@ -3,7 +3,8 @@
 On CUDA (and ROCm) the kernels are compiled at first use. On a CPU, when asked for by name, they run
 in Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and
 float32. On compute capability 9.0, 16-bit types have kernels in Gluon: the forward of head dims 64,
-128 and 256, and the backward of 64 and 128, of 4 kv heads or more and without softcap.
+128 and 256, and the backward of 64 and 128, of 4 kv heads or more and without softcap. On 8.0 to
+8.9 a kernel in Triton computes this backward of head dim 128, all gradients at once, too.
 
 Steps accumulate in place, in one order: from the diagonal downwards for out and dq, upwards for dk
 and dv. So a row's sums do not depend on how the tiles are spread over steps, if the steps come in
@@ -32,7 +33,7 @@ from ring_attn.backends.base import (
     greatest,
 )
 from ring_attn.backends.kept_launches import KeptLaunches
-from ring_attn.backends.rates import GLUON_BWD_KV_HEADS
+from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.backends.triton_support import MAX_HEADDIM, why_not
 from ring_attn.core.cache import Sequences
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -78,8 +79,9 @@ class TritonBackend(Backend):
         """Imports no kernels; the first call does.
 
         Args:
-            configs: kind -> config, instead of the frozen config. "gluon" and "gluon_bwd" name the
-                kernels in Gluon; a config of a portable kernel rules out Gluon in its direction.
+            configs: kind -> config, instead of the frozen config. "gluon" names the
+                forward in Gluon, "one_pass" the backward of all gradients at once; a config of
+                another kernel rules them out in its direction.
         """
         self._launches = KeptLaunches()
         self._configs = configs or {}
@@ -94,7 +96,7 @@ class TritonBackend(Backend):
         from ring_attn.kernels.flash_fwd import Carried
 
         sinks = None if sinks is None else sinks.contiguous()
-        gluon = tuned.takes_gluon("gluon", q, headdim_v, own=self._configs)
+        gluon = tuned.takes_gluon(q, headdim_v, self._configs)
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if gluon else None
         return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks, counter=counter), gluon)
 
@@ -306,8 +308,8 @@ class TritonBackend(Backend):
                 self._launches.run((tiles, kernel, scores), (q, k, v, dout), (*stats, *added), make)
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Tells whether the call uses Gluon's backward, which computes all gradients at once."""
-        if spec.device_type != "cuda" or architecture() != "sm_90":
+        """Tells whether one kernel computes all gradients of the call."""
+        if spec.device_type != "cuda" or not architecture():
             return False
         q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
         return self._takes_turns(q, spec.batch * spec.nheads_kv, spec.headdim_v, spec.softcap)
@@ -315,27 +317,37 @@ class TritonBackend(Backend):
     def _takes_turns(self, q: Tensor, kv_heads: int, headdim_v: int, softcap: float) -> bool:
         from ring_attn.kernels import tuned
 
-        kind, own = "gluon_bwd", self._configs
-        enough = kv_heads >= GLUON_BWD_KV_HEADS or kind in own
-        return enough and tuned.takes_gluon(kind, q, headdim_v, softcap, own)
+        own = self._configs
+        enough = kv_heads >= ONE_PASS_KV_HEADS or "one_pass" in own
+        return enough and tuned.takes_one_pass(q, headdim_v, softcap, own)
 
     def _in_turns(
         self, inputs: BackwardInputs, tiles: Tiles, gradients: SomeGradients, scores: Scores
     ) -> bool:
-        """Adds the tiles' gradients by the Gluon kernel; returns False if it refuses the call."""
+        """Adds the tiles' gradients by one kernel; returns False if it does not take the call."""
         q, _, v, *_ = inputs
         if not self._takes_turns(q, v.size(0) * v.size(2), v.size(3), scores.softcap):
             return False
-        from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
+        from ring_attn.kernels import configs
         from ring_attn.kernels.step_table import transposed
-        from ring_attn.kernels.turn_table import make_turn_table
+        from ring_attn.kernels.turn_table import make_turn_table, num_turns
 
-        q, k, v, dout = map(_copyable, inputs[:4])
+        make: Callable[..., Launch]
+        if configs.architecture(q.device) == "sm_90":
+            from ring_attn.kernels.hopper_bwd import bwd_launch as make
+
+            q, k, v, dout = map(_copyable, inputs[:4])
+        else:
+            from ring_attn.kernels.turns_bwd import turns_launch as make
+
+            q, k, v, dout = map(_unit_stride, inputs[:4])
         inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
         dq, dk, dv = gradients
-        config = self._config("gluon_bwd", q, v.size(3))
+        config = self._config("one_pass", q, v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
-        turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
+        batch, rows, nheads, _ = q.shape
+        num = num_turns(batch, rows, nheads, config.BLOCK_M)
+        turns = torch.zeros(num, dtype=torch.int32, device=q.device)
 
         def launch() -> Launch:
             table = self._launches.table(
@@ -345,7 +357,7 @@ class TritonBackend(Backend):
                 lambda: make_turn_table(transposed(tiles), *blocks, q.device),
             )
             scale = scores.softmax_scale
-            return bwd_launch(inputs, gradients, turns, table, config, softmax_scale=scale)
+            return make(inputs, gradients, turns, table, config, softmax_scale=scale)
 
         self._launches.run(
             (tiles, "bwd", dq is None, dk is None, scores),
@@ -374,13 +386,16 @@ class TritonBackend(Backend):
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Bytes of the turn counters of the backward in Gluon; other kernels need no workspace."""
+        """Bytes of the counters of turns in a backward of one kernel; others need no workspace."""
         if not (backward and tiles and self.in_one_pass(spec)):
             return 0
-        from ring_attn.kernels.configs import GLUON_BWD
+        from ring_attn.kernels import configs
+        from ring_attn.kernels.turn_table import num_turns
 
-        blocks = -(-max(tile.q.stop for tile in tiles) // GLUON_BWD[spec.headdim].BLOCK_M)
-        return torch.int32.itemsize * (1 + spec.batch * spec.nheads * blocks)
+        arch = configs.architecture(torch.device(spec.device_type))
+        config = configs.frozen("one_pass", arch, spec.headdim, spec.dtype)
+        rows = max(tile.q.stop for tile in tiles)
+        return torch.int32.itemsize * num_turns(spec.batch, rows, spec.nheads, config.BLOCK_M)
 
     def _backward_launch(
         self,

@@ -28,7 +28,7 @@ from ring_attn.cli.launch import map_in_processes, num_cores
 from ring_attn.cli.options import PRODUCTS
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
-from ring_attn.kernels.tuned import GLUON, section, takes_gluon
+from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
@@ -100,8 +100,8 @@ class TuneSetting:
     @property
     def kinds(self) -> list[str]:
         x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
-        # The backward in Gluon has one config per head dim: there is nothing to search.
-        one_pass = takes_gluon("gluon_bwd", x, self.head_dim)
+        # The backward in one pass has one config per head dim: there is nothing to search.
+        one_pass = takes_one_pass(x, self.head_dim)
         kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
@@ -190,7 +190,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
         in_gluon, frozen = list[TuneRow](), configs.frozen(kind, *sizes)
         default: Config | None = frozen
-        if kernel_of(kind) == "fwd" and takes_gluon(GLUON, x, setting.head_dim):
+        if kernel_of(kind) == "fwd" and takes_gluon(x, setting.head_dim):
             gluon, default = configs.search_space(GLUON, *sizes), None
             in_gluon = [candidate(kind, config, gluon[0], gluon=True) for config in gluon]
         space = [frozen, *configs.search_space(kind, *sizes)]

@@ -143,10 +143,10 @@ def test_which_calls_take_it() -> None:
             (64, 64, torch.float32, False),
         ):
             x = torch.empty(0, headdim, dtype=dtype)
-            assert tuned.takes_gluon("gluon", x, headdim_v) is able
-            assert not tuned.takes_gluon("gluon_bwd", x, headdim_v)
+            assert tuned.takes_gluon(x, headdim_v) is able
+            assert not tuned.takes_one_pass(x, headdim_v)
         portable = frozen("sm_100", 64)
-        assert not tuned.takes_gluon("gluon", torch.empty(0, 64).half(), 64, own=portable)
+        assert not tuned.takes_gluon(torch.empty(0, 64).half(), 64, portable)
     for headdim, some in configs.BLACKWELL.items():
         first = configs.frozen("gluon", "sm_100", headdim, torch.bfloat16)
         assert first == some[0] and {x.BLOCK_N for x in some} == {first.BLOCK_N}

@@ -116,23 +116,23 @@ def test_a_forward_in_gluon_is_used_where_the_file_has_it(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)
-    assert not tuned.takes_gluon("gluon", x, 64)
+    assert not tuned.takes_gluon(x, 64)
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tuned, "exact_architecture", lambda device: "interpreter")
     for taken in (x, torch.empty(1, 4, 2, 128, dtype=torch.float16), x[1:], x[:, ::2, :1]):
-        assert tuned.takes_gluon("gluon", taken, 64)
+        assert tuned.takes_gluon(taken, 64)
     for other in (x.float(), x[..., :48]):
-        assert not tuned.takes_gluon("gluon", other, 64)
+        assert not tuned.takes_gluon(other, 64)
     assert tuned.select("gluon", x, 64) == configs.GLUON[64][0]
     for gluon in configs.GLUON[64]:
         written({"gluon": gluon}, architecture="interpreter")
-        assert tuned.takes_gluon("gluon", x, 64) and tuned.select("gluon", x, 64) == gluon
+        assert tuned.takes_gluon(x, 64) and tuned.select("gluon", x, 64) == gluon
     written({"dq": WIDE, "dq_whole": WIDE}, architecture="interpreter")
-    assert tuned.takes_gluon("gluon", x, 64)
+    assert tuned.takes_gluon(x, 64)
     frozen = configs.frozen("fwd", "sm_90", 64, torch.float16)
     written({"fwd": frozen, "fwd_whole": frozen}, architecture="interpreter")
     monkeypatch.setattr(tuned.configs, "frozen", lambda *_: frozen)
-    assert not tuned.takes_gluon("gluon", x, 64)
+    assert not tuned.takes_gluon(x, 64)
 
 
 def test_a_file_of_portable_gradients_rules_out_one_pass(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attn import drivers
-from ring_attn.backends.rates import GLUON_BWD_KV_HEADS
+from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -59,8 +59,8 @@ CASES = {
 
 
 def gluon(headdim: int, config: Config) -> Configs:
-    backward = configs.GLUON_BWD.get(headdim)
-    return {"gluon": config} | ({} if backward is None else {"gluon_bwd": backward})
+    backward = configs.ONE_PASS["sm_90"].get(headdim)
+    return {"gluon": config} | ({} if backward is None else {"one_pass": backward})
 
 
 # By name: the head dim and the configs.
@@ -70,6 +70,11 @@ if ARCHITECTURE == "sm_90":
         f"gluon {headdim}, {number}": (headdim, gluon(headdim, config))
         for headdim, some in configs.GLUON.items()
         for number, config in enumerate(some)
+    }
+else:
+    KERNELS |= {
+        f"one pass {headdim}": (headdim, {"one_pass": config})
+        for headdim, config in configs.ONE_PASS.get(ARCHITECTURE, {}).items()
     }
 
 
@@ -182,7 +187,7 @@ def test_every_strategy_holds_and_repeats(name: str, mask: Mask, backend: str) -
 
 # With fewer kv heads at a time the backward has another kernel, and the same bits are refused. So
 # Ulysses needs that many for each of 8 ranks, and an all_gather in a chunk.
-LEAST = GLUON_BWD_KV_HEADS
+LEAST = ONE_PASS_KV_HEADS
 BITS = [
     *(("ring", (*heads, dim, dim)) for heads in ((8, 2), (4, 4)) for dim in HEADDIMS),
     (Strategy("all_gather", heads_per_chunk=LEAST), (2 * LEAST, 2 * LEAST, 128, 128)),

@@ -29,10 +29,9 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.kernels import configs, gluon_guard, hopper_fwd
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.hopper_bwd import num_turns
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import transposed
-from ring_attn.kernels.turn_table import TurnTable, make_turn_table
+from ring_attn.kernels.turn_table import TurnTable, make_turn_table, num_turns
 from ring_attn.testing import Expected, Inputs, random_sinks
 from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, visible_pairs, whole
@@ -84,8 +83,8 @@ def attend(
     """Forward and backward, each step in launches of its own, by their PTX."""
     dims = {inputs.q.size(3), inputs.v.size(3)}
     named = {"gluon": config}
-    if len(dims) == 1 and dims <= configs.GLUON_BWD.keys():
-        named["gluon_bwd"] = configs.GLUON_BWD[dims.pop()]
+    if len(dims) == 1 and dims <= configs.ONE_PASS["sm_90"].keys():
+        named["one_pass"] = configs.ONE_PASS["sm_90"][dims.pop()]
     with launching.executing("sm_90", seed):
         return run(TritonBackend(named), inputs, steps, **how)
 
@@ -170,7 +169,8 @@ def test_turns_are_in_the_workspace(
     backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
     assert backend.workspace_bytes(spec, whole(mask), backward=True) == 0
     monkeypatch.setattr(TritonBackend, "in_one_pass", lambda *_: True)
-    turns = 4 * num_turns(q, configs.GLUON_BWD[headdim])
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    turns = 4 * num_turns(*q.shape[:3], configs.ONE_PASS["sm_90"][headdim].BLOCK_M)
     assert backend.workspace_bytes(spec, whole(mask), backward=True) == turns > 0
     assert backend.workspace_bytes(spec, whole(mask)) == 0
     assert backend.workspace_bytes(spec, (), backward=True) == 0
@@ -225,7 +225,7 @@ def test_bits_do_not_depend_on_time_steps_grids_or_halves(headdim: int) -> None:
     assert same(attend(inputs, cut_keys(mask, 128)), alone)
     assert same(attend(inputs, [whole(mask)], replace(SMALL, num_stages=3), seed=5), alone)
     dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
-    backend = TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})
+    backend = TritonBackend({"one_pass": configs.ONE_PASS["sm_90"][headdim]})
     scores = Scores(headdim**-0.5)
     with launching.executing("sm_90", 5):
         stats = backend.row_statistics(alone.out, inputs.dout, alone.lse)

@@ -47,8 +47,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def backend(kernels: str, headdim: int, capped: bool = False) -> TritonBackend:
     """Names a config of the portable kernels, which rules out kernels in Gluon."""
     arch = arch_of(kernels)
-    if kernels == "sm_90" and headdim in configs.GLUON_BWD and not capped:
-        return TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})  # also of few heads
+    if kernels == arch and headdim in configs.ONE_PASS[arch] and not capped:
+        return TritonBackend({"one_pass": configs.ONE_PASS[arch][headdim]})  # also of few heads
     return TritonBackend({} if kernels == arch else frozen(arch, headdim))
 
 
@@ -67,6 +67,7 @@ def cases() -> Iterator[object]:
         case = (kernels, name, list(DTYPES)[i // 2 % 2], headdim, several)
         quick = headdim == 64 and name == "documents" and kernels in ("sm_80", "sm_90")
         yield case if quick else slow(*case)
+    yield slow("sm_80 portable", "documents", "bfloat16", 128, True)
     yield slow("sm_90", "documents", "bfloat16", 256, False)
     yield slow("sm_90", "full", "float16", 256, True)
 
@@ -82,7 +83,8 @@ def test_forward_and_backward(
     steps = cut_keys(mask, 64, 128) if several else [whole(mask)]
     with launching.executing(arch_of(kernels)) as executed:
         got = run(backend(kernels, headdim, bool(scores)), inputs, steps, **scores)
-    one_pass = kernels == "sm_90" and headdim in configs.GLUON_BWD and not scores
+    arch = arch_of(kernels)
+    one_pass = kernels == arch and headdim in configs.ONE_PASS[arch] and not scores
     assert len(executed) == (2 if one_pass else 3) * len(steps) + 1
     assert_holds(got, *(replace(x, dsinks=None) for x in expect(inputs, mask, **scores)))
 
@@ -168,6 +170,7 @@ TARGETS: dict[str, tuple[str, str, Mask, int, int, Sequence[int | None]]] = {
     "blackwell fwd, ragged": ("sm_100", "blackwell_fwd", RAGGED, 64, 4, [None]),
     "hopper bwd": ("sm_90", "hopper_bwd", SQUARE, 64, 1, [0]),
     "hopper bwd, turns": ("sm_90", "hopper_bwd", Mask(128, 512), 64, 1, range(4)),
+    "turns bwd": ("sm_80", "turns_bwd", Mask(64, 192), 128, 1, range(2)),
 }
 MOST = 32  # places to plant a fault into
 RESULTS = ("out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
@@ -223,10 +226,13 @@ class Target:
 def target(name: str) -> Target:
     kernels, kernel, mask, headdim, nheads, seeds = TARGETS[name]
     q, k, v, dout = inputs = grouped(mask, headdim, dtype=torch.bfloat16, nheads=nheads)
-    gluon = {"gluon": SHORT["gluon"], "gluon_bwd": configs.GLUON_BWD[headdim]}
+    one_pass = configs.ONE_PASS[arch_of(kernels)].get(headdim)
+    gluon = {"gluon": SHORT["gluon"], "one_pass": one_pass}
     portable = frozen(arch_of(kernels), headdim) | {"fwd": SHORT["fwd"]}
     if "blackwell" in name:
         gluon = {"gluon": SHORT["blackwell"]}
+    if kernel == "turns_bwd":
+        del gluon["gluon"]
     tried = TritonBackend(portable if kernel.startswith("flash") else gluon)
     with launching.executing(arch_of(kernels)) as executed:
         if kernel.endswith("fwd"):
@@ -339,6 +345,12 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
             Race,
             1.0,
         ),
+    },
+    "turns bwd": {
+        "not waited for": (r"setp\.lt\.s32 early, [^;]*;", "mov.pred early, 0;", Race, 1.0),
+        # A warp's turn, too, comes only when all its lanes have added.
+        "not given on": (r"@lead atom\.global\.gpu\.release[^;]*;", "", Deadlock, 1.0),
+        "lanes": (rf"{WARP_BARRIER}(?= mov\.u32 lane)", "", Race, 1.0),
     },
 }
 QUICK = ("fwd", "hopper fwd, ragged")

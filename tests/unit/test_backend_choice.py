@@ -14,7 +14,7 @@ from ring_attn.backends import (
     flash_attn,
     get_backend,
 )
-from ring_attn.backends.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, RATES
+from ring_attn.backends.rates import GLUON_HEADDIMS, ONE_PASS_HEADDIMS, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs
 from ring_attn.kernels.gluon_guard import gluon_missing
@@ -165,7 +165,8 @@ def test_why_says_what_was_compared_and_what_was_left_out(gpu: Pretend) -> None:
     assert on_cudnn.rate(backward=False, window=True) == RATES["sm_90"]["aten"].forward
     for arch, headdims in GLUON_HEADDIMS.items():
         assert configs.in_gluon(arch).keys() == headdims
-    assert set(configs.GLUON_BWD) == GLUON_BWD_HEADDIMS
+    for arch, headdims in ONE_PASS_HEADDIMS.items():
+        assert configs.ONE_PASS[arch].keys() == headdims
     odd = spec_of("cuda", headdim=96, headdim_v=96)
     assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"
 

@@ -130,18 +130,18 @@ def acquire(machine: Machine, ins: Instruction) -> ByLanes:
 
     def run(lanes: Array) -> None:
         words = machine.grid.memory.words[4]
-        if len(lanes) > 1:
-            raise Unsupported(ins, "by several threads")
-        at = int(offsets(lanes)[0]) // 4
+        at, *others = {int(x) // 4 for x in offsets(lanes)}
+        if others:
+            raise Unsupported(ins, "at several addresses")
         found = int(words[at])
 
         def load() -> None:
             target[lanes] = words[at]
-            machine.acquired[ins] = at, int(words[at])
+            machine.acquired[ins, int(lanes[0])] = at, int(words[at])
             if at in machine.grid.races.released:
                 machine.clocks.acquire_from_ctas(lanes, machine.grid.races.released[at])
 
-        if machine.acquired.get(ins) == (at, found):
+        if machine.acquired.get((ins, int(lanes[0]))) == (at, found):
             raise Wait(ins, lambda: int(words[at]) != found, load)
         load()
 
@@ -169,7 +169,10 @@ def compare_and_swap(machine: Machine, ins: Instruction) -> ByLanes:
     return run
 
 
-@handles(r"atom\.global\.gpu\.(relaxed\.add|release\.exch|acq_rel\.exch)(?:\.v4)?\.(f32|u32|b32)")
+UPDATE = r"(relaxed\.add|release\.add|release\.exch|acq_rel\.exch)"
+
+
+@handles(rf"atom\.global\.gpu\.{UPDATE}(?:\.v4)?\.(f32|u32|b32)")
 def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByLanes:
     """Updates memory at one address per thread; subnormal floats become zeros."""
     results, address, values = ins.operands
@@ -182,16 +185,20 @@ def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByL
         at, races = offsets(lanes), machine.grid.races
         index = at // 4
         if np.unique(index).size < index.size:
-            raise Unsupported(ins, "by several threads at one address")
+            if kind == "f32":
+                raise Unsupported(ins, "by several threads at one address")
+            for lane in lanes[:, None]:
+                run(lane)
+            return
         if kind == "f32":
             races.written_by(ins, machine.clocks, at, 4 * len(sources), lanes)
-        if operation == "release.exch":
+        if operation.startswith("release"):
             for lane, place in zip(lanes[:, None], index.tolist(), strict=True):
                 known = machine.clocks.release_to_ctas(lane)
                 races.released[place] = np.maximum(races.released.get(place, 0), known)
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             old, new = words[index + i], source[lanes]
-            if operation == "relaxed.add":
+            if operation.endswith("add"):
                 new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
             words[index + i] = new
             target[lanes] = old

@@ -274,8 +274,8 @@ class Machine:
         self.last_use: dict[int, tuple[Array, Array]] = {}
         self.mbarriers: dict[int, Any] = {}
         self.mbarrier_numbers = count()
-        # For each polling load: its last address, and the value there.
-        self.acquired: dict[Instruction, tuple[int, int]] = {}
+        # For each polling load and its first thread: its last address, and the value there.
+        self.acquired: dict[tuple[Instruction, int], tuple[int, int]] = {}
         # For each warp: registers per thread, and all its requests to change their number.
         self.owned = np.full(self.num_warps, self.kernel.max_registers)
         self.asked: list[list[tuple[bool, int]]] = [[] for _ in range(self.num_warps)]
