@@ -68,7 +68,6 @@ WRONG = {
     "plan": "--seqlen 1M --world-size 8 --model nothing.json",
     "bench ring": "--world-size 2 --baseline magic",
     "bench kernel": "--implementations magic",
-    "bench recurrence": "--world-size 0",
     "calibrate": "--device tpu",
     "tune": "--device tpu",
 }

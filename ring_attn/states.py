@@ -1,155 +1,150 @@
-"""The start states of a rank's runs, from the maps of all runs: operators, and their exchange."""
+"""The start states of a rank's runs, from the maps of all runs: an exchange, and its gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ring_attn import refusals
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.runs import Round, Travel, pieces_of, travel
+from ring_attn.core.runs import Travel, pieces_of, travel
 from ring_attn.neighbours import exchanged
 from ring_attn.profiling import Direction, observe
-from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, tell_refusal
 
-Numbers = Sequence[int]
+
+class Maps(NamedTuple):
+    """The runs of all ranks, documents that start at `cuts`, and whether decays are matrices."""
+
+    layout: SequenceLayout
+    cuts: tuple[int, ...]
+    group: dist.ProcessGroup
+    matrix: bool = False
 
 
-class Window(NamedTuple):
-    """The map of runs in sequence; None is the decay of a closed one."""
+class StartStates(torch.autograd.Function):
+    """(runs, *decay), (runs, *state) -> start states of this rank's runs; decays are factors."""
 
-    decay: Tensor | None
-    end: Tensor
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
+        starts = entering("forward", decay, end, maps)
+        ctx.save_for_backward(decay, starts)
+        ctx.maps = maps
+        return starts
 
-
-# Custom operators, so that torch.compile keeps them whole in a graph. `layout` are its numbers,
-# `cuts` the starts of documents.
-@torch.library.custom_op("ring_attn::start_states", mutates_args=())
-def start_states(
-    decay: Tensor, end: Tensor, layout: Numbers, cuts: Numbers, matrix: bool, group: str
-) -> Tensor:
-    """(runs, *A), (runs, *state) -> the start states of this rank's runs."""
-    return _exchange("forward", decay, end, layout, cuts, matrix, group)
-
-
-@torch.library.custom_op("ring_attn::end_gradients", mutates_args=())
-def _end_gradients(
-    decay: Tensor, dstarts: Tensor, layout: Numbers, cuts: Numbers, matrix: bool, group: str
-) -> Tensor:
-    """The gradients of the states that leave this rank's runs."""
-    adjoint = decay.mT if matrix else decay
-    return _exchange("backward", adjoint, dstarts, layout, cuts, matrix, group)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstarts: Tensor) -> tuple[Tensor | None, ...]:
+        decay, starts = ctx.saved_tensors
+        dends = entering("backward", decay, dstarts, ctx.maps)
+        # Of a run in which a document starts this is no gradient, but its decay is no variable.
+        return (dends * starts).sum_to_size(decay.shape), dends, None
 
 
-# The kernel's own backward has the gradients of start states only after it got those of end states,
-# which depend on the former of other ranks. `reads` breaks this circle.
-@torch.library.custom_op("ring_attn::with_end_gradients", mutates_args=())
-def with_end_gradients(
-    out: Tensor, ends: Tensor, reads: Sequence[Tensor], decay: Tensor, layout: Numbers,
-    cuts: Numbers, group: str,
-) -> Tensor:  # fmt: skip
+class WithEndGradients(torch.autograd.Function):
     """`out`, whose backward gives `ends` the gradients that come from later runs.
 
-    `reads` (batch, rows, heads, headdim) times a run's start state is what that contributes to the
-    run's first piece; without rows if the run starts a document.
+    The kernel's own backward has the gradients of start states only after it got those of end
+    states, which depend on the former of other ranks. `reads` break this circle: (batch, rows,
+    heads, headdim), of each run that no document starts, times its start state what that
+    contributes to the run's first piece.
     """
-    return out.clone()
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, ends: Tensor, decay: Tensor, maps: Maps, *reads: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(decay, *reads)
+        ctx.maps = maps
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        decay, *reads = ctx.saved_tensors
+        layout, cuts, group, _ = ctx.maps
+        dstarts = decay.new_zeros(*decay.shape[:-1], dout.size(-1))
+        runs = enumerate(pieces_of(layout, dist.get_rank(group), cuts))
+        entered = [(n, first) for n, (first, *_) in runs if not first.first]
+        for (n, first), read in zip(entered, reads, strict=True):
+            rows, douts = (x.to(decay.dtype).transpose(1, 2) for x in (read, first.of(dout)))
+            dstarts[n] = applied(rows.mT, douts, True)
+        dends = entering("backward", decay.mT, dstarts, ctx.maps)
+        return dout, dends, None, None, *[None] * len(reads)
 
 
-def _exchange(
-    direction: Direction, decay: Tensor, end: Tensor, layout: Numbers, cuts: Numbers, matrix: bool,
-    group: str,
-) -> Tensor:  # fmt: skip
+def entering(direction: Direction, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
+    """The states that enter this rank's runs, in a direction."""
     refusals.check_capture("recurrence", end)
-    process_group, whole = group_by_name(group), SequenceLayout.from_numbers(layout)
+    layout, cuts, group, matrix = maps
     shapes = decay.shape[1:], end.shape[1:]
     described = {
-        "dtype": end.dtype, "shapes of decay and state": shapes, "layout": whole,
-        "cu_seqlens": tuple(cuts), "matrix": matrix, "direction": direction,
+        "dtype": end.dtype, "shapes of decay and state": shapes, "layout": layout,
+        "cu_seqlens": cuts, "matrix": matrix, "direction": direction,
     }  # fmt: skip
     nbytes = sum(shape.numel() for shape in shapes) * end.element_size()
-    way = travel(whole, tuple(cuts), nbytes, backward=direction == "backward")
+    way = travel(layout, cuts, nbytes, backward=direction == "backward")
     try:
-        transport = open_p2p(process_group, TransportOptions())
+        transport = open_p2p(group, TransportOptions())
         with (
             transport.call("recurrence", Agreement(described), end.device),
             observe(direction, end.device, transport.stats),
         ):
-            return entering(way, decay, end, matrix, transport)
+            return composed(way, decay, end, matrix, transport)
     except BaseException as error:
-        tell_refusal(error, process_group)
+        tell_refusal(error, group)
         raise
 
 
-def entering(way: Travel, decay: Tensor, end: Tensor, matrix: bool, transport: Transport) -> Tensor:
-    """States that enter this rank's runs: the maps before each in a direction, applied to zeros."""
-    own = {i: run.number for i, run in enumerate(way.runs) if run.rank == transport.rank}
-    held = {i: Window(decay[n], end[n]) for i, n in own.items()}
-    entered = dict[int, Window]()
+def composed(way: Travel, decay: Tensor, end: Tensor, matrix: bool, transport: Transport) -> Tensor:
+    """States that enter this rank's runs: the maps before each in a direction, applied to zeros.
+
+    A window is a row: its decay, then its state.
+    """
+    shapes = decay.shape[1:], end.shape[1:]
+    sizes = [shape.numel() for shape in shapes]
+    rows = torch.cat([decay.flatten(1), end.flatten(1)], 1)
+
+    def parts(window: Tensor) -> list[Tensor]:
+        return [x.view(shape) for x, shape in zip(window.split(sizes), shapes, strict=True)]
+
+    def of_sequence(windows: Sequence[Tensor]) -> Tensor:
+        """The map of windows in sequence, of which the nearest is the first."""
+        factor, state = parts(windows[-1])
+        for window in reversed(windows[:-1]):
+            near, add = parts(window)
+            factor, state = applied(near, factor, matrix), add + applied(near, state, matrix)
+        return torch.cat([factor.flatten(), state.flatten()])
+
+    ranks, rank = range(transport.world_size), transport.rank
+    own = {i: run.number for i, run in enumerate(way.runs) if run.rank == rank}
+    held, entered = {i: rows[n] for i, n in own.items()}, dict[int, Tensor]()
     for number, step in enumerate(way.rounds):
-        known = _exchanged(held, step, number, transport, decay, end)
+        known = dict(held)
+        if step.parcels:
+            sent = [step.parcels.get((rank, r), []) for r in ranks]
+            received = [step.parcels.get((r, rank), []) for r in ranks]
+            given = torch.cat([rows[:0], *(held[j][None] for j in chain(*sent))])
+            there, here = ([*map(len, parcels)] for parcels in (sent, received))
+            got = exchanged(given, there, here, transport, number)
+            known.update(zip(chain(*received), got, strict=True))
         for i in own:
-            taken = [entered[i]] if i in entered else []
-            taken += [known[j] for j in step.taken[i]]
-            if taken:
-                entered[i] = _composed(taken, matrix)
+            windows = [entered[i]] if i in entered else []
+            if windows := windows + [known[j] for j in step.taken[i]]:
+                entered[i] = of_sequence(windows)
         held = entered
     starts = torch.zeros_like(end)
     for i, window in entered.items():
-        starts[own[i]] = window.end
+        starts[own[i]] = parts(window)[1]
     return starts
-
-
-def _exchanged(
-    held: Mapping[int, Window], step: Round, number: int, transport: Transport, decay: Tensor,
-    end: Tensor,
-) -> dict[int, Window]:  # fmt: skip
-    """This rank's windows, and those that it takes from others."""
-    known = {
-        i: Window(None if step.closed[i] else window.decay, window.end)
-        for i, window in held.items()
-    }
-    if not step.parcels:
-        return known
-    ranks, rank = range(transport.world_size), transport.rank
-    sent = [step.parcels.get((rank, r), []) for r in ranks]
-    received = [step.parcels.get((r, rank), []) for r in ranks]
-    shapes = decay.shape[1:], end.shape[1:]
-
-    def sizes(parcels: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Numbers of the tensors of all windows, the decays of closed ones of none."""
-        a, b = (shape.numel() for shape in shapes)
-        return [[x for j in parcel for x in (a * (not step.closed[j]), b)] for parcel in parcels]
-
-    flat = [x.reshape(-1) for parcel in sent for j in parcel for x in known[j] if x is not None]
-    there, here = sizes(sent), sizes(received)
-    got = exchanged(
-        torch.cat([end.new_empty(0), *flat])[:, None], list(map(sum, there)), list(map(sum, here)),
-        transport, number,
-    )  # fmt: skip
-    parts = iter(got.split(list(chain(*here))))
-    for j in chain(*received):
-        first, last = next(parts), next(parts)
-        known[j] = Window(None if step.closed[j] else first.view(shapes[0]), last.view(shapes[1]))
-    return known
-
-
-def _composed(windows: Sequence[Window], matrix: bool) -> Window:
-    """The map of windows in sequence, of which the nearest is the first."""
-    decay, end = windows[-1]
-    for near, add in reversed(windows[:-1]):
-        assert near is not None, "no window is taken beyond a closed one"
-        end = add + applied(near, end, matrix)
-        decay = None if decay is None else applied(near, decay, matrix)
-    return Window(decay, end)
 
 
 def applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
@@ -160,62 +155,3 @@ def applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
 def no_autocast(x: Tensor) -> Any:
     """A context in which products with states stay in their dtype."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-@start_states.register_fake
-@_end_gradients.register_fake
-def _(
-    decay: Tensor, end: Tensor, layout: Numbers, cuts: Numbers, matrix: bool, group: str
-) -> Tensor:
-    return torch.empty_like(end)
-
-
-def _setup_starts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], output)
-    ctx.place = inputs[2:]
-
-
-def _gradients_of_maps(ctx: Any, dstarts: Tensor) -> tuple[Any, ...]:
-    decay, starts = ctx.saved_tensors
-    layout, cuts, matrix, group = ctx.place
-    dends = _end_gradients(decay, dstarts.contiguous(), *ctx.place)
-    rank, ddecay = dist.get_rank(group_by_name(group)), torch.zeros_like(decay)
-    for n, pieces in enumerate(pieces_of(SequenceLayout.from_numbers(layout), rank, tuple(cuts))):
-        if len(pieces) == 1 and not pieces[0].first:
-            with no_autocast(starts):
-                products = dends[n] @ starts[n].mT if matrix else dends[n] * starts[n]
-            ddecay[n] = products.sum_to_size(ddecay[n].shape)
-    return ddecay, dends, None, None, None, None
-
-
-start_states.register_autograd(_gradients_of_maps, setup_context=_setup_starts)
-
-
-@with_end_gradients.register_fake
-def _(
-    out: Tensor, ends: Tensor, reads: Sequence[Tensor], decay: Tensor, layout: Numbers,
-    cuts: Numbers, group: str,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(out)
-
-
-def _setup_ends(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ends, reads, decay, *ctx.place = inputs
-    ctx.save_for_backward(ends, decay, *reads)
-
-
-def _gradients_of_ends(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    ends, decay, *reads = ctx.saved_tensors
-    layout, cuts, group = ctx.place
-    rank, dstarts = dist.get_rank(group_by_name(group)), torch.zeros_like(ends)
-    runs = pieces_of(SequenceLayout.from_numbers(layout), rank, tuple(cuts))
-    entered = [(n, pieces[0]) for n, pieces in enumerate(runs) if not pieces[0].first]
-    for (n, piece), read in zip(entered, reads, strict=True):
-        with no_autocast(ends):
-            rows = (x.to(ends.dtype) for x in (read, piece.of(dout)))
-            dstarts[n] = torch.einsum("blhk,blhv->bhkv", *rows)
-    dends = _end_gradients(decay, dstarts, layout, cuts, True, group)
-    return dout, dends, [None] * len(reads), None, None, None, None
-
-
-with_end_gradients.register_autograd(_gradients_of_ends, setup_context=_setup_ends)

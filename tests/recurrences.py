@@ -15,7 +15,7 @@ from torch.nn import functional
 from ring_attn import SequenceLayout
 from ring_attn.core.runs import travel
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
-from ring_attn.states import start_states
+from ring_attn.states import Maps, StartStates
 from tests.bounds import assert_close, twice_as_far
 
 Inputs = dict[str, Tensor]
@@ -119,41 +119,28 @@ def compare_start_states(layout: SequenceLayout, cuts: Sequence[int]) -> None:
     runs, group = travel(layout, ends, 1).runs, dist.group.WORLD
     assert group is not None
     own = sorted((run.number, i) for i, run in enumerate(runs) if run.rank == dist.get_rank())
-    mine, found = [i for _, i in own], []
-    for matrix in (False, True):
-        torch.manual_seed(0)
-        shape = len(runs), 2, 3
-        given = (
-            torch.rand(*shape, 3 if matrix else 1) / (2 if matrix else 1),
-            torch.randn(*shape, 5),
-        )
-        weights = torch.randn(*shape, 5)
+    mine = [i for _, i in own]
+    torch.manual_seed(0)
+    decays, adds, weights = (torch.randn(len(runs), 2, 3, n) for n in (1, 5, 5))
 
-        def of_whole(
-            dtype: torch.dtype,
-            given: tuple[Tensor, ...] = given,
-            weights: Tensor = weights,
-            matrix: bool = matrix,
-        ) -> list[Tensor]:
-            decays, adds = (x.to(dtype).requires_grad_() for x in given)
-            state, found = torch.zeros_like(adds[0]), []
-            for run, decay, add in zip(runs, decays, adds, strict=True):
-                state = state if run.enters else torch.zeros_like(state)
-                found.append(state)
-                moved = decay @ state if matrix else decay * state
-                state = add + moved if run.passes else add
-            starts = torch.stack(found)
-            if not starts.requires_grad:  # a single run
-                starts = starts + 0 * adds
-            return [starts, *gradients_of(starts, (decays, adds), weights.to(dtype))]
+    def of_whole(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (decays.sigmoid(), adds)]
+        state, found = torch.zeros_like(leaves[1][0]), []
+        for run, decay, add in zip(runs, *leaves, strict=True):
+            state = state if run.enters else torch.zeros_like(state)
+            found.append(state)
+            state = add + decay * state if run.passes else add
+        starts = torch.stack(found) + 0 * leaves[1]  # of a single run, too, no constant
+        return [starts, *gradients_of(starts, leaves, weights.to(dtype))]
 
-        leaves = [x[mine].requires_grad_() for x in given]
-        place = list(layout.numbers), list(ends), matrix, group.group_name
-        starts = start_states(*leaves, *place)
-        got = [starts, *gradients_of(starts, leaves, weights[mine])]
-        names = "start states", "gradients of decays", "gradients of ends"
-        found += zip(names, got, of_whole(torch.float64), of_whole(torch.float32), strict=True)
-    for name, *each in found:
+    leaves = [x[mine].requires_grad_() for x in (decays.sigmoid(), adds)]
+    passes = torch.tensor([runs[i].passes for i in mine], dtype=torch.bool).view(-1, 1, 1, 1)
+    factors = leaves[0].where(passes, leaves[0].detach())  # else no variable
+    starts = StartStates.apply(factors, leaves[1], Maps(layout, ends, group))
+    got = [starts, *gradients_of(starts, leaves, weights[mine])]
+    names = "start states", "gradients of decays", "gradients of ends"
+    of_all = zip(names, got, of_whole(torch.float64), of_whole(torch.float32), strict=True)
+    for name, *each in of_all:
         result, oracle, plain = (x.detach() for x in each)
         plain = twice_as_far(oracle, plain)
         all_runs = plain.clone()

@@ -71,7 +71,6 @@ COMMANDS = (
     _ours("plan", "cli.plan", "predict the best strategy and the costs of each step"),
     _ours("bench ring", "bench.ring", "time and memory of ring attention"),
     _ours("bench kernel", "bench.kernel", "TFLOP/s of attention on one device"),
-    _ours("bench recurrence", "bench.recurrence", "time of recurrent layers on split rows"),
     _ours("calibrate", "cli.calibrate", "measure this machine for the simulator"),
     _ours("tune", "cli.tune", "find the fastest configs of the kernels on a GPU"),
 )

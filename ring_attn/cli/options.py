@@ -30,8 +30,8 @@ VERIFIED_WORLD_SIZE = 4
 # Sizes of `plan` without --model, of a layer as Llama 3 8B's.
 HEADS, HEADDIM = 32, 128
 
-# Length and repetitions of `bench ring` and `bench recurrence`.
-SEQLEN, RING_ITERS, RECURRENCE_ITERS = 8192, 9, 7
+# Length and repetitions of `bench ring`.
+SEQLEN, RING_ITERS = 8192, 9
 BASELINES = ("dense", "torch-template")
 
 # Implementations in other packages, and torch's backends, by their names in `bench kernel`.
@@ -289,22 +289,6 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
     add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {KERNEL_ITERS})")
     add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in KERNEL_HEADS))
-
-
-def bench_recurrence(parser: argparse.ArgumentParser) -> None:
-    """Time of recurrent layers on split rows, against the layer's own time at as many rows.
-
-    Each rank times the layer's own function (`alone`: its rows as a whole sequence) and the split
-    one in turn, in one run; a time is the slowest rank's. The functions are transformers' torch
-    code.
-
-        ring-attn bench recurrence --seqlen 8k --world-size 2 --json recurrence.json
-    """
-    add = parser.add_argument
-    add("--seqlen", type=parse_size, help=f"global length (default: {format_size(SEQLEN)})")
-    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
-    add("--iters", type=parse_size, help=f"repetitions (default: {RECURRENCE_ITERS})")
-    add_common(parser)
 
 
 def calibrate(parser: argparse.ArgumentParser) -> None:

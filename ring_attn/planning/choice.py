@@ -17,7 +17,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.timeline import Simulation
-from ring_attn.planning.recurrent import Recurrent, Traffic
+from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.strategy import Strategy, family, label
 
 # Ways in which a rank spends its time.
@@ -29,9 +29,6 @@ HOPELESS = 1.5
 
 # Columns of a table of 80: all but the two directions' times, the messages, and what travels.
 NARROW = (0, 1, 2, 5, 6, 7, 9)
-
-# A striped shard has as many runs as rows; zigzag has two, others a few.
-MANY_RUNS = 16
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ class Choice:
         return _reason(self)
 
     @property
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[dict[str, Any]]:
         """Bytes that layers of `Problem.recurrent` exchange in the best candidate's layout."""
         problem, spec = self.problem, self.problem.spec
         given = self.layout, problem.documents, spec.batch, spec.dtype.itemsize
@@ -248,20 +245,15 @@ class Choice:
 
     @property
     def recurrent_lines(self) -> list[str]:
-        """A line for each kind of recurrent layers; a warning where states of many runs travel."""
+        """A line for each kind of recurrent layers."""
         lines = []
         for layers, sent in zip(self.problem.recurrent, self.traffic, strict=True):
-            way = f" by {sent.way} in {sent.rounds} rounds" if sent.way else ""
-            backward = f", {format_bytes(sent.backward)} backward" * self.problem.backward
+            way = f" by {sent['way']} in {sent['rounds']} rounds" if sent["way"] else ""
+            backward = f", {format_bytes(sent['backward'])} backward" * self.problem.backward
             lines.append(
                 f"{layers.layers} layers of {layers.name}: a rank sends at most "
-                f"{format_bytes(sent.forward)} forward{backward} in each{way}"
+                f"{format_bytes(sent['forward'])} forward{backward} in each{way}"
             )
-            if sent.way and sent.runs > MANY_RUNS:
-                lines.append(
-                    f"warning: a state travels for each of {sent.runs} runs of a rank in this "
-                    "layout: take zigzag or contiguous"
-                )
         return lines
 
     @property
@@ -338,7 +330,7 @@ class Choice:
             "rates": problem.cluster.device.source,
             "backward": problem.backward,
             "recurrent": [
-                {**asdict(layers), **sent._asdict()}
+                asdict(layers) | sent
                 for layers, sent in zip(problem.recurrent, self.traffic, strict=True)
             ],
             "best": self.best.to_dict(),

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any
 
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.runs import halo_rows, travel
+from ring_attn.core.runs import runs_of, travel
 from ring_attn.core.values import check_int
-
-
-class Traffic(NamedTuple):
-    """Most bytes that leave a rank in one layer's call, by direction.
-
-    Attributes:
-        way: "gather" or "scan" of the states, "" if nothing but rows of a halo travels.
-        rounds: of that way.
-        forward, backward: bytes.
-        runs: most runs of a rank.
-    """
-
-    way: str
-    rounds: int
-    forward: int
-    backward: int
-    runs: int
 
 
 @dataclass(frozen=True)
@@ -53,17 +37,31 @@ class Recurrent:
 
     def traffic(
         self, layout: SequenceLayout, cuts: tuple[int, ...], batch: int, itemsize: int
-    ) -> Traffic:
-        """Counts what one layer's call will exchange; documents start at `cuts`.
+    ) -> dict[str, Any]:
+        """The way of states in one layer's call, or "", and most bytes that leave a rank.
 
-        `itemsize` is the bytes of a number of the rows.
+        Documents start at `cuts`; `itemsize` is the bytes of a number of the rows.
         """
-        sizes = batch * self.decay * 4, batch * self.state * 4
-        ways = [travel(layout, cuts, sum(sizes), backward=back) for back in (False, True)]
-        row, ranks = batch * self.channels * itemsize, range(layout.world_size)
+        window, row = 4 * batch * (self.decay + self.state), batch * self.channels * itemsize
+        ways = [travel(layout, cuts, window, backward=back) for back in (False, True)]
         there, back = (
-            max(way.bytes_sent(r, *sizes) + rows[r] * row for r in ranks)
+            max(way.sent(rank) * window + rows[rank] * row for rank in range(layout.world_size))
             for way, rows in zip(ways, halo_rows(layout, self.halo), strict=True)
         )
-        runs = max((run.number + 1 for run in ways[0].runs), default=0)
-        return Traffic(ways[0].way if self.state else "", len(ways[0].rounds), there, back, runs)
+        way = ways[0].way if self.state else ""
+        return {"way": way, "rounds": len(ways[0].rounds), "forward": there, "backward": back}
+
+
+def halo_rows(layout: SequenceLayout, before: int) -> list[Counter[int]]:
+    """Rows that each rank sends, forward and backward, so that runs see `before` rows."""
+    runs = [(run, rank) for rank in range(layout.world_size) for run in runs_of(layout, rank)]
+    rows = {
+        (owner, rank, position)
+        for run, rank in runs
+        for other, owner in runs
+        if owner != rank
+        for position in range(
+            max(other.start, run.start - before), min(other.start + other.length, run.start)
+        )
+    }
+    return [Counter(pair[end] for *pair, _ in rows) for end in (0, 1)]

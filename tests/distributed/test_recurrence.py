@@ -30,6 +30,7 @@ from tests.recurrences import (
     compare_start_states,
     delta_rule,
     inputs,
+    step_by_step,
 )
 from tests.refusals import refused
 
@@ -126,11 +127,11 @@ def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document(way: st
             out, _ = delta_rule(own, {"layout": layout, "cu_seqlens": torch.tensor(cuts)})
             dx = torch.autograd.grad(out[~out.isnan()].sum(), list(own.values()))
             # Of each run the decay (3, 3) and the state (3, 5) for 2 x 2 heads, in float32.
-            sizes = 2 * 2 * 9 * 4, 2 * 2 * 15 * 4
+            size = 2 * 2 * (9 + 15) * 4
             for direction in ("forward", "backward"):
-                plan = travel(layout, cuts, sum(sizes), backward=direction == "backward")
+                plan = travel(layout, cuts, size, backward=direction == "backward")
                 assert plan.way == way
-                assert getattr(stats(), direction).bytes_sent == plan.bytes_sent(rank, *sizes)
+                assert getattr(stats(), direction).bytes_sent == plan.sent(rank) * size
         if len(cuts) == 2:
             sent.add((stats().forward.bytes_sent, stats().backward.bytes_sent))
             continue
@@ -139,6 +140,18 @@ def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document(way: st
         assert bool(out[:, inside].isnan().all()) and not bool(out[:, ~inside].isnan().any())
         assert not any(bool(d[:, ~inside].isnan().any()) for d in dx)
     assert len(sent) == 1
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_compiled_code_runs_recurrences_as_they_are() -> None:
+    layout = SequenceLayout.zigzag(40, 2)
+    own = {name: layout.shard(t, dist.get_rank()) for name, t in inputs(40).items()}
+    for kind in ("decayed sum", "delta rule"):
+        split, place = KINDS[kind][0], {"layout": layout}
+        compiled = torch.compile(lambda x: split(x, place)[0] + 1.0, backend="eager")  # noqa: B023
+        assert torch.equal(compiled(own), split(own, place)[0] + 1.0)
+    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -154,22 +167,27 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
             name: functional.pad(t, (*(0, 0) * (t.ndim - 2), 0, 1)) for name, t in own.items()
         }
         delta_rule(longer, {"layout": layout, "group": group})
+
+    def transposed(*x: Tensor, **rows: Any) -> tuple[Tensor, Tensor]:
+        out, end = step_by_step(*x, **rows)
+        return out, end.mT
+
+    with refused(ValueError, "state must end in"):
+        linear_attention(
+            transposed, *(own[name] for name in "qkv"), layout=layout, group=group,
+            rows={name: own[name] for name in ("decay", "beta")},
+        )  # fmt: skip
     with refused(ValueError, "width|at least 1"):
         causal_conv(lambda x: x, own["q"], 0, layout=layout, group=group)
     with refused(TypeError, "decay"):
-        recurrence(
-            lambda piece: Part(piece.of(own["q"]), own["v"][:, 0], None, lambda out, start: out),
-            layout, group=group,
-        )  # fmt: skip
+        given: Any = (own["q"], own["v"][:, 0], None, lambda out, start: out)
+        recurrence(lambda piece: Part(*given), layout, group=group)
 
 
-@pytest.mark.parametrize(
-    ("matrix", "shape"),
-    [(False, (5,)), (False, (1, 2, 2, 3)), (True, (2, 2, 1, 1)), (True, (2, 2, 5, 5))],
-)
+@pytest.mark.parametrize("shape", [(5,), (1, 2, 2, 3)])
 @on_ranks(2)
 def test_a_decay_that_does_not_fit_is_refused_before_anything_is_sent(
-    matrix: bool, shape: tuple[int, ...]
+    shape: tuple[int, ...],
 ) -> None:
     layout, group, end = SequenceLayout.zigzag(8, 2), dist.new_group(), torch.zeros(2, 2, 3)
     part = Part(torch.zeros(2, 2, 3), end, torch.ones(shape), lambda out, start: out)
@@ -177,7 +195,7 @@ def test_a_decay_that_does_not_fit_is_refused_before_anything_is_sent(
         mock.patch.object(states, "open_p2p", side_effect=AssertionError("it would send")),
         refused(ValueError, "decay must have the shape"),
     ):
-        recurrence(lambda piece: part, layout, matrix=matrix, group=group)
+        recurrence(lambda piece: part, layout, group=group)
 
 
 @pytest.mark.gloo

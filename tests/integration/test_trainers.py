@@ -29,7 +29,7 @@ from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
-from tests.hf_models import VOCAB, make_model, yardstick
+from tests.hf_models import HYBRIDS, VOCAB, make_model, yardstick
 from tests.hf_trainers import (
     EVEN_TEXTS,
     LOGGED,
@@ -150,8 +150,7 @@ TRAININGS = {
     "padded": Training(usual, slow=False),
     "documents": Training(partial(usual, collate="packed, with cu_seq_lens"), slow=False),
     "llama4": Training(usual, where={"family": "llama4"}),
-    "qwen3_next": Training(usual, where={"family": "qwen3_next"}),
-    "bamba": Training(usual, 3, where={"family": "bamba"}),
+    "bamba, three ranks": Training(usual, 3, where={"family": "bamba"}),
     "bamba, documents": Training(in_documents, slow=False, where={"family": "bamba"}),
     "three ranks": Training(usual, 3),
     "computed again": Training(
@@ -174,6 +173,7 @@ TRAININGS = {
     "trl smoothed": Training(partial(supervised, packing=True, label_smoothing_factor=0.3)),
     "trl padded": Training(partial(supervised, packing=False), 3),
     "trl padding-free": Training(partial(supervised, padding_free=True, max_length=None), 3),
+    **{family: Training(usual, where={"family": family}) for family in HYBRIDS},
 }
 
 

@@ -24,7 +24,6 @@ NEED_RANKS = [
     "ring_attn.models.sdpa.sdpa_attention",
     "ring_attn.models.logprobs.token_logprobs",
     "ring_attn.neighbours.roll",
-    "ring_attn.recurrence.recurrence",
     "ring_attn.neighbours.halo",
 ]
 

@@ -219,7 +219,6 @@ def test_a_hybrid_model_shows_what_its_recurrent_layers_send(tmp_path: Path, lay
     assert report["model"][0].startswith("2 layers of causal")
     (found,) = report["recurrent"]
     assert found["layers"] == 6 and found["way"] == ("gather" if layout == "zigzag" else "scan")
-    assert found["runs"] == (2 if layout == "zigzag" else 64)
 
 
 @pytest.mark.parametrize(

@@ -408,15 +408,16 @@ def test_a_plan_says_where_the_speed_of_the_kernels_comes_from(
     assert f"kernels' speed: {choice.to_dict()['rates']}\n" in str(choice)
 
 
-def test_recurrent_layers_have_a_line_and_striped_shards_a_warning() -> None:
+def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None:
     layers = Recurrent("delta", 3, state=8, decay=4, halo=2, channels=5)
     asked: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
              "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": [layers],
              "cluster": cpu_cluster(2)}  # fmt: skip
     choice = explain(**asked, layout="contiguous")
-    # Rank 0 sends the state and two rows of its only run; the second document starts within it.
+    # Rank 0 sends the map and two rows of its only run; the second document starts within it.
     row = 3 * 5 * 2
-    assert choice.traffic == [("gather", 1, 3 * 8 * 4 + 2 * row, 3 * 8 * 4 + 2 * row, 1)]
-    assert "3 layers of delta" in str(choice) and "warning" not in str(choice)
-    assert "warning" in str(explain(**asked, layout="striped"))
+    sent = 3 * (8 + 4) * 4 + 2 * row
+    way = {"way": "gather", "rounds": 1, "forward": sent, "backward": sent}
+    assert choice.traffic == [way]
+    assert "3 layers of delta" in str(choice)
     assert "striped" not in {c.layout_name for c in explain(**asked).candidates}

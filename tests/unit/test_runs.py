@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ring_attn import SequenceLayout
 from ring_attn.core import runs
-from ring_attn.core.runs import Travel, halo_rows, travel
+from ring_attn.core.runs import Travel, travel
 from ring_attn.core.segments import Segment
-from ring_attn.states import entering
+from ring_attn.planning.recurrent import halo_rows
+from ring_attn.states import composed
 from ring_attn.testing import poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local
 
@@ -69,13 +70,13 @@ def test_every_run_gets_what_the_runs_before_it_make_of_zeros(
         own = sorted((run.number, i) for i, run in enumerate(way.runs) if run.rank == rank)
         index = torch.tensor([i for _, i in own], dtype=torch.long)
         with poisoned_empty():
-            got = entering(way, decays[index], ends[index], matrix, transport)
+            got = composed(way, decays[index], ends[index], matrix, transport)
         assert torch.equal(got, torch.stack(expected)[index])
         return transport.stats.bytes_sent, transport.stats.messages
 
-    sizes = 8 * decays[0].numel(), 8 * ends[0].numel()
+    size = 8 * (decays[0].numel() + ends[0].numel())
     for rank, (sent, messages) in enumerate(run_local(layout.world_size, on_rank)):
-        assert sent == way.bytes_sent(rank, *sizes)
+        assert sent == way.sent(rank) * size
         assert messages == sum(bool(step.parcels) for step in way.rounds)
 
 
@@ -85,16 +86,10 @@ def test_rounds_and_bytes_of_both_ways(backward: bool) -> None:
     gather, scan = (by_way(way, layout, (0, 80), backward=backward) for way in WAYS)
     assert (len(gather.rounds), len(scan.rounds)) == (1, 4)
     ranks = range(8)[::-1] if backward else range(8)
-    # All maps to all later ranks, of which the first has no decay.
-    assert [gather.bytes_sent(r, 10, 1) for r in ranks] == [
-        7 * 1,
-        *(11 * n for n in range(6, -1, -1)),
-    ]
-    # Windows of 1, 1, 2 and 4 runs, to the ranks so far ahead; those from the start are closed.
-    assert [scan.bytes_sent(r, 10, 1) for r in ranks][:2] == [1, 11 + 1 + 1 + 1]
-    assert max(scan.bytes_sent(r, 10, 1) for r in ranks) < max(
-        gather.bytes_sent(r, 10, 1) for r in ranks
-    )
+    # All maps to all later ranks.
+    assert [gather.sent(r) for r in ranks] == [7, 6, 5, 4, 3, 2, 1, 0]
+    # Windows of 1, 1, 2 and 4 runs, to the ranks so far ahead; the first run is all that is before.
+    assert [scan.sent(r) for r in ranks] == [1, 4, 4, 4, 3, 3, 2, 0]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -103,10 +98,7 @@ def test_documents_that_start_with_runs_send_nothing(way: str, backward: bool) -
     layout = SequenceLayout.contiguous(12, 3)
     assert not by_way(way, layout, (0, 4, 8, 12), backward=backward).rounds
     one = by_way(way, layout, (0, 4, 12), backward=backward)
-    assert [one.bytes_sent(rank, 10, 1) for rank in range(3)] == [
-        0,
-        *([0, 1] if backward else [1, 0]),
-    ]
+    assert [one.sent(rank) for rank in range(3)] == [0, *([0, 1] if backward else [1, 0])]
 
 
 def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
@@ -123,8 +115,8 @@ def test_each_position_of_a_striped_layout_is_a_run() -> None:
 
 def test_rows_of_a_halo_are_counted_in_both_directions() -> None:
     # Ranks 0 1 1 0 of 3 rows each, in two runs and one; each run sees two rows before it.
-    assert halo_rows(SequenceLayout.zigzag(12, 2), 2) == ([2, 2], [2, 2])
-    assert halo_rows(SequenceLayout.contiguous(12, 3), 2) == ([2, 2, 0], [0, 2, 2])
+    assert halo_rows(SequenceLayout.zigzag(12, 2), 2) == [{0: 2, 1: 2}, {0: 2, 1: 2}]
+    assert halo_rows(SequenceLayout.contiguous(12, 3), 2) == [{0: 2, 1: 2}, {1: 2, 2: 2}]
     # Two rows of rank 0 and one of rank 1 for the second run of rank 2.
     layout = SequenceLayout.from_segments([[Segment(0, 4)], [Segment(4, 1)], [Segment(5, 2)]])
-    assert halo_rows(layout, 3) == ([3 + 2, 1, 0], [0, 3, 3])
+    assert halo_rows(layout, 3) == [{0: 3 + 2, 1: 1}, {1: 3, 2: 3}]
