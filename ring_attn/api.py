@@ -368,6 +368,14 @@ def tree_decode(
         nheads, seqlen_q), natural logarithm in float32 (float64 for float64), including the sink. A
         query that sees nothing has out 0 and lse -inf (or the sink).
 
+    Raises:
+        ValueError: shapes, layout, window or sinks do not fit, or there is no query.
+        TypeError: a dtype or type that is not accepted.
+        NotImplementedError: inputs that require a gradient (use `ring_attention`), a call that the
+            named backend does not support, or a capture in a CUDA graph before an equal call.
+        ImportError: the named backend's package is not installed.
+        RuntimeError: as `ring_attention`.
+
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
         >>> q = torch.randn(1, 1, 8, 64)  # the same on both ranks
@@ -446,6 +454,13 @@ def select_backend(
     Returns:
         `name`; `why`; `reasons`: for every backend None if it can run the call, else the reason why
         not; `tflops`: speeds by which backends were compared, if they were.
+
+    Raises:
+        ValueError: no backend of that name, shapes do not fit, or a bad softcap, window, documents
+            or mask.
+        TypeError: a dtype or type that is not accepted.
+        NotImplementedError: the named backend does not support the call.
+        ImportError: the named backend's package is not installed.
 
     Example:
         >>> q = torch.randn(1, 128, 8, 64)

@@ -68,6 +68,12 @@ def run_ranks(
 
     Returns:
         The results in the order of the ranks. Under torchrun every rank gets all of them.
+
+    Raises:
+        ValueError: this machine cannot provide `nproc`, `threads` or `device`, or torchrun started
+            another number of ranks.
+        RuntimeError: a rank failed; the text has the first failed rank and its traceback.
+        TimeoutError: ranks have no result within the timeout.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")

@@ -63,6 +63,11 @@ def context_parallel(
         buffer_seq_dims: the sequence dim of each buffer.
         no_restore_buffers: buffers that stay shards.
 
+    Raises:
+        ValueError: the mesh has more axes, the numbers of dims and buffers differ, buffers have
+            several lengths or a gradient, or `no_restore_buffers` has a tensor not in `buffers`.
+        TypeError: `mesh` is not a mesh, or buffers are not plain tensors.
+
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
         >>> mesh = init_device_mesh("cpu", (2,))
@@ -115,6 +120,11 @@ def context_parallel_unshard(
         load_balancer: must be None. Shards are in the order of `context_parallel`: head-tail if the
             length is a multiple of 2 x ranks and balancing is on, else runs of any lengths in the
             order of the ranks. Shards of a `SequenceLayout` are for `ring_attn.unshard`.
+
+    Raises:
+        ValueError: the mesh has more axes, or the numbers of dims and buffers differ.
+        TypeError: `mesh` is not a mesh.
+        NotImplementedError: a balancer.
     """
     _check_mesh(mesh)
     if len(buffers) != len(seq_dims):
@@ -143,6 +153,9 @@ def set_rotate_method(rotate_method: str) -> None:
     Args:
         rotate_method: "allgather" (default) is strategy "all_gather", which gathers some heads of
             the whole sequence at a time; "alltoall" is strategy "ring", a shard per step.
+
+    Raises:
+        ValueError: the name is unknown.
     """
     global _strategy
     if rotate_method not in _STRATEGIES:

@@ -183,6 +183,9 @@ Returns:
     `out` (batch, rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
     (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
 
+Raises:
+    Exception: as `ring_attention`.
+
 Example:
     >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
     >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
@@ -218,6 +221,10 @@ Args:
 Returns:
     `out` (rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse (nheads,
     rows).
+
+Raises:
+    NotImplementedError: `block_table` is not None.
+    Exception: as `ring_attention`.
 """,
     without=(),
 )

@@ -130,6 +130,10 @@ class Registration:
 
         Returns:
             A `transformers.Cache`; its `layout` has the positions of each rank.
+
+        Raises:
+            ValueError: the model has another implementation, or `block` is less than 1.
+            TypeError: the model's forward does not pass keywords on.
         """
         implementation = model.config.get_text_config()._attn_implementation
         if implementation != self.name:
@@ -356,6 +360,12 @@ def register(
 
     Returns:
         A handle: `unregister()`, `cache(model)`.
+
+    Raises:
+        ImportError: transformers is not installed, or older than version 5.
+        ValueError: the name is taken or has a meaning in transformers, or the layout, strategy or
+            backend is unknown.
+        TypeError: the layout is not a name, an option is unknown, or a type is wrong.
 
     Example:
         >>> with register(layout="zigzag", name="ring_zigzag") as ring:

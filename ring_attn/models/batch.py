@@ -47,6 +47,12 @@ def shard_batch(
         The shards by the same names, `shift_labels` in place of `labels`, and `position_ids` of
         shape (1, shard_len) unless the batch has its own.
 
+    Raises:
+        ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`
+            or are shifted already, a batch with both `labels` and `shift_labels`, or boundaries
+            beyond the sequence.
+        TypeError: a batch that is not a dict of tensors, or a layout given by name.
+
     Example:
         >>> layout = SequenceLayout.contiguous(4, 2)
         >>> part = shard_batch({"input_ids": torch.tensor([[5, 6, 7, 8]]),
@@ -98,6 +104,11 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
 
     Returns:
         `x` with `layout.seqlen` rows in `dim`.
+
+    Raises:
+        ValueError: a wrong number of rows, or a dim that x lacks.
+        TypeError: a type that is not accepted, such as a layout given by name.
+        RuntimeError: no process group.
     """
     process_group = groups.check_group(group)
     try:

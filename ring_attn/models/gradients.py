@@ -62,6 +62,15 @@ def sync_gradients(
         op: "sum" or "mean".
         bucket_bytes: most bytes of a message, unless a single gradient is larger.
 
+    Raises:
+        ValueError: `op` is unknown, `bucket_bytes` is not positive, or a DTensor is spread over
+            ranks of the group (FSDP or tensor parallelism then reduces its gradient).
+        TypeError: `module` has something other than tensors, a gradient is not floating point, or
+            `bucket_bytes` is no int.
+        NotImplementedError: a gradient is sparse.
+        RuntimeError: there is no process group, or it cannot send the gradients' device; calls of
+            ring_attn have differed, or a rank has failed in one.
+
     Example:
         >>> # a ring of one; under torchrun, init_process_group("gloo") is enough
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

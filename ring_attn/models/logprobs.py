@@ -43,6 +43,12 @@ def token_logprobs(
     Returns:
         (batch, seqlen) in the type of the logits, at least float32.
 
+    Raises:
+        ValueError: shapes that do not fit each other or the layout, or a temperature that is not
+            positive.
+        TypeError: a type that is not accepted.
+        RuntimeError: no process group, or as `ring_attention`.
+
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
         >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)

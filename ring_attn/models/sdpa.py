@@ -56,6 +56,12 @@ def sdpa_attention(
         (batch, nheads, rows, headdim_v), this rank's rows; a transposed view of a tensor
         (batch, rows, nheads, headdim_v).
 
+    Raises:
+        ValueError: tensors do not have four dims, or numbers of heads differ without `enable_gqa`.
+        NotImplementedError: an `attn_mask`, dropout, or `is_causal` with unequal numbers of queries
+            and keys.
+        Exception: as `ring_attention`.
+
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
         >>> q, k, v = torch.randn(3, 1, 8, 500, 64)
@@ -115,6 +121,10 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
 
     Args:
         **options: options of `ring_attention`: group, layout, strategy, window_size and so on.
+
+    Raises:
+        NotImplementedError: inside, for calls that `sdpa_attention` refuses, attention weights, and
+            `flex_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")

@@ -81,6 +81,10 @@ class ContextParallel(ParallelStyle):
             attention has the dims of q. With "global", other DTensors in the output must be split
             along the rows too.
         backend, same_bits, transport: as for `ring_attention`.
+
+    Raises:
+        ValueError: a choice is unknown, or dims or indices are not distinct.
+        TypeError: `degree` is not an int.
     """
 
     strategy: str | Strategy = "ring"

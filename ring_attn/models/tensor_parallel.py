@@ -191,6 +191,9 @@ def shard_parameter(
     Returns:
         The part as a contiguous copy; None for the bias of a row-parallel layer on ranks above 0.
 
+    Raises:
+        ValueError: the kind or order is unknown, or the shape does not fit the config.
+
     Example:
         >>> config = TensorParallelConfig(0, 2, 4, 4, num_heads=2, num_kv_heads=2)
         >>> w = torch.arange(16).view(4, 4)
@@ -240,6 +243,10 @@ def shard_state_dict(
         plan: kinds by the ends of names, without `.weight` or `.bias`; `*` stands for any part.
             `LLAMA_TP_PLAN | {"query_key_value": "grouped_qkv"}` extends the default.
         otherwise: kind of names that match no pattern, such as "replicated"; None refuses them.
+
+    Raises:
+        ValueError: a name matches no pattern, a shape is wrong, or a module that is cut has tensors
+            other than weight and bias (scales of quantised weights, adapters).
     """
     check_type("state_dict", state_dict, Mapping, "tensors by name")
     kinds = _kinds(state_dict, plan, otherwise)

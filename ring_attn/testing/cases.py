@@ -184,7 +184,11 @@ def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> S
 
 
 def strategy_of(name: str, world_size: int) -> str | Strategy:
-    """A strategy of `STRATEGIES` as an argument of `ring_attention`; the least degree above 1."""
+    """A strategy of `STRATEGIES` as an argument of `ring_attention`, with the least degree above 1.
+
+    Raises:
+        NotImplementedError: the strategy needs a degree, and the world size is prime or 1.
+    """
     if name in NAMES and not NAMES[name].needed or name == "auto":
         return name
     degree = next((n for n in range(2, world_size) if world_size % n == 0), None)

@@ -109,6 +109,11 @@ def run_all_ranks(
             `transport(fn, *args)` calls `fn(*args)` on every rank of a default process group and
             returns the results in rank order; then the ranks call `ring_attention`.
         device: device of the shards.
+
+    Raises:
+        ValueError: `ring_attention` refuses the arguments, the strategy is "auto" without
+            processes, or `transport` runs another number of ranks.
+        NotImplementedError: a strategy or backend does not support the case.
     """
     if transport is None:
         calls, inputs = calls_of(case, world_size, device), case.build_inputs(device)

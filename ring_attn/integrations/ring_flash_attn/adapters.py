@@ -213,6 +213,9 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> Subst
 
     Returns:
         A handle: `undo()`, or a context that undoes at its end.
+
+    Raises:
+        ImportError: transformers is not installed, or older than version 5.
     """
     global _current
     groups.check_group_type(process_group)

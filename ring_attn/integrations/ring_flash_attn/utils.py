@@ -38,6 +38,9 @@ def update_out_and_lse(
     Returns:
         The merged `(out, lse)`. Rows that have seen nothing have out 0 and lse -inf.
 
+    Raises:
+        RuntimeError: the first block has a slice.
+
     Example:
         >>> half = torch.full((1, 1, 1), 2.0), torch.zeros(1, 1)
         >>> out, lse = update_out_and_lse(*update_out_and_lse(None, None, *half), *half)
