@@ -64,7 +64,7 @@ class WithEndGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(decay, *reads)
         ctx.maps = maps
-        return out.view_as(out)
+        return out.clone()  # a view could not be changed in place
 
     @staticmethod
     @once_differentiable

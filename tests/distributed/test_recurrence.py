@@ -144,6 +144,18 @@ def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document(way: st
 
 @pytest.mark.gloo
 @on_ranks(2)
+def test_outputs_can_be_changed_in_place() -> None:
+    layout = SequenceLayout.zigzag(40, 2)
+    own = {name: layout.shard(t, dist.get_rank()) for name, t in inputs(40).items()}
+    for kind in ("decayed sum", "delta rule"):
+        leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
+        out, _ = KINDS[kind][0](leaves, {"layout": layout})
+        out.mul_(2.0).sum().backward()
+        assert leaves["q"].grad is not None
+
+
+@pytest.mark.gloo
+@on_ranks(2)
 def test_compiled_code_runs_recurrences_as_they_are() -> None:
     layout = SequenceLayout.zigzag(40, 2)
     own = {name: layout.shard(t, dist.get_rank()) for name, t in inputs(40).items()}
