@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ring_attn import SequenceLayout
 from ring_attn.core.runs import travel
+from ring_attn.models.recurrent import Place
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
 from ring_attn.states import Maps, StartStates
 from tests.bounds import assert_close, twice_as_far
@@ -72,6 +73,19 @@ def decayed_sum(x: Inputs, place: dict[str, Any]) -> Result:
         return Part(out, end, factors[:, -1][..., None], add)
 
     return recurrence(run, **place)
+
+
+# A kind of one's own: the function, and how it runs on split rows.
+def sums_of_rows(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+def split_sums(function: Any, place: Place, x: Tensor) -> Tensor:
+    def run(piece: Piece) -> Part:
+        out = function(piece.of(x))
+        return Part(out, out[:, -1], torch.ones(1), lambda out, start: out + start[:, None])
+
+    return recurrence(run, **place._asdict())[0]
 
 
 def convolved(x: Inputs, place: dict[str, Any]) -> Result:

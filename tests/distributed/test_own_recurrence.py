@@ -13,31 +13,19 @@ from torch import Tensor, nn
 
 from ring_attn import SequenceLayout, TransportOptions, shard_batch
 from ring_attn.integrations.transformers import register
-from ring_attn.models.recurrent import SPLITS, Place, register_recurrence
-from ring_attn.recurrence import Part, Piece, recurrence
+from ring_attn.models.recurrent import SPLITS, register_recurrence
 from tests.bounds import assert_close
 from tests.distributed.pool import on_ranks
 from tests.hf_models import all_in_float64, make_batch, make_model
+from tests.recurrences import split_sums, sums_of_rows
 from tests.refusals import refused
 
 SEQLEN = 23
 
 
-def sums_of_rows(x: Tensor) -> Tensor:
-    return x.cumsum(1)
-
-
 class Sums(nn.Module):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return sums_of_rows(hidden_states)
-
-
-def split_sums(function: Any, place: Place, x: Tensor) -> Tensor:
-    def run(piece: Piece) -> Part:
-        out = function(piece.of(x))
-        return Part(out, out[:, -1], torch.ones(1), lambda out, start: out + start[:, None])
-
-    return recurrence(run, **place._asdict())[0]
 
 
 def make(implementation: str) -> Any:

@@ -25,11 +25,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from ring_attn import RecurrentParallel, SequenceLayout, parallelize, register_recurrence
-from ring_attn.models.recurrent import SPLITS, Place
-from ring_attn.recurrence import Part, Piece, recurrence
+from ring_attn.models.recurrent import SPLITS
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools, mesh_of, on_ranks
 from tests.hf_models import all_in_float64
+from tests.recurrences import split_sums, sums_of_rows
 from tests.refusals import refused
 
 pytestmark = pytest.mark.gloo
@@ -74,10 +74,6 @@ class StateSpace(nn.Module):
         ).flatten(2)  # fmt: skip
 
 
-def sums_of_rows(x: Tensor) -> Tensor:
-    return x.cumsum(1)
-
-
 class SumOfDeltaNet(nn.Module):
     """A recurrence of one's own, after a module that is split by another style."""
 
@@ -87,14 +83,6 @@ class SumOfDeltaNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return sums_of_rows(self.inner(x))
-
-
-def split_sums(function: Any, place: Place, x: Tensor) -> Tensor:
-    def run(piece: Piece) -> Part:
-        out = function(piece.of(x))
-        return Part(out, out[:, -1], torch.ones(1), lambda out, start: out + start[:, None])
-
-    return recurrence(run, **place._asdict())[0]
 
 
 class Lightning(nn.Module):

@@ -75,7 +75,9 @@ def test_start_states_alone_and_the_gradients_of_decays(way: str) -> None:
                 compare_start_states(layout, cuts)
 
 
-def in_16_bits(autocast: bool) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2)
+def test_16_bits(autocast: bool) -> None:
     """Inputs in bfloat16, states and decays in float32: errors as of the kernel on the whole."""
     rank, layout = dist.get_rank(), SequenceLayout.zigzag(150, dist.get_world_size())
     torch.manual_seed(1)
@@ -106,12 +108,6 @@ def in_16_bits(autocast: bool) -> None:
         oracle = whole(torch.float64)
     for name, *results in zip(("out", *x), got, oracle, plain, strict=True):
         assert_close(name, unshard(results[0].detach(), layout), *results[1:])
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@on_ranks(2)
-def test_16_bits(autocast: bool) -> None:
-    in_16_bits(autocast)
 
 
 @pytest.mark.parametrize("way", ["gather", "scan"])
