@@ -176,12 +176,11 @@ def linear_attention(
         with torch.no_grad():
             probes = {first: run(first, unit, wide=True) for first, *_ in runs if not first.first}
         reads = [out[..., headdim_v:].contiguous() for out, _ in probes.values()]
+        known = {piece: end for piece, (_, end) in probes.items()}
+        del probes  # the outputs are as large as the values
+        for piece, (_, end) in done.items():  # they start documents, so that A is zero
+            known[piece] = functional.pad(end.detach(), (0, headdim))
         lasts = [of_run[-1] for of_run in runs or NO_RUNS]
-        # Of a piece that starts a document A is zero.
-        known = {
-            piece: functional.pad(end.detach(), (0, headdim)) for piece, (_, end) in done.items()
-        }
-        known |= {x: end for x, (_, end) in probes.items()}
         states = _stacked([known[last] for last in lasts], len(runs))
         ends, decays = states.split([headdim_v, headdim], -1)
         starts = entering("forward", decays, ends, maps)
