@@ -23,7 +23,7 @@ EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
 # Code while a Hopper product runs: between a wait that leaves some products in flight and the next
 # wait. Exponentials of the softmax in it overlap with the product.
 OVERLAPPING = re.compile(
-    r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f].*?WARPGROUP\.DEPBAR\.LE", re.DOTALL
+    r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f].*?(?=WARPGROUP\.DEPBAR\.LE)", re.DOTALL
 )
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .online_softmax import softmax_pivot, tanh
+from .turn_table import load_visited
 
 # Rows of a warpgroup's products.
 ROWS = gl.constexpr(64)
@@ -308,3 +309,17 @@ def block_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     block = [1, rows, 1, x.size(3)]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+@gluon.jit
+def probabilities(s, minus_lse, start, t, visited, FLAGS: gl.constexpr, MASK: gl.constexpr):
+    """exp(s - lse) in the backward, of the q rows from `start` on."""
+    if MASK:
+        # Loaded at every visit: kept during the loop, a run would take the products' registers.
+        run = load_visited(visited.runs_ptr, visited.run + opaque_zero(t))
+        s = mask_scores(s, visited.rows, start, run, FLAGS)
+    p = gl.exp2(gl.fma(s, visited.scale, minus_lse[None, :]))
+    if MASK and FLAGS.PARTIAL:
+        inside = (visited.rows >= run[4]) & (visited.rows < run[5])
+        p = gl.where(inside[:, None], p, 0.0)
+    return p

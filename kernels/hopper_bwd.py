@@ -69,8 +69,8 @@ from .hopper_blocks import (
     load_place,
     make_barriers,
     make_buffers,
-    mask_scores,
     opaque_zero,
+    probabilities,
     reinterpret,
     start_copy,
     store_place,
@@ -189,6 +189,13 @@ def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexp
 
 
 @gluon.jit
+def _start_scores(kv_rows, q_rows, LAYOUT: gl.constexpr):
+    """Starts the product of ROWS kv rows and ROWS q rows."""
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    return warpgroup_mma(kv_rows, q_rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _visit(
     sums,
     begin,
@@ -203,11 +210,13 @@ def _visit(
 ):
     """Visits the blocks of q rows [begin, end) of a run, with every head of the group.
 
-    dk dv (ROWS, HEAD_DIM) are a consumer's sums, rows (ROWS,) its kv rows.
+    dk dv (ROWS, HEAD_DIM) are a consumer's sums, rows (ROWS,) its kv rows. Scores are computed in
+    parts of ROWS rows of q: two halves or one.
     """
     dk, dv, use = sums
-    shared, runs_ptr, run_number, rows, scale = visited
+    shared, _, _, rows, _ = visited
     BLOCK_M: gl.constexpr = shared.q.buffers.shape[2]
+    HALVES: gl.constexpr = BLOCK_M // ROWS
     HEAD_DIM: gl.constexpr = shared.k.shape[4]
     S_LAYOUT: gl.constexpr = rows.type.layout.parent
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -218,41 +227,52 @@ def _visit(
         v = shared.v.index(index).reshape([ROWS, HEAD_DIM])
         stage = await_full(shared.q, use)
         q = shared.q.buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        s = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+        q0, q1 = q.slice(0, ROWS, 0), q.slice(BLOCK_M - ROWS, ROWS, 0)
+        s0 = _start_scores(k, q0, S_LAYOUT)
+        if HALVES == 2:
+            s1 = _start_scores(k, q1, S_LAYOUT)
         await_full(shared.dout, use)
         dout = shared.dout.buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        dp = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        dout0, dout1 = dout.slice(0, ROWS, 0), dout.slice(BLOCK_M - ROWS, ROWS, 0)
+        dp0 = _start_scores(v, dout0, S_LAYOUT)
+        if HALVES == 2:
+            dp1 = _start_scores(v, dout1, S_LAYOUT)
+        minus_lse = shared.statistics.index(2 * stage)
+        delta = shared.statistics.index(2 * stage + 1)
 
-        minus_lse = shared.statistics.index(2 * stage).load(COLS)[None, :]
-        if MASK:
-            # Loaded at every visit: kept during the loop, a run would take the products' registers.
-            run = load_visited(runs_ptr, run_number + opaque_zero(t))
-            s = mask_scores(s, rows, t // GROUP * BLOCK_M, run, FLAGS)
-        p = gl.exp2(gl.fma(s, scale, minus_lse))
-        if MASK and FLAGS.PARTIAL:
-            inside = (rows >= run[4]) & (rows < run[5])
-            p = gl.where(inside[:, None], p, 0.0)
-        # With 128 rows of q there are no registers to run this product beside p and dp.
-        EARLY: gl.constexpr = DKV and BLOCK_M == ROWS
+        s0 = warpgroup_mma_wait(2 * HALVES - 1, deps=[s0])
+        start = t // GROUP * BLOCK_M
+        p0 = probabilities(s0, minus_lse.slice(0, ROWS).load(COLS), start, t, visited, FLAGS, MASK)
+        # dV of the first half runs beside the exponentials of the second; for a mask, too, there
+        # are no registers.
+        EARLY: gl.constexpr = DKV and not (MASK and HALVES == 2)
         ROUNDED: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
         if EARLY:
-            weights = gl.convert_layout(p.to(q.dtype), ROUNDED)
-            dv = warpgroup_mma(weights, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1 if EARLY else 0, deps=[dp])
-        delta = shared.statistics.index(2 * stage + 1).load(COLS)[None, :]
-        ds = (p * (dp - delta)).to(q.dtype)
-        if DKV and not EARLY:
-            weights = gl.convert_layout(p.to(q.dtype), ROUNDED)
-            dv = warpgroup_mma(weights, dout, dv, is_async=True)
+            dv = warpgroup_mma(gl.convert_layout(p0.to(q.dtype), ROUNDED), dout0, dv, is_async=True)
+        if HALVES == 1:
+            dp0 = warpgroup_mma_wait(1 if EARLY else 0, deps=[dp0])
+        else:
+            s1 = warpgroup_mma_wait(3 if EARLY else 2, deps=[s1])
+            lse1 = minus_lse.slice(ROWS, ROWS).load(COLS)
+            p1 = probabilities(s1, lse1, start + ROWS, t, visited, FLAGS, MASK)
+            dp0, dp1, dv = warpgroup_mma_wait(0, deps=[dp0, dp1, dv])
+        ds0 = (p0 * (dp0 - delta.slice(0, ROWS).load(COLS)[None, :])).to(q.dtype)
+        if HALVES == 2:
+            ds1 = (p1 * (dp1 - delta.slice(ROWS, ROWS).load(COLS)[None, :])).to(q.dtype)
+            if DKV:
+                if not EARLY:
+                    p0 = gl.convert_layout(p0.to(q.dtype), ROUNDED)
+                    dv = warpgroup_mma(p0, dout0, dv, is_async=True)
+                p1 = gl.convert_layout(p1.to(q.dtype), ROUNDED)
+                dv = warpgroup_mma(p1, dout1, dv, is_async=True)
 
         if DQ:
             # Two buffers alternate. A consumer that writes one has waited for the other consumer's
             # previous visit, and so for the product that read this buffer.
             half = CONSUMERS * (use & 1)
-            shared.ds.index(half + INDEX).store(ds)
+            shared.ds.index(half + INDEX).slice(0, ROWS, 1).store(ds0)
+            if HALVES == 2:
+                shared.ds.index(half + INDEX).slice(ROWS, ROWS, 1).store(ds1)
             fence_async_shared()
             mbarrier.arrive(shared.ds_full.index(0), count=1)
             mbarrier.wait(shared.ds_full.index(0), use & 1)
@@ -266,10 +286,11 @@ def _visit(
                     left = left.slice(INDEX * ROWS, ROWS, 1)
                 dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=part > 0, is_async=True)
         if DKV:
-            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
-            dk = warpgroup_mma(ds, q, dk, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds0, ROUNDED), q0, dk, is_async=True)
+            if HALVES == 2:
+                dk = warpgroup_mma(gl.convert_layout(ds1, ROUNDED), q1, dk, is_async=True)
         if DQ:
-            dq = warpgroup_mma_wait(1 if DKV else 0, deps=[dq])
+            dq = warpgroup_mma_wait(HALVES if DKV else 0, deps=[dq])
             mbarrier.wait(shared.dq_empty.index(0), (use & 1) ^ 1)
             parts = reinterpret(shared.dq, gl.float32, [CONSUMERS, ROWS, PART_DIMS], PART)
             parts.index(INDEX).store(dq)
@@ -302,7 +323,7 @@ def _consume(
     RAGGED: gl.constexpr = FLAGS.RAGGED
     PARTIAL: gl.constexpr = FLAGS.PARTIAL
     MASKED: gl.constexpr = FLAGS.HAS_LO or HAS_HI or RAGGED or PARTIAL
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     batch, kv_head, first_row, _, first_run, last_run = load_task(work, task)
     row = first_row + INDEX * ROWS
