@@ -1,4 +1,4 @@
-"""Backends: every kind of tile, size, dtype and stride against dense attention in float64.
+"""Backends: every kind of tile and cut against dense attention in float64.
 
 Emulations replace the operators that need CUDA, by their documented behaviour, so that the
 arithmetic around them (windows from the bottom right corner, padding, conversions) is checked
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from dev.fuzz import DTYPES
 from ring_attn.backends import PREFERENCE, aten, get_backend
 from ring_attn.backends.base import flash_pieces, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
@@ -32,9 +33,10 @@ PACKAGES = {
     "flash_attn_3": emulated_cuda.FlashAttn3,
     "flash_attn_4": emulated_cuda.FlashAttn4,
 }
-BACKENDS = ("reference", "aten", "aten, short edges", "aten, cuda", "cudnn, cuda", *PACKAGES)
-TESTED = {name.split(",")[0] for name in BACKENDS}
-assert {*PREFERENCE} - {"triton"} == TESTED, "a backend without tests (Triton's: tests/kernels)"
+BACKENDS = ("aten, short edges", "aten, cuda", "cudnn, cuda", *PACKAGES)
+# Others run as they are: `dev/fuzz.py` draws their calls, with any sizes, dtypes and strides.
+TESTED = {name.split(",")[0] for name in BACKENDS} | {*DTYPES}
+assert {*PREFERENCE} == TESTED, "a backend without tests"
 
 # Caps of the scores: 0 is none, and a small cap flattens nearly all, so that slopes are about 0.
 CAPS = {"aten": (0.0,), "cudnn": (0.0,)}
@@ -45,21 +47,10 @@ SOFTCAPS = (0.0, 2.0, 0.1)
 # bound, and cannot leave just one side unbounded there.
 CUTS = ((97, 225), (32, 32), (15, 50), (90, 20))
 
-EMULATED: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "gqa": {"nheads": 4, "nheads_kv": 2},
     "odd headdims": {"headdim": 13, "headdim_v": 21},
     "mqa": {"nheads": 3, "nheads_kv": 1},
-}
-SIZES: dict[str, dict[str, Any]] = EMULATED | {
-    "headdim_v less": {"headdim": 24, "headdim_v": 8},
-    "mla": {"headdim": 192, "headdim_v": 128},
-    "batch": {"batch": 3, "nheads": 4, "nheads_kv": 2},
-    "noncontiguous": {"batch": 2, "nheads": 4, "nheads_kv": 2, "noncontiguous": True},
-    "large logits": {"large_logits": True},
-    "float64": {"dtype": torch.float64},
-    "bfloat16": {"dtype": torch.bfloat16, "nheads": 4, "nheads_kv": 2},
-    "float16": {"dtype": torch.float16, "headdim_v": 8},
-    "bfloat16 noncontiguous": {"dtype": torch.bfloat16, "noncontiguous": True},
 }
 
 
@@ -108,12 +99,10 @@ def operators(monkeypatch: pytest.MonkeyPatch, name: str) -> emulated_cuda.Torch
 def test_every_mask(name: str, mask: Mask, operators: emulated_cuda.TorchOnCuda | None) -> None:
     """Sizes, scores and cuts in turn, in one step or many; `out` saved or rebuilt from delta."""
     kind = name.split(",")[0]
-    on_cpu = name in ("reference", "aten", "aten, short edges")
-    names, caps = [*(SIZES if on_cpu else EMULATED)], CAPS.get(kind, SOFTCAPS)
+    names, caps = [*SIZES], CAPS.get(kind, SOFTCAPS)
     used: list[Tile] = []
     for turn, cut in enumerate(2 * CUTS, 5 * list(MASKS.values()).index(mask)):
         sizes, cap = names[turn % len(names)], caps[turn % len(caps)]
-        cap = 0.0 if sizes == "large logits" else cap
         inputs, sinks, oracle, plain = case(mask, sizes, cap, turn % 3 == 1)
         tiles = grid(mask, *cut)
         used += tiles
