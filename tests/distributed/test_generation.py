@@ -15,14 +15,7 @@ from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
 from tests.distributed.test_transformers import NUM_PROMPT, SEQLEN, make_prompt
-from tests.hf_models import (
-    CONFIGS,
-    HYBRIDS,
-    all_in_float64,
-    make_batch,
-    make_model,
-    yardstick,
-)
+from tests.hf_models import CONFIGS, HYBRIDS, all_in_float64, make_batch, make_model, yardstick
 
 NUM_TOKENS = 18
 Generated = tuple[Tensor, Tensor, tuple[int, ...]]

@@ -16,14 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ring_attn import (
-    SequenceLayout,
-    Strategy,
-    TransportOptions,
-    masks,
-    ring_attention,
-    tree_decode,
-)
+from ring_attn import SequenceLayout, Strategy, TransportOptions, masks, ring_attention, tree_decode
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.transport.p2p import open_p2p

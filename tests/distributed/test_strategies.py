@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from ring_attn.core.mask import Mask
-from ring_attn.testing import (
-    Case,
-    Heads,
-    run_all_ranks,
-)
+from ring_attn.testing import Case, Heads, run_all_ranks
 
 # On a machine with a GPU the interpreter must be requested.
 interpreted = pytest.mark.skipif(

@@ -9,14 +9,7 @@ import torch
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.ring import double_rings
-from ring_attn.strategies.strategy import (
-    CORES,
-    NAMES,
-    Strategy,
-    family,
-    label,
-    resolve_strategy,
-)
+from ring_attn.strategies.strategy import CORES, NAMES, Strategy, family, label, resolve_strategy
 from tests.refusals import refused
 from tests.unit.test_programs import calls_of
 

@@ -18,10 +18,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
 from ring_attn.strategies.tree_decode import decode_tiles, make_call, program
-from ring_attn.testing import (
-    dense_gradients,
-    random_qkv,
-)
+from ring_attn.testing import dense_gradients, random_qkv
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import visible_pairs
 from tests.drawn import layouts, reproducible
