@@ -187,6 +187,8 @@ def test_what_would_count_a_pair_twice_is_refused() -> None:
     for wrong in (lambda: Mask(8.0, 8.0), lambda: Mask(8, 8) & 3, lambda: masks.spans(8, None)):  # type: ignore
         with pytest.raises(TypeError):
             wrong()
+    with refused(ValueError, "as many documents, got 1 and 2"):
+        Mask(8, 8, cu_seqlens_q=(0, 8), cu_seqlens_k=(0, 3, 8))
     with refused(ValueError, "block_size|(queries, keys)"):
         masks.blocks(torch.ones(2, 2).bool(), (1,))  # type: ignore[arg-type]
     with refused(ValueError, "block_size|at least 1"):
