@@ -27,7 +27,6 @@ from ring_attn.backends.base import (
     NO_MAX_LOGITS,
     Backend,
     BackwardInputs,
-    Tiles,
     band_mask,
     equal_headdims,
     flash_pieces,
@@ -119,19 +118,15 @@ class AtenBackend(Backend):
         )  # fmt: skip
         return gradients
 
-    def workspace_bytes(
-        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
+    def scratch_bytes(
+        self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
     ) -> int:
-        """Bytes of the largest piece's outputs and copies, and of the CPU operator's scratch."""
-        most = 0
-        for tile in tiles:
-            for piece in self.pieces(tile, spec.device_type):
-                most = max(most, _piece_bytes(spec, piece, backward, rebuilds))
-        if rebuilds and tiles:
-            rows = max(tile.q.stop for tile in tiles) * spec.nheads * spec.batch
-            cpu = spec.device_type == "cpu"
-            most += rows * spec.headdim_v * (spec.accum_dtype if cpu else spec.dtype).itemsize
-        return most
+        """On CPU, copies of k and v, the inputs in float32, and the operator's scores."""
+        if spec.device_type != "cpu":
+            return 0
+        widened = (1 + 2 * backward) * q_rows if spec.dtype in HALF_DTYPES else 0
+        copies = (2 * kv_rows + widened) * max(spec.headdim, spec.headdim_v)
+        return copies * spec.accum_dtype.itemsize + SCRATCH * torch.get_num_threads()
 
 
 class CudnnBackend(AtenBackend):
@@ -275,26 +270,6 @@ def _computable_kv(*tensors: Tensor) -> list[Tensor]:
         .transpose(1, 2)
         for x in tensors
     ]
-
-
-def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool, rebuilt_out: bool) -> int:
-    """Peak bytes of one operator call: outputs, padded or widened inputs, masks, scratch."""
-    cpu = spec.device_type == "cpu"
-    item = (spec.accum_dtype if cpu else spec.dtype).itemsize
-    dim = max(spec.headdim, spec.headdim_v)
-    q_rows, kv_rows = piece.rows * spec.nheads, piece.cols * spec.nheads_kv
-    outputs = (q_rows + 2 * kv_rows if backward else q_rows) * dim * item
-    statistics = q_rows * spec.accum_dtype.itemsize
-    copies = 2 * kv_rows * dim * item if cpu else 0
-    if spec.dtype.itemsize < item:
-        widened = (2 if rebuilt_out else 3) if backward else 1
-        copies += widened * q_rows * dim * item
-    masks = scratch = 0
-    if cpu:
-        if piece.corner_band not in ((None, None), (None, 0)):
-            masks = piece.rows * piece.cols * (2 * item + 1)  # ours, and the operator's copy
-        scratch = SCRATCH * torch.get_num_threads()
-    return (outputs + statistics + copies) * spec.batch + masks + scratch
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

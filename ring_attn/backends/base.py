@@ -211,36 +211,33 @@ class Backend:
         """The factor by which the caller multiplies dq and dk, once after all steps."""
         return 1.0
 
-    def forward_bytes(
-        self, spec: AttentionSpec, rows: int, steps: Sequence[Tiles], *, last: bool = True
-    ) -> int:
-        """Peak bytes of state, results and workspace of all steps; `rows` counts q rows.
-
-        Without `last` more steps follow.
-        """
-        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
-        acc = statistics * spec.headdim_v
-        most, first = 0, True
-        for tiles in steps:
-            for part in self._pieces(tiles, spec.device_type):
-                # The state adopts the first part's output if that has all rows. Each later merge
-                # needs four more statistics than the two of the state.
-                state = statistics if first and part.rows == rows else acc + 6 * statistics
-                most = max(most, state + self.workspace_bytes(spec, [part]))
-                first = False
-        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
-        return max(most, acc + 4 * statistics + rounded)
+    # -- for backends that compute the tiles one by one
 
     def workspace_bytes(
         self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Peak bytes that this backend allocates in one step, beside the arguments.
+        """Peak bytes of a step beside its arguments: the largest piece's results and scratch.
 
         `rebuilds`: a backward whose `out` is None, and so is rebuilt.
         """
-        raise NotImplementedError
+        wide, item, most = spec.accum_dtype.itemsize, spec.dtype.itemsize, 0
+        item = wide if spec.device_type == "cpu" else item
+        for piece in self._pieces(tiles, spec.device_type):
+            q_rows = spec.batch * piece.rows * spec.nheads
+            kv_rows = spec.batch * piece.cols * spec.nheads_kv
+            results = (q_rows + 2 * kv_rows * backward) * max(spec.headdim, spec.headdim_v) * item
+            scratch = self.scratch_bytes(spec, piece, q_rows, kv_rows, backward=backward)
+            most = max(most, results + q_rows * wide + scratch)
+        if rebuilds and self.reads_out:
+            rows = spec.batch * max(tile.q_end for tile in tiles) * spec.nheads
+            most += rows * spec.headdim_v * item
+        return most
 
-    # -- for backends that compute the tiles one by one
+    def scratch_bytes(
+        self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
+    ) -> int:
+        """Bytes of a piece's copies and sums, for so many rows of all heads."""
+        raise NotImplementedError
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """Splits the tile into rectangles that are computed, and folded, in one call each."""

@@ -24,7 +24,6 @@ from ring_attn.backends.base import (
     NO_MAX_LOGITS,
     Backend,
     BackwardInputs,
-    Tiles,
     architecture,
     equal_headdims,
     flash_pieces,
@@ -117,20 +116,13 @@ class FlashAttnBackend(Backend):
         """Writes dq, dk and dv."""
         operator(*inputs, *grads, **options)
 
-    def workspace_bytes(
-        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
+    def scratch_bytes(
+        self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
     ) -> int:
-        """Bytes of the largest tile's outputs and, estimated, of a backward's sums in float32."""
-        dim, most = max(spec.headdim, spec.headdim_v), 0
+        """Estimated bytes of a backward's sums in float32."""
         splits = -(-SMS // (spec.batch * spec.nheads)) if self.splits_dq else 1
-        for tile in tiles:
-            q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
-            rows = q_rows + 2 * kv_rows if backward else q_rows
-            rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds else 0
-            sums = splits * q_rows + (2 * kv_rows if spec.nheads > spec.nheads_kv else 0)
-            nbytes = rows * dim * spec.dtype.itemsize + 4 * (q_rows + backward * sums * dim)
-            most = max(most, nbytes)
-        return most * spec.batch
+        sums = splits * q_rows + (2 * kv_rows if spec.nheads > spec.nheads_kv else 0)
+        return 4 * sums * max(spec.headdim, spec.headdim_v) * backward
 
 
 class FlashAttn3Backend(FlashAttnBackend):

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attn.backends.base import Backend, BackwardInputs, Tiles, band_mask
+from ring_attn.backends.base import Backend, BackwardInputs, band_mask
 from ring_attn.core.cache import Sequences
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -94,18 +94,15 @@ class ReferenceBackend(Backend):
         dq = rearrange(torch.einsum("bgnij,bjgd->bignd", ds, k), "b i g n d -> b i (g n) d")
         return dq, torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype)), dv
 
-    def workspace_bytes(
-        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
+    def scratch_bytes(
+        self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
     ) -> int:
-        """Bytes of the tile that takes most: scores that are held at once, results and copies."""
+        """Bytes of the scores that are held at once, and of inputs in float32."""
         grouped, capped = spec.nheads > spec.nheads_kv, spec.softcap > 0
         held = 4 + capped if backward else 2 + grouped
-        sides = (1 + (spec.dtype != spec.accum_dtype)) * max(spec.headdim, spec.headdim_v)
-        most = 0
-        for tile in tiles:
-            q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
-            most = max(most, held * q_rows * tile.cols + sides * (q_rows + 2 * kv_rows))
-        return most * spec.batch * spec.accum_dtype.itemsize
+        widened = (spec.dtype != spec.accum_dtype) * max(spec.headdim, spec.headdim_v)
+        numbers = held * q_rows * piece.cols + widened * (q_rows + 2 * kv_rows)
+        return numbers * spec.accum_dtype.itemsize
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

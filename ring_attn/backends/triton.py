@@ -371,32 +371,6 @@ class TritonBackend(Backend):
         """softmax_scale: dq and dk are summed without it, so 16-bit products keep more bits."""
         return scores.softmax_scale
 
-    def forward_bytes(
-        self, spec: AttentionSpec, rows: int, steps: Sequence[Tiles], *, last: bool = True
-    ) -> int:
-        """Bytes of out and lse in the last step; of acc, m and l if several steps have tiles."""
-        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
-        results = (
-            spec.batch * rows * spec.nheads * spec.headdim_v * spec.dtype.itemsize + statistics
-        )
-        several = not last or sum(map(bool, steps)) > 1 or spec.max_logits
-        carried = statistics * (spec.headdim_v + 2) if several else 0
-        return carried + (results if last else 0)
-
-    def workspace_bytes(
-        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
-    ) -> int:
-        """Bytes of the counters of turns in a backward of one kernel; others need no workspace."""
-        if not (backward and tiles and self.in_one_pass(spec)):
-            return 0
-        from ring_attn.kernels import configs
-        from ring_attn.kernels.turn_table import num_turns
-
-        arch = configs.architecture(torch.device(spec.device_type))
-        config = configs.frozen("one_pass", arch, spec.headdim, spec.dtype)
-        rows = max(tile.q.stop for tile in tiles)
-        return torch.int32.itemsize * num_turns(spec.batch, rows, spec.nheads, config.BLOCK_M)
-
     def _backward_launch(
         self,
         kernel: str,
@@ -405,7 +379,6 @@ class TritonBackend(Backend):
         gradients: Sequence[Tensor],
         scores: Scores,
     ) -> Launch:
-        """The launch of "dq" or "dkdv"."""
         from ring_attn.kernels import configs
         from ring_attn.kernels.flash_bwd import dkdv_launch, dq_launch
         from ring_attn.kernels.tasks import num_sms
@@ -463,7 +436,6 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """x with strides that the Gluon kernels can copy."""
     from ring_attn.kernels.hopper_fwd import copyable
 
     return copyable(x)
@@ -474,7 +446,6 @@ def _float32(like: Tensor, *shape: int) -> Tensor:
 
 
 def _gluon_forward(device: torch.device) -> Callable[..., Launch]:
-    """The launch of the forward in Gluon for a device's architecture."""
     from ring_attn.kernels import configs
 
     if configs.architecture(device) == "sm_100":

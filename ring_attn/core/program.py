@@ -382,15 +382,6 @@ class Program:
             room for room, last in self.last_takes.items() if freed.get(room, last) < last
         )
 
-    def keeps(self, buffer: Buffer, index: int, *, pooled: bool) -> bool:
-        """Tells whether to keep a buffer that op `index` frees, for reuse.
-
-        With `pooled`, buffers of recycled rooms are also kept for the next call.
-        """
-        if pooled and buffer.room in self.recycled:
-            return True
-        return self.last_takes.get(buffer.room, -1) > index
-
     def posts(self) -> Iterator[Post]:
         """Yields the exchanges in order; posts of inner programs number their own ranks."""
         for op in self.ops:

@@ -13,7 +13,6 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import StepTiles
 from ring_attn.transport.options import MAX_CTAS
 
 
@@ -63,26 +62,9 @@ def _add_sources(program: Program, rank: int, members: Members, sources: Sources
 
 
 def peak_bytes(programs: Sequence[Program], call: Call) -> int:
-    """Peak bytes that a rank holds beyond its inputs, in a forward or a forward and a backward."""
-    if call.spec.device_type == "cpu":
-        return peak_of_programs(programs, call)
-    # Buffers stay in the pool between calls: a second call reuses the first one's.
-    pool: dict[int, int] = {}
-    peak_of_programs(programs, call, pool)
-    kept = sum(room * count for room, count in pool.items())
-    return kept + peak_of_programs(programs, call, pool)
-
-
-def peak_of_programs(
-    programs: Sequence[Program], call: Call, pool: dict[int, int] | None = None
-) -> int:
-    """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs.
-
-    `pool` has the numbers of free buffers by size, not counted in the result; the programs update
-    it. None frees all buffers at the end of each program.
-    """
+    """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs."""
     backend = get_backend(call.backend)
-    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0, pool)
+    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0)
     memory.all()
     if len(programs) == 1:
         return memory.most
@@ -91,9 +73,7 @@ def peak_of_programs(
     arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
     held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
     arrays["dout"] = program.arrays["dout"]
-    if pool is not None:
-        held += memory.held_by_pool
-    back = Memory(program, call.spec, backend, arrays, held, pool)
+    back = Memory(program, call.spec, backend, arrays, held)
     back.all()
     return max(memory.most, back.most)
 
@@ -110,31 +90,28 @@ class Memory:
     backend: Backend
     arrays: dict[str, Array]
     held: int
-    pool: dict[int, int] | None
 
     def __post_init__(self) -> None:
         self.own: set[str] = set()
-        self.most, self.held_by_pool = self.held, 0  # the second: in buffers added to the pool
-        self._index = self._rows = 0
+        self.most = self.held
+        self._index = self._rows = self._folds = 0
         self._heads = self.spec
-        self._steps: list[StepTiles] = []
         # Rooms of the buffers with memory; cleared buffers have none yet.
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
         # Bytes that a sum over ranks receives, by channel, until the end of the exchange.
         self._parts: dict[ops.Channel, int] = {}
-        self._free = {} if self.pool is None else self.pool
+        self._free: dict[int, int] = {}  # numbers of free buffers by room
         # Answers of the backend: bytes by arguments.
         self._asked: dict[Any, int] = {}
 
     def all(self) -> None:
-        """Counts every op in order; without a pool, frees all buffers at the end."""
+        """Counts every op in order, and frees all buffers at the end."""
         for index, op in enumerate(self.program.ops):
             self._index = index
             self._do(op)
-        if self.pool is None:
-            self.held -= sum(self._rooms.values())
-            self.held -= sum(room * count for room, count in self._free.items())
+        self.held -= sum(self._rooms.values())
+        self.held -= sum(room * count for room, count in self._free.items())
 
     def _use(self, nbytes: int) -> None:
         self.most = max(self.most, self.held + nbytes)
@@ -158,7 +135,6 @@ class Memory:
             self._free[buffer.room] -= 1
         else:
             self._hold(buffer.room)
-            self.held_by_pool += buffer.room
         self._rooms[buffer.name] = buffer.room
         self._messages[buffer.name] = message
 
@@ -166,11 +142,10 @@ class Memory:
         room = self._rooms.pop(buffer.name, None)
         if room is None:
             return
-        if self.program.keeps(buffer, self._index, pooled=self.pool is not None):
+        if self.program.last_takes.get(room, -1) > self._index:
             self._free[room] = self._free.get(room, 0) + 1
         else:
             self.held -= room
-            self.held_by_pool -= room
 
     def _do(self, op: Op) -> None:
         match op:
@@ -203,7 +178,7 @@ class Memory:
                 # A new name shares the memory of its source, which is counted already.
                 self.arrays.setdefault(op.into.name, self.arrays[op.source.name])
             case ops.Start():
-                self._rows, self._steps = op.array.rows, []
+                self._rows, self._folds = op.array.rows, 0
             case ops.Attend():
                 self._attend(op)
             case ops.Finish():
@@ -231,22 +206,36 @@ class Memory:
             self._take(buffer, self._messages[buffer.name])
 
     def _attend(self, op: ops.Attend) -> None:
-        """Counts a step. Of earlier steps only the first matters: the state adopts its result."""
         if op.tiles:
             self._heads = part_of_heads(op, self.spec)
-            self._steps = [*self._steps[:1], op.tiles]
-            self._use(self._forward_bytes(op.last))
+            self._folds += 1 if self.backend.carries_state or self._is_one_piece(op) else 2
+            state = self._state_bytes(last=op.last)
+            self._use(state + self._workspace(op, self._heads, rebuilds=False))
 
-    def _forward_bytes(self, last: bool) -> int:
-        """Bytes that the backend takes for the steps so far; asks once for tiles of equal sizes."""
-        key = tuple(tiles.sizes for tiles in self._steps), self._heads, self._rows, last
-        if key not in self._asked:
-            steps = [tiles.listed for tiles in self._steps]
-            self._asked[key] = self.backend.forward_bytes(self._heads, self._rows, steps, last=last)
-        return self._asked[key]
+    def _is_one_piece(self, op: ops.Attend) -> bool:
+        """Tells whether a step is one piece with all rows, whose result a state can adopt."""
+        pieces = [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
+        return len(pieces) == 1 and pieces[0].rows == self._rows
+
+    def _state_bytes(self, *, last: bool) -> int:
+        """Bytes of the state after so many folds, and of the results beside it after the last."""
+        spec = self._heads
+        statistic = spec.batch * self._rows * spec.nheads
+        acc, wide = statistic * spec.headdim_v, spec.accum_dtype.itemsize
+        results = acc * spec.dtype.itemsize + statistic * wide
+        if self.backend.carries_state:
+            several = self._folds > 1 or not last or spec.max_logits
+            return several * (acc + 2 * statistic) * wide + last * results
+        # The state adopts the first result. Each later merge needs four more statistics.
+        return (acc + 6 * statistic) * wide if self._folds > 1 else statistic * wide
 
     def _finish(self, op: ops.Finish) -> None:
-        self._use(self._forward_bytes(last=True))
+        state = self._state_bytes(last=True)
+        if not self.backend.carries_state:
+            rounded = op.out_array.dtype != self.spec.accum_dtype
+            out, lse = op.out_array.nbytes, op.lse_array.nbytes
+            state = (out * (3 if rounded else 1)) + 4 * lse
+        self._use(state)
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
@@ -257,14 +246,19 @@ class Memory:
             if isinstance(operand, Entry):
                 self._written(operand.buffer)
         spec = part_of_heads(op, self.spec)
-        if op.part == "all":
-            rebuilds = op.out is None
-            key = op.tiles.sizes, spec, rebuilds
-            if key not in self._asked:
-                self._asked[key] = self.backend.workspace_bytes(
-                    spec, op.tiles.listed, backward=True, rebuilds=rebuilds
-                )
-            self._use(self._asked[key])
+        self._use(self._workspace(op, spec, rebuilds=op.out is None))
+
+    def _workspace(
+        self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec, *, rebuilds: bool
+    ) -> int:
+        """Bytes that the backend takes for a step; asks once for tiles of equal sizes."""
+        if not self.backend.tile_by_tile:
+            return 0
+        options = {"backward": isinstance(op, ops.Differentiate), "rebuilds": rebuilds}
+        key = op.tiles.sizes, spec, *options.values()
+        if key not in self._asked:
+            self._asked[key] = self.backend.workspace_bytes(spec, op.tiles.listed, **options)
+        return self._asked[key]
 
     def _round(self, op: ops.Round) -> None:
         """Makes the result beside the gradient, or of it, then drops the gradient."""
@@ -281,11 +275,9 @@ class Memory:
 
     def _inner(self, op: ops.Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
-        memory = Memory(op.program, op.spec, self.backend, arrays, self.held, self.pool)
+        memory = Memory(op.program, op.spec, self.backend, arrays, self.held)
         memory.all()
         self.most = max(self.most, memory.most)
-        self.held += 0 if self.pool is None else memory.held_by_pool
-        self.held_by_pool += memory.held_by_pool
         for inner, outer in op.results:
             array = memory.arrays[inner]
             if inner in memory.own:

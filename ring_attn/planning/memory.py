@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ring_attn.call import Call
-from ring_attn.machines.count import communicator_bytes, peak_of_programs
+from ring_attn.machines.count import communicator_bytes, peak_bytes
 from ring_attn.strategies.registry import both_programs, code_of
 
 # Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
@@ -28,5 +28,5 @@ def peak_of(call: Call, *, backward: bool = True) -> Peak:
         both = both_programs(of_rank, backward=backward)
         on_nccl = both if call.spec.device_type == "cuda" else []
         nccl = communicator_bytes(on_nccl, rank, call.world_size)
-        peaks.append(Peak(peak_of_programs(both, of_rank), nccl))
+        peaks.append(Peak(peak_bytes(both, of_rank), nccl))
     return Peak(*map(max, zip(*peaks, strict=True)))

@@ -31,7 +31,7 @@ from ring_attn.kernels import configs, gluon_guard, hopper_fwd
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import transposed
-from ring_attn.kernels.turn_table import TurnTable, make_turn_table, num_turns
+from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 from ring_attn.testing import Expected, Inputs, random_sinks
 from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, visible_pairs, whole
@@ -157,23 +157,6 @@ def test_a_row_has_the_same_sums_wherever_the_sequence_is_cut(name: str) -> None
     for step in cut_rows(mask, *range(64, mask.seqlen_q, 64)):
         assert all(sums == alone[q] for q, sums in sums_of_rows(step).items())
     assert sums_of_rows(*cut_keys(mask, *range(64, mask.seqlen_k, 64))) == alone
-
-
-@pytest.mark.parametrize(("headdim", "batch"), [(64, 1), (128, 2)])
-def test_turns_are_in_the_workspace(
-    headdim: int, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The workspace holds turns only in the backward, of calls that use this kernel."""
-    mask = MASKS["causal"]
-    q, k, v, _ = grouped(mask, headdim, nheads=4, batch=batch)
-    backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
-    assert backend.workspace_bytes(spec, whole(mask), backward=True) == 0
-    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda *_: True)
-    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    turns = 4 * num_turns(*q.shape[:3], configs.ONE_PASS["sm_90"][headdim].BLOCK_M)
-    assert backend.workspace_bytes(spec, whole(mask), backward=True) == turns > 0
-    assert backend.workspace_bytes(spec, whole(mask)) == 0
-    assert backend.workspace_bytes(spec, (), backward=True) == 0
 
 
 # -- executed
