@@ -6,7 +6,7 @@ the times of posts, waits and compute: `Observed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sized
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
 from typing import Any, Protocol, cast, get_args
 
@@ -125,10 +125,9 @@ class Run:
 
     def all(self) -> None:
         """Runs every op in order."""
-        do = _DO[type(self)]
         for index, op in enumerate(self.program.ops):
             self._index = index
-            do[type(op)](self, op)
+            _DO[type(op)](self, op)
             if self._used:
                 self._note_uses()
 
@@ -402,7 +401,11 @@ class Observed(Run):
 
     def all(self) -> None:
         self._posted: dict[Channel, Moment] = {}
-        super().all()
+        for index, op in enumerate(self.program.ops):
+            self._index = index
+            self.do(op)
+            if self._used:
+                self._note_uses()
         self.observer.step = None
 
     def another(self, *given: Any) -> Run:
@@ -411,55 +414,35 @@ class Observed(Run):
         run.observer = self.observer
         return run
 
-    def step(self, op: ops.Step) -> None:
-        self.observer.step = op.number
-
-    def post(self, op: ops.Post) -> Event | None:
+    def do(self, op: ops.Op) -> None:
+        """Runs an op in the range of its name; without tiles there is nothing to name."""
+        if isinstance(op, ops.Step):
+            self.observer.step = op.number
+        name = _RANGES.get(type(op))
+        idle = isinstance(op, ops.Attend | ops.Differentiate) and not op.tiles
+        if name is None or idle:
+            _DO[type(op)](self, op)
+            return
         start = self.observer.mark()
-        with self.observer.span("post"):
-            end = super().post(op)
-        if self._among(op.ranks).world_size > 1:
-            self._posted[op.channel] = start
-        return end
-
-    def wait(self, op: ops.Wait) -> None:
-        with self.observer.span("wait"):
-            super().wait(op)
-        if self._among(op.ranks).world_size > 1:
-            self.observer.landed(self._posted.pop(op.channel))
-
-    def attend(self, op: ops.Attend) -> None:
-        self._attending(op.tiles, super().attend, op)
-
-    def decode(self, op: ops.Decode) -> None:
-        self._attending(op.tiles or (op.sequences,), super().decode, op)
-
-    def differentiate(self, op: ops.Differentiate) -> None:
-        self._attending(op.tiles, super().differentiate, op)
-
-    def _attending(self, tiles: Sized, run: Callable[[Any], None], op: object) -> None:
-        if len(tiles):
-            with self.observer.span("attend"):
-                run(op)
-
-    def finish(self, op: ops.Finish) -> None:
-        with self.observer.span("finalize"):
-            super().finish(op)
-
-    def delta(self, op: ops.Delta) -> None:
-        with self.observer.span("delta"):
-            super().delta(op)
-
-    def merge(self, op: ops.Merge) -> None:
-        with self.observer.span("merge"):
-            super().merge(op)
+        with self.observer.span(name):
+            _DO[type(op)](self, op)
+        if isinstance(op, ops.Post | ops.Wait) and self._among(op.ranks).world_size > 1:
+            if isinstance(op, ops.Post):
+                self._posted[op.channel] = start
+            else:
+                self.observer.landed(self._posted.pop(op.channel))
 
 
 # Each op has the method of its name.
-_DO: dict[type, dict[type, Callable[[Any, Any], object]]] = {
-    run: {op: getattr(run, op.__name__.lower()) for op in get_args(ops.Op)}
-    for run in (Run, Observed)
+_DO: dict[type, Callable[[Any, Any], object]] = {
+    op: getattr(Run, op.__name__.lower()) for op in get_args(ops.Op)
 }
+
+# Ranges of observed ops.
+_RANGES: dict[type, str] = {
+    ops.Post: "post", ops.Wait: "wait", ops.Attend: "attend", ops.Decode: "attend",
+    ops.Differentiate: "attend", ops.Finish: "finalize", ops.Delta: "delta", ops.Merge: "merge",
+}  # fmt: skip
 
 
 def _rows_of(entry: Tensor, copy: Copy) -> Tensor:
