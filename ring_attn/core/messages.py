@@ -46,20 +46,9 @@ class Packet:
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors as views of a (>= nbytes,) uint8 buffer."""
-        typed = {dtype: buffer[: self.nbytes].view(dtype) for dtype in set(self.dtypes)}
         return tuple(
-            typed[dtype].as_strided(
-                shape, strides, typed[dtype].storage_offset() + start // dtype.itemsize
-            )
-            for shape, strides, dtype, start in zip(
-                self.shapes, self._strides, self.dtypes, self.offsets, strict=False
-            )
-        )
-
-    @cached_property
-    def _strides(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))) for shape in self.shapes
+            buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for shape, dtype, start in zip(self.shapes, self.dtypes, self.offsets, strict=False)
         )
 
 

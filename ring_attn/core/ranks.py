@@ -89,15 +89,9 @@ class OneRank:
         order: Sequence[Displacement],
     ) -> list[Message]:
         """The message of each displacement, which `make` builds from a number of `moving` rows."""
-        moving, made = self._moving(travels), dict[int, Message]()
-        messages = []
-        for by in order:
-            rows = moving[grid.moved(self.rank, by, -1)]
-            count = rows.stop - rows.start
-            if count not in made:
-                made[count] = make(count)
-            messages.append(made[count])
-        return messages
+        counts = [_count((self.moving(grid, travels, by),)) for by in order]
+        made = {count: make(count) for count in set(counts)}
+        return [made[count] for count in counts]
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepTiles:
         """Tiles between the own and the held shard, whose rows count from the first moving."""
@@ -145,7 +139,6 @@ class OneRank:
         return table[travels]
 
     def _sizes(self, travels: Traveller) -> list[Sizes]:
-        """Sizes of the tiles with the shard of each rank."""
         table = self._tables[1]
         if travels not in table:
             table[travels] = work.sizes_with(*self.layouts, self.mask, self.rank, travels)

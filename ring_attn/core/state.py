@@ -24,7 +24,7 @@ from torch import Tensor
 class State:
     """(acc, m, l) for the q rows of one rank.
 
-    Attributes:
+    Its parts:
         acc: (batch, rows, nheads, headdim_v) float32, float64 for float64 inputs.
         m: (batch, nheads, rows) running maximum, -inf where a row has seen nothing.
         l: (batch, nheads, rows) running sum.
@@ -39,11 +39,7 @@ class State:
     ) -> None:
         """Makes an empty state; memory is allocated when the first rows are folded.
 
-        Args:
-            shape: (batch, rows, nheads, headdim_v).
-            dtype: type of the state.
-            device: device of the state.
-            sinks: (nheads,) logits of type `dtype`, which `finalize` adds to the denominators.
+        `sinks`, (nheads,) logits of type `dtype`, are added to the denominators by `finalize`.
         """
         self.shape = shape
         self.dtype = dtype
@@ -52,16 +48,8 @@ class State:
         self._parts: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
-    def acc(self) -> Tensor:
-        return self._filled()[0]
-
-    @property
     def m(self) -> Tensor:
         return self._filled()[1]
-
-    @property
-    def l(self) -> Tensor:  # noqa: E743 - the field's name for it
-        return self._filled()[2]
 
     def fold(self, rows: slice, acc: Tensor, m: Tensor, l: Tensor | None = None) -> None:
         """Merges the state of more keys into some rows, in place.
@@ -77,7 +65,8 @@ class State:
         if self._parts is None and acc.shape == self.shape:
             self._parts = (acc, m, torch.ones_like(m) if l is None else l.to(self.dtype))
             return
-        own_acc, own_m, own_l = self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
+        all_acc, all_m, all_l = self._filled()
+        own_acc, own_m, own_l = all_acc[:, rows], all_m[:, :, rows], all_l[:, :, rows]
         m_new, keep, add = _weights(own_m, m)
         own_acc.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
         own_l.mul_(keep)
