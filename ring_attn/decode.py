@@ -140,7 +140,6 @@ def _planned_sequences(
 def _agreed(
     spec: AttentionSpec, call: Call, purpose: Purpose, values: dict[str, object]
 ) -> tuple[Call, Agreement]:
-    """The call with its backend, and what must be equal on all ranks."""
     chosen = replace(call, spec=spec, backend=proven_backend(spec, call.backend, purpose).name)
     shared = {"causal": call.causal, "window_size": call.window_size, "backend": chosen.backend}
     options = {"softmax_scale": chosen.scores.softmax_scale, "transport": call.transport}

@@ -221,7 +221,6 @@ _KV = ("dk", "dv")
 def _attended(
     use: Use, layout: SequenceLayout, mask: Mask, inputs: Inputs, sinks: Tensor | None
 ) -> dict[str, Tensor]:
-    """The results of a ring, of its forward or its backward."""
     backward = use.kind == "backward"
 
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, ...]:
@@ -245,7 +244,6 @@ def _attended(
 def _decoded(
     use: Use, layout: SequenceLayout, mask: Mask, inputs: Inputs, sinks: Tensor | None
 ) -> dict[str, Tensor]:
-    """The results of a token over a cache that the ranks hold."""
     call = tree_decode.make_call(use.spec, backend=use.backend)
 
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:

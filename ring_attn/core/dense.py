@@ -93,7 +93,6 @@ class _Run:
         return True
 
     def slice(self, stop_row: int) -> Slice:
-        """The slice of the queries before `stop_row`."""
         lo = self.first[0] - self.row if self.moves[0] else None
         hi = self.first[1] - 1 - self.row if self.moves[1] else None
         return Slice(self.row, stop_row, self.first[0], self.last[1], lo, hi)

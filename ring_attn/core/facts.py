@@ -89,7 +89,6 @@ def first_difference(one: Any, other: Any) -> str | None:
 
 
 def _holders(layout: list[list[list[int]]]) -> dict[int, tuple[int, int]]:
-    """The rank and the row of each position."""
     places: dict[int, tuple[int, int]] = {}
     for rank, segments in enumerate(layout):
         row = 0

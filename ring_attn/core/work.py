@@ -25,14 +25,7 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import pairs_up_to
-from ring_attn.core.tiles import (
-    Displacement,
-    Grid,
-    Sizes,
-    Traveller,
-    check_fit,
-    ring_grid,
-)
+from ring_attn.core.tiles import Displacement, Grid, Sizes, Traveller, check_fit, ring_grid
 from ring_attn.core.values import on_host
 
 # Stands for "no row" under a minimum: larger than any row.
@@ -126,7 +119,6 @@ _large_table = lru_cache(maxsize=4)(_table)
 
 
 def _work_between(q: _Side, kv: _Side, mask: Mask) -> PairWork:
-    """The work of all pairs of ranks of two sides."""
     shape = q.num_ranks, kv.num_ranks
     area = torch.zeros(shape, dtype=torch.int64)
     edge, *ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
@@ -287,7 +279,6 @@ class _Side:
         return replace(some, num_ranks=ranks.stop - ranks.start, rank=some.rank - ranks.start)
 
     def chosen(self, here: Tensor) -> _Side:
-        """Some of the segments."""
         columns = (self.rank, self.first, self.start, self.length)
         return _Side(self.num_ranks, self.stride, *(x[here] for x in columns))
 
@@ -314,7 +305,6 @@ class _Tiles(NamedTuple):
     k1: Tensor
 
     def moved(self, q: Tensor, kv: Tensor) -> _Tiles:
-        """The tiles shifted by `q` and `kv` rows."""
         return _Tiles(*self[:2], self.q0 + q, self.q1 + q, self.k0 + kv, self.k1 + kv)
 
     @property

@@ -81,7 +81,6 @@ class _Line(NamedTuple):
 
 
 def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_Line]:
-    """Yields the ops of a program and of its inner programs, in order."""
     for number, op in enumerate(program.ops):
         if not isinstance(op, ops.Inner):
             yield _Line(op, ranks, scope)

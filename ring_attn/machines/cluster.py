@@ -128,12 +128,6 @@ class Cluster:
         host: host times of each rank.
         copies: start of copies beside attention; None is a device without streams, whose exchanges
             start when they are posted.
-
-    Example:
-        >>> from ring_attn.planning.devices import builtin_cluster
-        >>> cluster = builtin_cluster("H100")
-        >>> cluster.device.name, cluster.node_size, cluster.between.name
-        ('H100', 8, '400 Gb/s')
     """
 
     device: Device

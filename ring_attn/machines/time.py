@@ -124,7 +124,6 @@ class _Run:
         self.nbytes = [0, 0]
 
     def port(self, crosses: bool, rank: int) -> tuple[int, int]:
-        """The port of a rank inside its node, or between nodes."""
         if not crosses:
             return 0, rank
         node, at = divmod(rank, self.cluster.node_size)
@@ -200,7 +199,6 @@ class _Run:
     def _shift(
         self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
     ) -> Iterator[Pending]:
-        """Begins one message from each rank to another."""
         ready = {rank.rank: when for rank, _, when in posts}
         hops = [op.route for _, op, _ in posts if isinstance(op.route, ops.Hop)]
         node_size, members = self.cluster.node_size, group.members

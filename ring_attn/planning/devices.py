@@ -171,11 +171,6 @@ def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
     Raises:
         KeyError, TypeError: fields are missing or have other names or types.
         ValueError: numbers are out of range.
-
-    Example:
-        >>> cluster = builtin_cluster("H200")
-        >>> cluster_from_json(to_json(cluster)) == cluster
-        True
     """
     device: dict[str, Any] = dict(values["device"])
     device |= {
@@ -246,12 +241,7 @@ def node_size_of(global_ranks: Sequence[int], ranks_per_node: int) -> int:
 
 
 def cpu_cluster(node_size: int = 1) -> Cluster:
-    """Ranks of one core each, connected by gloo; the figures are right within a factor of two.
-
-    Example:
-        >>> cpu_cluster(4).device.name
-        'CPU core'
-    """
+    """Ranks of one core each, connected by gloo; the figures are right within a factor of two."""
     # torch's operator on one core with AVX512 (bench/results/NOTES.md): 83 and 77 GFLOP/s.
     forward, backward = Rate(83e9, 1e-4, 30.0, 300.0), Rate(77e9, 1e-4, 60.0, 300.0)
     source = "measured: a core with AVX512"

@@ -49,12 +49,7 @@ from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet, result_arr
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Traveller
 from ring_attn.strategies import ring
-from ring_attn.strategies.base import (
-    StrategyCode,
-    core_program,
-    input_arrays,
-    pack_and_post,
-)
+from ring_attn.strategies.base import StrategyCode, core_program, input_arrays, pack_and_post
 from ring_attn.strategies.order import why_not_in_order
 from ring_attn.strategies.strategy import Strategy
 
@@ -163,7 +158,6 @@ class _Message:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """This rank's tensors of the side, with these heads."""
         return tuple(View(name, None, self.heads) for name in SHARD[self.side])
 
 
@@ -310,7 +304,6 @@ class _Gathering:
         return Array(source.batch, rows, heads.stop - heads.start, source.dim, dtype)
 
     def _part(self, name: str, chunk: Chunk, rows: int) -> ops.New:
-        """Makes zeros for a gradient of a chunk."""
         array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
         return ops.New(f"{name} part", array, zero=True)
 

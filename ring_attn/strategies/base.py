@@ -16,16 +16,7 @@ from torch import Tensor
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
-from ring_attn.core.program import (
-    Array,
-    Buffer,
-    Channel,
-    Copy,
-    Op,
-    Operand,
-    Program,
-    View,
-)
+from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Operand, Program, View
 from ring_attn.core.sizes import SHARD, result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Traveller, check_fit

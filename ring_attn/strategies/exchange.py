@@ -121,14 +121,12 @@ class _Turns:
         return max((i for i, turn in enumerate(self.turns) if turn.tiles), default=-1)
 
     def takes_part(self, number: int) -> bool:
-        """Tells whether the rank sends or receives in a turn."""
         return self.turns[number].hop.send_to != self.rank
 
     def held(self, number: int) -> tuple[Operand, ...]:
         return entries(self.shards.received(number), len(SHARD[self.travels]))
 
     def sums(self, number: int) -> tuple[Operand, ...]:
-        """The sums for the gradients of the rows received in a turn."""
         return entries(self.gradients.received(number), len(self.own_sums))
 
     def begin(self) -> Iterator[Op]:
@@ -191,11 +189,9 @@ class _Messages:
         self._name, self._room = name, room_of(*self.out, *self.into)
 
     def sent(self, number: int) -> Buffer:
-        """The buffer for the rows sent in a turn."""
         return Buffer(f"{self._name} out {number}", self._room)
 
     def received(self, number: int) -> Buffer:
-        """The buffer for the rows received in a turn."""
         return Buffer(f"{self._name} in {number}", self._room)
 
 

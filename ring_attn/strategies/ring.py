@@ -270,7 +270,6 @@ class _Shards:
             )  # fmt: skip
 
     def held(self, index: int) -> tuple[Operand, ...]:
-        """The tensors of the shard held at a step."""
         if index == 0:
             return tuple(View(name) for name in self._names)
         return ops.entries(self._buffers[index], len(self._names))

@@ -98,7 +98,6 @@ def program(
 # Cached: every token has a new program, but this part does not change.
 @lru_cache(maxsize=256)
 def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
-    """Ops that gather and merge the partial results of all ranks."""
     packet = decode_packet(spec, rows)
     everyone = Gathered(packet, world_size)
     send, recv = Buffer("partial", packet.nbytes), Buffer("partials", everyone.nbytes)
@@ -132,7 +131,6 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
 
 
 def _slice_tiles(segments: Sequence[Segment], piece: Slice) -> Iterator[Tile]:
-    """Yields the tiles of a slice's queries x one rank's rows."""
     every_q = piece.q_start, piece.q_end
     # Some query sees positions [any_from, any_to). All queries see [all_from, all_to): from the
     # first key of the last query to the last key of the first query.

@@ -149,7 +149,6 @@ class _Kind:
 
     @property
     def full_name(self) -> str:
-        """Name of the tensor with all heads."""
         return f"{self.name} sum" if self.summed else self.name
 
     def heads(self, run: HeadRun) -> slice:
@@ -237,7 +236,6 @@ class _Exchanges:
     def _exchange(
         self, kinds: tuple[_Kind, ...], channel: Channel, step: int, *, to_heads: bool
     ) -> Iterator[Op]:
-        """Exchanges tensors between rows and heads, by one all-to-all."""
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, all_heads=to_heads)
         received = self._message(kinds, all_heads=not to_heads)
@@ -260,7 +258,6 @@ class _Exchanges:
         yield ops.Unpack(recv, received, self._copies(kinds, all_heads=not to_heads))
 
     def _rounded(self, kinds: tuple[_Kind, ...], dtype: torch.dtype) -> Iterator[Op]:
-        """Rounds the gradients that were added up from several ranks."""
         for kind in reversed(kinds):
             if kind.summed:
                 (array,) = (x for _, x, _ in self._targets((kind,), all_heads=True))

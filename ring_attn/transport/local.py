@@ -43,7 +43,6 @@ class _Exchange:
             raise RuntimeError(text) from self.failed
 
     def end(self) -> None:
-        """Notes that a rank runs no more."""
         self._running -= 1
         self._check_some_can_run()
 
