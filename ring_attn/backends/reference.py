@@ -97,11 +97,12 @@ class ReferenceBackend(Backend):
     def scratch_bytes(
         self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
     ) -> int:
-        """Bytes of the scores that are held at once, and of inputs in float32."""
+        """Bytes of the scores that are held at once, and of copies of the inputs."""
         grouped, capped = spec.nheads > spec.nheads_kv, spec.softcap > 0
         held = 4 + capped if backward else 2 + grouped
-        widened = (spec.dtype != spec.accum_dtype) * max(spec.headdim, spec.headdim_v)
-        numbers = held * q_rows * piece.cols + widened * (q_rows + 2 * kv_rows)
+        widened = q_rows + 2 * kv_rows if spec.dtype != spec.accum_dtype else 0
+        copies = widened + (0 if backward else 2 * kv_rows)
+        numbers = held * q_rows * piece.cols + copies * max(spec.headdim, spec.headdim_v)
         return numbers * spec.accum_dtype.itemsize
 
 

@@ -169,8 +169,9 @@ def test_a_backend_takes_what_is_predicted(backend: str, rows: int, dtype: torch
         assert_holds(calls(RING, 2, **sizes), backward=backward)
 
 
-def test_a_step_of_several_pieces_holds_a_state_beside_them() -> None:
-    spec, mask = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64), masks.chunked(1024, 300)
+@pytest.mark.parametrize("size", [300, 24])
+def test_a_step_of_several_pieces_holds_a_state_beside_them(size: int) -> None:
+    spec, mask = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64), masks.chunked(1024, size)
     ranks = calls_of(RING, mask, "contiguous", 1, spec, None, "reference")
     for backward in (False, True):
         assert_holds(ranks, backward=backward)
