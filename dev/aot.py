@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from dev.code_rules import SHARED_BYTES, Limits, failures
+from dev.code_rules import SHARED_BYTES, Limits, failures, other_orders
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.bench.report import Report
 from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size, progress
@@ -87,7 +88,7 @@ class Variant:
     @property
     def is_forward(self) -> bool:
         """Tells whether the kernel carries a state from step to step."""
-        return self.kernel in ("fwd", "hopper_fwd", "blackwell_fwd")
+        return self.kernel.endswith("fwd")
 
     @property
     def kind(self) -> str:
@@ -109,15 +110,21 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# Spills that the backward in Gluon may have: triton 3.7.1's; 3.6.0 and 3.9.0 have more, and fail.
-# The sums of a thread take 208 to 224 of a consumer's 232 registers, the adding warp has 40; the
-# compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
-# addresses. The 6 loads and stores are of a visit with 64 dims in a ragged window, of 580
-# instructions.
+# Spills that the backward of sm_90 may have: triton 3.7.1's; 3.6.0 and 3.9.0 have more, and fail.
+# Sums take 208 to 224 of a consumer's 232 registers, the adding warp has 40; what is spilled is the
+# thread's index, kept to compute addresses. The 6 loads and stores are of a visit with 64 dims in a
+# ragged window, of 580 instructions.
 GLUON_BWD = Limits(warp_specialize=True, exposed=0, spilled=44, within=6, around=4, beside=4)
-
 # On sm_80, outside the visits: addresses of the sums, once a run.
 TURNS_BWD = Limits(spilled=192, beside=31)
+# The thread's index and a run's numbers: 3 times a visit, and before and after a run's visits.
+BLACKWELL_BWD = Limits(warp_specialize=True, spilled=96, around=10, beside=3)
+
+# Kernels that not all architectures have, each in a file of its name, and what makes launches.
+LAUNCHES = {
+    "hopper_fwd": "hopper_launch", "hopper_bwd": "bwd_launch", "turns_bwd": "turns_launch",
+    "blackwell_fwd": "blackwell_launch", "blackwell_bwd": "blackwell_bwd_launch",
+}  # fmt: skip
 
 WITHOUT_PRODUCTS = Limits(products=None)
 
@@ -142,6 +149,7 @@ KERNELS = {
     ),
     "hopper_bwd": (GLUON_BWD, ("full", "causal", "window ragged")),
     "turns_bwd": (TURNS_BWD, ("full", "causal", "window ragged")),
+    "blackwell_bwd": (BLACKWELL_BWD, ("full", "causal", "window ragged")),
     "dkdv": (
         Limits(),
         ("full", "causal", "window ragged", "causal softcap", "full few", "causal few",
@@ -207,33 +215,29 @@ def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
 
 def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     """The variants that exist for an architecture and head dims."""
-    gluon = arch == "sm_90" and head_dims in map(str, configs.GLUON)
-    blackwell = arch == "sm_100" and head_dims in map(str, configs.BLACKWELL)
-    one_pass = head_dims in map(str, configs.ONE_PASS.get(configs.column(arch), ()))
-    few = configs.column(arch), configs.bucket(int(head_dims.split("/")[0]))
+    column = configs.column(arch)
+    few = column, configs.bucket(int(head_dims.split("/")[0]))
 
     def takes(variant: Variant) -> bool:
         if variant.few:
             return few in configs.FEW_PROGRAMS
-        own = {
-            "hopper_fwd": gluon,
-            "blackwell_fwd": blackwell,
-            "hopper_bwd": one_pass and arch == "sm_90",
-            "turns_bwd": one_pass and arch != "sm_90",
-        }
+        if variant.kernel in LAUNCHES:
+            own = {"hopper": ["sm_90"], "blackwell": ["sm_100"], "turns": ["sm_80", "sm_86"]}
+            passes = configs.ONE_PASS.get(column, {})
+            known = configs.in_gluon(arch) if variant.is_forward else passes
+            return column in own[variant.kernel.partition("_")[0]] and head_dims in map(str, known)
         if head_dims in DECODED_HEAD_DIMS:
             return variant.kernel in ("decode", "merge")
-        return own.get(variant.kernel, True)
+        return True
 
     return tuple(filter(takes, VARIANTS))
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The frozen config of a variant; for the forward in Gluon all its configs."""
-    if variant.kernel in ("hopper_fwd", "blackwell_fwd"):
-        return configs.in_gluon(configs.column(arch))[head_dim]
-    if variant.kernel in ("hopper_bwd", "turns_bwd"):
-        return (configs.ONE_PASS[configs.column(arch)][head_dim],)
+    if variant.kernel in LAUNCHES:
+        one_pass = configs.ONE_PASS.get(configs.column(arch), {})
+        return configs.in_gluon(arch)[head_dim] if variant.is_forward else (one_pass[head_dim],)
     if variant.kernel == "merge":
         return (decode.MERGE,)
     if variant.kernel == "merge_tree":
@@ -283,14 +287,8 @@ def variant_launch(
         if variant.last:
             state.out, state.lse = rows_of(HEADS), stats()
         options |= {"first": variant.first, "last": variant.last}
-        if variant.kernel == "hopper_fwd":
-            from ring_attn.kernels import hopper_fwd
-
-            return hopper_fwd.hopper_launch(*qkv, state, table, config, **options)
-        if variant.kernel == "blackwell_fwd":
-            from ring_attn.kernels import blackwell_fwd
-
-            return blackwell_fwd.blackwell_launch(*qkv, state, table, config, **options)
+        if variant.kernel in LAUNCHES:
+            return _own(variant.kernel)(*qkv, state, table, config, **options)
         return flash_fwd.forward_launch(*qkv, state, table, config, **options)
     known = (*qkv, rows_of(HEADS), stats(), stats())
     if variant.kernel == "dq":
@@ -298,15 +296,16 @@ def variant_launch(
         return flash_bwd.dq_launch(known, dq, table, config, **options)
     dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
     if isinstance(table, TurnTable):
-        if variant.kernel == "turns_bwd":
-            from ring_attn.kernels.turns_bwd import turns_launch as make
-        else:
-            from ring_attn.kernels.hopper_bwd import bwd_launch as make
-
         turns = torch.empty(1, dtype=torch.int32, device=meta)
         dq = rows_of(HEADS, torch.float32, head_dim)
-        return make(known, (dq, dk, dv), turns, table, config, softmax_scale=head_dim**-0.5)
+        options = {"softmax_scale": head_dim**-0.5}
+        return _own(variant.kernel)(known, (dq, dk, dv), turns, table, config, **options)
     return flash_bwd.dkdv_launch(known, dk, dv, table, config, **options)
+
+
+def _own(kernel: str) -> Any:
+    """The function that makes the launches of a kernel of LAUNCHES."""
+    return getattr(import_module(f"ring_attn.kernels.{kernel}"), LAUNCHES[kernel])
 
 
 def _decode_launch(
@@ -336,7 +335,7 @@ def _decode_launch(
 def _table(variant: Variant, config: Config) -> StepTable:
     """The step table of one rectangle, transposed for dk and dv."""
     cpu, band, short = torch.device("cpu"), BANDS[variant.band], ROWS - variant.ragged
-    if variant.kernel in ("hopper_bwd", "turns_bwd"):
+    if variant.kernel.endswith("bwd"):
         seen = transposed([(0, short, 0, short, *band)])
         return make_turn_table(seen, config.BLOCK_N, config.BLOCK_M, cpu)
     if variant.kernel == "dkdv":
@@ -367,6 +366,9 @@ def compile_cell(cell: Cell) -> CompiledRow:
         if cell.variant.softcap or cell.variant.ragged:
             # Loaded again in a pass of the loops over tasks and runs; blocks have no spills.
             expected = replace(expected, spilled=148, within=1, beside=3)
+    if cell.variant.kernel == "blackwell_bwd":
+        # S and dP of the next visit, dV, dK and dQ of this one: 16 dims or columns each.
+        expected = replace(expected, together=3 * cell.config.BLOCK_N // 16 + cell.head_dim // 8)
     # Head dims that are padded to one size of tiles are compiled to nearly the same code.
     size = configs.bucket(cell.head_dim)
     own = cell.arch, cell.variant.kernel, size, cell.variant.few
@@ -393,19 +395,6 @@ def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[CompiledRow]:
     """Rows in the order of the cells; a compiler that crashes its process fails only one cell."""
     lost = ("does not compile: the process died",)
     return map_in_processes(compile_cell, all_cells, jobs, lambda cell: _row(cell, None, lost))
-
-
-def other_orders(rows: Sequence[CompiledRow]) -> Iterator[tuple[CompiledRow, str]]:
-    """Rows that add in another order than another variant of the same kernel and tile.
-
-    Variants are steps of one call: if their orders differ, a ring has not the bits of one rank.
-    """
-    firsts: dict[object, CompiledRow] = {}
-    for row in rows:
-        kind = (row.kernel, row.arch, row.head_dims, row.dtype, row.tile, row.num_warps)
-        first = firsts.setdefault(kind, row) if row.report else row
-        if row.report and first.report and row.report.order != first.report.order:
-            yield row, f"adds in another order than {first.variant!r}"
 
 
 def _row(cell: Cell, report: Compiled | None, wrong: tuple[str, ...]) -> CompiledRow:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dev.compiled import Compiled
+
+if TYPE_CHECKING:
+    from dev.aot import CompiledRow
 
 # Most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
 # specifications per compute capability, maximum per thread block (the system reserves 1 KiB).
@@ -86,6 +89,11 @@ def failures(report: Compiled, arch: str, expected: Limits) -> tuple[str, ...]:
             + "".join(report.missing_fences[:1]),
         ),
         (
+            bool(report.early_reads),
+            f"{len(report.early_reads)} reads before the wait for a load from tensor memory: "
+            + "".join(report.early_reads[:1]),
+        ),
+        (
             expected.warp_specialize and not report.warp_specialized,
             "warp specialisation was asked for and dropped (no USETMAXREG)",
         ),
@@ -117,3 +125,16 @@ def _in_loops(report: Compiled, expected: Limits) -> Iterator[tuple[bool, str]]:
     ):
         most = max(spills, default=0)
         yield most > allowed, f"spills {most} times a pass of a loop {kind}, {allowed} are allowed"
+
+
+def other_orders(rows: Sequence[CompiledRow]) -> Iterator[tuple[CompiledRow, str]]:
+    """Rows that add in another order than another variant of the same kernel and tile.
+
+    Variants are steps of one call: if their orders differ, a ring has not the bits of one rank.
+    """
+    firsts: dict[object, CompiledRow] = {}
+    for row in rows:
+        kind = (row.kernel, row.arch, row.head_dims, row.dtype, row.tile, row.num_warps)
+        first = firsts.setdefault(kind, row) if row.report else row
+        if row.report and first.report and row.report.order != first.report.order:
+            yield row, f"adds in another order than {first.variant!r}"

@@ -21,6 +21,7 @@ from typing import Any
 
 from dev.loops import Loop, loops_of
 from dev.proxy_fences import missing_fences
+from dev.tensor_loads import early_reads
 from ring_attn.kernels.launch import Launch
 
 # A wavefront of CDNA has 64 lanes.
@@ -62,6 +63,7 @@ class Compiled:
         seconds: compile time.
         loops: the loops of SASS that have products or spill, outer ones too.
         missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
+        early_reads: see `tensor_loads`.
         order: see `order_of_sums`.
     """
 
@@ -74,6 +76,7 @@ class Compiled:
     seconds: float
     loops: tuple[Loop, ...] = ()
     missing_fences: tuple[str, ...] = ()
+    early_reads: tuple[str, ...] = ()
     order: str = ""
 
     @property
@@ -218,6 +221,7 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
         seconds=seconds,
         loops=tuple(loop for loop in loops_of(code) if loop.products or loop.spills),
         missing_fences=missing_fences(kernel.asm["ptx"]) if "ptx" in kernel.asm else (),
+        early_reads=early_reads(kernel.asm.get("ptx", "")),
         order=order_of_sums(kernel.asm["ttgir"]),
     )
 

@@ -34,7 +34,6 @@ Zadouri et al., arXiv 2603.05451.
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,12 +42,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
-    get_tmem_reg_layout,
     tcgen05_commit,
     tcgen05_mma,
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from .blackwell_blocks import PART, ROWS, Place, as_operand, part_ptrs, row_layout
 from .hopper_blocks import (
     BufferRing,
     Flags,
@@ -64,13 +63,7 @@ from .launch import Launch
 from .online_softmax import LN2, LOG2E, softmax_pivot, tanh
 from .step_table import column_range, load_run
 
-if "pred" not in signature(tcgen05_commit).parameters:
-    raise ImportError("tcgen05_commit has no pred")
-
 TILES = gl.constexpr(2)
-ROWS = gl.constexpr(128)
-# Columns of O that correction holds in registers at a time: with 32 it spills.
-PART = gl.constexpr(16)
 
 
 class FwdShared(NamedTuple):
@@ -86,32 +79,6 @@ class FwdShared(NamedTuple):
     weights: Any
     added: Any
     corrected: Any
-
-
-class Place(NamedTuple):
-    """Rows of a tile of a head, and the sizes of the tensors."""
-
-    batch: Any
-    head: Any
-    row: Any
-    row_stop: Any
-    num_rows: Any
-    num_heads: Any
-
-
-@gluon.constexpr_function
-def _row_layout(columns: int) -> gl.DistributedLayout:
-    """The layout of (ROWS, columns) of tensor memory in registers: a row in each thread."""
-    layout = TensorMemoryLayout([ROWS, columns], col_stride=1)
-    return get_tmem_reg_layout(gl.float32, [ROWS, columns], layout, 4)
-
-
-@gluon.jit
-def _as_weights(s, dtype: gl.constexpr):
-    """P (ROWS, BLOCK_N) in the columns of S."""
-    BLOCK_N: gl.constexpr = s.shape[1]
-    LAYOUT: gl.constexpr = TensorMemoryLayout([ROWS, BLOCK_N], col_stride=1)
-    return s.slice(0, BLOCK_N // 2)._reinterpret(dtype, [ROWS, BLOCK_N], LAYOUT)
 
 
 @gluon.jit
@@ -138,7 +105,7 @@ def _issue_output(shared, s, o, TILE: gl.constexpr, use, pred):
     v = v_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM_V])
     mbarrier.wait(shared.weights.index(TILE), use & 1, pred=pred)
     mbarrier.wait(shared.corrected.index(TILE), use & 1, pred=pred)
-    p = _as_weights(s.index(TILE), v_buffers.dtype)
+    p = as_operand(s.index(TILE), v_buffers.dtype)
     tcgen05_mma(p, v, o.index(TILE), pred=pred, mbarriers=[shared.added.index(TILE)])
     if TILE == 1:
         tcgen05_commit(shared.v.empty.index(stage), pred=pred)
@@ -227,7 +194,7 @@ def _fold_blocks(
     SOFTCAP: gl.constexpr = FLAGS.SOFTCAP
     MASKED: gl.constexpr = FLAGS.HAS_LO or FLAGS.HAS_HI or FLAGS.RAGGED
     qk_scale = 1.0 if SOFTCAP else scales[0]
-    p_tile = _as_weights(s_tile, shared.v.buffers.dtype)
+    p_tile = as_operand(s_tile, shared.v.buffers.dtype)
     for i in range(begin, end):
         start = (last - 1 - i) * (2 * HALF)
         mbarrier.wait(shared.scores.index(TILE), use & 1)
@@ -269,7 +236,7 @@ def _soften(
     work = tasks.work
     MASKED: gl.constexpr = FLAGS.HAS_LO or FLAGS.HAS_HI or FLAGS.RAGGED
     BLOCK_N: gl.constexpr = shared.k.buffers.shape[2]
-    L: gl.constexpr = gl.SliceLayout(1, _row_layout(BLOCK_N // 2))
+    L: gl.constexpr = gl.SliceLayout(1, row_layout(BLOCK_N // 2))
     use = 0
     sent = 0
     drawn_parity = 0
@@ -320,15 +287,6 @@ def _soften(
 
 
 @gluon.jit
-def _part_ptrs(ptr, place, FROM: gl.constexpr, HEAD_DIM: gl.constexpr, L: gl.constexpr):
-    """Pointers (ROWS, PART) to the dims from FROM on of a place in (batch, rows, heads, dims)."""
-    first = (place.batch * place.num_rows + place.row) * place.num_heads + place.head
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L)) * (place.num_heads * HEAD_DIM)
-    dims = FROM + gl.arange(0, PART, gl.SliceLayout(0, L))
-    return (ptr + gl.cast(first, gl.int64) * HEAD_DIM + rows)[:, None] + dims[None, :]
-
-
-@gluon.jit
 def _correct(
     to_correct,
     FIRST: gl.constexpr,
@@ -340,7 +298,7 @@ def _correct(
     work, passed = tasks.work, shared.passed
     BLOCK_N: gl.constexpr = shared.k.buffers.shape[2]
     HEAD_DIM_V: gl.constexpr = shared.v.buffers.shape[4]
-    L: gl.constexpr = _row_layout(PART)
+    L: gl.constexpr = row_layout(PART)
     R: gl.constexpr = gl.SliceLayout(1, L)
     use = 0
     taken = 0
@@ -356,7 +314,7 @@ def _correct(
                 if FIRST:
                     acc = gl.zeros([ROWS, PART], gl.float32, L)
                 else:
-                    ptrs = _part_ptrs(state.acc_ptr, place, part, HEAD_DIM_V, L)
+                    ptrs = part_ptrs(state.acc_ptr, place, part, HEAD_DIM_V, L)
                     acc = gl.load(ptrs, inside[:, None], 0.0)
                 o.index(tile).slice(part, PART).store(acc)
         for i in range(first_run, last_run):
@@ -387,9 +345,9 @@ def _correct(
                     if HAS_SINKS:
                         acc = acc * alpha[:, None]
                     acc = acc / divisor[:, None]
-                    ptrs = _part_ptrs(state.out_ptr, place, part, HEAD_DIM_V, L)
+                    ptrs = part_ptrs(state.out_ptr, place, part, HEAD_DIM_V, L)
                 else:
-                    ptrs = _part_ptrs(state.acc_ptr, place, part, HEAD_DIM_V, L)
+                    ptrs = part_ptrs(state.acc_ptr, place, part, HEAD_DIM_V, L)
                 gl.store(ptrs, acc.to(ptrs.dtype.element_ty), inside[:, None])
         if LAST:
             taken += 1 + HAS_SINKS

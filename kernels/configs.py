@@ -160,13 +160,17 @@ BLACKWELL: dict[int, tuple[Config, ...]] = {
 # Configs of the backward of five products in 16 bits, by architecture and head dim: `turns_bwd`, on
 # sm_90 `hopper_bwd`. With 64 dims a visit of the latter has 128 rows of q: with 64 rows, by bytes
 # of shared memory, copies of dQ would take longer than the products. Its consumers have 232
-# registers. For spills see the limits in dev/aot.py.
+# registers. On sm_100 `blackwell_bwd`. For spills see the limits in dev/aot.py.
 ONE_PASS: dict[str, dict[int, Config]] = {
     "sm_80": {128: Config(64, 64, 4, 2)},
     "sm_86": {128: Config(64, 64, 8, 2)},
     "sm_90": {
         64: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
         128: Config(64, 128, 4, 2, l2_bytes=L2_BYTES),
+    },
+    "sm_100": {
+        64: Config(128, 128, 4, 4, l2_bytes=L2_BYTES),
+        128: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
     },
 }
 

@@ -121,15 +121,16 @@ def _load_statistics(ptr, start, run, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _copy_kv(k_desc, v_desc, shared, barrier, batch, row, kv_head):
     """Copies a block of K and V; the end of the copies completes the barrier."""
-    mbarrier.expect(barrier, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for part in gl.static_range(CONSUMERS):
-        coord = [batch, row + part * ROWS, kv_head, 0]
+    PARTS: gl.constexpr = shared.k.shape[0]
+    mbarrier.expect(barrier, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        coord = [batch, row + part * shared.k.shape[2], kv_head, 0]
         start_copy(k_desc, coord, barrier, shared.k.index(part))
         start_copy(v_desc, coord, barrier, shared.v.index(part))
 
 
 @gluon.jit
-def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr):
+def load_visits(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr):
     """Loads the consumers' blocks, in the order in which they are used."""
     shared, work, _, task = context
     q, dout = shared.q, shared.dout
@@ -137,7 +138,8 @@ def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexp
     minus_lse_ptr, delta_ptr, num_rows = statistics
     RAGGED: gl.constexpr = FLAGS.RAGGED
     BLOCK_M: gl.constexpr = q.buffers.shape[2]
-    BLOCK_N: gl.constexpr = CONSUMERS * ROWS
+    PARTS: gl.constexpr = shared.k.shape[0]
+    PART_ROWS: gl.constexpr = shared.k.shape[2]
     batch, kv_head, row, _, first_run, last_run = load_task(work, task)
     nheads = work.num_heads * GROUP
     use = 0
@@ -148,7 +150,7 @@ def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexp
         run = load_visited(work.runs_ptr, i)
         rows = (run[4], run[5])
         mbarrier.wait(shared.kv_empty.index(0), ((i - first_run) & 1) ^ 1)
-        partial = (rows[0] > row) | (rows[1] < row + BLOCK_N)
+        partial = (rows[0] > row) | (rows[1] < row + PARTS * PART_ROWS)
         if partial and FLAGS.PARTIAL:
             _copy_kv(k_desc, v_desc, shared, shared.landed.index(0), batch, row, kv_head)
         else:
@@ -157,9 +159,9 @@ def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexp
             if partial:
                 mbarrier.wait(shared.landed.index(0), kv_uses & 1)
                 kv_uses += 1
-                for part in gl.static_range(CONSUMERS):
-                    clear_outside(shared.k.index(part), row + part * ROWS, rows)
-                    clear_outside(shared.v.index(part), row + part * ROWS, rows)
+                for part in gl.static_range(PARTS):
+                    clear_outside(shared.k.index(part), row + part * PART_ROWS, rows)
+                    clear_outside(shared.v.index(part), row + part * PART_ROWS, rows)
                 fence_async_shared()
                 mbarrier.arrive(shared.kv_full.index(0), count=1)
         first, full_first, full_last, last = column_range(rows[0], rows[1], run[:4], BLOCK_M)
@@ -180,7 +182,9 @@ def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexp
             delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
             shared.statistics.index(2 * stage + 1).store(delta)
             mbarrier.arrive(q.full.index(stage), count=1)
-            # Its last use ended before q's: no barrier of its own says so.
+            # On sm_90 its last use ended before q's: no barrier of its own says so.
+            if dout.empty is not None:
+                stage = await_empty(dout, use)
             dout_uses = fill_rows(
                 dout_desc, coord, dout.buffers.index(stage), dout.full.index(stage),
                 shared.landed.index(2), start, run, dout_uses, RAGGED,
@@ -435,7 +439,7 @@ def hopper_bwd_kernel(
         [
             (_consume, (context, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
             (_consume, (context, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
-            (_produce, (context, descs, statistics, FLAGS, GROUP)),
+            (load_visits, (context, descs, statistics, FLAGS, GROUP)),
             (add_in_turns, (context, dq_ptr, turns_ptr + 1, num_rows, GROUP, RAGGED, DQ)),
         ],
         [4, 1, 1],

@@ -71,7 +71,7 @@ def takes_one_pass(x: Tensor, headdim_v: int, softcap: float = 0.0, own: Chosen 
         able = alike and "one_pass" in own
     else:
         able = alike and headdim_v in configs.ONE_PASS.get(arch, {}) and _half(x)
-        able = able and (arch != "sm_90" or gluon_missing(arch) is None)
+        able = able and gluon_missing(arch) is None
     return _unless_configured("one_pass", able and not softcap, x, headdim_v, own)
 
 

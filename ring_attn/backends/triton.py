@@ -2,9 +2,10 @@
 
 On CUDA (and ROCm) the kernels are compiled at first use. On a CPU, when asked for by name, they run
 in Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and
-float32. On compute capability 9.0, 16-bit types have kernels in Gluon: the forward of head dims 64,
-128 and 256, and the backward of 64 and 128, of 4 kv heads or more and without softcap. On 8.0 to
-8.9 a kernel in Triton computes this backward of head dim 128, all gradients at once, too.
+float32. On compute capability 9.0 and 10.x, 16-bit types have kernels in Gluon: the forward of head
+dims 64 and 128, on 9.0 of 256, too, and the backward of 64 and 128, of 4 kv heads or more and
+without softcap. On 8.0 to 8.9 a kernel in Triton computes this backward of head dim 128, all
+gradients at once, too.
 
 Steps accumulate in place, in one order: from the diagonal downwards for out and dq, upwards for dk
 and dv. So a row's sums do not depend on how the tiles are spread over steps, if the steps come in
@@ -333,14 +334,15 @@ class TritonBackend(Backend):
         from ring_attn.kernels.turn_table import make_turn_table, num_turns
 
         make: Callable[..., Launch]
-        if configs.architecture(q.device) == "sm_90":
+        arch = configs.architecture(q.device)
+        if arch == "sm_90":
             from ring_attn.kernels.hopper_bwd import bwd_launch as make
-
-            q, k, v, dout = map(_copyable, inputs[:4])
+        elif arch == "sm_100":
+            from ring_attn.kernels.blackwell_bwd import blackwell_bwd_launch as make
         else:
             from ring_attn.kernels.turns_bwd import turns_launch as make
-
-            q, k, v, dout = map(_unit_stride, inputs[:4])
+        strided = _copyable if arch in ("sm_90", "sm_100") else _unit_stride
+        q, k, v, dout = map(strided, inputs[:4])
         inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
         dq, dk, dv = gradients
         config = self._config("one_pass", q, v.size(3))

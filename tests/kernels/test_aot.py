@@ -15,9 +15,10 @@ import pytest
 
 from dev import aot
 from dev.__main__ import COMMANDS
-from dev.code_rules import Limits, failures
+from dev.code_rules import Limits, failures, other_orders
 from dev.compiled import OPCODES, Compiled, order_of_sums
 from dev.loops import Loop, loops_of
+from dev.tensor_loads import early_reads
 from ring_attn.cli.main import main
 from ring_attn.kernels.configs import INTERPRETER
 from tests.kernels.toys import die_at_one
@@ -167,6 +168,13 @@ def test_a_loop_may_spill_as_often_as_its_kind_may(loop: Loop, kind: str) -> Non
 
 OVERLAPPING = Loop(0, products=1, around=False, exponentials=66)
 ALONE = dict.fromkeys(OPCODES, 0) | {"HMMA": 1}
+EARLY = """
+    tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r3 + 0];
+    mov.b64 %rd1, {%r2, %r11};
+    mov.b32 %r4, %r3;
+    tcgen05.wait::ld.sync.aligned;
+    add.f32 %r5, %r1, %r2;
+"""
 UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
 
 
@@ -207,6 +215,8 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
         ),
         (UNFENCED, "sm_90", {}, "2 products"),
         (UNFENCED, "sm_90", {}, "line 7"),
+        ({"early_reads": early_reads(EARLY)}, "sm_100", {}, "1 reads before the wait"),
+        ({"early_reads": early_reads(EARLY)}, "sm_100", {}, "line 3: mov.b64 %rd1"),
     ],
 )
 def test_rules(
@@ -239,7 +249,7 @@ def test_variants_of_one_tile_must_add_in_one_order() -> None:
     row = aot.CompiledRow("fwd", "middle full", "sm_80", 64, "float16", "64x64", 4, 2, GOOD, ())
     masked = replace(row, variant="middle causal", report=replace(GOOD, order="other"))
     lost, apart = replace(masked, report=None), replace(masked, tile="32x64")
-    assert [found for found, _ in aot.other_orders([lost, row, apart, masked])] == [masked]
+    assert [found for found, _ in other_orders([lost, row, apart, masked])] == [masked]
 
 
 def test_a_failure_is_named_and_ends_with_1(

@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_time_steps_or_grids(headdim: int) -> None:
 
 
 def test_which_calls_take_it() -> None:
-    """sm_100 has the forward of 64 and 128 dims in 16 bits, and no backward."""
+    """sm_100 has the forward of 64 and 128 dims in 16 bits, and the backward of equal ones."""
     with mock.patch.object(configs, "architecture", lambda device: "sm_100"):
         for headdim, headdim_v, dtype, able in (
             (64, 64, torch.bfloat16, True),
@@ -144,7 +144,8 @@ def test_which_calls_take_it() -> None:
         ):
             x = torch.empty(0, headdim, dtype=dtype)
             assert tuned.takes_gluon(x, headdim_v) is able
-            assert not tuned.takes_one_pass(x, headdim_v)
+            assert tuned.takes_one_pass(x, headdim_v) is (able and headdim == headdim_v)
+            assert not tuned.takes_one_pass(x, headdim_v, softcap=5.0)
         portable = frozen("sm_100", 64)
         assert not tuned.takes_gluon(torch.empty(0, 64).half(), 64, portable)
     for headdim, some in configs.BLACKWELL.items():

@@ -59,16 +59,16 @@ CASES = {
 
 
 def gluon(headdim: int, config: Config) -> Configs:
-    backward = configs.ONE_PASS["sm_90"].get(headdim)
+    backward = configs.ONE_PASS[ARCHITECTURE].get(headdim)
     return {"gluon": config} | ({} if backward is None else {"one_pass": backward})
 
 
 # By name: the head dim and the configs.
 KERNELS = {f"portable {headdim}": (headdim, frozen(ARCHITECTURE, headdim)) for headdim in HEADDIMS}
-if ARCHITECTURE == "sm_90":
+if ARCHITECTURE in ("sm_90", "sm_100"):
     KERNELS |= {
         f"gluon {headdim}, {number}": (headdim, gluon(headdim, config))
-        for headdim, some in configs.GLUON.items()
+        for headdim, some in configs.in_gluon(ARCHITECTURE).items()
         for number, config in enumerate(some)
     }
 else:

@@ -153,6 +153,7 @@ SHORT = {
     "fwd": Config(128, 32, 8, 3),
     "gluon": Config(128, 32, 4, 2, programs_per_sm=1),
     "blackwell": Config(256, 32, 4, 2, programs_per_sm=1),
+    "blackwell bwd": Config(128, 128, 4, 2),
 }
 RAGGED = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
 SQUARE = Mask(260, 260, causal=True)
@@ -168,6 +169,8 @@ TARGETS: dict[str, tuple[str, str, Mask, int, int, Sequence[int | None]]] = {
     "hopper fwd, ragged": ("sm_90", "hopper_fwd", RAGGED, 64, 4, [None]),
     "blackwell fwd": ("sm_100", "blackwell_fwd", Mask(256, 160), 64, 4, range(3)),
     "blackwell fwd, ragged": ("sm_100", "blackwell_fwd", RAGGED, 64, 4, [None]),
+    "blackwell bwd": ("sm_100", "blackwell_bwd", Mask(512, 128), 64, 1, [0]),
+    "blackwell bwd, turns": ("sm_100", "blackwell_bwd", Mask(128, 384), 64, 1, range(4)),
     "hopper bwd": ("sm_90", "hopper_bwd", SQUARE, 64, 1, [0]),
     "hopper bwd, turns": ("sm_90", "hopper_bwd", Mask(128, 512), 64, 1, range(4)),
     "turns bwd": ("sm_80", "turns_bwd", Mask(64, 192), 128, 1, range(2)),
@@ -230,7 +233,7 @@ def target(name: str) -> Target:
     gluon = {"gluon": SHORT["gluon"], "one_pass": one_pass}
     portable = frozen(arch_of(kernels), headdim) | {"fwd": SHORT["fwd"]}
     if "blackwell" in name:
-        gluon = {"gluon": SHORT["blackwell"]}
+        gluon = {"gluon": SHORT["blackwell"], "one_pass": SHORT["blackwell bwd"]}
     if kernel == "turns_bwd":
         del gluon["gluon"]
     tried = TritonBackend(portable if kernel.startswith("flash") else gluon)
@@ -298,6 +301,7 @@ FAULTS_IN_GLUON: dict[str, Plant] = {
 BEFORE_ARRIVALS = (
     rf"(?:{BARRIER}\s*)+(?=(?:add[^;]*;\s*)?// begin inline asm\s*@%p\d+ mbarrier\.arrive)"
 )
+COMMIT = r"tcgen05\.commit[^;]*;"
 MOVE = r"(tcgen05\.(?:ld|st)\.[^;]*\[%r\d+ \+) 0"
 FAULTS_IN_TENSOR_MEMORY: dict[str, Plant] = {
     "parity": (WAIT, OTHER_PARITY, Fault, 1.0),
@@ -310,7 +314,7 @@ FAULTS_IN_TENSOR_MEMORY: dict[str, Plant] = {
     "barriers before arrivals": (BEFORE_ARRIVALS, "", Fault, 0.75),
     # A wait is for all moves before it: of successive parts the last one is enough.
     "moves' wait": (r"tcgen05\.wait::\w+\.sync\.aligned;", "", (Fault, OtherBits), 0.4),
-    "commits": (r"@%p\d+ tcgen05\.commit[^;]*;", "", Fault, 1.0),
+    "commits": (rf"@%p\d+ {COMMIT}", "", Fault, 1.0),
     "columns": (MOVE, r"\1 4", (Fault, OtherBits), 1.0),
     "columns of P": (r"(tcgen05\.mma[^;]*, \[ %r\d+ \+) \d+", r"\1 4", OtherBits, 1.0),
     "descriptors": (DESCRIPTOR, ROWS_APART, (OtherBits, Fault), 0.5),
@@ -325,6 +329,16 @@ FAULTS_BY_KERNEL: dict[str, dict[str, Plant]] = {
     },
     "blackwell fwd": FAULTS_IN_TENSOR_MEMORY,
     "blackwell fwd, ragged": {"fences": (FENCE, "", NotFenced, 1.0)},
+    "blackwell bwd": FAULTS_IN_TENSOR_MEMORY
+    | {
+        # The last two of a run say what nobody waits for, if another run does not follow.
+        "commits": (rf"@%p\d+ {COMMIT}", "", Fault, 0.75),
+        "two commits": (rf"(@%p\d+ {COMMIT})", r"\1 \1", Fault, 0.75),
+    },
+    "blackwell bwd, turns": {
+        "not waited for": (TURN, r"\1, \2;", OtherBits, 1.0),
+        "not given on": (NEXT_TURN, "", Deadlock, 1.0),
+    },
     "hopper bwd": {
         "waits": (WAIT, "mov.pred complete, -1;", (Race, OtherBits), 0.7),
         "fences": (FENCE, "", Fault, 0.0),

@@ -100,7 +100,7 @@ def test_executed_masks(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "taken"), [("sm_80", True), ("sm_86", True), ("sm_90", True), ("sm_100", False)]
+    ("arch", "taken"), [("sm_80", True), ("sm_86", True), ("sm_90", True), ("gfx942", False)]
 )
 def test_which_calls_take_it(arch: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(1, 4, 2, 128, dtype=torch.float16)

@@ -100,7 +100,7 @@ def pack(machine: Machine, ins: Instruction, kind: str) -> ByLanes:
     """Splits a register into the parts in braces, lowest first; or joins such parts."""
     target, source = ins.operands
     if isinstance(target, tuple):
-        parts = [machine.register(str(x)) for x in target]
+        parts = [machine.target(ins, x, f"u{int(kind[1:]) // len(target)}") for x in target]
         whole = machine.source(ins, source, kind)
 
         def split(lanes: Array) -> None:

@@ -215,10 +215,11 @@ def multiply(machine: Machine, ins: Instruction) -> ByLanes:
         kinds = {0: "f16", 1: "bf16"}
         kind = kinds.get(shape >> 7 & 7, "")
         cols = (shape >> 17 & 0x3F) << 3
-        # Dense, float32, no negation, one type, A not transposed, 128 rows.
+        # Dense, float32, no negation, one type, A not transposed in tensor memory, 128 rows.
         if shape & 0x6F or shape >> 4 & 3 != 1 or shape >> 10 & 7 != shape >> 7 & 7 or not kind:
             raise Unsupported(ins, f"with instruction descriptor {shape:#x}")
-        if shape >> 13 & 7 or shape >> 23 != ROWS >> 4 << 1 or not cols:
+        transposed = bool(shape >> 15 & 1)
+        if shape >> 13 & 3 or transposed and in_tensor or shape >> 23 != ROWS >> 4 << 1 or not cols:
             raise Unsupported(ins, f"with instruction descriptor {shape:#x}")
         memory, warp = memory_of(machine), lane // LANES
         [strand] = machine.clocks.strands(thread)
@@ -228,7 +229,7 @@ def multiply(machine: Machine, ins: Instruction) -> ByLanes:
             memory.note(ins, strand, agent, SOME, at, writes=False)
             left = halves_to_f32(memory.words[:, at], kind)
         else:
-            left = matrix(thread, int(first[lane]), ROWS, False, kind)
+            left = matrix(thread, int(first[lane]), ROWS, transposed, kind)
         right = matrix(thread, int(second[lane]), cols, bool(shape >> 16 & 1), kind)
         at = memory.columns(ins, int(into[lane]), cols)
         if (int(into[lane]) | int(first[lane]) * in_tensor) >> 16:

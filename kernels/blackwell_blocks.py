@@ -1,0 +1,70 @@
+"""Parts of the Gluon kernels for sm_100: tiles in tensor memory and their rows in memory."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    get_tmem_reg_layout,
+    tcgen05_commit,
+)
+
+if "pred" not in signature(tcgen05_commit).parameters:
+    raise ImportError("tcgen05_commit has no pred")
+
+# Rows of a tile, one in each lane of tensor memory.
+ROWS = gl.constexpr(128)
+# Columns of a sum that a warpgroup holds in registers at a time: with 32 the forward spills.
+PART = gl.constexpr(16)
+
+
+class Place(NamedTuple):
+    """Rows of a tile of a head, and the sizes of the tensors."""
+
+    batch: Any
+    head: Any
+    row: Any
+    row_stop: Any
+    num_rows: Any
+    num_heads: Any
+
+
+@gluon.constexpr_function
+def row_layout(columns: int) -> gl.DistributedLayout:
+    """The layout of (ROWS, columns) of tensor memory in registers: a row in each thread."""
+    layout = TensorMemoryLayout([ROWS, columns], col_stride=1)
+    return get_tmem_reg_layout(gl.float32, [ROWS, columns], layout, 4)
+
+
+@gluon.jit
+def as_operand(s, dtype: gl.constexpr):
+    """A 16-bit operand (ROWS, columns) in the first half of the columns of s."""
+    COLUMNS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
+    return s.slice(0, COLUMNS // 2)._reinterpret(dtype, [ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def load_tile(tile, L: gl.constexpr):
+    """A float32 tile of tensor memory, in registers that nothing reads before the wait for them.
+
+    The wait has no registers, so the compiler may move what only reads registers before it: triton
+    3.7.1 packs pairs of dP' there. Instructions with effects keep their order.
+    """
+    x = tile.load(L)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def part_ptrs(ptr, place, FROM: gl.constexpr, HEAD_DIM: gl.constexpr, L: gl.constexpr):
+    """Pointers (ROWS, PART) to the dims from FROM on of a place in (batch, rows, heads, dims)."""
+    first = (place.batch * place.num_rows + place.row) * place.num_heads + place.head
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L)) * (place.num_heads * HEAD_DIM)
+    dims = FROM + gl.arange(0, PART, gl.SliceLayout(0, L))
+    return (ptr + gl.cast(first, gl.int64) * HEAD_DIM + rows)[:, None] + dims[None, :]
