@@ -13,12 +13,9 @@ from ring_attn.testing.audit import audit
 
 def run(args: argparse.Namespace) -> int:
     """Audits a step and prints the report; returns 1 if it found something."""
-    sizes = args.world_size or AUDITED_SIZES
+    sizes = args.world_size or AUDITED_SIZES[: 1 if args.quick else None]
     try:
-        report = audit(
-            args.step, sizes[:1] if args.quick else sizes, timeout=args.timeout,
-            threads=args.threads, tiny=args.tiny,
-        )  # fmt: skip
+        report = audit(args.step, sizes, timeout=args.timeout, tiny=args.tiny)
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1

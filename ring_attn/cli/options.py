@@ -122,27 +122,18 @@ def audit(parser: argparse.ArgumentParser) -> None:
     model, or (model, loss), or (model, loss, evaluation loss). It runs on each number of ranks, and
     in one process as their twin, whose batch is all ranks' together.
 
-        ring-attn audit train.py:step
         ring-attn audit train.py:step --world-size 2 4
-        ring-attn audit train.py:step --tiny     models of transformers, 2 layers
 
     The exit status is 1 if a result of the ranks differs from the twin's.
     """
     add = parser.add_argument
     add("step", metavar="FILE:FUNCTION", help="the training step of a rank")
-    sizes = " ".join(map(str, AUDITED_SIZES))
-    add(
-        "--world-size", nargs="+", type=parse_size, metavar="N",
-        help=f"numbers of ranks (default: {sizes}; with --quick the first)",
-    )  # fmt: skip
-    timeout = "seconds for a run (default: 120)"
-    add("--timeout", type=float, default=120.0, metavar="S", help=timeout)
-    threads = "CPU threads of each rank (default: cores / ranks)"
-    add("--threads", type=parse_size, metavar="N", help=threads)
-    add(
-        "--tiny", action="store_true",
-        help="shrink models of transformers to 2 layers, few heads and random weights",
-    )  # fmt: skip
+    sizes = f"numbers of ranks (default: {' '.join(map(str, AUDITED_SIZES))}; with --quick 2)"
+    add("--world-size", nargs="+", type=parse_size, metavar="N", help=sizes)
+    seconds = "seconds for a run (default: 120)"
+    add("--timeout", type=float, default=120.0, metavar="S", help=seconds)
+    tiny = "shrink models of transformers to 2 layers, few heads and random weights"
+    add("--tiny", action="store_true", help=tiny)
     add_common(parser)
 
 

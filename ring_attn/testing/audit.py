@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
+import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ring_attn.cli.launch import run_ranks, under_torchrun
 from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.core.values import as_ints
-from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, error_of
-from ring_attn.testing.hypotheses import Finding, fed_forwards
-from ring_attn.testing.observe import IGNORED, Change, Outcome, find, run_step
+from ring_attn.testing.diagnosis import Diagnosis, Finding, Runs, diagnose, distance, stacked
+from ring_attn.testing.observe import IGNORED, Change, Outcome, run_step
 
 # Runs of the twin with random roundings, from which bounds follow. One more such run would be
 # farther than all three in a quarter of cases: hence bounds are twice the farthest.
@@ -37,13 +37,7 @@ START = 60.0
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of `audit`.
-
-    Attributes:
-        step: the step's name.
-        diagnoses: of each world size; empty if the twin alone is not deterministic.
-        findings: broken contracts that concern the twin alone.
-    """
+    """Diagnoses by world size, none if the twin is not deterministic; findings about the twin."""
 
     step: str
     diagnoses: tuple[Diagnosis, ...]
@@ -54,20 +48,16 @@ class Report:
         """Tells whether each result of the ranks is the twin's within its bound."""
         return not self.findings and not any(x.differences for x in self.diagnoses)
 
-    @property
-    def contracts(self) -> set[str]:
-        """Short names of the broken contracts."""
-        found = [*self.findings, *(y for x in self.diagnoses for y in x.findings)]
-        return {finding.contract for finding in found}
-
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{self.step}: {'ok' if self.ok else 'FAILED'}", *map(_line, self.findings)]
+        lines = [f"{self.step}: {'ok' if self.ok else 'FAILED'}", *map(str, self.findings)]
         for one in self.diagnoses:
-            lines.append(f"{one.world_size} ranks: {_summary(one)}")
-            lines += map(_line, one.findings)
+            count = f"{len(one.differences)} results differ from the twin's"
+            within = "all results are the twin's within their bounds"
+            lines.append(f"{one.world_size} ranks: {count if one.differences else within}")
+            lines += map(str, one.findings)
             if one.unexplained:
                 lines.append(f"  not explained: {len(one.unexplained)} results, the worst are")
                 worst = sorted(one.unexplained, key=lambda key: -one.differences[key].ratio)
@@ -80,7 +70,6 @@ def audit(
     world_size: int | Sequence[int] = AUDITED_SIZES,
     *,
     timeout: float = 120.0,
-    threads: int | None = None,
     tiny: bool = False,
 ) -> Report:
     """Compares a training step on ranks with the same step in one process, and says what is wrong.
@@ -96,11 +85,9 @@ def audit(
 
     Args:
         step: a function without arguments at the top level of a module, or "file.py:function". It
-            returns its model, or (model, loss), or (model, loss, evaluation loss), or a dict with
-            the names `model`, `loss`, `eval_loss`.
+            returns its model, or (model, loss), or (model, loss, evaluation loss).
         world_size: numbers of ranks.
         timeout: seconds that a run of the step may take.
-        threads: CPU threads of each rank; None divides the cores among the ranks.
         tiny: make models of transformers with 2 layers, few heads and random weights, whatever the
             step asks of from_pretrained or from_config.
 
@@ -120,126 +107,98 @@ def audit(
     if under_torchrun():
         raise RuntimeError("audit starts its own ranks: run it by python, not by torchrun")
     name = step if isinstance(step, str) else getattr(step, "__qualname__", repr(step))
-    return judge(name, sizes, _Lab(_portable(step), timeout, threads, tiny).runs)
-
-
-def judge(name: str, sizes: Sequence[int], runs: Runs) -> Report:
-    """The report on a step that `runs` runs."""
-    changes: list[Change] = [{}, {("seed",): 1}, *({("noise",): i} for i in range(NOISY))]
-    twin, again, *noisy = (run[0] for run in runs([{0: x} for x in changes], 1))
-    right = twin.results
-    ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in right.items()}
-    far = [
-        {key: error_of(x, run.results.get(key)) for key, x in right.items()}
-        for run in (again, *noisy)
-    ]
-    if differing := [key for key, ulp in ulps.items() if far[0][key] > ulp]:
-        return Report(name, (), (_unsteady(twin, again, len(differing)),))
-    bounds = {key: 2 * max(run[key] for run in far[1:]) + ulp for key, ulp in ulps.items()}
-    diagnoses = (diagnose(bounds, twin, runs([{}], size)[0], runs) for size in sizes)
-    return Report(name, tuple(diagnoses), _of_twin(twin))
-
-
-@dataclass(frozen=True)
-class _Lab:
-    """Runs a step in processes."""
-
-    step: bytes | str
-    timeout: float
-    threads: int | None
-    tiny: bool
-
-    def runs(self, changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome]]:
-        """Outcomes by run and rank."""
-        seconds = self.timeout * len(changes)
-        free = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-        limit = int(free[0]) * 1024 // world_size
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                ranks = run_ranks(
-                    run_step, world_size, self.step, changes, seconds, folder, limit, self.tiny,
-                    threads=self.threads, device="cpu", timeout=seconds + START,
-                )  # fmt: skip
-            except (RuntimeError, TimeoutError) as error:
-                if stacks := _stacks(folder):
-                    raise TimeoutError(
-                        f"the step on {world_size} ranks takes more than {seconds:g} s: {stacks}"
-                    ) from None
-                if "can't allocate memory" in str(error):
-                    raise ValueError(
-                        f"{world_size} processes need more than the {limit / 2**30:.3g} GiB of "
-                        "memory that are free for each: give the step a smaller model or batch"
-                    ) from error
-                raise
-        return [list(run) for run in zip(*ranks, strict=True)]
-
-
-def _portable(step: Callable[[], Any] | str) -> bytes | str:
-    """The step as text or bytes, which ranks load after their hooks are set."""
-    if isinstance(step, str):
-        find(step)
-        return step
-    if not callable(step):
-        raise TypeError(f"step must be a function or 'file.py:function', got {type(step).__name__}")
+    function = in_file(step) if isinstance(step, str) else step
     try:
-        return pickle.dumps(step)
+        pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"step must be a function at the top level of a module, as ranks import it: {error}"
         ) from None
+    return judge(name, sizes, partial(_run, function, timeout, tiny))
 
 
-def _unsteady(twin: Outcome, again: Outcome, count: int) -> Finding:
-    starts = [name for name, x in twin.start.items() if not x.equal(again.start[name])]
-    fed = [*zip(fed_forwards(twin), fed_forwards(again), strict=False)]
-    if starts:
-        why = f"weights are drawn without a seed ({starts[0]}): seed before making the model"
-    elif any(not a.equal(b) for (*_, a), (*_, b) in fed):
-        why = "batches are drawn without a seed: seed what draws them"
-    else:
-        why = "something is drawn at random, as dropout is (set its p to 0 for the audit), or "
-        why += "depends on time or order"
-    return Finding(
-        "determinism",
-        f"two runs of the twin differ in {count} results: {why}",
-        "the twin ran twice, with other states of the random generators",
-    )
+def judge(name: str, sizes: Sequence[int], runs: Runs) -> Report:
+    """The report on a step that `runs` runs."""
+    noises = [{0: {("noise",): i}} for i in range(NOISY)]
+    twin, again, *noisy = (run[0] for run in runs([{}, {}, *noises], 1))
+    right = twin.results
+    ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in right.items()}
+    far = {key: distance(stacked(key, twin, [again]), x) for key, x in right.items()}
+    if differing := [key for key, ulp in ulps.items() if far[key] > ulp]:
+        text = f"two runs of the twin differ in {len(differing)} results: weights, batches or "
+        text += "dropout are drawn without a seed (seed in the step, set dropout's p to 0), or "
+        text += "something depends on time or order"
+        return Report(name, (), (Finding("determinism", text, "the twin ran twice"),))
+    bounds = {
+        key: 2 * distance(stacked(key, twin, noisy), x) + ulps[key] for key, x in right.items()
+    }
+    diagnoses = (diagnose(bounds, twin, runs([{}], size)[0], runs) for size in sizes)
+    return Report(name, tuple(diagnoses), _of_twin(twin))
+
+
+def in_file(step: str) -> Callable[[], Any]:
+    """The function of "file.py:function"."""
+    path, _, name = step.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"step must be a function or 'file.py:function', got {step!r}")
+    if not Path(path).is_file():
+        raise ValueError(f"step {step!r}: there is no file {path}")
+    return partial(_call, Path(path).resolve(), name)
+
+
+def _call(path: Path, name: str) -> Any:
+    sys.path.insert(0, str(path.parent))
+    return getattr(importlib.import_module(path.stem), name)()
+
+
+def _run(
+    step: Callable[[], Any], timeout: float, tiny: bool,
+    changes: Sequence[Mapping[int, Change]], world_size: int,
+) -> list[list[Outcome]]:  # fmt: skip
+    """Outcomes by run and rank, in processes."""
+    seconds = timeout * len(changes)
+    free = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+    limit = int(free[0]) * 1024 // world_size
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ranks = run_ranks(
+                run_step, world_size, step, changes, seconds, folder, limit, tiny,
+                device="cpu", timeout=seconds + START,
+            )  # fmt: skip
+        except (RuntimeError, TimeoutError) as error:
+            stacks = {path.name: path.read_text() for path in sorted(Path(folder).iterdir())}
+            late = "; ".join(f"rank {rank} {_place(x)}" for rank, x in stacks.items() if x)
+            if late:
+                raise TimeoutError(
+                    f"the step on {world_size} ranks takes more than {seconds:g} s: {late}"
+                ) from None
+            if "can't allocate memory" in str(error):
+                raise ValueError(
+                    f"{world_size} processes need more than the {limit / 2**30:.3g} GiB of "
+                    "memory that are free for each: give the step a smaller model or batch"
+                ) from error
+            raise
+    return [list(run) for run in zip(*ranks, strict=True)]
+
+
+def _place(stacks: str) -> str:
+    """The lines of the user that wait, innermost first."""
+    lines = [line.strip() for line in stacks.splitlines() if 'File "' in line]
+    users = [line for line in lines if not any(part in line for part in INNER)]
+    return f"in {'; '.join(users[:4]) or 'no code of yours'}"
 
 
 def _of_twin(twin: Outcome) -> tuple[Finding, ...]:
-    """Says whether all labels of one process are the tokens themselves, or the next but one."""
-    fits = [True, True, True]
-    for _, forward, tokens in fed_forwards(twin):
-        labels = forward.values("targets")
-        for shift in range(3):
-            moved = F.pad(tokens[:, shift:], (0, shift), value=IGNORED)
-            real = labels != IGNORED
-            fits[shift] &= labels is not None and labels[real].equal(moved[real])
-    if fits[1] or not any(fits):
+    """Says whether all labels of one process are its tokens, rather than the next ones."""
+    others = [0, 0]  # labels that are not the row's token, and not the next
+    for _, forward, tokens in twin.fed():
+        if (labels := forward.values("targets")) is not None:
+            for shift in (0, 1):
+                other = (labels != IGNORED) & (labels != tokens.roll(-shift, 1))
+                others[shift] += int(other.sum())
+    if others[0] or not others[1]:
         return ()
-    how = "are shifted twice: they are the next tokens but one"
-    how = "are not shifted: they are the tokens themselves" if fits[0] else how
-    text = f"the labels {how}; the model, its loss or shard_batch has to shift them, one of these"
+    text = (
+        "the labels are the tokens themselves: the model, its loss or shard_batch must shift them"
+    )
     return (Finding("labels", text, "all targets of the twin are compared with its tokens"),)
-
-
-def _stacks(folder: str) -> str:
-    """The place of each rank when its time was over, innermost first; empty if none was late."""
-    late = []
-    for path in sorted(Path(folder).iterdir()):
-        if lines := [line.strip() for line in path.read_text().splitlines() if 'File "' in line]:
-            users = [line for line in lines if not any(part in line for part in INNER)]
-            late.append(f"rank {path.name} in {'; '.join(users[:4]) or 'no code of yours'}")
-    return "; ".join(late)
-
-
-def _line(finding: Finding) -> str:
-    return f"  {finding.contract}: {finding.text} [tested: {finding.tested}]"
-
-
-def _summary(one: Diagnosis) -> str:
-    words = [key if "loss" in key else key.split()[0] for key in one.differences]
-    kinds = [f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in Counter(words).items()]
-    if not kinds:
-        return "all results are the twin's within their bounds"
-    return f"{', '.join(kinds)} differ from the twin's"

@@ -1,24 +1,26 @@
 """Compares a step on ranks with its twin in one process, and finds the contract that is broken.
 
-A finding is a hypothesis that was tested: a rule that fits the numbers of every parameter, or a run
-in which what is suspected is replaced, on the ranks or in the twin, and the difference is gone.
+A finding is a hypothesis that was tested: a rule that fits the numbers of every parameter, or a
+trial, a run in which what is suspected is replaced, on the ranks or in the twin, and the difference
+is gone. `HYPOTHESES` lists functions that read what was noted and yield trials.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
+from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.oracle import Verdict
-from ring_attn.testing.hypotheses import Finding, Trial, fraction, listed, trials
-from ring_attn.testing.observe import Change, Outcome
+from ring_attn.testing.observe import IGNORED, Change, Outcome
 
 LOSSES = ("loss", "evaluation loss")
 
@@ -26,73 +28,30 @@ LOSSES = ("loss", "evaluation loss")
 Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
 
 
-@dataclass
+@dataclass(frozen=True)
+class Finding:
+    """A broken contract: its name; what is wrong, where, and what to do; how that was tested."""
+
+    contract: str
+    text: str
+    tested: str
+
+    def __str__(self) -> str:
+        return f"  {self.contract}: {self.text} [tested: {self.tested}]"
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """Differences at one world size, their reasons, and what remains without one."""
 
     world_size: int
     differences: dict[str, Verdict]
-    findings: list[Finding] = field(default_factory=list)
-    unexplained: list[str] = field(default_factory=list)
+    findings: list[Finding]
+    unexplained: list[str]
 
 
-def error_of(x: Tensor, y: Tensor | None) -> float:
-    if y is None or x.shape != y.shape:
-        return math.inf
-    error = float((x.double() - y.double()).norm())
-    return error if math.isfinite(error) else math.inf
-
-
-class Comparison:
-    """Results of ranks beside the twin's, and how far roundings move each of them."""
-
-    def __init__(self, bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome]):
-        self.bounds, self.ranks, self.twin = bounds, ranks, twin.results
-        self.given = {key: [run.results.get(key) for run in ranks] for key in self.twin}
-        for key in (key for key in LOSSES if key in self.twin):  # one rank may report it for all
-            self.given[key] = [x for x in self.given[key] if x is not None] or [None]
-        self.differences = {key: v for key in self.twin if not (v := self._worst(key)).ok}
-
-    def verdict(self, key: str, x: Tensor | None, factor: float = 1.0) -> Verdict:
-        """Compares a result of the ranks with that multiple of the twin's."""
-        error, bound = error_of(self.twin[key] * factor, x), self.bounds[key] * abs(factor)
-        return Verdict(key, error, bound, error <= bound)
-
-    def combined(self, key: str) -> dict[str, Tensor]:
-        """The sum and the mean of what ranks have, where they have different parts."""
-        parts = [x.double() for x in self.given[key] if x is not None]
-        if len(parts) < len(self.ranks) or len({x.shape for x in parts}) > 1:
-            return {}
-        if self.spread(key) <= self.bounds[key]:
-            return {}
-        total = torch.stack(parts).sum(0)
-        return {"sum": total, "mean": total / len(parts)}
-
-    def spread(self, key: str) -> float:
-        """The distance of the ranks' results from rank 0's."""
-        first, *rest = self.given[key]
-        return math.inf if first is None else max((error_of(first, x) for x in rest), default=0.0)
-
-    def _worst(self, key: str) -> Verdict:
-        if key in LOSSES:
-            for x in self.combined(key).values():  # each rank reports its part
-                if (verdict := self.verdict(key, x)).ok:
-                    return verdict
-        return max((self.verdict(key, x) for x in self.given[key]), key=lambda v: v.ratio)
-
-    def factor(self, keys: Sequence[str]) -> float | None:
-        """The number by which all of these results differ from the twin's on every rank."""
-        pairs = [(key, self.twin[key], x) for key in keys for x in self.given[key]]
-        if not all(x is not None and x.shape == y.shape for _, y, x in pairs):
-            return None
-        square = sum(float(y.double().square().sum()) for _, y, _ in pairs)
-        product = sum(float((x.double() * y.double()).sum()) for _, y, x in pairs if x is not None)
-        if not square or not product or not math.isfinite(product):
-            return None
-        factor = product / square
-        near = float(Fraction(factor).limit_denominator(len(self.ranks)))
-        fits = (f for f in (near, factor) if all(self.verdict(key, x, f).ok for key, _, x in pairs))
-        return next(fits, None)
+# A finding if a run has the twin's results: changes by rank, or of the twin in its one process.
+Trial = tuple[Finding, Mapping[int, Change], bool]
 
 
 def diagnose(
@@ -100,122 +59,295 @@ def diagnose(
 ) -> Diagnosis:
     """Tests hypotheses about what differs between the ranks and the twin.
 
-    The simplest that leaves no gradient unexplained is taken: what the numbers tell alone, one
-    trial and the numbers after it, or two trials together.
+    The simplest that leaves no gradient unexplained is taken: what the numbers tell alone, or one
+    trial and the numbers after it.
     """
     plain = Comparison(bounds, twin, ranks)
-    if not plain.differences:
-        return Diagnosis(len(ranks), {})
-
-    def rerun(changes: Sequence[dict[int, Any]], before: Sequence[Outcome]) -> list[list[Outcome]]:
-        """Outcomes of the ranks, or of the twin, with each of these changes."""
-        changed = [i for i, x in enumerate(changes) if any(x.values())]
-        new = runs([changes[i] for i in changed], len(before)) if changed else []
-        found = dict(zip(changed, new, strict=True))
-        return [found.get(i, [*before]) for i in range(len(changes))]
-
-    def tried(groups: Sequence[Sequence[Trial]]) -> Iterator[tuple[list[Finding], list[str]]]:
-        of_ranks = [
-            {r: {k: v for t in group for k, v in t.on_ranks.get(r, {}).items()}
-             for r in range(len(ranks))} for group in groups
-        ]  # fmt: skip
-        of_twin = [{0: {k: v for t in group for k, v in t.in_twin.items()}} for group in groups]
-        new = zip(groups, rerun(of_ranks, ranks), rerun(of_twin, [twin]), strict=True)
-        for group, some, (one,) in new:
-            found, left = by_numbers(Comparison(bounds, one, some))
-            yield [*(trial.finding for trial in group), *found], left
-
     findings, left = numbers = by_numbers(plain)
-    attempts, found = [numbers], list[Trial]()
-    for together in (1, 2):
-        if left:
-            found = found or trials(twin, ranks)
-            attempts += tried([*combinations(found, together)])
-            whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
-            findings, left = min(whole, key=lambda x: (len(x[1]), len(x[0])), default=numbers)
-    # An evaluation follows from the weights.
-    moved = any(key.startswith("weight") for key in plain.differences)
-    known = plain.differences.keys() - ({"evaluation loss"} if moved else set())
-    return Diagnosis(len(ranks), plain.differences, findings, [key for key in left if key in known])
+    if left:
+        fed, attempts = Fed(twin, ranks), [numbers]
+        trials = [trial for hypothesis in HYPOTHESES for trial in hypothesis(fed)]
+        for in_twin, num in ((False, len(ranks)), (True, 1)):
+            chosen = [trial for trial in trials if trial[2] == in_twin]
+            outcomes = runs([changes for _, changes, _ in chosen], num) if chosen else []
+            for (finding, _, _), new in zip(chosen, outcomes, strict=True):
+                one, some = (new[0], ranks) if in_twin else (twin, new)
+                found, rest = by_numbers(Comparison(bounds, one, some))
+                known = [key for key in rest if key != "evaluation loss" or key in left]
+                attempts.append(([finding, *found], known))
+        whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
+        findings, left = min(whole, key=lambda x: (len(x[1]), len(x[0])), default=numbers)
+    left = [key for key in left if key in plain.differences]
+    return Diagnosis(len(ranks), plain.differences, findings, left)
+
+
+class Comparison:
+    """Results of ranks beside the twin's, and how far roundings move each of them."""
+
+    def __init__(self, bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome]):
+        self.bounds, self.twin, self.num = bounds, twin.results, len(ranks)
+        self.given = {key: stacked(key, twin, ranks) for key in self.twin}
+        found = {key: self.verdict(key, x) for key, x in self.given.items()}
+        parts = [
+            key
+            for key in found
+            if key in LOSSES and (self.is_part(key, 1) or self.is_part(key, self.num))
+        ]
+        self.differences = {key: x for key, x in found.items() if not x.ok and key not in parts}
+
+    def verdict(self, key: str, given: Tensor, factor: float = 1.0) -> Verdict:
+        """Compares results of some ranks with that multiple of the twin's."""
+        error, bound = distance(given, self.twin[key] * factor), self.bounds[key] * abs(factor)
+        return Verdict(key, error, bound, error <= bound)
+
+    def is_part(self, key: str, divisor: int) -> bool:
+        """Tells whether ranks differ, and the sum of what they have, divided, is the twin's."""
+        given = self.given[key]
+        whole = given.sum(0, keepdim=True) / divisor
+        differ = len(given) == self.num and distance(given, given[0]) > self.bounds[key]
+        return differ and self.verdict(key, whole).ok
+
+    def factor(self, keys: Sequence[str]) -> float | None:
+        """The number by which all of these results differ from the twin's on every rank."""
+        product = sum(float((self.given[key] * self.twin[key]).sum()) for key in keys)
+        square = sum(float(self.twin[key].double().square().sum()) for key in keys) * self.num
+        if not square or not product or not math.isfinite(product):
+            return None
+        factor = product / square
+        near = float(Fraction(factor).limit_denominator(self.num))
+        for x in (near, factor):
+            if all(self.verdict(key, self.given[key], x).ok for key in keys):
+                return x
+        return None
+
+    def some(self, keys: Sequence[str]) -> str:
+        count = sum(key.startswith("gradient") for key in self.twin)
+        names = listed(key.removeprefix("gradient of ") for key in keys)
+        return f"{'all' if len(keys) == count else len(keys)} of {count} parameters ({names})"
+
+
+def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
+    """A result of all runs, NaN where one lacks it; one rank may report a loss for all."""
+    right = twin.results[key].double()
+    given = [run.results.get(key) for run in runs]
+    if key in LOSSES:
+        given = [x for x in given if x is not None] or [None]
+    lacking = torch.full_like(right, math.nan)
+    return torch.stack([
+        lacking if x is None or x.shape != right.shape else x.double() for x in given
+    ])  # fmt: skip
+
+
+def distance(given: Tensor, right: Tensor) -> float:
+    """The largest distance of results from another; infinite where some are not finite."""
+    error = float((given - right.double()).reshape(len(given), -1).norm(dim=1).max())
+    return error if math.isfinite(error) else math.inf
 
 
 def by_numbers(given: Comparison) -> tuple[list[Finding], list[str]]:
     """Rules that fit results as they are, and the results that none of them explains."""
-    found, left = list[Finding](), [*given.differences]
-    gradients = [key for key in left if key.startswith("gradient")]
-    weights = [key for key in left if key.startswith("weight")]
-    for rule in (_not_summed, _scaled):
-        for finding, keys in rule(given, [key for key in gradients if key in left]):
-            found.append(finding)
-            left = [key for key in left if key not in keys]
-    if weights and not gradients:
-        text = (
-            f"gradients agree, but {len(weights)} weights differ after the step: its learning "
-            "rate, its state or the number of its steps differs between ranks"
-        )
-        tested = "gradients before the optimizer's step are the twin's on every rank"
-        found.append(Finding("optimizer step", text, tested))
-    derived = {*weights, "evaluation loss"} if weights else set()
-    for key in (key for key in LOSSES if key in left and key not in derived):
-        if reason := _of_loss(given, key):
-            found.append(reason)
-            derived.add(key)
-    return found, [key for key in left if key not in derived]
-
-
-def _not_summed(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
-    for op in ("sum", "mean"):
-        parts = {key: given.combined(key).get(op) for key in keys}
-        names = [key for key, x in parts.items() if x is not None and given.verdict(key, x).ok]
-        if names:
-            largest = max(given.spread(x) for x in names)
-            yield Finding(
-                "gradient sum",
-                f"gradients of {_some(given, names)} differ between ranks by up to {largest:.2g}: "
-                f"they are not summed{' (averaged)' if op == 'mean' else ''} when they are clipped "
-                "or the optimizer uses them; call sync_gradients after the last backward",
-                f"the {op} over the ranks is the twin's for each of them",
-            ), names  # fmt: skip
-            keys = [key for key in keys if key not in names]
-
-
-def _scaled(given: Comparison, keys: list[str]) -> Iterator[tuple[Finding, list[str]]]:
-    if (factor := given.factor(keys)) is not None:
-        text = f"gradients of {_some(given, keys)} are {fraction(factor)} of the twin's: "
+    found, n = list[Finding](), given.num
+    gradients = [key for key in given.differences if key.startswith("gradient")]
+    weights = [key for key in given.differences if key.startswith("weight")]
+    left = [key for key in given.differences if key in LOSSES]
+    if weights:
+        left = [key for key in left if key != "evaluation loss"]  # it follows from the weights
+        if not gradients:
+            text = f"gradients agree, but {len(weights)} weights differ after the step: its rate, "
+            text += "its state or the number of its steps differs between ranks"
+            tested = "gradients before the optimizer's step are the twin's on every rank"
+            found.append(Finding("optimizer step", text, tested))
+    for divisor, how in ((1, "summed"), (n, "averaged")):
+        if names := [key for key in gradients if given.is_part(key, divisor)]:
+            spread = max(distance(given.given[key], given.given[key][0]) for key in names)
+            text = f"gradients of {given.some(names)} differ between ranks by up to {spread:.2g}: "
+            text += f"they are not {how} when they are clipped or the optimizer uses them; call "
+            text += "sync_gradients after the last backward"
+            tested = f"{how} over the ranks they are the twin's"
+            found.append(Finding("gradient sum", text, tested))
+            gradients = [key for key in gradients if key not in names]
+    if (factor := given.factor(gradients)) is not None:
+        text = f"gradients of {given.some(gradients)} are {fraction(factor)} of the twin's: "
         text += (
-            "what sums them averages over the sequence's ranks, as DDP and FSDP do; multiply the "
-            f"loss by {fraction(1 / factor)}, or sum with sync_gradients"
+            "what sums them averages over the sequence's ranks, as DDP and FSDP do"
             if factor < 1
-            else "they are summed more than once, or the loss of the whole batch is counted on "
-            f"each rank; divide the loss by {fraction(factor)}, or sum once"
+            else "they are summed more than once, or each rank counts the loss of the whole batch"
         )
-        yield Finding("gradient scale", text, "the factor fits each of them on every rank"), keys
+        text += f"; multiply the loss by {fraction(1 / factor)}, or sum once with sync_gradients"
+        found.append(Finding("gradient scale", text, "the factor fits each of them on every rank"))
+        gradients = []
+    for key in [*left]:
+        for factor, how in ((n, "counts each rank"), (1 / n, "is a rank's part, or averaged")):
+            if given.verdict(key, given.given[key], factor).ok:
+                text = f"the {key} {how}: it is {fraction(factor)} of the twin's"
+                found.append(Finding(key, text, "the factor fits it on every rank"))
+                left.remove(key)
+    return found, [*gradients, *left]
 
 
-def _of_loss(given: Comparison, key: str) -> Finding | None:
-    n, values = len(given.ranks), [x for x in given.given[key] if x is not None]
+class Fed:
+    """Columns of the twin's batches that ranks hold.
+
+    Ranks are taken to hold all columns, or those of the layout that gives most of their tokens the
+    twin's place.
+
+    Attributes:
+        held: for each forward, by rank: the rank, the number of its forward and of the twin's, and
+            columns, some of which may be padding beyond the twin's.
+    """
+
+    def __init__(self, twin: Outcome, ranks: Sequence[Outcome]) -> None:
+        self.twin, self.ranks = twin, ranks
+        tried = (self._by_layout(*x) for x in product(LAYOUTS, (1, len(ranks))))
+        _, self.layout, self.held = min(tried, key=lambda x: x[0])
+
+    def _by_layout(self, name: str, parts: int) -> tuple[float, str, Any]:
+        """The number of tokens that a layout makes wrong or missing, its name, and `held`."""
+        held, wrong = list[Any](), 0
+        runs = (run.fed() for run in (self.twin, *self.ranks))
+        for (number, _, right), *given in zip(*runs, strict=False):
+            seqlen = sum(tokens.size(1) for *_, tokens in given[:parts])
+            layout = SequenceLayout.from_name(name, max(parts, seqlen), parts)
+            missing = {*range(right.size(1))}
+            padded = F.pad(right, (0, seqlen), value=-1)
+            for rank, (at, _, tokens) in enumerate(given):
+                columns = layout.position_ids(rank % parts)
+                if tokens.shape != (len(right), len(columns)):
+                    return math.inf, name, []
+                held.append((rank, at, number, columns))
+                wrong += int((padded[:, columns] != tokens).sum())
+                missing -= {*columns.tolist()}
+            wrong += len(missing) * len(right)
+        return wrong, name, held
+
+
+# Inputs of ranks: the contract, the name in texts, what is replaced, and what to do.
+FED = {
+    "tokens": (
+        "batch", "tokens", ("tokens", "targets"), "what draws a batch must be the same on all "
+        "ranks of a sequence, and the batch of one process must be that of all ranks together",
+    ),
+    "positions": (
+        "positions", "position_ids", ("positions",),
+        "give layout.position_ids(rank), or let shard_batch cut the batch",
+    ),
+    "targets": (
+        "labels", "labels", ("targets",),
+        "shift them once, mask them, and cut them by the layout of the tokens (shard_batch)",
+    ),
+}  # fmt: skip
+
+
+def _inputs(fed: Fed) -> Iterator[Trial]:
+    """Gives the ranks the twin's inputs, or the twin theirs."""
+    for name, (contract, called, names, advice) in FED.items():
+        on_ranks = {rank: dict[Any, Any]() for rank in range(len(fed.ranks))}
+        in_twin, ends, differing = dict[Any, Any](), set[int](), dict[int, None]()
+        for rank, at, number, columns in fed.held:
+            forward, twin = fed.ranks[rank].forwards[at], fed.twin.forwards[number]
+            ends |= {*columns[F.pad(columns[1:], (0, 1)) != columns + 1].tolist()}
+            for x in names:
+                given, right = forward.values(x), twin.values(x)
+                if given is None or right is None:
+                    continue
+                held = columns < right.size(1)  # the others are padding
+                new, places = given.clone(), columns[held]
+                new[:, held] = right[:, places]
+                on_ranks[rank][at, x] = new
+                start = torch.full_like(right, IGNORED) if x == "targets" else right.clone()
+                in_twin.setdefault((number, x), start)[:, places] = given[:, held]
+                if x == name and not new.equal(given):
+                    differing[rank] = None
+        wrong, counts = set[int](), [0, 0]
+        for (number, x), got in in_twin.items():
+            right = fed.twin.forwards[number].values(x)
+            if x == name and right is not None:
+                wrong |= {*(got != right).any(0).nonzero().flatten().tolist()}
+                counts[0] += int((right != IGNORED).sum())
+                counts[1] += int((got != IGNORED).sum())
+        if not wrong and not differing:
+            continue
+        text = f"{called} of rank {listed(differing)} are not the twin's: {advice}"
+        if name == "targets":
+            text = f"labels {listed(x + 1 for x in sorted(wrong))} are "
+            text += f"missing or wrong: {advice}"
+            if wrong <= ends:
+                text += "; shifted after cutting, the last row of a segment loses its label"
+        tested = f"with the {called} of one in the other the difference is gone"
+        finding = Finding(contract, text, tested)
+        yield finding, on_ranks, False
+        yield finding, {0: in_twin}, True
+        # The twin's loss may divide by a number of labels that it counted before.
+        factors = {
+            (number, i): counts[0] / max(1, counts[1])
+            for number, _ in in_twin for i in range(len(fed.twin.forwards[number].counts))
+        }  # fmt: skip
+        yield finding, {0: in_twin | factors}, True
+
+
+def _denominators(fed: Fed) -> Iterator[Trial]:
+    """Own counts of all cross-entropies, or of one, such as that of a second head."""
     counts = [
-        sum(sum(x.counts()) for x in run.forwards if x.training == (key == "loss"))
-        for run in given.ranks
-    ]
-    own = [sum(counts) / count if count else math.inf for count in counts]
-    for contract, text, factors in (
-        (key, "counts each rank", [n] * n),
-        (key, "is averaged, though each rank has its part", [1 / n] * n),
-        ("denominator", f"is divided by each rank's own count ({listed(counts)} targets)", own),
-    ):
-        pairs = zip(values, factors, strict=False)
-        if values and all(given.verdict(key, x, f).ok for x, f in pairs):
-            numbers = listed(sorted({f"{float(x):.6g}" for x in values}))
-            text = f"the {key} {text}: {numbers} on {n} ranks, {float(given.twin[key]):.6g} in one"
-            return Finding(contract, f"{text} process", "that factor is the one between them")
-    return None
+        {(at, i): x for at, one in enumerate(run.forwards) if one.training
+         for i, x in enumerate(one.counts)} for run in fed.ranks
+    ]  # fmt: skip
+    n, keys = len(counts), [*counts[0]]
+    if any([*x] != keys for x in counts):
+        return
+    heads = {i: [key for key in keys if key[1] == i] for _, i in keys}
+    chosen = {"the loss": keys} | {f"cross-entropy {i}": heads[i] for i in heads if len(heads) > 1}
+    for what, some in chosen.items():
+        totals = [sum(x[key] for key in some) for x in counts]
+        if len({*totals}) > 1:
+            own = [{k: x[k] * n / (sum(y[k] for y in counts) or 1) for k in some} for x in counts]
+            given = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(totals))
+            text = f"{what} is divided by each rank's own count of targets ({given}): divide by "
+            text += "the targets of the whole batch"
+            tested = "with losses weighted by their counts the difference is gone"
+            yield Finding("denominator", text, tested), dict(enumerate(own)), False
 
 
-def _some(given: Comparison, keys: Sequence[str]) -> str:
-    count = sum(key.startswith("gradient") for key in given.twin)
-    if len(keys) == count:
-        return f"all of {count} parameters"
-    names = [key.removeprefix("gradient of ") for key in keys[:3]]
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return f"{len(keys)} of {count} parameters ({', '.join(names)}{more})"
+def _attention(fed: Fed) -> Iterator[Trial]:
+    """Gives the twin's attention the mask that the ranks' may have: it has their gradients."""
+    if not fed.held:
+        return
+    first = [columns for *_, columns in fed.held[: len(fed.ranks)]]
+    length = fed.twin.forwards[fed.held[0][2]].fed["tokens"].size(-1)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    dropped = (
+        "the mask, or the documents' boundaries, are not seen by the attention of the ranks: "
+        "give attention_mask or cu_seqlens of the whole sequence to attention on each rank"
+    )
+    masks = [("mask", dropped, causal), ("mask", dropped, torch.ones_like(causal))]
+    columns = torch.cat(first)
+    if columns.sort()[0].equal(torch.arange(length)):
+        lens, at = tuple(map(len, first)), columns.argsort()
+        owner = torch.arange(len(lens)).repeat_interleave(torch.tensor(lens))[at]
+        text = "attention sees only the rows of its own rank: make it ring_attention, or see that "
+        text += "the model's attention function is the one that was replaced"
+        masks.append(("attention", text, causal & (owner[:, None] == owner)))
+        for name in LAYOUTS:
+            layout = SequenceLayout.from_name(name, length, len(lens))
+            taken = torch.cat([layout.position_ids(rank) for rank in range(len(lens))])
+            if layout.shard_lens == lens and not taken.equal(columns):
+                text = f"attention takes the rows for {name}, but they are cut {fed.layout}: give "
+                text += "it the layout of the batch"
+                masks.append(("layout", text, taken[at][:, None] >= taken[at]))
+    for contract, text, seen in masks:
+        tested = "with what they see in the twin the difference is gone"
+        yield Finding(contract, text, tested), {0: {("seen",): seen}}, True
+
+
+HYPOTHESES = (_inputs, _denominators, _attention)
+
+
+def fraction(x: float) -> str:
+    """A factor as text: a fraction of small numbers where it is one."""
+    near = Fraction(x).limit_denominator(64)
+    return str(near) if float(near) == x else f"{x:.4g}"
+
+
+def listed(numbers: Iterable[object]) -> str:
+    """Numbers as text, at most eight."""
+    texts = [*map(str, numbers)]
+    return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

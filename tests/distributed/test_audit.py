@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,10 +19,15 @@ def judged(step: Callable[[], Any], ranks: Any, folder: Any, *sizes: int) -> Rep
     """The report of `audit`, by ranks that the tests share."""
 
     def runs(changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome]]:
-        given = (pickle.dumps(step), changes, 60.0, str(folder), 0)
+        given = (step, changes, 60.0, str(folder), 0)
         return [list(run) for run in zip(*ranks(world_size).run(run_step, *given), strict=True)]
 
     return judge("step", sizes, runs)
+
+
+def contracts(report: Report) -> set[str]:
+    found = [*report.findings, *(y for x in report.diagnoses for y in x.findings)]
+    return {finding.contract for finding in found}
 
 
 # Bugs by kind of step, and the contract that each breaks. They are those of reports: the scale
@@ -47,7 +51,6 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "rate of the rank": "optimizer step",
         "loss averaged": "loss",
         "evaluation counts ranks": "evaluation loss",
-        "seed of the rank": "initial weights",
         "batch of the rank": "batch",
         "local attention": "attention",
         "another layout": "layout",
@@ -63,7 +66,6 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     "accumulated": {
         "averaged": "gradient scale",
         "not summed": "gradient sum",
-        "summed in each micro-batch": "accumulation",
     },
     "parallelized": {
         "not parallelized": "attention",
@@ -85,31 +87,25 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "targets across documents": "labels",
     },
     "two_losses": {
-        "second loss divided by the ranks": "gradient scale",  # Megatron-LM 3959
         "second loss by own count": "denominator",  # Megatron-LM 7452
     },
     # VeOmni 1115
     "grouped": {"group of one rank": "gradient sum", "never synchronized": "gradient sum"},
     "plainly": {
-        "last tokens dropped": "tokens",  # TransformerEngine 1930
-        "padding is a target": "labels",
+        "last tokens dropped": "labels",  # TransformerEngine 1930
         "tied weights summed twice": "gradient scale",
         "labels rolled after the cut": "labels",  # verl 4250
         "mean of no target": "denominator",  # Megatron-LM 1764, axolotl 3026
-        "evaluation by own count": "denominator",  # ms-swift 9152
-        "evaluation is a mean of means": "denominator",
     },
     "fsdp_clipped": {},
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
     "checkpointed": {
-        "gradients cleared between": "accumulation",
         "local attention": "attention",  # the trial changes what is recomputed, too
     },
     "of_torch": {"cut without the balancer": "layout"},
     "by_buffers": {"labels left out of the buffers": "labels"},
     "lora": {
         "lora_A left out": "gradient sum",
-        "adapters by the rank's seed": "initial weights",
     },
 }
 
@@ -127,7 +123,7 @@ def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any, tmp_path: Any) 
     report = judged(partial(steps(kind), bug), ranks, tmp_path, 4 if kind == "cp_tp" else 3)
     assert not report.ok
     expected = PLANTED[kind][bug]
-    assert report.contracts == ({expected} if isinstance(expected, str) else expected), str(report)
+    assert contracts(report) == ({expected} if isinstance(expected, str) else expected), str(report)
     assert not report.diagnoses[0].unexplained, str(report)
 
 
@@ -153,20 +149,21 @@ def test_a_right_step_of_each_kind_has_no_finding(
 
 @pytest.mark.parametrize(
     ("kind", "bug"),
-    [("gathered", "keys without gradients"),
+    [("gathered", "keys without gradients"), ("plainly", "padding is a target"),
+     ("plain", "seed of the rank"), ("accumulated", "summed in each micro-batch"),
      ("fsdp_clipped", "clipped by the shard's norm")],  # Megatron-LM 5916
 )  # fmt: skip
 def test_what_no_hypothesis_explains_is_said(
     kind: str, bug: str, ranks: Any, tmp_path: Any
 ) -> None:
     report = judged(partial(steps(kind), bug), ranks, tmp_path, 2)
-    assert not report.ok and not report.contracts
+    assert not report.ok and not contracts(report)
     assert report.diagnoses[0].unexplained and "not explained" in str(report)
 
 
 def test_what_a_finding_does_not_explain_is_said(ranks: Any, tmp_path: Any) -> None:
     step = partial(audit_steps.gathered, "keys without gradients and one left out")
     report = judged(step, ranks, tmp_path, 2)
-    assert report.contracts == {"gradient sum"}, str(report)
+    assert contracts(report) == {"gradient sum"}, str(report)
     left = report.diagnoses[0].unexplained
     assert left and "gradient of model.norm.weight" not in left
