@@ -88,11 +88,7 @@ class Comparison:
         self.bounds, self.twin, self.num = bounds, twin.results, len(ranks)
         self.given = {key: stacked(key, twin, ranks) for key in self.twin}
         found = {key: self.verdict(key, x) for key, x in self.given.items()}
-        parts = [
-            key
-            for key in found
-            if key in LOSSES and (self.is_part(key, 1) or self.is_part(key, self.num))
-        ]
+        parts = [key for key in found if key in LOSSES and self.is_part(key)]
         self.differences = {key: x for key, x in found.items() if not x.ok and key not in parts}
 
     def verdict(self, key: str, given: Tensor, factor: float = 1.0) -> Verdict:
@@ -100,12 +96,13 @@ class Comparison:
         error, bound = distance(given, self.twin[key] * factor), self.bounds[key] * abs(factor)
         return Verdict(key, error, bound, error <= bound)
 
-    def is_part(self, key: str, divisor: int) -> bool:
-        """Tells whether ranks differ, and the sum of what they have, divided, is the twin's."""
+    def is_part(self, key: str) -> bool:
+        """Tells whether ranks differ, and the sum or the mean of what they have is the twin's."""
         given = self.given[key]
-        whole = given.sum(0, keepdim=True) / divisor
-        differ = len(given) == self.num and distance(given, given[0]) > self.bounds[key]
-        return differ and self.verdict(key, whole).ok
+        if len(given) < self.num or distance(given, given[0]) <= self.bounds[key]:
+            return False
+        whole = given.sum(0, keepdim=True)
+        return any(self.verdict(key, x).ok for x in (whole, whole / self.num))
 
     def factor(self, keys: Sequence[str]) -> float | None:
         """The number by which all of these results differ from the twin's on every rank."""
@@ -157,15 +154,14 @@ def by_numbers(given: Comparison) -> tuple[list[Finding], list[str]]:
             text += "its state or the number of its steps differs between ranks"
             tested = "gradients before the optimizer's step are the twin's on every rank"
             found.append(Finding("optimizer step", text, tested))
-    for divisor, how in ((1, "summed"), (n, "averaged")):
-        if names := [key for key in gradients if given.is_part(key, divisor)]:
-            spread = max(distance(given.given[key], given.given[key][0]) for key in names)
-            text = f"gradients of {given.some(names)} differ between ranks by up to {spread:.2g}: "
-            text += f"they are not {how} when they are clipped or the optimizer uses them; call "
-            text += "sync_gradients after the last backward"
-            tested = f"{how} over the ranks they are the twin's"
-            found.append(Finding("gradient sum", text, tested))
-            gradients = [key for key in gradients if key not in names]
+    if names := [key for key in gradients if given.is_part(key)]:
+        spread = max(distance(given.given[key], given.given[key][0]) for key in names)
+        text = f"gradients of {given.some(names)} differ between ranks by up to {spread:.2g}: they "
+        text += "are not summed when they are clipped or the optimizer uses them; call "
+        text += "sync_gradients after the last backward"
+        tested = "their sum, or their mean, over the ranks is the twin's for each of them"
+        found.append(Finding("gradient sum", text, tested))
+        gradients = [key for key in gradients if key not in names]
     if (factor := given.factor(gradients)) is not None:
         text = f"gradients of {given.some(gradients)} are {fraction(factor)} of the twin's: "
         text += (
@@ -242,7 +238,7 @@ def _inputs(fed: Fed) -> Iterator[Trial]:
     """Gives the ranks the twin's inputs, or the twin theirs."""
     for name, (contract, called, names, advice) in FED.items():
         on_ranks = {rank: dict[Any, Any]() for rank in range(len(fed.ranks))}
-        in_twin, ends, differing = dict[Any, Any](), set[int](), dict[int, None]()
+        whole, in_twin, ends = dict[Any, Tensor](), dict[Any, Any](), set[int]()
         for rank, at, number, columns in fed.held:
             forward, twin = fed.ranks[rank].forwards[at], fed.twin.forwards[number]
             ends |= {*columns[F.pad(columns[1:], (0, 1)) != columns + 1].tolist()}
@@ -251,38 +247,35 @@ def _inputs(fed: Fed) -> Iterator[Trial]:
                 if given is None or right is None:
                     continue
                 held = columns < right.size(1)  # the others are padding
-                new, places = given.clone(), columns[held]
-                new[:, held] = right[:, places]
-                on_ranks[rank][at, x] = new
-                start = torch.full_like(right, IGNORED) if x == "targets" else right.clone()
-                in_twin.setdefault((number, x), start)[:, places] = given[:, held]
-                if x == name and not new.equal(given):
-                    differing[rank] = None
+                on_ranks[rank][at, x] = new = given.clone()
+                new[:, held] = right[:, columns[held]]
+                whole[number, x] = right
+                none = torch.full_like(right, IGNORED) if x == "targets" else right.clone()
+                in_twin.setdefault((number, x), none)[:, columns[held]] = given[:, held]
         wrong, counts = set[int](), [0, 0]
-        for (number, x), got in in_twin.items():
-            right = fed.twin.forwards[number].values(x)
-            if x == name and right is not None:
-                wrong |= {*(got != right).any(0).nonzero().flatten().tolist()}
+        for key, right in whole.items():
+            if key[1] == name:
+                differs = (in_twin[key] != right).any(0)
+                wrong |= {*differs.nonzero().flatten().tolist()}
                 counts[0] += int((right != IGNORED).sum())
-                counts[1] += int((got != IGNORED).sum())
-        if not wrong and not differing:
+                counts[1] += int((in_twin[key] != IGNORED).sum())
+        if not wrong:
             continue
-        text = f"{called} of rank {listed(differing)} are not the twin's: {advice}"
-        if name == "targets":
-            text = f"labels {listed(x + 1 for x in sorted(wrong))} are "
-            text += f"missing or wrong: {advice}"
-            if wrong <= ends:
-                text += "; shifted after cutting, the last row of a segment loses its label"
+        where = {rank: 0 for rank, *_, columns in fed.held if wrong.intersection(columns.tolist())}
+        text = f"{called} of rows {listed(sorted(wrong))} (rank {listed(where)}) are missing or "
+        text += f"not the twin's: {advice}"
+        if name == "targets" and wrong <= ends:
+            text += "; shifted after cutting, the last row of a segment loses its label"
         tested = f"with the {called} of one in the other the difference is gone"
         finding = Finding(contract, text, tested)
         yield finding, on_ranks, False
         yield finding, {0: in_twin}, True
         # The twin's loss may divide by a number of labels that it counted before.
-        factors = {
-            (number, i): counts[0] / max(1, counts[1])
-            for number, _ in in_twin for i in range(len(fed.twin.forwards[number].counts))
-        }  # fmt: skip
-        yield finding, {0: in_twin | factors}, True
+        factor = counts[0] / max(1, counts[1])
+        for number in {number for number, _ in whole}:
+            factors = {(number, i): factor for i in range(len(fed.twin.forwards[number].counts))}
+            in_twin = in_twin | factors
+        yield finding, {0: in_twin}, True
 
 
 def _denominators(fed: Fed) -> Iterator[Trial]:
