@@ -218,20 +218,12 @@ class Fed:
 
 
 # Inputs of ranks: the contract, the name in texts, what is replaced, and what to do.
+CUT = "cut them by the layout of the tokens, as shard_batch does"
 FED = {
-    "tokens": (
-        "batch", "tokens", ("tokens", "targets"), "what draws a batch must be the same on all "
-        "ranks of a sequence, and the batch of one process must be that of all ranks together",
-    ),
-    "positions": (
-        "positions", "position_ids", ("positions",),
-        "give layout.position_ids(rank), or let shard_batch cut the batch",
-    ),
-    "targets": (
-        "labels", "labels", ("targets",),
-        "shift them once, mask them, and cut them by the layout of the tokens (shard_batch)",
-    ),
-}  # fmt: skip
+    "tokens": ("batch", "tokens", ("tokens", "targets"), "all ranks must draw one batch"),
+    "positions": ("positions", "position_ids", ("positions",), CUT),
+    "targets": ("labels", "labels", ("targets",), f"shift once, mask, and {CUT}"),
+}
 
 
 def _inputs(fed: Fed) -> Iterator[Trial]:
@@ -307,14 +299,12 @@ def _attention(fed: Fed) -> Iterator[Trial]:
     first = [columns for *_, columns in fed.held[: len(fed.ranks)]]
     length = fed.twin.forwards[fed.held[0][2]].fed["tokens"].size(-1)
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    dropped = (
-        "the mask, or the documents' boundaries, are not seen by the attention of the ranks: "
-        "give attention_mask or cu_seqlens of the whole sequence to attention on each rank"
-    )
-    masks = [("mask", dropped, causal), ("mask", dropped, torch.ones_like(causal))]
-    columns = torch.cat(first)
+    text = "the mask, or the documents' boundaries, are not seen by the attention of the ranks: "
+    text += "give it attention_mask or cu_seqlens of the whole sequence"
+    masks = [("mask", text, causal), ("mask", text, torch.ones_like(causal))]
+    columns, lens = torch.cat(first), tuple(map(len, first))
     if columns.sort()[0].equal(torch.arange(length)):
-        lens, at = tuple(map(len, first)), columns.argsort()
+        at = columns.argsort()
         owner = torch.arange(len(lens)).repeat_interleave(torch.tensor(lens))[at]
         text = "attention sees only the rows of its own rank: make it ring_attention, or see that "
         text += "the model's attention function is the one that was replaced"
@@ -323,8 +313,7 @@ def _attention(fed: Fed) -> Iterator[Trial]:
             layout = SequenceLayout.from_name(name, length, len(lens))
             taken = torch.cat([layout.position_ids(rank) for rank in range(len(lens))])
             if layout.shard_lens == lens and not taken.equal(columns):
-                text = f"attention takes the rows for {name}, but they are cut {fed.layout}: give "
-                text += "it the layout of the batch"
+                text = f"attention takes rows for {name}, but they are cut {fed.layout}"
                 masks.append(("layout", text, taken[at][:, None] >= taken[at]))
     for contract, text, seen in masks:
         tested = "with what they see in the twin the difference is gone"

@@ -14,7 +14,6 @@ import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -84,24 +83,20 @@ def run_step(
     step: Callable[[], Any],
     runs: Sequence[Mapping[int, Change]],
     seconds: float,
-    folder: str,
-    limit: int,
+    limit: int = 0,
     tiny: bool = False,
 ) -> list[Outcome]:
     """Notes of this rank in each run; a run has changes by rank.
 
-    Args:
-        seconds: after them this rank ends, with its stack in a file of its number in `folder`.
-        limit: bytes of memory that the process may use; 0 for no limit.
-        tiny: whether models of transformers are shrunk.
+    Writes the stack to stderr after `seconds`. `limit` is the memory that the process may use, in
+    bytes; 0 is no limit. `tiny` shrinks models of transformers.
     """
-    rank = dist.get_rank()
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    with (Path(folder) / str(rank)).open("w") as file, tiny_models() if tiny else nullcontext():
-        faulthandler.dump_traceback_later(seconds, file=file, exit=True)
-        outcomes = [_Watch(changes.get(rank, {})).run(step) for changes in runs]
-        faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(seconds)
+    with tiny_models() if tiny else nullcontext():
+        outcomes = [_Watch(changes.get(dist.get_rank(), {})).run(step) for changes in runs]
+    faulthandler.cancel_dump_traceback_later()
     return outcomes
 
 

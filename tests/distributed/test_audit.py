@@ -15,11 +15,11 @@ from tests import audit_reported, audit_steps
 pytestmark = [pytest.mark.dist, pytest.mark.gloo]
 
 
-def judged(step: Callable[[], Any], ranks: Any, folder: Any, *sizes: int) -> Report:
+def judged(step: Callable[[], Any], ranks: Any, *sizes: int) -> Report:
     """The report of `audit`, by ranks that the tests share."""
 
     def runs(changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome]]:
-        given = (step, changes, 60.0, str(folder), 0)
+        given = (step, changes, 60.0)
         return [list(run) for run in zip(*ranks(world_size).run(run_step, *given), strict=True)]
 
     return judge("step", sizes, runs)
@@ -119,8 +119,8 @@ BUGS = [(kind, bug) for kind, bugs in PLANTED.items() for bug in bugs]
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize(("kind", "bug"), BUGS)
-def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any, tmp_path: Any) -> None:
-    report = judged(partial(steps(kind), bug), ranks, tmp_path, 4 if kind == "cp_tp" else 3)
+def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any) -> None:
+    report = judged(partial(steps(kind), bug), ranks, 4 if kind == "cp_tp" else 3)
     assert not report.ok
     expected = PLANTED[kind][bug]
     assert contracts(report) == ({expected} if isinstance(expected, str) else expected), str(report)
@@ -130,20 +130,18 @@ def test_a_planted_bug_is_named(kind: str, bug: str, ranks: Any, tmp_path: Any) 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("seqlen", [29, 64, 101])
-def test_a_right_step_has_no_finding(layout: str, seqlen: int, ranks: Any, tmp_path: Any) -> None:
+def test_a_right_step_has_no_finding(layout: str, seqlen: int, ranks: Any) -> None:
     step = partial(audit_steps.plain, "", layout, seqlen)
-    report = judged(step, ranks, tmp_path, 2, 3)
+    report = judged(step, ranks, 2, 3)
     assert report.ok, str(report)
 
 
 @pytest.mark.sweep(14)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("kind", list(PLANTED)[1:])
-def test_a_right_step_of_each_kind_has_no_finding(
-    kind: str, layout: str, ranks: Any, tmp_path: Any
-) -> None:
+def test_a_right_step_of_each_kind_has_no_finding(kind: str, layout: str, ranks: Any) -> None:
     sizes = (2, 4) if kind == "cp_tp" else (2, 3)
-    report = judged(partial(steps(kind), "", layout), ranks, tmp_path, *sizes)
+    report = judged(partial(steps(kind), "", layout), ranks, *sizes)
     assert report.ok, str(report)
 
 
@@ -153,17 +151,15 @@ def test_a_right_step_of_each_kind_has_no_finding(
      ("plain", "seed of the rank"), ("accumulated", "summed in each micro-batch"),
      ("fsdp_clipped", "clipped by the shard's norm")],  # Megatron-LM 5916
 )  # fmt: skip
-def test_what_no_hypothesis_explains_is_said(
-    kind: str, bug: str, ranks: Any, tmp_path: Any
-) -> None:
-    report = judged(partial(steps(kind), bug), ranks, tmp_path, 2)
+def test_what_no_hypothesis_explains_is_said(kind: str, bug: str, ranks: Any) -> None:
+    report = judged(partial(steps(kind), bug), ranks, 2)
     assert not report.ok and not contracts(report)
     assert report.diagnoses[0].unexplained and "not explained" in str(report)
 
 
 def test_what_a_finding_does_not_explain_is_said(ranks: Any, tmp_path: Any) -> None:
     step = partial(audit_steps.gathered, "keys without gradients and one left out")
-    report = judged(step, ranks, tmp_path, 2)
+    report = judged(step, ranks, 2)
     assert contracts(report) == {"gradient sum"}, str(report)
     left = report.diagnoses[0].unexplained
     assert left and "gradient of model.norm.weight" not in left
