@@ -129,9 +129,6 @@ def plainly(bug: str = "", layout_name: str = "contiguous") -> Any:
     labels = ids.clone()
     labels[:, : SEQLEN // 2] = -100
     count = (labels[:, 1:] != -100).sum()
-    if bug == "padding is a target" and world_size > 1:
-        fill = -SEQLEN % world_size or world_size
-        ids, labels, cut = F.pad(ids, (0, fill)), F.pad(labels, (0, fill)), SEQLEN + fill
     ids, labels = ids[:, :cut], labels[:, :cut]
     layout = SequenceLayout.from_name(layout_name, cut, world_size)
     model = model_with(ring_of(layout) if world_size > 1 else dense_attention)

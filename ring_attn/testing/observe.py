@@ -74,8 +74,8 @@ class Outcome:
     results: dict[str, Tensor]
 
     def fed(self) -> list[tuple[int, Forward, Tensor]]:
-        """Forwards with gradients whose tokens are known: number, forward, tokens."""
-        known = ((at, x, x.values("tokens")) for at, x in enumerate(self.forwards) if x.training)
+        """Forwards whose tokens are known: number, forward, tokens."""
+        known = ((at, x, x.values("tokens")) for at, x in enumerate(self.forwards))
         return [(at, x, tokens) for at, x, tokens in known if tokens is not None]
 
 
