@@ -159,7 +159,7 @@ def _of_twin(twin: Outcome) -> tuple[Finding, ...]:
     """Says whether all labels of one process are its tokens, rather than the next ones."""
     others = [0, 0]  # labels that are not the row's token, and not the next
     for _, forward, tokens in twin.fed():
-        if (labels := forward.values("targets")) is not None:
+        if forward.training and (labels := forward.values("targets")) is not None:
             for shift in (0, 1):
                 other = (labels != IGNORED) & (labels != tokens.roll(-shift, 1))
                 others[shift] += int(other.sum())

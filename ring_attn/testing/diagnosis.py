@@ -254,8 +254,8 @@ def _inputs(fed: Fed) -> Iterator[Trial]:
         if not wrong:
             continue
         where = {rank: 0 for rank, *_, columns in fed.held if wrong.intersection(columns.tolist())}
-        text = f"{called} of rows {listed(sorted(wrong))} (rank {listed(where)}) are missing or "
-        text += f"not the twin's: {advice}"
+        text = f"{called} of rows {listed(sorted(wrong))} (rank {listed(where) or 'none'}) are "
+        text += f"missing or not the twin's: {advice}"
         if name == "targets" and wrong <= ends:
             text += "; shifted after cutting, the last row of a segment loses its label"
         tested = f"with the {called} of one in the other the difference is gone"

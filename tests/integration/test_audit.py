@@ -162,7 +162,7 @@ def test_ranks_that_hang_are_ended_and_say_where(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert "ranks 0, 1 of 2 have no result" in ran.stderr and 'train.py", line 6' in ran.stderr
+    assert "ranks 0, 1 of 2 have no result" in ran.stderr and 'train.py", line 7' in ran.stderr
 
 
 @pytest.mark.parametrize(
