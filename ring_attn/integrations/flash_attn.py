@@ -17,7 +17,7 @@ out 0 and zero gradients; flash-attn does not write them. All dtypes, headdims a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Unpack
@@ -46,7 +46,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """The parameters after tensors and documents, in their order; not each function has all."""
+    """The parameters that all functions have, in their order."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -56,7 +56,125 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
     return_attn_probs: bool = False
-    block_table: Tensor | None = None
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **execution: Unpack[ExecutionOptions],
+) -> Result:
+    """Attention of this rank's queries to all visible keys.
+
+    Args:
+        q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dropout_p: must be 0.
+        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        causal: bottom-right aligned, in global positions.
+        window_size: (left, right) in global positions; `causal` makes right 0.
+        softcap: caps the scores; 0 does not.
+        alibi_slopes: must be None.
+        deterministic: refused if the backend cannot promise it.
+        return_attn_probs: also return lse, and None.
+        group: as for `ring_attention`.
+        layout: as for `ring_attention`.
+        **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
+        (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
+
+    Raises:
+        Exception: as `ring_attention`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
+        >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
+        torch.Size([1, 500, 8, 64])
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    return _call("", (q, k, v), (), options, group=group, layout=layout, **execution)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **execution: Unpack[ExecutionOptions],
+) -> Result:
+    """`flash_attn_func` within packed documents.
+
+    Args:
+        q: (rows, nheads, headdim), this rank's rows of the packed sequence.
+        k: (rows_kv, nheads_kv, headdim).
+        v: (rows_kv, nheads_kv, headdim_v).
+        cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
+            after the last boundary are padding; on several ranks padding needs a `SequenceLayout`.
+        cu_seqlens_k: boundaries of the keys' documents, as many.
+        max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
+            under torch.compile, which does not see boundaries.
+        max_seqlen_k: the same for the keys.
+        dropout_p, softmax_scale, causal, window_size: as for `flash_attn_func`.
+        softcap, alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_func`.
+        block_table: must be None.
+        group: as for `ring_attention`.
+        layout: as for `ring_attention`.
+        **execution: as for `flash_attn_func`.
+
+    Returns:
+        `out` (rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse (nheads,
+        rows).
+
+    Raises:
+        NotImplementedError: `block_table` is not None.
+        Exception: as `ring_attention`.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    if block_table is not None:
+        error = NotImplementedError(
+            "block_table must be None: a prompt against a paged cache is not built; "
+            "ring_attn.tree_decode takes the newest tokens against one that is split over the ranks"
+        )
+        tell_refusal(error, group)
+        raise error
+    sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call("", (q, k, v), sides, options, group=group, layout=layout, **execution)
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
@@ -86,12 +204,6 @@ def _call(
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
     try:
         refusals.check_options(name, execution, ExecutionOptions)
-        if options.block_table is not None:
-            raise NotImplementedError(
-                "block_table must be None: a prompt against a paged cache is not built; "
-                "ring_attn.tree_decode takes the newest tokens against one that is split over the "
-                "ranks"
-            )
         qkv = unpacked(form, tensors, packed=bool(sides))
         check_deterministic(qkv, options)
         documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
@@ -121,16 +233,16 @@ def named_function(
     call: Callable[..., Result],
     doc: str,
     *,
-    without: Collection[str] = ("block_table",),
+    without: str = "",
 ) -> Callable[..., Result]:
     """Makes a function of the tensors of a form, `documents` (types by name) and `Options`.
 
     The function calls `call(form, tensors, documents, options, ...)`, and has the further
-    parameters of `call` after its own. It has no options of the names in `without`.
+    parameters of `call` after its own.
     """
     types = {**dict.fromkeys(TENSORS[form], Tensor), **documents}
     required = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x]) for x in types]
-    options = [x for x in signature(Options).parameters.values() if x.name not in without]
+    options = [x for x in signature(Options).parameters.values() if x.name != without]
     names = [parameter.name for parameter in (*required, *options)]
 
     # Signature.bind does the same, but takes 20 us longer at every call.
@@ -154,82 +266,6 @@ def named_function(
     return function
 
 
-_SIDES = {"cu_seqlens_q": Tensor, "cu_seqlens_k": Tensor, "max_seqlen_q": int, "max_seqlen_k": int}
-
-flash_attn_func = named_function(
-    "flash_attn_func",
-    "",
-    {},
-    _call,
-    """Attention of this rank's queries to all visible keys.
-
-Args:
-    q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
-    k: (batch, rows_kv, nheads_kv, headdim).
-    v: (batch, rows_kv, nheads_kv, headdim_v).
-    dropout_p: must be 0.
-    softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-    causal: bottom-right aligned, in global positions.
-    window_size: (left, right) in global positions; `causal` makes right 0.
-    softcap: caps the scores; 0 does not.
-    alibi_slopes: must be None.
-    deterministic: refused if the backend cannot promise it.
-    return_attn_probs: also return lse, and None.
-    group: as for `ring_attention`.
-    layout: as for `ring_attention`.
-    **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
-
-Returns:
-    `out` (batch, rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
-    (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
-
-Raises:
-    Exception: as `ring_attention`.
-
-Example:
-    >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
-    >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
-    >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
-    torch.Size([1, 500, 8, 64])
-""",
-)
-
-flash_attn_varlen_func = named_function(
-    "flash_attn_varlen_func",
-    "",
-    _SIDES,
-    _call,
-    """`flash_attn_func` within packed documents.
-
-Args:
-    q: (rows, nheads, headdim), this rank's rows of the packed sequence.
-    k: (rows_kv, nheads_kv, headdim).
-    v: (rows_kv, nheads_kv, headdim_v).
-    cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
-        after the last boundary are padding; on several ranks padding needs a `SequenceLayout`.
-    cu_seqlens_k: boundaries of the keys' documents, as many.
-    max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
-        under torch.compile, which does not see boundaries.
-    max_seqlen_k: the same for the keys.
-    dropout_p, softmax_scale, causal, window_size: as for `flash_attn_func`.
-    softcap, alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_func`.
-    block_table: must be None.
-    group: as for `ring_attention`.
-    layout: as for `ring_attention`.
-    **execution: as for `flash_attn_func`.
-
-Returns:
-    `out` (rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse (nheads,
-    rows).
-
-Raises:
-    NotImplementedError: `block_table` is not None.
-    Exception: as `ring_attention`.
-""",
-    without=(),
-)
-
-
 def _packed(form: str, sides: Mapping[str, object], doc: str) -> Callable[..., Result]:
     name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
     return named_function(name, form, sides, _call, doc)
@@ -243,7 +279,7 @@ flash_attn_qkvpacked_func = _packed(
 )
 flash_attn_varlen_kvpacked_func = _packed(
     "kv",
-    _SIDES,
+    {"cu_seqlens_q": Tensor, "cu_seqlens_k": Tensor, "max_seqlen_q": int, "max_seqlen_k": int},
     "`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim).",
 )
 flash_attn_varlen_qkvpacked_func = _packed(

@@ -290,8 +290,7 @@ def _function(family: str, form: str = "") -> Callable[..., Result]:
     name = f"{family}_{form}packed_func" if form else f"{family}_func"
     call = partial(_call_left_out if documents else _call, family)
     doc = _DOCSTRING.format(rows="rows" if documents else "batch, rows")
-    without = ("softcap", "block_table")
-    return named_function(name, form, documents, call, doc, without=without)
+    return named_function(name, form, documents, call, doc, without="softcap")
 
 
 def _call(
