@@ -155,7 +155,7 @@ def test_forwards_in_gluon_are_candidates_on_sm_90(monkeypatch: pytest.MonkeyPat
     assert [one for one in found if one.frozen] == found[:1] == gluon[:1]
     monkeypatch.undo()
     one = setting(TINY).problem_of("fwd")
-    with pytest.raises(NotImplementedError, match="Gluon"):
+    with pytest.raises(NotImplementedError, match="gluon"):
         Kernels(one, one.data(), tune.configs_of(gluon[0])).forward()
 
 
