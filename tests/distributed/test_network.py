@@ -23,13 +23,9 @@ def net() -> Iterator[Net]:
         yield net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "network",
-    [
-        pytest.param(Network(loss=0.05), marks=pytest.mark.slow),
-        Network(delay=50e-3, rate=6.25e6, loss=0.01),
-    ],
-    ids=str,
+    "network", [Network(loss=0.05), Network(delay=50e-3, rate=6.25e6, loss=0.01)], ids=str
 )
 def test_results_are_exact_though_packets_are_lost(net: Net, network: Network) -> None:
     net.change(network)

@@ -19,7 +19,7 @@ def test_requests_and_keys_are_constant(world_size: int) -> None:
     assert max(one.longest for one in formed) <= LONGEST_KEY
 
 
-@pytest.mark.parametrize("missing", [(0,), (3, 64)], ids=str)
+@pytest.mark.parametrize("missing", [pytest.param((0,), marks=pytest.mark.slow), (3, 64)], ids=str)
 def test_one_rank_names_the_missing_ones_for_all(missing: tuple[int, ...]) -> None:
     ended = simulate(65, 5.0, missing)  # on a busy machine ranks that are here may be late too
     assert all(f"global ranks {[*missing]} did not come within 5 s" in one.why for one in ended)

@@ -32,7 +32,9 @@ def attend(inputs: Inputs, steps: list[Step], config: Config) -> Expected:
 
 
 @pytest.mark.parametrize("name", SMALL_MASKS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DTYPES[1:])]
+)
 def test_masks(name: str, dtype: torch.dtype) -> None:
     """Every mask has one of the shapes of blocks, grouped heads, and a head dim that is padded."""
     mask, number = SMALL_MASKS[name], list(SMALL_MASKS).index(name)

@@ -243,7 +243,7 @@ def test_cases_cover_what_they_say() -> None:
     assert any(c.large_logits for c in everything) and any(c.noncontiguous for c in everything)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_sample_has_every_pair(seed: int) -> None:
     every = testing.cases(backends=("reference", "aten"))
     found = sample(every, SAMPLE, seed)
