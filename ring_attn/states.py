@@ -45,7 +45,7 @@ class StartStates(torch.autograd.Function):
     def backward(ctx: Any, dstarts: Tensor) -> tuple[Tensor | None, ...]:
         decay, starts = ctx.saved_tensors
         dends = entering("backward", decay, dstarts, ctx.maps)
-        # Of a run in which a document starts this is no gradient, but its decay is no variable.
+        # Where a document starts in a run, this is no gradient, but the run's decay is no variable.
         return (dends * starts).sum_to_size(decay.shape), dends, None
 
 

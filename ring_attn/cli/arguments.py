@@ -119,7 +119,7 @@ def table_console() -> Any:
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
 
 
-# What `signs_of_life` adds to its lines; None while a bar is shown in their place.
+# Text that `signs_of_life` adds to its lines; None while a bar is shown in their place.
 _progress: str | None = ""
 
 

@@ -147,7 +147,7 @@ def travel(
     most = max((run.number + 1 for run in runs), default=0)
     saved = (len(runs) - 1 - scans) * most * nbytes
     scan = saved > (scans - 1) * LATENCY_BYTES
-    # Of each run the number of those before it that count: back to where a document starts.
+    # For each run, the number of earlier runs that count: back to where a document starts.
     counts = [0] * len(runs)
     for i in range(1, len(runs)):
         if runs[i - 1 if backward else i].enters:

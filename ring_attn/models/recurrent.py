@@ -320,7 +320,7 @@ def _lightning(
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None; refuses rows or states, which a piece of them would not have."""
+    """Arguments that are not None; refuses rows or states, which a piece would not have."""
     given = {name: x for name, x in given.items() if x is not None}
     if refused := sorted(NOT_SPLIT & given.keys()):
         raise NotImplementedError(

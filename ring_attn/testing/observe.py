@@ -55,7 +55,7 @@ class Forward:
     counts: list[int] = field(default_factory=list)
 
     def values(self, name: str) -> Tensor | None:
-        """What each row is fed, (batch, rows), if it is fed one value; IGNORED if it has none."""
+        """The value that each row is fed, (batch, rows), if it is one; IGNORED if it has none."""
         tokens, x = self.fed.get("tokens"), self.fed.get(name)
         if tokens is None or x is None:
             return None

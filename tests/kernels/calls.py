@@ -8,8 +8,10 @@ import pytest
 import torch
 import triton
 
+from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
+from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
@@ -99,3 +101,17 @@ def patched_select(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
 
 def same(a: Expected, b: Expected) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in RESULTS)
+
+
+def assert_halves_are_equal(
+    backend: TritonBackend, inputs: Inputs, mask: Mask, alone: Expected
+) -> None:
+    """Asserts that dq alone, and dk and dv alone, have the bits of all gradients in one launch."""
+    dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
+    scale = inputs.q.size(3) ** -0.5
+    stats = backend.row_statistics(alone.out, inputs.dout, alone.lse)
+    given = BackwardInputs(*inputs, *stats)
+    for grads in ((dq, None, None), (None, dk, dv)):
+        backend.backward(given, whole(mask), grads, scores=Scores(scale))
+    for x, y in ((dq * scale, alone.dq), (dk * scale, alone.dk), (dv, alone.dv)):
+        assert torch.equal(x.to(y.dtype), y)

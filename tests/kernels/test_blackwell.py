@@ -6,7 +6,8 @@ test_ptx.py plants faults; test_ptx_instructions.py has each instruction of tcge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -66,9 +67,9 @@ def test_masks(name: str) -> None:
     assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
 
 
-@in_interpreter
-def test_products_are_issued_while_others_run() -> None:
-    """After the first block, the warp that multiplies never waits for all that it has issued."""
+@contextmanager
+def unfinished_products() -> Iterator[list[int]]:
+    """Numbers of groups of products that a warp knows to be unfinished, at each of its commits."""
     commit, unfinished = Clocks.commit_products, list[int]()
 
     def count(self: Clocks, thread: Any) -> Any:
@@ -78,8 +79,15 @@ def test_products_are_issued_while_others_run() -> None:
         unfinished.append(int(self.product_groups[warp] - done))
         return known
 
-    mask = Mask(256, 160)
     with mock.patch.object(Clocks, "commit_products", count):
+        yield unfinished
+
+
+@in_interpreter
+def test_products_are_issued_while_others_run() -> None:
+    """After the first block, the warp that multiplies never waits for all that it has issued."""
+    mask = Mask(256, 160)
+    with unfinished_products() as unfinished:
         attend(grouped(mask, 64, nheads=1), [whole(mask)])
     assert len(unfinished) > 24 and min(unfinished[1:]) > 1
 

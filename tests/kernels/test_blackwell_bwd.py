@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ from ring_attn.testing import Expected, Inputs
 from tests.bounds import assert_holds, expect, run, whole
 from tests.kernels.calls import Step, cut_keys, cut_rows, grouped, in_interpreter, same
 from tests.kernels.ptx import launching
-from tests.kernels.ptx.races import Clocks
-from tests.kernels.test_blackwell import DTYPES, SMALL
+from tests.kernels.test_blackwell import DTYPES, SMALL, unfinished_products
 from tests.kernels.test_hopper import MASKS
 
 pytestmark = in_interpreter
@@ -78,21 +76,12 @@ def test_products_are_issued_while_others_run() -> None:
 
     dP' has the columns of the dQ before, which must have been read.
     """
-    commit, unfinished = Clocks.commit_products, list[int]()
-
-    def count(self: Clocks, thread: Any) -> Any:
-        known = commit(self, thread)
-        [warp], [strand] = thread // 32, self.strands(thread)
-        done = self.seen[strand, self.products + warp]
-        unfinished.append(int(self.product_groups[warp] - done))
-        return known
-
     mask = Mask(768, 128)
     inputs = grouped(mask, 64, nheads=1)
     stats = torch.zeros(1, 1, 768), torch.zeros(1, 1, 768)
     grads = [torch.zeros(x.shape) for x in inputs[:3]]
     backend = TritonBackend({"one_pass": TWO_STAGES[64]})
-    with mock.patch.object(Clocks, "commit_products", count), launching.executing("sm_100", 0):
+    with unfinished_products() as unfinished, launching.executing("sm_100", 0):
         backend.backward(BackwardInputs(*inputs, *stats), whole(mask), grads, scores=Scores(0.1))
     assert len(unfinished) == 31 and unfinished.count(1) == 6
 

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from ring_attn import backends
-from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.rates import PORTABLE, attained, rates_of
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core import masks
@@ -35,7 +34,15 @@ from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 from ring_attn.testing import Expected, Inputs, random_sinks
 from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, visible_pairs, whole
-from tests.kernels.calls import Step, cut_keys, cut_rows, grouped, in_interpreter, same
+from tests.kernels.calls import (
+    Step,
+    assert_halves_are_equal,
+    cut_keys,
+    cut_rows,
+    grouped,
+    in_interpreter,
+    same,
+)
 from tests.kernels.ptx import launching
 from tests.kernels.test_aot import run_compiling
 
@@ -207,15 +214,9 @@ def test_bits_do_not_depend_on_time_steps_grids_or_halves(headdim: int) -> None:
     assert same(attend(inputs, [whole(mask)], other_grid, seed=1), alone)
     assert same(attend(inputs, cut_keys(mask, 128)), alone)
     assert same(attend(inputs, [whole(mask)], replace(SMALL, num_stages=3), seed=5), alone)
-    dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
     backend = TritonBackend({"one_pass": configs.ONE_PASS["sm_90"][headdim]})
-    scores = Scores(headdim**-0.5)
     with launching.executing("sm_90", 5):
-        stats = backend.row_statistics(alone.out, inputs.dout, alone.lse)
-        for grads in ((dq, None, None), (None, dk, dv)):
-            backend.backward(BackwardInputs(*inputs, *stats), whole(mask), grads, scores=scores)
-    for x, y in ((dq * headdim**-0.5, alone.dq), (dk * headdim**-0.5, alone.dk), (dv, alone.dv)):
-        assert torch.equal(x.to(y.dtype), y)
+        assert_halves_are_equal(backend, inputs, mask, alone)
 
 
 @in_interpreter

@@ -8,16 +8,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, tuned
 from ring_attn.kernels.configs import Config
 from ring_attn.testing import Expected, Inputs
 from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, whole
-from tests.kernels.calls import DTYPES, Step, blocks, cut_keys, grouped, in_interpreter, inputs_for
+from tests.kernels.calls import (
+    DTYPES,
+    Step,
+    assert_halves_are_equal,
+    blocks,
+    cut_keys,
+    grouped,
+    in_interpreter,
+    inputs_for,
+)
 from tests.kernels.ptx import launching
 from tests.kernels.test_hopper import MASKS
 
@@ -52,13 +59,7 @@ def test_bits_depend_neither_on_steps_nor_on_which_gradients() -> None:
     inputs, config = grouped(CAUSAL, 32), blocks(32, 64)
     alone = attend(inputs, [whole(CAUSAL)], config)
     assert same_gradients(attend(inputs, cut_keys(CAUSAL, 64, 128), config), alone)
-    dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
-    backend, scores = TritonBackend({"one_pass": config}), Scores(32**-0.5)
-    stats = backend.row_statistics(alone.out, inputs.dout, alone.lse)
-    for grads in ((dq, None, None), (None, dk, dv)):
-        backend.backward(BackwardInputs(*inputs, *stats), whole(CAUSAL), grads, scores=scores)
-    for x, y in ((dq * 32**-0.5, alone.dq), (dk * 32**-0.5, alone.dk), (dv, alone.dv)):
-        assert torch.equal(x.to(y.dtype), y)
+    assert_halves_are_equal(TritonBackend({"one_pass": config}), inputs, CAUSAL, alone)
 
 
 def test_what_a_document_holds_does_not_reach_its_neighbours() -> None:
