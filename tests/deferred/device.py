@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self.num_ops = 0  # operators on tensors of the device
         self._fail_at = fail_at
         self._ids: dict[int, int] = {}
-        self.ended: tuple[Node, ...] = ()  # nodes that the host knows to be over
+        self.ended: list[Node] = []  # nodes that the host knows to be over
         self._kept: list[Tensor] = []
         self._active = True
 
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
     def end(self, nodes: Iterable[Node]) -> None:
         """Notes that the host knows these nodes to be over."""
-        self.ended = (*self.ended, *nodes)
+        self.ended.extend(nodes)
 
     def result(self, name: str, x: Tensor) -> None:
         copy = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -70,9 +70,13 @@ class Communicator(StandIn):
         """Does nothing: ranks do not meet."""
 
     def abort(self) -> None:
-        """Marks all transfers of the communicator as aborted, and as over."""
+        """Marks all transfers of the communicator as aborted, and as over.
+
+        Each communicator has a thread that aborts it: none waits for what another one aborts.
+        """
+        ended = [node for node in self.recorder.ended if not getattr(node, "aborted", False)]
         for transfer in self._transfers:
-            transfer.aborted, transfer.cut_after = True, self.recorder.ended
+            transfer.aborted, transfer.cut_after = True, tuple(ended)
         self.recorder.end(self._transfers)
 
     def _new(self) -> Transfer:
