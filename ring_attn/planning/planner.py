@@ -52,7 +52,7 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.coarse import whole, whole_cost, whole_count, worlds
+from ring_attn.planning.coarse import is_rough, whole, whole_cost, whole_count, worlds
 from ring_attn.planning.devices import find_cluster, with_backend
 from ring_attn.planning.memory import Peak, peak_of
 from ring_attn.planning.recurrent import Recurrent
@@ -341,7 +341,10 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
             candidates[index] = replace(candidate, reason=reason)
             return
         left -= steps * problem.world_size
-        candidates[index] = _predicted(problem, candidate)
+        found = _predicted(problem, candidate)
+        if found.seconds < best and is_rough(problem, candidate):
+            found = _predicted(replace(problem, quick=False), candidate)
+        candidates[index] = found
         best = min(best, candidates[index].seconds)
 
     # A rank that is walked by itself raises the bound of a candidate before all are.
