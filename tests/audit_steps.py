@@ -66,8 +66,6 @@ def plain(bug: str = "", layout_name: str = "zigzag", seqlen: int = SEQLEN) -> A
         targets = F.pad(layout.shard(labels, rank)[:, 1:], (0, 1), value=-100)
     if bug == "labels shifted twice":
         targets = F.pad(targets[:, 1:], (0, 1), value=-100)
-    if bug == "labels not shifted":
-        targets = layout.shard(labels, rank)
     if bug == "local positions":
         positions = torch.arange(positions.size(1))[None]
     count = int((labels[:, 1:] != -100).sum())

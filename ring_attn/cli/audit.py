@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
 from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import machine
@@ -15,10 +16,11 @@ def run(args: argparse.Namespace) -> int:
     """Audits a step and prints the report; returns 1 if it found something."""
     sizes = args.world_size or AUDITED_SIZES[: 1 if args.quick else None]
     try:
-        report = audit(args.step, sizes, timeout=args.timeout, tiny=args.tiny)
+        report = audit(args.step, sizes, timeout=args.timeout)
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
-    write_json(args.json, {"command": "audit", "machine": machine(), **report.as_dict()})
+    given = {"command": "audit", "machine": machine(), "step": args.step, "ok": report.ok}
+    write_json(args.json, given | asdict(report))
     print(str(report).splitlines()[0] if args.quiet else report)
     return 0 if report.ok else 1

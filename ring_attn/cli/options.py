@@ -117,23 +117,17 @@ def verify(parser: argparse.ArgumentParser) -> None:
 def audit(parser: argparse.ArgumentParser) -> None:
     """`ring-attn audit FILE:FUNCTION`: says what a training step does wrong on several ranks.
 
-    The function takes no arguments, and does what the training does for one rank: it makes a small
-    model from a seed, and a batch; it runs forward and backward, and sums gradients. It returns the
-    model, or (model, loss), or (model, loss, evaluation loss). It runs on each number of ranks, and
-    in one process as their twin, whose batch is all ranks' together.
+    The function makes a model and a batch from a seed, runs forward and backward, sums gradients,
+    and returns model, loss and evaluation loss, as `ring_attn.audit` says. The exit status is 1 if
+    a result of ranks differs from that of one process with the batches of all.
 
         ring-attn audit train.py:step --world-size 2 4
-
-    The exit status is 1 if a result of the ranks differs from the twin's.
     """
     add = parser.add_argument
     add("step", metavar="FILE:FUNCTION", help="the training step of a rank")
     sizes = f"numbers of ranks (default: {' '.join(map(str, AUDITED_SIZES))}; with --quick 2)"
     add("--world-size", nargs="+", type=parse_size, metavar="N", help=sizes)
-    seconds = "seconds for a run (default: 120)"
-    add("--timeout", type=float, default=120.0, metavar="S", help=seconds)
-    tiny = "shrink models of transformers to 2 layers, few heads and random weights"
-    add("--tiny", action="store_true", help=tiny)
+    add("--timeout", type=float, default=120.0, metavar="S", help="seconds of a run (default 120)")
     add_common(parser)
 
 

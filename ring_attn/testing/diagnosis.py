@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import torch
@@ -30,14 +29,13 @@ Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken contract: its name; what is wrong, where, and what to do; how that was tested."""
+    """A broken contract: its name; what is wrong, where, and what to do."""
 
     contract: str
     text: str
-    tested: str
 
     def __str__(self) -> str:
-        return f"  {self.contract}: {self.text} [tested: {self.tested}]"
+        return f"  {self.contract}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,10 @@ class Diagnosis:
 # A finding if a run has the twin's results: changes by rank, or of the twin in its one process.
 Trial = tuple[Finding, Mapping[int, Change], bool]
 
+# For each forward, by rank: the rank, the number of its forward and of the twin's, and the columns
+# of the twin's batch that it holds: those of the layout that gives most tokens the twin's place.
+Held = list[tuple[int, int, int, Tensor]]
+
 
 def diagnose(
     bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs
@@ -65,8 +67,8 @@ def diagnose(
     plain = Comparison(bounds, twin, ranks)
     findings, left = numbers = by_numbers(plain)
     if left:
-        fed, attempts = Fed(twin, ranks), [numbers]
-        trials = [trial for hypothesis in HYPOTHESES for trial in hypothesis(fed)]
+        _, held = min((held_by(x, twin, ranks) for x in LAYOUTS), key=lambda x: x[0])
+        trials, attempts = [y for x in HYPOTHESES for y in x(twin, ranks, held)], [numbers]
         for in_twin, num in ((False, len(ranks)), (True, 1)):
             chosen = [trial for trial in trials if trial[2] == in_twin]
             outcomes = runs([changes for _, changes, _ in chosen], num) if chosen else []
@@ -88,8 +90,8 @@ class Comparison:
         self.bounds, self.twin, self.num = bounds, twin.results, len(ranks)
         self.given = {key: stacked(key, twin, ranks) for key in self.twin}
         found = {key: self.verdict(key, x) for key, x in self.given.items()}
-        parts = [key for key in found if key in LOSSES and self.is_part(key)]
-        self.differences = {key: x for key, x in found.items() if not x.ok and key not in parts}
+        right = {key for key, x in found.items() if x.ok or key in LOSSES and self.is_part(key)}
+        self.differences = {key: x for key, x in found.items() if key not in right}
 
     def verdict(self, key: str, given: Tensor, factor: float = 1.0) -> Verdict:
         """Compares results of some ranks with that multiple of the twin's."""
@@ -104,23 +106,17 @@ class Comparison:
         whole = given.sum(0, keepdim=True)
         return any(self.verdict(key, x).ok for x in (whole, whole / self.num))
 
-    def factor(self, keys: Sequence[str]) -> float | None:
+    def factor(self, keys: Sequence[str]) -> Fraction | float | None:
         """The number by which all of these results differ from the twin's on every rank."""
         product = sum(float((self.given[key] * self.twin[key]).sum()) for key in keys)
         square = sum(float(self.twin[key].double().square().sum()) for key in keys) * self.num
         if not square or not product or not math.isfinite(product):
             return None
         factor = product / square
-        near = float(Fraction(factor).limit_denominator(self.num))
-        for x in (near, factor):
-            if all(self.verdict(key, self.given[key], x).ok for key in keys):
+        for x in (Fraction(factor).limit_denominator(self.num), factor):
+            if all(self.verdict(key, self.given[key], float(x)).ok for key in keys):
                 return x
         return None
-
-    def some(self, keys: Sequence[str]) -> str:
-        count = sum(key.startswith("gradient") for key in self.twin)
-        names = listed(key.removeprefix("gradient of ") for key in keys)
-        return f"{'all' if len(keys) == count else len(keys)} of {count} parameters ({names})"
 
 
 def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
@@ -150,71 +146,43 @@ def by_numbers(given: Comparison) -> tuple[list[Finding], list[str]]:
     if weights:
         left = [key for key in left if key != "evaluation loss"]  # it follows from the weights
         if not gradients:
-            text = f"gradients agree, but {len(weights)} weights differ after the step: its rate, "
-            text += "its state or the number of its steps differs between ranks"
-            tested = "gradients before the optimizer's step are the twin's on every rank"
-            found.append(Finding("optimizer step", text, tested))
+            text = f"gradients agree, but {len(weights)} weights differ after the optimizer's step"
+            found.append(Finding("optimizer step", text))
     if names := [key for key in gradients if given.is_part(key)]:
         spread = max(distance(given.given[key], given.given[key][0]) for key in names)
-        text = f"gradients of {given.some(names)} differ between ranks by up to {spread:.2g}: they "
-        text += "are not summed when they are clipped or the optimizer uses them; call "
-        text += "sync_gradients after the last backward"
-        tested = "their sum, or their mean, over the ranks is the twin's for each of them"
-        found.append(Finding("gradient sum", text, tested))
+        text = f"{len(names)} gradients ({listed(names)}) differ between ranks by up to "
+        text += f"{spread:.2g}: sum them by sync_gradients, before they are clipped or used"
+        found.append(Finding("gradient sum", text))
         gradients = [key for key in gradients if key not in names]
     if (factor := given.factor(gradients)) is not None:
-        text = f"gradients of {given.some(gradients)} are {fraction(factor)} of the twin's: "
-        text += (
-            "what sums them averages over the sequence's ranks, as DDP and FSDP do"
-            if factor < 1
-            else "they are summed more than once, or each rank counts the loss of the whole batch"
-        )
-        text += f"; multiply the loss by {fraction(1 / factor)}, or sum once with sync_gradients"
-        found.append(Finding("gradient scale", text, "the factor fits each of them on every rank"))
+        ratio, back = (x if isinstance(x, Fraction) else f"{x:.4g}" for x in (factor, 1 / factor))
+        text = f"{len(gradients)} gradients ({listed(gradients)}) are {ratio} of the twin's: they "
+        text += "are averaged, as by DDP and FSDP" if factor < 1 else "are summed more than once"
+        text += f"; multiply the loss by {back}, or sum once with sync_gradients"
+        found.append(Finding("gradient scale", text))
         gradients = []
     for key in [*left]:
-        for factor, how in ((n, "counts each rank"), (1 / n, "is a rank's part, or averaged")):
-            if given.verdict(key, given.given[key], factor).ok:
-                text = f"the {key} {how}: it is {fraction(factor)} of the twin's"
-                found.append(Finding(key, text, "the factor fits it on every rank"))
+        for ratio, how in ((Fraction(n), "counts each rank"), (Fraction(1, n), "is averaged")):
+            if given.verdict(key, given.given[key], float(ratio)).ok:
+                text = f"the {key} {how}: it is {ratio} of the twin's"
+                found.append(Finding(key, text))
                 left.remove(key)
     return found, [*gradients, *left]
 
 
-class Fed:
-    """Columns of the twin's batches that ranks hold.
-
-    Ranks are taken to hold all columns, or those of the layout that gives most of their tokens the
-    twin's place.
-
-    Attributes:
-        held: for each forward, by rank: the rank, the number of its forward and of the twin's, and
-            columns, some of which may be padding beyond the twin's.
-    """
-
-    def __init__(self, twin: Outcome, ranks: Sequence[Outcome]) -> None:
-        self.twin, self.ranks = twin, ranks
-        tried = (self._by_layout(*x) for x in product(LAYOUTS, (1, len(ranks))))
-        _, self.layout, self.held = min(tried, key=lambda x: x[0])
-
-    def _by_layout(self, name: str, parts: int) -> tuple[float, str, Any]:
-        """The number of tokens that a layout makes wrong or missing, its name, and `held`."""
-        held, wrong = list[Any](), 0
-        runs = (run.fed() for run in (self.twin, *self.ranks))
-        for (number, _, right), *given in zip(*runs, strict=False):
-            seqlen = sum(tokens.size(1) for *_, tokens in given[:parts])
-            layout = SequenceLayout.from_name(name, max(parts, seqlen), parts)
-            missing = {*range(right.size(1))}
-            padded = F.pad(right, (0, seqlen), value=-1)
-            for rank, (at, _, tokens) in enumerate(given):
-                columns = layout.position_ids(rank % parts)
-                if tokens.shape != (len(right), len(columns)):
-                    return math.inf, name, []
-                held.append((rank, at, number, columns))
-                wrong += int((padded[:, columns] != tokens).sum())
-                missing -= {*columns.tolist()}
-            wrong += len(missing) * len(right)
-        return wrong, name, held
+def held_by(name: str, twin: Outcome, ranks: Sequence[Outcome]) -> tuple[float, Held]:
+    """The number of tokens that are not the twin's if ranks hold a layout's columns, and these."""
+    wrong, held = 0.0, Held()
+    for (number, _, right), *given in zip(*(run.fed() for run in (twin, *ranks)), strict=False):
+        seqlen = sum(tokens.size(1) for *_, tokens in given)
+        layout = SequenceLayout.from_name(name, max(len(ranks), seqlen), len(ranks))
+        for rank, (at, _, tokens) in enumerate(given):
+            columns = layout.position_ids(rank)
+            if tokens.shape != (len(right), len(columns)) or seqlen > right.size(1):
+                return math.inf, []
+            held.append((rank, at, number, columns))
+            wrong += int((right[:, columns] != tokens).sum())
+    return wrong, held
 
 
 # Inputs of ranks: the contract, the name in texts, what is replaced, and what to do.
@@ -226,56 +194,36 @@ FED = {
 }
 
 
-def _inputs(fed: Fed) -> Iterator[Trial]:
-    """Gives the ranks the twin's inputs, or the twin theirs."""
+def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
+    """Gives the twin the inputs of the ranks."""
     for name, (contract, called, names, advice) in FED.items():
-        on_ranks = {rank: dict[Any, Any]() for rank in range(len(fed.ranks))}
-        whole, in_twin, ends = dict[Any, Tensor](), dict[Any, Any](), set[int]()
-        for rank, at, number, columns in fed.held:
-            forward, twin = fed.ranks[rank].forwards[at], fed.twin.forwards[number]
+        changes, wrong, ends = dict[Any, Tensor](), set[int](), set[int]()
+        for rank, at, number, columns in held:
             ends |= {*columns[F.pad(columns[1:], (0, 1)) != columns + 1].tolist()}
             for x in names:
-                given, right = forward.values(x), twin.values(x)
-                if given is None or right is None:
-                    continue
-                held = columns < right.size(1)  # the others are padding
-                on_ranks[rank][at, x] = new = given.clone()
-                new[:, held] = right[:, columns[held]]
-                whole[number, x] = right
-                none = torch.full_like(right, IGNORED) if x == "targets" else right.clone()
-                in_twin.setdefault((number, x), none)[:, columns[held]] = given[:, held]
-        wrong, counts = set[int](), [0, 0]
-        for key, right in whole.items():
-            if key[1] == name:
-                differs = (in_twin[key] != right).any(0)
+                given, right = ranks[rank].forwards[at].values(x), twin.forwards[number].values(x)
+                if given is not None and right is not None:
+                    none = torch.full_like(right, IGNORED) if x == "targets" else right.clone()
+                    changes.setdefault((number, x), none)[:, columns] = given
+        for (number, x), new in changes.items():
+            if x == name:
+                differs = (new != twin.forwards[number].values(x)).any(0)
                 wrong |= {*differs.nonzero().flatten().tolist()}
-                counts[0] += int((right != IGNORED).sum())
-                counts[1] += int((in_twin[key] != IGNORED).sum())
-        if not wrong:
-            continue
-        where = {rank: 0 for rank, *_, columns in fed.held if wrong.intersection(columns.tolist())}
-        text = f"{called} of rows {listed(sorted(wrong))} (rank {listed(where) or 'none'}) are "
-        text += f"missing or not the twin's: {advice}"
-        if name == "targets" and wrong <= ends:
-            text += "; shifted after cutting, the last row of a segment loses its label"
-        tested = f"with the {called} of one in the other the difference is gone"
-        finding = Finding(contract, text, tested)
-        yield finding, on_ranks, False
-        yield finding, {0: in_twin}, True
-        # The twin's loss may divide by a number of labels that it counted before.
-        factor = counts[0] / max(1, counts[1])
-        for number in {number for number, _ in whole}:
-            factors = {(number, i): factor for i in range(len(fed.twin.forwards[number].counts))}
-            in_twin = in_twin | factors
-        yield finding, {0: in_twin}, True
+        if wrong:
+            holders = {rank for rank, *_, columns in held if wrong & {*columns.tolist()}}
+            text = f"{called} of rows {listed(sorted(wrong))} (rank {listed(holders) or 'none'}) "
+            text += f"are missing or not the twin's: {advice}"
+            if name == "targets" and wrong <= ends:
+                text += "; shifted after cutting, the last row of a segment loses its label"
+            yield Finding(contract, text), {0: changes}, True
 
 
-def _denominators(fed: Fed) -> Iterator[Trial]:
+def _denominators(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
     """Own counts of all cross-entropies, or of one, such as that of a second head."""
     counts = [
-        {(at, i): x for at, one in enumerate(run.forwards) if one.training
-         for i, x in enumerate(one.counts)} for run in fed.ranks
-    ]  # fmt: skip
+        {(at, i): x for at, one in enumerate(run.forwards) for i, x in enumerate(one.counts)}
+        for run in ranks
+    ]
     n, keys = len(counts), [*counts[0]]
     if any([*x] != keys for x in counts):
         return
@@ -288,48 +236,32 @@ def _denominators(fed: Fed) -> Iterator[Trial]:
             given = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(totals))
             text = f"{what} is divided by each rank's own count of targets ({given}): divide by "
             text += "the targets of the whole batch"
-            tested = "with losses weighted by their counts the difference is gone"
-            yield Finding("denominator", text, tested), dict(enumerate(own)), False
+            yield Finding("denominator", text), dict(enumerate(own)), False
 
 
-def _attention(fed: Fed) -> Iterator[Trial]:
+def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
     """Gives the twin's attention the mask that the ranks' may have: it has their gradients."""
-    if not fed.held:
-        return
-    first = [columns for *_, columns in fed.held[: len(fed.ranks)]]
-    length = fed.twin.forwards[fed.held[0][2]].fed["tokens"].size(-1)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    text = "the mask, or the documents' boundaries, are not seen by the attention of the ranks: "
-    text += "give it attention_mask or cu_seqlens of the whole sequence"
-    masks = [("mask", text, causal), ("mask", text, torch.ones_like(causal))]
-    columns, lens = torch.cat(first), tuple(map(len, first))
-    if columns.sort()[0].equal(torch.arange(length)):
-        at = columns.argsort()
-        owner = torch.arange(len(lens)).repeat_interleave(torch.tensor(lens))[at]
+    for _, _, number, _ in held[:1]:
+        columns = [columns for *_, columns in held[: len(ranks)]]
+        length = twin.forwards[number].fed["tokens"].size(-1)
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        text = "the mask, or the documents' boundaries, are not seen by the attention of the "
+        text += "ranks: give it attention_mask or cu_seqlens of the whole sequence"
+        masks = [("mask", text, causal), ("mask", text, torch.ones_like(causal))]
+        owner = torch.full((length,), -1)
+        for rank, rows in enumerate(columns):
+            owner[rows] = rank
         text = "attention sees only the rows of its own rank: make it ring_attention, or see that "
         text += "the model's attention function is the one that was replaced"
         masks.append(("attention", text, causal & (owner[:, None] == owner)))
-        for name in LAYOUTS:
-            layout = SequenceLayout.from_name(name, length, len(lens))
-            taken = torch.cat([layout.position_ids(rank) for rank in range(len(lens))])
-            if layout.shard_lens == lens and not taken.equal(columns):
-                text = f"attention takes rows for {name}, but they are cut {fed.layout}"
-                masks.append(("layout", text, taken[at][:, None] >= taken[at]))
-    for contract, text, seen in masks:
-        tested = "with what they see in the twin the difference is gone"
-        yield Finding(contract, text, tested), {0: {("seen",): seen}}, True
+        for contract, text, seen in masks:
+            yield Finding(contract, text), {0: {("seen",): seen}}, True
 
 
 HYPOTHESES = (_inputs, _denominators, _attention)
 
 
-def fraction(x: float) -> str:
-    """A factor as text: a fraction of small numbers where it is one."""
-    near = Fraction(x).limit_denominator(64)
-    return str(near) if float(near) == x else f"{x:.4g}"
-
-
 def listed(numbers: Iterable[object]) -> str:
-    """Numbers as text, at most eight."""
-    texts = [*map(str, numbers)]
+    """Numbers, or names of gradients, as text, at most eight."""
+    texts = [str(x).removeprefix("gradient of ") for x in numbers]
     return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

@@ -7,7 +7,6 @@ replaces some of it, to test a hypothesis about its effect.
 
 from __future__ import annotations
 
-import faulthandler
 import inspect
 import re
 import resource
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ring_attn.testing.tiny import tiny_models
 from ring_attn.torch_private import TorchDispatchMode, tree_map_only
 
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
@@ -50,7 +48,6 @@ class Forward:
         counts: numbers of targets of each cross-entropy.
     """
 
-    training: bool
     fed: dict[str, Tensor] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
 
@@ -80,24 +77,15 @@ class Outcome:
 
 
 def run_step(
-    step: Callable[[], Any],
-    runs: Sequence[Mapping[int, Change]],
-    seconds: float,
-    limit: int = 0,
-    tiny: bool = False,
+    step: Callable[[], Any], runs: Sequence[Mapping[int, Change]], limit: int = 0
 ) -> list[Outcome]:
     """Notes of this rank in each run; a run has changes by rank.
 
-    Writes the stack to stderr after `seconds`. `limit` is the memory that the process may use, in
-    bytes; 0 is no limit. `tiny` shrinks models of transformers.
+    `limit` is the memory that the process may use, in bytes; 0 is no limit.
     """
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    faulthandler.dump_traceback_later(seconds)
-    with tiny_models() if tiny else nullcontext():
-        outcomes = [_Watch(changes.get(dist.get_rank(), {})).run(step) for changes in runs]
-    faulthandler.cancel_dump_traceback_later()
-    return outcomes
+    return [_Watch(changes.get(dist.get_rank(), {})).run(step) for changes in runs]
 
 
 class _Watch(TorchFunctionMode):
@@ -135,18 +123,15 @@ class _Watch(TorchFunctionMode):
             self._keep(x for group in optimizer.param_groups for x in group["params"])
 
         seed = self.change.get(("noise",))
-        hook = register_optimizer_step_pre_hook(stepped)
-        try:
-            with (
-                mock.patch.object(nn.utils, "clip_grad_norm_", clipped),
-                mock.patch.object(nn.utils.clip_grad, "clip_grad_norm_", clipped),
-                mock.patch.object(nn.Module, "__call__", called),
-                nullcontext() if seed is None else _Noise(seed),
-                self,
-            ):
-                returned = step()
-        finally:
-            hook.remove()
+        with (
+            register_optimizer_step_pre_hook(stepped),
+            mock.patch.object(nn.utils, "clip_grad_norm_", clipped),
+            mock.patch.object(nn.utils.clip_grad, "clip_grad_norm_", clipped),
+            mock.patch.object(nn.Module, "__call__", called),
+            nullcontext() if seed is None else _Noise(seed),
+            self,
+        ):
+            returned = step()
         return Outcome(self.forwards, self._results(returned))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +152,7 @@ class _Watch(TorchFunctionMode):
             return x
         begins = self.ended and name != "targets" and not self.backward
         if begins or not self.forwards:
-            self.forwards.append(Forward(torch.is_grad_enabled()))
+            self.forwards.append(Forward())
             self.ended = False
         self.forwards[-1].fed.setdefault(name, _local(x).detach().clone())
         new = self.change.get((len(self.forwards) - 1, name), torch.empty(0, 0))
@@ -179,8 +164,6 @@ class _Watch(TorchFunctionMode):
         first = None if self.ended and not self.backward else self.forwards[-1].fed.get("tokens")
         if first is None or torch.equal(_local(input), first):
             input = self._fed("tokens", input)
-        elif input.shape[-1] == first.shape[-1]:
-            input = self._fed("positions", input)
         return F.embedding(input, weight, *args, **kwargs)
 
     def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:

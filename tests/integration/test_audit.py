@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 import ring_attn
 from ring_attn.cli import main as cli
-from ring_attn.testing.tiny import shrunk
 from tests import audit_steps
 from tests.refusals import refused
 
@@ -64,47 +62,6 @@ def test_a_right_step_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.endswith("ok\n")
 
 
-PRETRAINED = """
-import torch, torch.distributed as dist
-from transformers import AutoModelForCausalLM
-import ring_attn
-
-def step():
-    n, rank = dist.get_world_size(), dist.get_rank()
-    with ring_attn.integrations.transformers.register(layout="zigzag"):
-        name = "ring_attn" if n > 1 else "sdpa"
-        model = AutoModelForCausalLM.from_pretrained("FOLDER", attn_implementation=name)
-        layout = ring_attn.SequenceLayout.zigzag(29, n)
-        ids = torch.randint(100, (1, 29), generator=torch.Generator().manual_seed(0))
-        part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
-        given = {"sequence_layout": layout} if n > 1 else {}
-        logits = model(part["input_ids"], position_ids=part["position_ids"], **given).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.mT, part["shift_labels"], reduction="sum") / 28
-        loss.backward()
-    return model, loss
-"""
-
-
-@pytest.mark.slow
-def test_a_large_model_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = transformers.Qwen3Config(
-        hidden_size=8192, intermediate_size=1 << 15, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=101,
-    )  # fmt: skip
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(tmp_path)
-    (tmp_path / "train.py").write_text(PRETRAINED.replace("FOLDER", str(tmp_path)))
-    words = ["audit", f"{tmp_path / 'train.py'}:step", "--tiny", "--world-size", "2"]
-    assert cli.main(words) == 1
-    assert "they are not summed" in capsys.readouterr().out
-
-
-def test_a_model_of_several_parts_is_not_shrunk() -> None:
-    with refused(ValueError, "LlavaConfig|make the model small"):
-        shrunk(transformers.LlavaConfig())
-
-
 @pytest.mark.slow
 def test_our_trainer_passes() -> None:
     report = ring_attn.audit(audit_steps.trainer, 2)
@@ -130,18 +87,11 @@ def odd(kind: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "why"), [("unseeded", "without a seed"), ("dropout", "dropout's p")]
-)
-def test_a_step_that_is_not_deterministic_is_named(kind: str, why: str) -> None:
-    report = ring_attn.audit(partial(odd, kind), 2)
-    assert [x.contract for x in report.findings] == ["determinism"] and why in str(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("kind", "error", "text"),
     [("raises", RuntimeError, "rank 1|ArithmeticError: lost"),
      ("no model", RuntimeError, "must return its model"),
+     ("unseeded", RuntimeError, "two runs of the twin differ|without a seed"),
+     ("dropout", RuntimeError, "two runs of the twin differ|dropout's p"),
      ("large", RuntimeError, "can't allocate memory|1125899906842624 bytes")],
 )  # fmt: skip
 def test_steps_that_end_badly(kind: str, error: type[Exception], text: str) -> None:
@@ -152,7 +102,7 @@ def test_steps_that_end_badly(kind: str, error: type[Exception], text: str) -> N
 
 
 @pytest.mark.slow
-def test_ranks_that_hang_are_ended_and_say_where(tmp_path: Path) -> None:
+def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     wait = "    if dist.get_world_size() > 1:\n        import time; time.sleep(1000)\n"
     head, body = STEP.split("    torch.manual_seed(0)\n")
     (tmp_path / "train.py").write_text(f"{head}{wait}    torch.manual_seed(0)\n{body}")
@@ -162,13 +112,13 @@ def test_ranks_that_hang_are_ended_and_say_where(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert "ranks 0, 1 of 2 have no result" in ran.stderr and 'train.py", line 7' in ran.stderr
+    assert "ranks 0, 1 of 2 have no result" in ran.stderr
 
 
 @pytest.mark.parametrize(
     ("step", "sizes", "text"),
-    [(lambda: None, 2, "top level"), (partial(odd, ""), (), "world_size"),
-     (partial(odd, ""), 1, "at least 2"), ("missing.py:step", 2, "there is no file missing.py"),
+    [(partial(odd, ""), (), "world_size"), (partial(odd, ""), 1, "at least 2"),
+     ("missing.py:step", 2, "of a file, got 'missing.py:step'"),
      ("train.py", 2, "file.py:function"), ("README.md:step", 2, "file.py:function")],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
