@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 from ring_attn.cli.options import HEADDIM, HEADS
 from ring_attn.core.values import regular_file
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
-from ring_attn.planning.recurrent import Recurrent
+
+# Types of layers without attention; of some the states are known.
+RECURRENT = ("linear_attention", "conv")
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ def read_model(args: argparse.Namespace) -> Layers | None:
     if args.layers is not None or not config:
         return Layers(num, hidden=hidden)
     kinds = Counter(_layer_types(config, num))
-    args.recurrent = tuple(_recurrent(config, kinds))
-    others = {layers.name for layers in args.recurrent}
-    num -= sum(layers.layers for layers in args.recurrent)
-    unknown = sorted(kinds.keys() - {"full_attention", "sliding_attention"} - others)
+    args.recurrent = _map_bytes(config) if kinds["linear_attention"] else 0
+    num -= kinds["linear_attention"] + kinds["conv"]
+    unknown = sorted(kinds.keys() - {"full_attention", "sliding_attention", *RECURRENT})
     if unknown:
         raise ValueError(
             f"--model {args.model} has layers of type {', '.join(unknown)}, whose time is not "
@@ -97,39 +97,16 @@ def _layer_types(config: dict[str, Any], num: int) -> list[str]:
     return [words.get(x, x) for x in types]
 
 
-def _recurrent(config: dict[str, Any], kinds: Counter[str]) -> Iterator[Recurrent]:
-    """The layers sized as Qwen3-Next's, Mamba's (1 and 2) and LFM2's."""
-
-    def sizes(*names: str) -> list[int] | None:
-        found = [_int(config, name) for name in names]
-        return None if None in found else [x for x in found if x is not None]
-
-    delta = (
-        "num_value_heads",
-        "value_head_dim",
-        "num_key_heads",
-        "key_head_dim",
-        "conv_kernel_dim",
-    )
-    linear = sizes(*(f"linear_{name}" for name in delta))
-    if kinds["linear_attention"] and linear:
-        heads, dim_v, heads_k, dim, width = linear
-        yield Recurrent(
-            "linear_attention", kinds["linear_attention"], heads * dim * dim_v, heads * dim * dim,
-            width - 1, heads * dim_v + 2 * heads_k * dim,
-        )  # fmt: skip
-    mamba = sizes("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv")
-    if kinds["linear_attention"] and mamba:
-        expand, hidden, state, width = mamba
-        inner, groups = expand * hidden, _int(config, "mamba_n_groups") or 0
-        # Mamba 2 has one decay for each head, Mamba 1 one for each number of the state.
-        yield Recurrent(
-            "linear_attention", kinds["linear_attention"], inner * state,
-            _int(config, "mamba_n_heads") or inner * state, width - 1, inner + 2 * groups * state,
-        )  # fmt: skip
-    conv = sizes("conv_L_cache", "hidden_size")
-    if kinds["conv"] and conv:
-        yield Recurrent("conv", kinds["conv"], halo=conv[0] - 1, channels=conv[1])
+def _map_bytes(config: dict[str, Any]) -> int:
+    """Bytes of decay and state of a linear layer, as Qwen3-Next's or Mamba's; 0 if unknown."""
+    names = "num_value_heads", "key_head_dim", "value_head_dim"
+    heads, dim, dim_v = (_int(config, f"linear_{name}") or 0 for name in names)
+    names = "mamba_expand", "hidden_size", "mamba_d_state"
+    expand, hidden, state = (_int(config, name) or 0 for name in names)
+    # Mamba 2 has one decay for each head, Mamba 1 one for each number of the state.
+    inner = expand * hidden * state
+    decays = _int(config, "mamba_n_heads") or inner
+    return 4 * (heads * dim * (dim + dim_v) or (inner and inner + decays))
 
 
 def _config(path: Path) -> dict[str, Any]:

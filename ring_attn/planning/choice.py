@@ -13,11 +13,11 @@ from typing import Any
 
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.runs import travel
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.timeline import Simulation
-from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.strategy import Strategy, family, label
 
 # Ways in which a rank spends its time.
@@ -116,8 +116,8 @@ class Problem:
     backward: bool = True
     memory_bytes: float = float("inf")
     exact: bool = False
-    recurrent: tuple[Recurrent, ...] = ()
-    documents: tuple[int, ...] = ()  # where they start, for recurrent layers
+    recurrent: int = 0  # bytes of a recurrent layer's decay and state
+    documents: tuple[int, ...] = ()  # where they start, for these layers
     quick: bool = False
     each: float = 1.0
 
@@ -237,24 +237,15 @@ class Choice:
         return _reason(self)
 
     @property
-    def traffic(self) -> list[dict[str, Any]]:
-        """Bytes that layers of `Problem.recurrent` exchange in the best candidate's layout."""
-        problem, spec = self.problem, self.problem.spec
-        given = self.layout, problem.documents, spec.batch, spec.dtype.itemsize
-        return [layers.traffic(*given) for layers in problem.recurrent]
-
-    @property
-    def recurrent_lines(self) -> list[str]:
-        """A line for each kind of recurrent layers."""
-        lines = []
-        for layers, sent in zip(self.problem.recurrent, self.traffic, strict=True):
-            way = f" by {sent['way']} in {sent['rounds']} rounds" if sent["way"] else ""
-            backward = f", {format_bytes(sent['backward'])} backward" * self.problem.backward
-            lines.append(
-                f"{layers.layers} layers of {layers.name}: a rank sends at most "
-                f"{format_bytes(sent['forward'])} forward{backward} in each{way}"
-            )
-        return lines
+    def traffic(self) -> list[str]:
+        """A line about the states of recurrent layers in the best layout; none without them."""
+        problem = self.problem
+        if not (nbytes := problem.recurrent * problem.spec.batch):
+            return []
+        way = travel(self.layout, problem.documents, nbytes)
+        sent = max(map(way.sent, range(problem.world_size))) * nbytes
+        text = f"each recurrent layer: a rank sends at most {format_bytes(sent)} forward, by "
+        return [text + f"{way.way} in {len(way.rounds)} rounds"]
 
     @property
     def communicators(self) -> list[str]:
@@ -290,7 +281,7 @@ class Choice:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        rest = [*others, *self.recurrent_lines, *self.communicators, self.rates, self.reason]
+        rest = [*others, *self.traffic, *self.communicators, self.rates, self.reason]
         return "\n".join([*lines, *rest])
 
     def left_out(self) -> list[str]:
@@ -329,10 +320,7 @@ class Choice:
             "backend": problem.backend,
             "rates": problem.cluster.device.source,
             "backward": problem.backward,
-            "recurrent": [
-                asdict(layers) | sent
-                for layers, sent in zip(problem.recurrent, self.traffic, strict=True)
-            ],
+            "recurrent": self.traffic,
             "best": self.best.to_dict(),
             "reason": self.reason,
             "candidates": [candidate.to_dict() for candidate in self.candidates],

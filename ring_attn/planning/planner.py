@@ -55,7 +55,6 @@ from ring_attn.planning.choice import (
 from ring_attn.planning.coarse import is_rough, whole, whole_cost, whole_count, worlds
 from ring_attn.planning.devices import find_cluster, with_backend
 from ring_attn.planning.memory import Peak, peak_of
-from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
@@ -105,7 +104,7 @@ def explain(
     memory_bytes: float | None = None,
     effort: Effort = "names",
     exact: bool = False,
-    recurrent: Sequence[Recurrent] = (),
+    recurrent: int = 0,
 ) -> Choice:
     """The best strategy for a call, the reason, and the costs of all others; without communication.
 
@@ -139,7 +138,8 @@ def explain(
             ranks for hundreds; "names" also one of each name, for the table, and "all" all.
         exact: whether to simulate every rank, up to 256; else some of many equal ranks stand for
             all.
-        recurrent: the model's other layers, whose traffic the table shows too.
+        recurrent: bytes of a sequence's decay and state in a recurrent layer of the model, whose
+            traffic the table shows too.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
@@ -176,9 +176,7 @@ def explain(
     refusals.check_name("backend", backend)
     values.check_flag("backward", backward)
     values.check_flag("exact", exact)
-    values.check_type("recurrent", recurrent, (list, tuple), "a list of Recurrent")
-    for layers in recurrent:
-        values.check_type("recurrent", layers, Recurrent, "a list of Recurrent")
+    values.check_int("recurrent", recurrent, least=0)
     if device_type is not None:
         values.check_one_of("device_type", device_type, ("cpu", "cuda"))
     if memory_bytes is not None:
@@ -208,7 +206,7 @@ def explain(
         backward,
         memory_of(cluster) if memory_bytes is None else float(memory_bytes),
         exact,
-        tuple(recurrent),
+        recurrent,
         tuple(sorted({0, seqlen, *cuts})),
     )
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)

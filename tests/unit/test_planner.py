@@ -29,7 +29,6 @@ from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster, to_json
 from ring_attn.planning.planner import choose, explain
-from ring_attn.planning.recurrent import Recurrent
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, layouts_of, masks
@@ -409,15 +408,11 @@ def test_a_plan_says_where_the_speed_of_the_kernels_comes_from(
 
 
 def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None:
-    layers = Recurrent("delta", 3, state=8, decay=4, halo=2, channels=5)
     asked: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
-             "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": [layers],
+             "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": 48,
              "cluster": cpu_cluster(2)}  # fmt: skip
     choice = explain(**asked, layout="contiguous")
-    # Rank 0 sends the map and two rows of its only run; the second document starts within it.
-    row = 3 * 5 * 2
-    sent = 3 * (8 + 4) * 4 + 2 * row
-    way = {"way": "gather", "rounds": 1, "forward": sent, "backward": sent}
-    assert choice.traffic == [way]
-    assert "3 layers of delta" in str(choice)
+    # Rank 0 sends the map of its only run.
+    line = f"each recurrent layer: a rank sends at most {3 * 48} B forward, by gather in 1 rounds"
+    assert choice.traffic == [line] and line in str(choice)
     assert "striped" not in {c.layout_name for c in explain(**asked).candidates}

@@ -14,7 +14,6 @@ from ring_attn import SequenceLayout
 from ring_attn.core import runs
 from ring_attn.core.runs import Travel, travel
 from ring_attn.core.segments import Segment
-from ring_attn.planning.recurrent import halo_rows
 from ring_attn.states import composed
 from ring_attn.testing import poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local
@@ -111,12 +110,3 @@ def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
 
 def test_each_position_of_a_striped_layout_is_a_run() -> None:
     assert runs.runs_of(SequenceLayout.striped(4, 2), 1) == [Segment(1, 1), Segment(3, 1)]
-
-
-def test_rows_of_a_halo_are_counted_in_both_directions() -> None:
-    # Ranks 0 1 1 0 of 3 rows each, in two runs and one; each run sees two rows before it.
-    assert halo_rows(SequenceLayout.zigzag(12, 2), 2) == [{0: 2, 1: 2}, {0: 2, 1: 2}]
-    assert halo_rows(SequenceLayout.contiguous(12, 3), 2) == [{0: 2, 1: 2}, {1: 2, 2: 2}]
-    # Two rows of rank 0 and one of rank 1 for the second run of rank 2.
-    layout = SequenceLayout.from_segments([[Segment(0, 4)], [Segment(4, 1)], [Segment(5, 2)]])
-    assert halo_rows(layout, 3) == [{0: 3 + 2, 1: 1}, {1: 3, 2: 3}]
