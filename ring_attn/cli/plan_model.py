@@ -13,9 +13,6 @@ from ring_attn.cli.options import HEADDIM, HEADS
 from ring_attn.core.values import regular_file
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
 
-# Types of layers without attention; of some the states are known.
-RECURRENT = ("linear_attention", "conv")
-
 
 @dataclass(frozen=True)
 class Layers:
@@ -57,16 +54,12 @@ def read_model(args: argparse.Namespace) -> Layers | None:
     if args.layers is not None or not config:
         return Layers(num, hidden=hidden)
     kinds = Counter(_layer_types(config, num))
-    args.recurrent = _map_bytes(config) if kinds["linear_attention"] else 0
-    num -= kinds["linear_attention"] + kinds["conv"]
-    unknown = sorted(kinds.keys() - {"full_attention", "sliding_attention", *RECURRENT})
+    unknown = sorted(kinds.keys() - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(
             f"--model {args.model} has layers of type {', '.join(unknown)}, whose time is not "
             "predicted: give --layers, the number of those with attention"
         )
-    if num == 0:
-        raise ValueError(f"--model {args.model} has no layer with attention to plan")
     sliding, window = kinds["sliding_attention"], _int(config, "sliding_window")
     if sliding and window is None:
         raise ValueError(f"--model {args.model} has sliding layers and no sliding_window")
@@ -76,37 +69,13 @@ def read_model(args: argparse.Namespace) -> Layers | None:
 def _layer_types(config: dict[str, Any], num: int) -> list[str]:
     """The type of each layer, in transformers' words of today."""
     types = config.get("layer_types") or config.get("layers_block_type")
-    if types is None and any(name.startswith("mamba_") for name in config):
+    if types is None:
         # Each such model says in its own way which of its layers attend.
-        try:
-            from transformers import CONFIG_MAPPING
-
-            of_layers = {name: value for name, value in config.items() if "_layer" in name}
-            types = CONFIG_MAPPING[str(config.get("model_type"))](**of_layers).layer_types
-        except Exception as error:  # transformers checks the user's values in ways of its own
-            raise ValueError(
-                "--model has recurrent layers, and only transformers knows which they are: "
-                f"pip install 'ring-attn[hf]', or write layer_types into the file ({error})"
-            ) from error
-    every = _int(config, "full_attention_interval") or 1
-    by_turn = ["linear_attention"] * (every - 1) + ["full_attention"]
-    types = types or [by_turn[i % every] for i in range(num)]
+        hybrid = any(name.startswith(("mamba_", "linear_", "conv_L_")) for name in config)
+        types = ["recurrent" if hybrid else "full_attention"] * num
     if len(types) != num:
         raise ValueError(f"--model has types of {len(types)} layers, and {num} layers")
-    words = {"attention": "full_attention", "mamba": "linear_attention"}
-    return [words.get(x, x) for x in types]
-
-
-def _map_bytes(config: dict[str, Any]) -> int:
-    """Bytes of decay and state of a linear layer, as Qwen3-Next's or Mamba's; 0 if unknown."""
-    names = "num_value_heads", "key_head_dim", "value_head_dim"
-    heads, dim, dim_v = (_int(config, f"linear_{name}") or 0 for name in names)
-    names = "mamba_expand", "hidden_size", "mamba_d_state"
-    expand, hidden, state = (_int(config, name) or 0 for name in names)
-    # Mamba 2 has one decay for each head, Mamba 1 one for each number of the state.
-    inner = expand * hidden * state
-    decays = _int(config, "mamba_n_heads") or inner
-    return 4 * (heads * dim * (dim + dim_v) or (inner and inner + decays))
+    return [{"attention": "full_attention"}.get(x, x) for x in types]
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -55,6 +55,9 @@ class Registered(Protocol):
         """The place of the rows of a recurrent layer; None on one rank."""
 
 
+# Keywords that say where the rows of a recurrent layer stand.
+PLACED = {"sequence_layout", "cu_seq_lens_q"}
+
 # Names of caches in the forwards of models.
 CACHES = {"past_key_values", "cache_params"}
 
@@ -291,18 +294,14 @@ def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
     if torch.compiler.is_compiling():
         refuse_compiled()
     _forward.recurrences += 1
-    # Some models hand keywords on to their attention alone.
-    names = (
-        {"sequence_layout", "cu_seq_lens_q"} & _forward.given.keys() if _forward.depth else set()
-    )
-    kept_back = {name: _forward.given[name] for name in names - given.keys()}
-    if kept_back and _forward.recomputes:
-        error = NotImplementedError(
-            _kept_back(min(kept_back), "recurrent layers, which run again in the backward")
-        )
+    # Some models hand keywords on to their attention alone. Outside of a forward none are known.
+    placed = {x: _forward.given[x] for x in PLACED & _forward.given.keys()}
+    if _forward.recomputes and (kept_back := placed.keys() - given.keys()):
+        layers = "recurrent layers, which run again in the backward"
+        error = NotImplementedError(_kept_back(min(kept_back), layers))
         tell_refusal(error, ring.group)
         raise error
-    return ring.place(given | kept_back, rows)
+    return ring.place(placed | given, rows)
 
 
 def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
