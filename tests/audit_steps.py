@@ -50,12 +50,9 @@ def ring_of(layout: SequenceLayout) -> Any:
 def plain(bug: str = "", layout_name: str = "zigzag", seqlen: int = SEQLEN) -> Any:
     """A loop with sync_gradients, as in examples/train.py."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    seqlen = 36 if bug == "another layout" else seqlen
     layout = SequenceLayout.from_name(layout_name, seqlen, world_size)
     local = bug == "local attention" or world_size == 1
     attention = dense_attention if local else ring_of(layout)
-    if bug == "another layout" and world_size > 1:
-        attention = ring_of(SequenceLayout.contiguous(seqlen, world_size))
     model = model_with(attention, rank if bug == "seed of the rank" else 0)
     ids = tokens(seqlen=seqlen, seed=rank if bug == "batch of the rank" else 0)
     labels = ids.clone()
@@ -190,8 +187,6 @@ def parallelized(bug: str = "", layout_name: str = "contiguous") -> Any:
         style = ring_attn.ContextParallel(layout=layout, inside="local")
         mesh = init_device_mesh("cpu", (world_size,))
         ring_attn.parallelize(model, mesh, {"layers.*.attention": style})
-    if bug == "positions of the rank":
-        part["position_ids"] = part["position_ids"] - part["position_ids"].min()
     loss = loss_of(model, part)
     loss.backward()
     norms = [x for name, x in model.named_parameters() if "norm" in name]
