@@ -41,7 +41,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"audit: {'ok' if self.ok else 'FAILED'}"]
         for one in self.diagnoses:
-            count = len(one.differences) or "no"
+            count = len(one.differences)
             lines.append(f"{one.world_size} ranks: {count} results differ from the twin's")
             lines += map(str, one.findings)
             if one.unexplained:
@@ -122,6 +122,7 @@ def in_file(step: str) -> Callable[[], Any]:
 
 
 def _call(path: Path, name: str) -> Any:
-    sys.path.insert(0, str(path.parent))
-    sys.modules.pop(path.stem, None)  # another module of that name would hide it
+    if getattr(sys.modules.get(path.stem), "__file__", None) != str(path):
+        sys.path.insert(0, str(path.parent))
+        sys.modules.pop(path.stem, None)  # another module of that name would hide it
     return getattr(importlib.import_module(path.stem), name)()

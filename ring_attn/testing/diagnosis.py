@@ -242,15 +242,14 @@ def _denominators(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterat
 def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
     """Gives the twin's attention the mask that the ranks' may have: it has their gradients."""
     for _, _, number, _ in held[:1]:
-        columns = [columns for *_, columns in held[: len(ranks)]]
         length = twin.forwards[number].fed["tokens"].size(-1)
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         text = "the mask, or the documents' boundaries, are not seen by the attention of the "
         text += "ranks: give it attention_mask or cu_seqlens of the whole sequence"
         masks = [("mask", text, causal), ("mask", text, torch.ones_like(causal))]
         owner = torch.full((length,), -1)
-        for rank, rows in enumerate(columns):
-            owner[rows] = rank
+        for rank, *_, columns in held[: len(ranks)]:
+            owner[columns] = rank
         text = "attention sees only the rows of its own rank: make it ring_attention, or see that "
         text += "the model's attention function is the one that was replaced"
         masks.append(("attention", text, causal & (owner[:, None] == owner)))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import ring_attn
 from ring_attn.cli import main as cli
+from ring_attn.testing.audit import in_file
 from tests import audit_steps
 from tests.refusals import refused
 
@@ -60,6 +62,17 @@ def test_a_right_step_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "train.py").write_text(STEP)
     assert cli.main(["audit", f"{tmp_path / 'train.py'}:step", "--quiet"]) == 0
     assert capsys.readouterr().out.endswith("ok\n")
+
+
+def test_a_loaded_module_hides_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(
+        "made = []\ndef step():\n    return made.append(1) or made\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "train", ModuleType("train"))
+    step = in_file(f"{tmp_path / 'train.py'}:step")
+    assert step() is step()  # the file runs once
+    assert step() == [1, 1, 1]
 
 
 @pytest.mark.slow
