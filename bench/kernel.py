@@ -124,7 +124,7 @@ class Cells(Report[CellSetting, CellRow]):
         """Measures cells until the budget is spent."""
         problems = list(self.setting.problems()) if self._names else []
         total = sum(problem.tokens for problem in problems)
-        with progress(total, quiet=self.quiet) as begin:
+        with progress(total) as begin:
             for problem in problems:
                 if self.left() > 0.0:
                     begin(title(problem), problem.tokens)
@@ -133,7 +133,7 @@ class Cells(Report[CellSetting, CellRow]):
                     note = f"not measured: beyond the budget of {self.setting.budget:g} s"
                     self.rows += self._noted(problem, note)
                 self.save()
-        self.save(last=True)
+        self.save()
 
     def remarks(self) -> list[str]:
         """Lines for below the tables: reasons and notes; the last line counts cells."""

@@ -458,14 +458,14 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     chosen = setting.cells()
     bench = Report[Selection, CompiledRow](setting, args.json, quiet=args.quiet)
-    with progress(len(chosen), quiet=bench.quiet) as begin:
+    with progress(len(chosen)) as begin:
         for row in compile_all(chosen, args.jobs):
             begin(_name(row), 1)
             bench.rows.append(row)
             if row.failures:
                 bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
     bench.failures += [f"FAIL {_name(row)}: {text}" for row, text in other_orders(bench.rows)]
-    bench.save(last=True)
+    bench.save()
     counts = f"{len(bench.rows)} cells in {bench.seconds:.0f} s, {len(bench.failures)} failed"
     tables = [] if args.quiet else [_results(bench.rows)]
     return bench.finish(tables, [f"triton {triton.__version__}: {counts}"])

@@ -17,13 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn import select_backend
-from ring_attn.cli.arguments import new_table, progress, table_console, write_json
+from ring_attn.cli.arguments import new_table, table_console, write_json
 from ring_attn.cli.env import backend_reasons, machine
 from ring_attn.cli.launch import (
     checked_device,
     rank_device,
     run_ranks,
-    send_part,
     under_torchrun,
 )  # fmt: skip
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
@@ -89,7 +88,6 @@ def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
     results: list[CaseResult] = []
     for case in wanted:
         results.append(run_case(case))
-        send_part(results[-1])
         if not results[-1].in_step:
             break
     lost = "not run: the ranks were out of step after the case before"
@@ -116,11 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.all:
         wanted = sample(every, QUICK if args.quick else SAMPLE, seed)
     started = time.perf_counter()
-    with progress(len(wanted), quiet=args.quiet) as begin:
-        results = run_ranks(
-            run_cases, world_size, wanted, threads=args.threads, device=device,
-            on_part=lambda result: begin(f"after {result.case}", 1),
-        )[0]  # fmt: skip
+    results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=device)[0]
     report = _payload(results, world_size, device, time.perf_counter() - started)
     if not args.all:
         report["seed"] = seed

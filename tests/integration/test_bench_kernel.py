@@ -134,7 +134,7 @@ def test_report_table_and_what_cannot_run(
     report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(f"bench kernel {TINY.replace('--quiet', '')}")
-    assert {"machine", "gpu_state", "command", "setting", "seconds"} <= set(report)
+    assert {"machine", "command", "setting", "seconds"} <= set(report)
     assert report["failures"] == []
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ring_attn.cli import main as cli
 from ring_attn.cli import plan as command
-from ring_attn.cli import plan_report as report
 from ring_attn.cli.options import parse_window
 from ring_attn.machines.check import Fault
 from ring_attn.planning.choice import Choice
@@ -46,29 +43,6 @@ def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["command"]
 
 
-def test_the_mask_as_ranks_by_ranks() -> None:
-    choice = planned("--layout", "contiguous", "--strategy", "ring")
-    picture = report.mask_picture(choice)
-    assert picture.kind.tolist() == [
-        [report.CUT, 0, 0, 0], [1, report.CUT, 0, 0], [1, 1, report.CUT, 0], [1, 1, 1, report.CUT],
-    ]  # fmt: skip
-    assert picture.step.tolist() == [[0, -1, -1, -1], [1, 0, -1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
-    hybrid = planned("--layout", "zigzag", "--strategy", "hybrid")
-    degree = hybrid.strategy.ulysses_degree
-    picture = report.mask_picture(hybrid)
-    assert len(picture.kind) == 4 // degree and picture.title == f"group of {degree} ranks"
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_it_draws(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plan{suffix}"
-    assert cli.main(["plan", *SMALL, "--quick", "--quiet", "--plot", str(path)]) == 0
-    data = path.read_bytes()
-    assert len(data) > 10_000
-    assert data.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
-
-
 def test_too_many_steps_are_not_drawn(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,8 +51,6 @@ def test_too_many_steps_are_not_drawn(
     assert cli.main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert "too many for a table" in text and "steps of ring" not in text
-    assert cli.main(["plan", *words, "--plot", "plan.png"]) == cli.EXIT_USAGE
-    assert "too many for a table" in capsys.readouterr().err
     assert cli.main(["plan", *SMALL, "--layout", "zigzag", "--strategy", "ulysses"]) == 0
     text = capsys.readouterr().out
     assert all(part in text for part in ("4096 rows on 4 x H100", "steps of ulysses"))
@@ -125,76 +97,6 @@ def test_programs_are_checked_and_drawn(
     assert "128" in capsys.readouterr().err
 
 
-TINY = {
-    "num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 64, "vocab_size": 32, "mamba_n_heads": 4, "mamba_d_head": 32,
-    "mamba_d_state": 8, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
-    "shared_intermediate_size": 64,
-}  # fmt: skip
-
-MODEL = {
-    "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 6,
-    "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 3,
-}  # fmt: skip
-
-
-def plan_of_model(report: Path, config: Any, *words: str) -> int:
-    path = report.with_name("config.json")
-    path.write_text(config if isinstance(config, str) else json.dumps(config))
-    sizes = ["--seqlen", "16k", "--world-size", "4", "--cluster", "h100", "--quiet"]
-    return cli.main(["plan", *sizes, "--model", str(path), "--json", str(report), *words])
-
-
-def test_a_model_is_the_sum_of_its_layers(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    assert plan_of_model(path, {"text_config": MODEL}) == 0
-    report = json.loads(path.read_text())
-    spec = report["spec"]
-    assert (spec["nheads"], spec["nheads_kv"], spec["headdim"]) == (8, 2, 64)
-    full, sliding, total, memory = report["model"]
-    assert full.startswith("3 layers of causal: 3 x") and "window 1023,0: 3 x" in sliding
-    # 6 layers x 4096 rows x 2 heads x 2 x 64 dims x 2 bytes; and x 512 dims x 2 bytes.
-    assert "12.6 MB of KV" in memory and "25.2 MB of rows" in memory
-    assert total.startswith("a step's attention: ")
-    assert plan_of_model(path, MODEL, "--layers", "5", "--heads", "4") == 0
-    report = json.loads(path.read_text())
-    assert report["model"][0].startswith("5 layers of causal") and report["spec"]["nheads"] == 4
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        ("not json", "no config.json"),
-        ({"hidden_size": 4}, "no num_attention_heads"),
-        (MODEL | {"layer_types": ["linear_attention"] * 6}, "linear_attention"),
-        (MODEL | {"sliding_window": None}, "no sliding_window"),
-        (MODEL | {"layer_types": None, "mamba_d_state": 4}, "write layer_types"),
-        (MODEL | {"num_hidden_layers": 5}, "types of 6 layers"),
-        (
-            MODEL
-            | {
-                "layer_types": ["mamba"],
-                "mamba_expand": 2,
-                "mamba_d_state": 4,
-                "mamba_d_conv": 4,
-                "num_hidden_layers": 1,
-            },
-            "no layer with attention",
-        ),
-    ],
-)
-def test_models_that_are_refused(
-    tmp_path: Path, config: Any, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan_of_model(tmp_path / "report.json", config) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_a_missing_config_is_named_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--seqlen", "16k", "--world-size", "8", "--model", "nope.json"]) == 2
-    assert "--model nope.json" in capsys.readouterr().err
-
-
 def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--seqlen", "16k", "--world-size", "8", "--cluster", "h100"]
     assert cli.main(words) == 0
@@ -204,37 +106,3 @@ def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str])
     long = capsys.readouterr().out
     assert "others are slower" in short and "left out" not in short
     assert "left out" in long and len(long) > len(short)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_a_hybrid_model_shows_what_its_recurrent_layers_send(tmp_path: Path, layout: str) -> None:
-    path = tmp_path / "report.json"
-    sizes = {"value_head_dim": 6, "key_head_dim": 4, "num_key_heads": 2, "num_value_heads": 4}
-    linear = {f"linear_{name}": size for name, size in {**sizes, "conv_kernel_dim": 4}.items()}
-    config = {**MODEL, **linear, "num_hidden_layers": 8, "full_attention_interval": 4}
-    config.pop("layer_types", None)
-    words = "--layout", layout, "--seqlen", "256"
-    assert plan_of_model(path, config, *words) == 0
-    report = json.loads(path.read_text())
-    assert report["model"][0].startswith("2 layers of causal")
-    (found,) = report["recurrent"]
-    assert found["layers"] == 6 and found["way"] == ("gather" if layout == "zigzag" else "scan")
-
-
-@pytest.mark.parametrize(
-    ("kind", "attending"),
-    [("bamba", {"attn_layer_indices": [1, 5]}), ("jamba", {"attn_layer_period": 8}),
-     ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba", "attention"] * 2})],
-)  # fmt: skip
-def test_layers_of_mamba_have_the_sizes_of_a_model(
-    tmp_path: Path, kind: str, attending: dict[str, Any]
-) -> None:
-    path, config = tmp_path / "report.json", CONFIG_MAPPING[kind](**TINY, **attending)
-    assert plan_of_model(path, config.to_json_string(use_diff=False)) == 0
-    (found,) = json.loads(path.read_text())["recurrent"]
-    model = AutoModelForCausalLM.from_config(config)
-    layers = model(torch.zeros(1, 5, dtype=torch.int64)).past_key_values.layers
-    states = [layer for layer in layers if getattr(layer, "recurrent_states", None)]
-    assert found["layers"] == len(states) < len(layers)
-    assert found["state"] == states[0].recurrent_states[0].numel()
-    assert found["channels"] == states[0].conv_states[0].size(1)
