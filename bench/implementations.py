@@ -1,8 +1,8 @@
-"""Attention on one device by several packages: ours, torch's, flash-attn's.
+"""Attention on one device: ours and torch's.
 
 Grouped heads are never repeated. Each implementation gets inputs in its documented layout, made
-before the timing: torch (batch, heads, seqlen, dim), ours and flash-attn (batch, seqlen, heads,
-dim). Peers run under autograd, ours by the driver's two functions.
+before the timing: torch (batch, heads, seqlen, dim), ours (batch, seqlen, heads, dim). torch's run
+under autograd, ours by the driver's two functions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,7 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.cli.options import FLASH_PACKAGES, SDPA_BACKENDS
+from ring_attn.cli.options import SDPA_BACKENDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
@@ -177,10 +175,7 @@ class HeadsFirst(Differentiable):
 
 def unavailable(name: str, device: torch.device) -> str | None:
     """The reason why an implementation cannot run on this machine; None if it can."""
-    package = FLASH_PACKAGES.get(name)
-    if package and not _installed(package):
-        return f"the package {package} is not installed"
-    if device.type == "cpu" and name not in ("ours", "torch-flash"):
+    if device.type == "cpu" and name == "cudnn":
         return f"runs on CUDA, got {device.type}"
     return None
 
@@ -189,9 +184,6 @@ def make(name: str, problem: Shape, data: Data, *, backend: str, backward: bool)
     """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
     if name == "ours":
         return OurKernels(problem, data, backend)
-    if name in FLASH_PACKAGES:
-        function = _flash(FLASH_PACKAGES[name], problem.causal)
-        return Differentiable(function, data.rows_first, backward=backward)
     function = _sdpa(SDPA_BACKENDS[name], problem)
     return HeadsFirst(function, data.heads_first, backward=backward)
 
@@ -209,24 +201,6 @@ def _sdpa(backend: str, problem: Shape) -> Callable[..., Tensor]:
             )
 
     return run
-
-
-def _flash(package: str, causal: bool) -> Callable[..., Tensor]:
-    function = import_module(package).flash_attn_func
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = function(q, k, v, causal=causal)
-        out: Tensor = result[0] if isinstance(result, tuple) else result  # some return lse too
-        return out
-
-    return run
-
-
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):  # its parent is not installed
-        return False
 
 
 def reason(error: Exception, warned: Sequence[str] = ()) -> str:

@@ -137,13 +137,15 @@ class Cells(Report[CellSetting, CellRow]):
 
     def remarks(self) -> list[str]:
         """Lines for below the tables: reasons and notes; the last line counts cells."""
-        lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
+        lines = [f"{name}: {why}" for name, why in self.unavailable.items()]
+        lines += [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
         cells = {(title(row), row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def _noted(self, problem: Shape, note: str) -> list[CellRow]:
-        sizes = (*table_of(problem), problem.seqlen, problem.batch)
+        p = problem
+        sizes = p.heads, p.kv_heads, p.head_dim, p.causal, p.seqlen, p.batch
         return [CellRow(name, self.setting.mode, *sizes, note=note) for name in self._names]
 
     def _measured(self, problem: Shape) -> list[CellRow]:
@@ -216,62 +218,32 @@ class Cells(Report[CellSetting, CellRow]):
         return f"cannot run: {why}"
 
 
-# -- tables
+# -- the table
 
 
-def table_of(what: Any) -> tuple[int, int, int, bool]:
-    """Key of the table that shows a row or problem."""
-    return what.heads, what.kv_heads, what.head_dim, what.causal
-
-
-def title(what: Any, *, cell: bool = True) -> str:
-    """The name of a cell, a row or problem, or of its table."""
+def title(what: Any) -> str:
+    """The name of a cell, a row or problem."""
     heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
     mask = "causal" if what.causal else "full"
-    return f"{heads}, {mask}" + (f", {what.batch} x {format_size(what.seqlen)}" if cell else "")
+    return f"{heads}, {mask}, {what.batch} x {format_size(what.seqlen)}"
 
 
-def tables(rows: Sequence[CellRow]) -> list[Table]:
-    """A table per number of heads, head dim and mask; a line per cell and implementation."""
-    all_tables: list[Table] = []
-    for key in dict.fromkeys(map(table_of, rows)):
-        of_table = [row for row in rows if table_of(row) == key]
-        timed = {row.mode for row in of_table if row.samples}
-        modes = [mode for mode in STAGES if mode in timed]
-        figures = [name for mode in modes for name in (mode, "TFLOP/s")]
-        table = new_table(
-            f"{title(of_table[0], cell=False)}: ms (p20-p80), TFLOP/s",
-            ("batch x n", ""),
-            (*figures, "error/bound"),
-        )
-        for cell in dict.fromkeys((row.batch, row.seqlen, row.impl) for row in of_table):
-            batch, seqlen, impl = cell
-            by_mode = {r.mode: r for r in of_table if (r.batch, r.seqlen, r.impl) == cell}
-            first = next(iter(by_mode.values()))
-            figures = [text for mode in modes for text in _figures(by_mode.get(mode))]
-            if modes and not first.samples:
-                figures[0] = first.note.partition(":")[0]
-            table.add_row(
-                f"{batch} x {format_size(seqlen)}", impl, *figures, show(first.max_ratio, ".2f")
-            )
-        all_tables.append(table)
-    return all_tables
-
-
-def notes(rows: Sequence[CellRow]) -> list[str]:
-    """A line for each note, with the cells that it concerns."""
-    cells: dict[tuple[str, str], dict[str, None]] = {}
+def table(rows: Sequence[CellRow]) -> Table:
+    """A line per cell and implementation."""
+    figures = [name for mode in STAGES for name in (f"{mode} ms", "TFLOP/s")]
+    made = new_table("medians", ("cell", ""), (*figures, "error/bound"))
+    by_cell: dict[tuple[str, str], dict[str, CellRow]] = {}
     for row in rows:
-        if row.note:
-            cells.setdefault((row.impl, row.note), {})[title(row)] = None
-    return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
-
-
-def _figures(row: CellRow | None) -> list[str]:
-    if row is None or row.median_ms is None:
-        return ["", ""]
-    ms, p20, p80 = (show(x, ".4g") for x in (row.median_ms, row.p20_ms, row.p80_ms))
-    return [f"{ms} ({p20}-{p80})", show(row.rate, ".3g")]
+        by_cell.setdefault((title(row), row.impl), {})[row.mode] = row
+    for cell, by_mode in by_cell.items():
+        texts = []
+        for row in map(by_mode.get, STAGES):
+            texts += (
+                ["", ""] if row is None else [show(row.median_ms, ".4g"), show(row.rate, ".3g")]
+            )
+        ratio = show(next(iter(by_mode.values())).max_ratio, ".2f")
+        made.add_row(*cell, *texts, ratio)
+    return made
 
 
 # -- options; each is stored under the name of its field of `CellSetting`
@@ -314,4 +286,4 @@ def run(args: argparse.Namespace) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
     bench = Cells(setting_of(args), args.json, quiet=args.quiet)
     bench.run()
-    return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
+    return bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())

@@ -33,14 +33,9 @@ HEADS, HEADDIM = 32, 128
 SEQLEN, RING_ITERS = 8192, 9
 BASELINES = ("dense", "torch-template")
 
-# Implementations in other packages, and torch's backends, by their names in `bench kernel`.
-FLASH_PACKAGES = {
-    "flash-attn": "flash_attn",
-    "flash-attn-3": "flash_attn_interface",
-    "flash-attn-4": "flash_attn.cute",
-}
+# torch's backends, by their names in `bench kernel`.
 SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS)
 
 # Sizes of `bench kernel` on a GPU.
 KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15
@@ -60,9 +55,9 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         torchrun --nproc-per-node 8 -m ring_attn doctor    names ranks that differ
 
     It runs a ring of two ranks here and compares it with attention in float64, says which backend
-    takes each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and
-    noted first uses. Under torchrun its ranks are the ring; --quick leaves the ring out. The exit
-    status is 1 if something is wrong, not if an optional package is missing.
+    takes each kind of call and why, and looks at files and settings of NCCL. Under torchrun its
+    ranks are the ring; --quick leaves the ring out. The exit
+    status is 1 if something is wrong.
     """
     add_common(parser)
 
@@ -139,11 +134,9 @@ def audit(parser: argparse.ArgumentParser) -> None:
 def plan(parser: argparse.ArgumentParser) -> None:
     """`ring-attn plan`: predicts how ranks would best share a call on a cluster; nothing runs.
 
-        strategies    every strategy: times, bytes, exposed communication, memory
-        steps         compute and transfers in each step of the best strategy
-
-    Times come from a simulation of the cluster, which is built in or was measured by `ring-attn
-    calibrate`. No process group and no GPU is needed.
+    The table has every strategy's times, bytes, exposed communication and memory. Times come from a
+    simulation of the cluster, which is built in or was measured by `ring-attn calibrate`. No
+    process group and no GPU is needed.
 
         ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
     """
@@ -243,7 +236,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_kernel(parser: argparse.ArgumentParser) -> None:
-    """Time of our attention kernels on one device, compared with torch's and flash-attn's.
+    """Time of our attention kernels on one device, compared with torch's.
 
     All implementations alternate within every repetition, so that clock drift affects all alike;
     each is checked against float64 before the timing. As in FlashAttention's papers, the batch is
@@ -255,7 +248,6 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         ours           triton (on a CPU auto), deterministic, as a ring of one rank
         torch-flash    scaled_dot_product_attention with FlashAttention 2
         cudnn          scaled_dot_product_attention with cuDNN
-        flash-attn     flash_attn, if installed; so flash-attn-3, flash-attn-4
 
     The exit status is 1 if a result of ours is wrong or a call of ours failed.
     """

@@ -7,29 +7,24 @@ import os
 import runpy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
-from ring_attn.cli import plan_report as report
 from ring_attn.cli.arguments import (
     command_line,
     format_size,
     narrow,
     shortened,
-    table_console,
     with_options,
     write_json,
 )
 from ring_attn.cli.launch import num_threads
-from ring_attn.core.values import without_garbage_collection
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
-from ring_attn.machines.time import simulate
-from ring_attn.machines.timeline import Simulation
-from ring_attn.planning.bounds import call_of, rated_cluster, walked_calls
-from ring_attn.planning.choice import Candidate, Choice, Problem
+from ring_attn.planning.bounds import call_of, walked_calls
+from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import (
     CLUSTER_VARIABLE,
     DEVICES,
@@ -53,9 +48,6 @@ MAX_HEADS, MAX_DOCUMENTS, MAX_MEETINGS = 4096, 1 << 16, 1 << 25
 # Most ranks whose programs --check checks, and most lines to print of a program or of faults.
 MAX_CHECKED, MAX_LINES = 128, 60
 
-# Most ranks x steps whose times are kept for a table: a ring of 1448 ranks, 1.3 GB.
-MAX_RANK_STEPS = 1 << 21
-
 
 def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
@@ -72,22 +64,15 @@ def run_plan(args: argparse.Namespace) -> int:
     check_bounds(args)
     with num_threads(1):  # on a busy machine, threads of small operators wait for one another
         choice = plan(args)
-    count, too_many = choice.best.steps * args.world_size, ""
-    if count > MAX_RANK_STEPS:
-        too_many = f"{count} ranks x steps are too many for a table ({MAX_RANK_STEPS})"
-    simulations = {} if too_many else simulated(choice.problem, choice.best)
-    rows = [row for name, done in simulations.items() for row in report.step_rows(name, done)]
     if not args.quiet:
         text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
-        print(text if args.verbose else "\n".join(map(narrow, text.splitlines())), end="\n\n")
-        table_console().print(too_many or report.steps_table(choice, rows))
+        print(text if args.verbose else "\n".join(map(narrow, text.splitlines())))
     walked = len(walked_calls(choice.problem, choice.best))
     if walked < args.world_size:
         print(f"times are of {walked} ranks, which stand for all {args.world_size}")
     print(narrow(choice.reason))
     ok = not args.check or checked(choice, quiet=args.quiet)
-    steps = [asdict(row) for row in rows]
-    write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
+    write_json(args.json, {"command": command_line(), **choice.to_dict()})
     return 0 if ok else 1
 
 
@@ -193,16 +178,3 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
     if node_size is None:
         return cluster
     return replace(cluster, node_size=node_size, ports=None)
-
-
-@without_garbage_collection()
-def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
-    """Simulations of both directions of a candidate, with the spans of every rank."""
-    names = ("forward", "backward") if problem.backward else ("forward",)
-    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
-    return {
-        name: simulate(
-            programs_of(calls, backward=name == "backward"), calls[0], cluster, spans=True
-        )
-        for name in names
-    }

@@ -1,4 +1,4 @@
-"""`ring-attn plan`: its output, files and pictures."""
+"""`ring-attn plan`: its output and its file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planned(*words: str) -> Choice:
     return command.plan(options_of("plan", " ".join([*SMALL, *words])))
 
 
-def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     words = [*SMALL, "--layout", "zigzag", "--strategy", "ring", "--quiet", "--json", str(path)]
     assert cli.main(["plan", *words]) == 0
@@ -32,28 +32,7 @@ def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads(path.read_text())
     assert found["best"]["label"] == "ring" and found["world_size"] == 4
     assert [c["seconds"] for c in found["candidates"]] == [found["best"]["seconds"]]
-    steps = [s for s in found["steps"] if s["direction"] == "forward" and s["most_area"]]
-    assert [(s["full"], s["cut"], s["absent"]) for s in steps] == [(0, 4, 0), *3 * [(4, 0, 0)]]
-    assert sum(s["most_area"] for s in steps) == 4096 * 4097 // 2 // 4
-    sent = sum(s["bytes_sent"] for s in found["steps"])
-    assert sent >= found["best"]["prediction"]["forward"]["bytes_sent"]
-    assert sum(s["compute_s"] for s in steps) == pytest.approx(
-        found["best"]["prediction"]["forward"]["compute"], rel=0.05
-    )
     assert found["command"]
-
-
-def test_too_many_steps_are_not_drawn(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "MAX_RANK_STEPS", 15)
-    words = [*SMALL, "--layout", "zigzag", "--strategy", "ring"]
-    assert cli.main(["plan", *words]) == 0
-    text = capsys.readouterr().out
-    assert "too many for a table" in text and "steps of ring" not in text
-    assert cli.main(["plan", *SMALL, "--layout", "zigzag", "--strategy", "ulysses"]) == 0
-    text = capsys.readouterr().out
-    assert all(part in text for part in ("4096 rows on 4 x H100", "steps of ulysses"))
 
 
 def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
