@@ -173,13 +173,6 @@ class HeadsFirst(Differentiable):
         return [x.transpose(1, 2) for x in super().results()]
 
 
-def unavailable(name: str, device: torch.device) -> str | None:
-    """The reason why an implementation cannot run on this machine; None if it can."""
-    if device.type == "cpu" and name == "cudnn":
-        return f"runs on CUDA, got {device.type}"
-    return None
-
-
 def make(name: str, problem: Shape, data: Data, *, backend: str, backward: bool) -> Implementation:
     """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
     if name == "ours":

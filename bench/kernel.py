@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.implementations import Data, Implementation, Shape, make, reason, unavailable
+from ring_attn.bench.implementations import Data, Implementation, Shape, make, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
@@ -28,7 +28,7 @@ from ring_attn.bench.timing import (
     quantiles,
     time_in_turn,
 )
-from ring_attn.cli.arguments import format_size, new_table, progress, show
+from ring_attn.cli.arguments import format_size, new_table, show
 from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
 
 # The time limit of a cell's repetitions.
@@ -98,47 +98,27 @@ class CellRow:
 
 
 class Cells(Report[CellSetting, CellRow]):
-    """Measures one cell after another, and saves the report after each.
-
-    Attributes:
-        unavailable: reasons why implementations cannot run on this machine.
-    """
+    """Measures one cell after another, and saves the report after each."""
 
     def __init__(self, setting: CellSetting, path: Path | None = None, quiet: bool = False) -> None:
         super().__init__(setting, path, quiet=quiet)
-        device = setting.device
-        self.unavailable = {
-            name: why
-            for name in setting.implementations
-            if (why := unavailable(name, device)) is not None
-        }
-        self._names = [name for name in setting.implementations if name not in self.unavailable]
+        self._names = setting.implementations
         self._backward = setting.mode != "fwd"
-        self._watch = Watch(device)
-
-    def more(self) -> dict[str, Any]:
-        """Why implementations cannot run here."""
-        return {"unavailable": self.unavailable}
+        self._watch = Watch(setting.device)
 
     def run(self) -> None:
         """Measures cells until the budget is spent."""
-        problems = list(self.setting.problems()) if self._names else []
-        total = sum(problem.tokens for problem in problems)
-        with progress(total) as begin:
-            for problem in problems:
-                if self.left() > 0.0:
-                    begin(title(problem), problem.tokens)
-                    self.rows += self._measured(problem)
-                else:
-                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                    self.rows += self._noted(problem, note)
-                self.save()
-        self.save()
+        for problem in self.setting.problems():
+            if self.left() > 0.0:
+                self.rows += self._measured(problem)
+            else:
+                note = f"not measured: beyond the budget of {self.setting.budget:g} s"
+                self.rows += self._noted(problem, note)
+            self.save()
 
     def remarks(self) -> list[str]:
-        """Lines for below the tables: reasons and notes; the last line counts cells."""
-        lines = [f"{name}: {why}" for name, why in self.unavailable.items()]
-        lines += [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
+        """Lines for below the table: notes; the last one counts cells."""
+        lines = [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
         cells = {(title(row), row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
@@ -237,10 +217,9 @@ def table(rows: Sequence[CellRow]) -> Table:
         by_cell.setdefault((title(row), row.impl), {})[row.mode] = row
     for cell, by_mode in by_cell.items():
         texts = []
-        for row in map(by_mode.get, STAGES):
-            texts += (
-                ["", ""] if row is None else [show(row.median_ms, ".4g"), show(row.rate, ".3g")]
-            )
+        for mode in STAGES:
+            timed = by_mode.get(mode)
+            texts += [show(timed.median_ms, ".4g"), show(timed.rate, ".3g")] if timed else ["", ""]
         ratio = show(next(iter(by_mode.values())).max_ratio, ".2f")
         made.add_row(*cell, *texts, ratio)
     return made

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds between lines of progress.
+# Seconds between lines that say how long a command runs.
 LINE_S = 10.0
 
 # Width of a table whose output is not a terminal, and of texts.
@@ -119,18 +119,14 @@ def table_console() -> Any:
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
 
 
-# Text that `signs_of_life` adds to its lines.
-_progress = ""
-
-
 @contextmanager
 def signs_of_life(name: str) -> Iterator[None]:
-    """Writes to stderr every `LINE_S` seconds how long a command runs, and how far it is."""
+    """Writes to stderr every `LINE_S` seconds how long a command runs."""
     ended, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not ended.wait(LINE_S):
-            print(f"{name}: runs for {time.monotonic() - start:.0f} s{_progress}", file=sys.stderr)
+            print(f"{name}: runs for {time.monotonic() - start:.0f} s", file=sys.stderr)
 
     if is_first_rank():
         threading.Thread(target=tell, daemon=True).start()
@@ -138,23 +134,6 @@ def signs_of_life(name: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-
-
-@contextmanager
-def progress(total: float) -> Iterator[Callable[[str, float], None]]:
-    """Yields a function to call at the start of a part, with its name and its share of `total`."""
-    done, start = 0.0, time.monotonic()
-
-    def begin(name: str, share: float) -> None:
-        global _progress
-        nonlocal done
-        left = (time.monotonic() - start) * (total / done - 1) if done else None
-        _progress = f", {done / total:.0%} done, {show(left, '.0f') or '?'} s left: {name}"
-        done += share
-
-    global _progress
-    yield begin
-    _progress = ""
 
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
