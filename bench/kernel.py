@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.implementations import Data, Implementation, Shape, make, reason
+from ring_attn.bench.implementations import Implementation, Shape, make, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
@@ -30,6 +30,7 @@ from ring_attn.bench.timing import (
 )
 from ring_attn.cli.arguments import format_size, new_table, show
 from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
+from ring_attn.testing import Inputs
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
@@ -154,11 +155,11 @@ class Cells(Report[CellSetting, CellRow]):
         return [row for of_name in timed for row in of_name]
 
     def _judge(
-        self, row: CellRow, problem: Shape, data: Data, judge: OracleJudge
+        self, row: CellRow, problem: Shape, data: Inputs, judge: OracleJudge
     ) -> tuple[CellRow, Implementation | None]:
         """Checks an implementation, and builds it."""
 
-        def build(problem: Shape, data: Data) -> Implementation:
+        def build(problem: Shape, data: Inputs) -> Implementation:
             backend = self.setting.backend
             return make(row.impl, problem, data, backend=backend, backward=self._backward)
 

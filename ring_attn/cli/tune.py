@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.bench.implementations import Data, Kernels, Shape, reason
+from ring_attn.bench.implementations import Kernels, Shape, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
@@ -28,6 +28,7 @@ from ring_attn.cli.launch import map_in_processes, num_cores
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
+from ring_attn.testing import Inputs
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
@@ -203,7 +204,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         ]
 
     def _checked(
-        self, row: TuneRow, problem: Shape, data: Data, judge: OracleJudge, deadline: float
+        self, row: TuneRow, problem: Shape, data: Inputs, judge: OracleJudge, deadline: float
     ) -> TuneRow:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
@@ -211,7 +212,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
 
-        def build(problem: Shape, data: Data) -> Kernels:
+        def build(problem: Shape, data: Inputs) -> Kernels:
             return Kernels(problem, data, configs_of(row))
 
         def results() -> list[Tensor]:
@@ -228,7 +229,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         return replace(row, max_ratio=ratio, note=note)
 
     def _timed(
-        self, problem: Shape, data: Data, rows: Sequence[TuneRow], end: float
+        self, problem: Shape, data: Inputs, rows: Sequence[TuneRow], end: float
     ) -> list[TuneRow]:
         """Times all rows without a note."""
         right = {row.name: row for row in rows if not row.note}
