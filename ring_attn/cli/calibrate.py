@@ -31,7 +31,6 @@ from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
-WORLD_SIZES = (1, 2, 4)
 ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)
 MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 14, 1 << 17)
 # Small tiles and messages are measured more often, as short times vary more.
@@ -98,18 +97,15 @@ Samples = Sequence[TileSample | MessageSample]
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
-    clusters: dict[int, Cluster] = {}
-    samples: dict[int, Samples] = {}
-    for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
-        clusters[ranks], samples[ranks] = with_options(calibrate, args, world_size=ranks)
-        write_json(args.json, {
-            "machine": machine(),
-            "command": command_line(),
-            "clusters": {ranks: devices.to_json(cluster) for ranks, cluster in clusters.items()},
-            "samples": {ranks: [asdict(x) for x in taken] for ranks, taken in samples.items()},
-        })  # fmt: skip
+    cluster, samples = with_options(calibrate, args)
+    write_json(args.json, {
+        "machine": machine(),
+        "command": command_line(),
+        "cluster": devices.to_json(cluster),
+        "samples": [asdict(sample) for sample in samples],
+    })  # fmt: skip
     if not args.quiet:
-        print(*_fits(clusters, samples), sep="\n")
+        print(*_fits(cluster, samples), sep="\n")
     return 0
 
 
@@ -322,18 +318,16 @@ class _Bench:
         return min(max(lost / transfer, 0.0), 0.9)
 
 
-def _fits(clusters: dict[int, Cluster], samples: dict[int, Samples]) -> Iterator[str]:
+def _fits(cluster: Cluster, samples: Samples) -> Iterator[str]:
     """Lines: the speeds, and by how much a fit misses a sample at most."""
-    for ranks, cluster in clusters.items():
-        tiles = [x for x in samples[ranks] if isinstance(x, TileSample)]
-        for (backward, window), name in KINDS.items():
-            rate = cluster.device.rate(backward=backward, window=window)
-            of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
-            error = f"off by {100 * largest_error(rate, of_kind):.0f} % at most"
-            yield f"{ranks} ranks, {name}: {rate.flops / 1e9:.1f} GFLOP/s, {error}"
-        links = {"shift": cluster.inside, **cluster.collectives} if ranks > 1 else {}
-        for name, link in links.items():
-            yield f"{ranks} ranks, {name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency:.2g} s"
+    tiles = [x for x in samples if isinstance(x, TileSample)]
+    for (backward, window), name in KINDS.items():
+        rate = cluster.device.rate(backward=backward, window=window)
+        of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
+        error = f"off by {100 * largest_error(rate, of_kind):.0f} % at most"
+        yield f"{name}: {rate.flops / 1e9:.1f} GFLOP/s, {error}"
+    for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
+        yield f"{name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency:.2g} s"
 
 
 def largest_error(rate: Rate, samples: Sequence[TileSample]) -> float:

@@ -267,16 +267,16 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
 def calibrate(parser: argparse.ArgumentParser) -> None:
     """Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
 
-        ring-attn calibrate --json machine.json    1, 2 and 4 ranks, one thread each
+        ring-attn calibrate --world-size 4 --json machine.json    one thread each
         ring-attn plan --cluster machine.json ...
 
     All ranks work at the same time, so the figures include contention (cores, memory, the
     loopback). Messages and copies go into new memory, as in a call; on a CPU its page faults may
     take longer than the copy. `devices.Rate` is fitted to the times of tiles, `devices.Link` to the
-    times of messages. The table shows the largest errors of the fits.
+    times of messages.
     """
     add = parser.add_argument
-    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (default: 1,2,4)")
+    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
     add("--heads", type=parse_size, default=8, help="heads of q, k and v (default: 8)")
     add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
     add("--dtype", type=parse_dtype, default="float32", help="of q, k and v (default: float32)")

@@ -170,7 +170,7 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
     elif os.path.isdir(name):
         raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
     elif os.path.exists(name):
-        cluster = load_cluster(name, world_size)
+        cluster = load_cluster(name)
     else:
         known = ", ".join(DEVICES).lower()
         raise ValueError(f"--cluster must be one of {known}, or a file; got {shortened(name)}")

@@ -29,9 +29,8 @@ class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
 
     Times but `seconds` are those of the rank with the longest, and so are bytes and messages (a
-    collective is one); `inside_bytes` and `between_bytes` are of all ranks. `steps` are those with
-    any compute. `slowest_link` is the link whose bytes ranks wait for longest, `slowest_exposed`
-    the time; None if nothing is sent.
+    collective is one). `steps` are those with any compute. `slowest_link` is the link whose bytes
+    ranks wait for longest, `slowest_exposed` the time; None if nothing is sent.
     """
 
     seconds: float
@@ -43,8 +42,6 @@ class DirectionCost:
     late: float
     bytes_sent: int
     messages: int
-    inside_bytes: int
-    between_bytes: int
     slowest_link: str | None
     slowest_exposed: float
 
@@ -60,7 +57,6 @@ class DirectionCost:
     @classmethod
     def of(cls, simulation: Simulation) -> DirectionCost:
         """Costs of a simulation: of each time, the greatest over the ranks."""
-        by_kind = {usage.link: usage.nbytes for usage in simulation.links}
         worst, ranks = simulation.slowest_link, simulation.ranks
         return cls(
             seconds=simulation.seconds,
@@ -72,8 +68,6 @@ class DirectionCost:
             late=max(rank.late for rank in ranks),
             bytes_sent=max(rank.sent for rank in ranks),
             messages=max(rank.messages for rank in ranks),
-            inside_bytes=by_kind.get("inside", 0),
-            between_bytes=by_kind.get("between", 0),
             slowest_link=None if worst is None else str(worst),
             slowest_exposed=0.0 if worst is None else worst.exposed,
         )

@@ -117,13 +117,8 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
     return asdict(cluster)
 
 
-def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
+def load_cluster(path: Path | str) -> Cluster:
     """Reads a cluster that `ring-attn calibrate` wrote.
-
-    Args:
-        path: path of the JSON file.
-        world_size: number of ranks; selects the nearest number that was measured, None the
-            greatest.
 
     Raises:
         ValueError: the file is not a calibration.
@@ -131,11 +126,7 @@ def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
     """
     try:
         content = json.loads(regular_file(path).read_text(encoding="utf-8"))
-        clusters = {int(n): cluster_from_json(one) for n, one in content["clusters"].items()}
-        if min(clusters) < 1:
-            raise ValueError(f"numbers of ranks must be at least 1, got {min(clusters)}")
-        wanted = max(clusters) if world_size is None else world_size
-        return clusters[min(clusters, key=lambda ranks: (abs(ranks - wanted), -ranks))]
+        return cluster_from_json(content["cluster"])
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a calibration; write one with `ring-attn calibrate --json {path}` "
@@ -176,7 +167,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
 
     Args:
         device_type: "cuda" or "cpu"; None is "cuda" if torch has a GPU.
-        world_size: number of ranks, selects the nearest calibration in the file.
+        world_size: number of ranks, of a CPU's node without a launcher.
 
     Raises:
         ValueError: the GPU is not built in, or the file is not a calibration.
@@ -185,7 +176,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
     path = os.environ.get(CLUSTER_VARIABLE)
     if path:
         try:
-            return load_cluster(path, world_size)
+            return load_cluster(path)
         except OSError as error:
             raise type(error)(
                 error.errno, f"{error.strerror}, named by {CLUSTER_VARIABLE}", path

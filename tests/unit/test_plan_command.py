@@ -47,7 +47,7 @@ def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
     monkeypatch.setenv("RING_ATTN_CLUSTER", str(path))
     with pytest.raises(ValueError, match="machine.json"):
         command.cluster_of(None, None, 8)
-    path.write_text(json.dumps({"clusters": {"4": to_json(builtin_cluster("B200"))}}))
+    path.write_text(json.dumps({"cluster": to_json(builtin_cluster("B200"))}))
     assert command.cluster_of(str(path), None, 4).device.name == "B200"
 
 
