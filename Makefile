@@ -31,7 +31,7 @@ setup: $(READY)  ## make the environment: .venv, or VENV=path
 $(READY): pyproject.toml setup.py .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
 test: $(READY)  ## run the tests, without the slow ones
@@ -65,7 +65,7 @@ audit: $(VENV)/.audit  ## known vulnerabilities of the pinned packages
 	$(BIN)/pip-audit --requirement .ci/constraints.txt --no-deps --disable-pip --progress-spinner off
 
 $(VENV)/.audit: $(READY)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench,audit]'
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,audit]'
 	@touch $@
 
 format: $(READY)  ## put the code into shape
@@ -94,22 +94,21 @@ abi: $(READY)  ## look for what is used in the CUDA wheels of torch, 0.7 GB at a
 
 # Where there is a GPU there is a torch for it: it is used as it is, and no environment is made. It
 # needs pytest and pytest-timeout, too. The budgets leave two minutes of ten for what begins within them.
-gpu:  ## on a machine with a GPU, in 10 minutes: its tests, kernels' speed and tune, and a summary
-	rm -f gpu-results/tests.xml gpu-results/kernel.json gpu-results/tune.json
-	-$(PYTHON) -m pytest -m gpu --budget 210 --junitxml gpu-results/tests.xml $(ARGS) \
-		tests/kernels/test_gpu.py tests/unit/test_profiling.py
-	-$(PYTHON) -m ring_attn bench kernel --budget 120 --json gpu-results/kernel.json \
-		--heads 32/8 --head-dim 128,64 --seqlen 16k,4k \
-		--implementations ours,torch-flash,cudnn,flash-attn,flash-attn-3,flash-attn-4
-	-$(PYTHON) -m ring_attn tune --budget 140 --json gpu-results/tune.json
-	@$(PYTHON) -m ring_attn.bench.summary gpu-results
+gpu:  ## on a machine with a GPU, in 10 minutes: its tests, kernels' speed and tune, into gpu-results/
+	rm -rf gpu-results && mkdir gpu-results
+	@failed=0; set -x; nvidia-smi > gpu-results/gpu.txt || failed=1; \
+	$(PYTHON) -m pytest -m gpu --budget 210 --junitxml gpu-results/tests.xml $(ARGS) \
+		tests/kernels/test_gpu.py tests/unit/test_profiling.py || failed=1; \
+	$(PYTHON) -m ring_attn bench kernel --budget 120 --json gpu-results/kernel.json \
+		--heads 32/8 --head-dim 128,64 --seqlen 16k,4k || failed=1; \
+	$(PYTHON) -m ring_attn tune --budget 140 --json gpu-results/tune.json || failed=1; exit $$failed
 
 # The tools come beside the torch of the environment; nothing of CUDA is installed.
 docs: $(VENV)/.docs  ## build the site of docs/ into docs/_build, with its pictures and reference
 	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build
 
 $(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench,docs]'
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
@@ -123,7 +122,7 @@ clean-dist:
 	rm -rf dist
 
 $(VENV)/.release: $(READY)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench,release]'
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,release]'
 	@touch $@
 
 clean:  ## remove what builds and tools leave; the environment stays

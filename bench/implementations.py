@@ -1,17 +1,15 @@
-"""Attention on one device by several packages: ours, torch's, flash-attn's.
+"""Attention on one device: ours and torch's.
 
 Grouped heads are never repeated. Each implementation gets inputs in its documented layout, made
-before the timing: torch (batch, heads, seqlen, dim), ours and flash-attn (batch, seqlen, heads,
-dim). Peers run under autograd, ours by the driver's two functions.
+before the timing: torch (batch, heads, seqlen, dim), ours (batch, seqlen, heads, dim). torch's run
+under autograd, ours by the driver's two functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,7 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.cli.options import FLASH_PACKAGES, SDPA_BACKENDS
+from ring_attn.cli.options import SDPA_BACKENDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
@@ -53,10 +51,6 @@ class Shape:
         return self.seqlen if self.queries is None else self.queries
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.seqlen
-
-    @property
     def spec(self) -> AttentionSpec:
         sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.head_dim)
         return AttentionSpec(self.device.type, self.dtype, *sizes)
@@ -65,16 +59,12 @@ class Shape:
     def mask(self) -> Mask:
         return Mask(self.rows, self.seqlen, self.causal)
 
-    @property
-    def area(self) -> int:
-        return self.mask.area
-
     def flops(self, mode: str) -> int:
         """FLOPs of "fwd" (4 x area x head_dim per head), "bwd" (2.5 times that) or "fwd_bwd"."""
         backward = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
-        return sum(flops(self.area, self.spec, backward=back) for back in backward)
+        return sum(flops(self.mask.area, self.spec, backward=back) for back in backward)
 
-    def data(self) -> Data:
+    def data(self) -> Inputs:
         """Normally distributed q, k, v, dout, drawn on the device."""
         generator = torch.Generator(self.device).manual_seed(0)
 
@@ -83,19 +73,7 @@ class Shape:
             return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
 
         q, kv = (self.rows, self.heads), (self.seqlen, self.kv_heads)
-        return Data(Inputs(draw(*q), draw(*kv), draw(*kv), draw(*q)))
-
-
-@dataclass(frozen=True)
-class Data:
-    """The inputs of a problem in both layouts."""
-
-    rows_first: Inputs
-
-    @cached_property
-    def heads_first(self) -> Inputs:
-        """The inputs as (batch, heads, seqlen, dim), contiguous."""
-        return Inputs(*(x.transpose(1, 2).contiguous() for x in self.rows_first))
+        return Inputs(draw(*q), draw(*kv), draw(*kv), draw(*q))
 
 
 class Implementation:
@@ -129,11 +107,11 @@ class Implementation:
 class OurKernels(Implementation):
     """The ring's driver on one rank: one backend computes the whole attention."""
 
-    def __init__(self, problem: Shape, data: Data, backend: str) -> None:
+    def __init__(self, problem: Shape, data: Inputs, backend: str) -> None:
         one = SequenceLayout.contiguous
         layouts = one(problem.rows, 1), one(problem.seqlen, 1)
         self._call = make_call(Strategy(), problem.spec, layouts, problem.mask, 0, backend=backend)
-        self._inputs = data.rows_first
+        self._inputs = data
         # A ring of one rank sends nothing.
         self._alone = Silent((0,), 0)
         self._saved: tuple[Tensor, ...] = ()
@@ -175,25 +153,15 @@ class HeadsFirst(Differentiable):
         return [x.transpose(1, 2) for x in super().results()]
 
 
-def unavailable(name: str, device: torch.device) -> str | None:
-    """The reason why an implementation cannot run on this machine; None if it can."""
-    package = FLASH_PACKAGES.get(name)
-    if package and not _installed(package):
-        return f"the package {package} is not installed"
-    if device.type == "cpu" and name not in ("ours", "torch-flash"):
-        return f"runs on CUDA, got {device.type}"
-    return None
-
-
-def make(name: str, problem: Shape, data: Data, *, backend: str, backward: bool) -> Implementation:
+def make(
+    name: str, problem: Shape, data: Inputs, *, backend: str, backward: bool
+) -> Implementation:
     """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
     if name == "ours":
         return OurKernels(problem, data, backend)
-    if name in FLASH_PACKAGES:
-        function = _flash(FLASH_PACKAGES[name], problem.causal)
-        return Differentiable(function, data.rows_first, backward=backward)
     function = _sdpa(SDPA_BACKENDS[name], problem)
-    return HeadsFirst(function, data.heads_first, backward=backward)
+    heads_first = [x.transpose(1, 2).contiguous() for x in data]
+    return HeadsFirst(function, heads_first, backward=backward)
 
 
 def _sdpa(backend: str, problem: Shape) -> Callable[..., Tensor]:
@@ -211,24 +179,6 @@ def _sdpa(backend: str, problem: Shape) -> Callable[..., Tensor]:
     return run
 
 
-def _flash(package: str, causal: bool) -> Callable[..., Tensor]:
-    function = import_module(package).flash_attn_func
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = function(q, k, v, causal=causal)
-        out: Tensor = result[0] if isinstance(result, tuple) else result  # some return lse too
-        return out
-
-    return run
-
-
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):  # its parent is not installed
-        return False
-
-
 def reason(error: Exception, warned: Sequence[str] = ()) -> str:
     """The reason of an error in one line; torch says it in warnings, `warned`, before the error."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -242,13 +192,13 @@ def reason(error: Exception, warned: Sequence[str] = ()) -> str:
 class Kernels(Implementation):
     """The whole attention on the Triton backend, with chosen configs."""
 
-    def __init__(self, problem: Shape, data: Data, chosen: Mapping[str, Config]) -> None:
+    def __init__(self, problem: Shape, data: Inputs, chosen: Mapping[str, Config]) -> None:
         """`chosen`, by kind, replace the frozen configs."""
         layouts = [SequenceLayout.contiguous(n, 1) for n in (problem.rows, problem.seqlen)]
         self._tiles = pair_tiles(*layouts, problem.mask, 0, 0)
         self._decodes = problem.queries is not None
         self._backend, self._scores = TritonBackend(chosen), Scores(problem.head_dim**-0.5)
-        self._inputs = data.rows_first
+        self._inputs = data
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs

@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ring_attn.bench.implementations import Data, Implementation, Shape
+from ring_attn.bench.implementations import Implementation, Shape
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients
 
@@ -28,22 +28,22 @@ GRADIENTS = ("dq", "dk", "dv")
 # For each result: float64's, plain PyTorch's, and the terms of each sum.
 Results = Mapping[str, tuple[Tensor, ...]]
 
-Make = Callable[[Shape, Data], Implementation]
+Make = Callable[[Shape, Inputs], Implementation]
 
 
 class OracleJudge:
     """The oracle of some rows and keys of a problem, which checks every implementation."""
 
-    def __init__(self, problem: Shape, data: Data, *, backward: bool) -> None:
+    def __init__(self, problem: Shape, data: Inputs, *, backward: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         rows = _sample(problem.rows, ROWS, generator)
         keys = _sample(problem.seqlen, KEYS, generator)
         self._problem, self._backward = problem, backward
         self._rows, self._keys = (torch.tensor(x).to(problem.device) for x in (rows, keys))
-        q, k, v, dout = data.rows_first
+        q, k, v, dout = data
         few = torch.zeros_like(dout)
         few[:, self._rows] = dout[:, self._rows]
-        self._data = Data(Inputs(q, k, v, few))
+        self._data = Inputs(q, k, v, few)
         self._figures = self._oracle(_of_rows(problem.mask, rows))
 
     def verdicts(self, make: Make) -> list[Verdict]:
@@ -68,7 +68,7 @@ class OracleJudge:
 
     def _oracle(self, mask: Mask) -> Results:
         """The figures, one batch entry and kv head at a time, to bound the scores' memory."""
-        q, k, v, dout = self._data.rows_first
+        q, k, v, dout = self._data
         whole = (q[:, self._rows], k, v, dout[:, self._rows])
         views = [self._by_kv_head(x) for x in whole]
         figures = [

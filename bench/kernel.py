@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.implementations import Data, Implementation, Shape, make, reason, unavailable
+from ring_attn.bench.implementations import Implementation, Shape, make, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
@@ -28,8 +28,9 @@ from ring_attn.bench.timing import (
     quantiles,
     time_in_turn,
 )
-from ring_attn.cli.arguments import format_size, new_table, progress, show
+from ring_attn.cli.arguments import format_size, new_table, show
 from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
+from ring_attn.testing import Inputs
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
@@ -98,52 +99,34 @@ class CellRow:
 
 
 class Cells(Report[CellSetting, CellRow]):
-    """Measures one cell after another, and saves the report after each.
-
-    Attributes:
-        unavailable: reasons why implementations cannot run on this machine.
-    """
+    """Measures one cell after another, and saves the report after each."""
 
     def __init__(self, setting: CellSetting, path: Path | None = None, quiet: bool = False) -> None:
         super().__init__(setting, path, quiet=quiet)
-        device = setting.device
-        self.unavailable = {
-            name: why
-            for name in setting.implementations
-            if (why := unavailable(name, device)) is not None
-        }
-        self._names = [name for name in setting.implementations if name not in self.unavailable]
+        self._names = setting.implementations
         self._backward = setting.mode != "fwd"
-        self._watch = Watch(device)
-
-    def more(self) -> dict[str, Any]:
-        """Why implementations cannot run here."""
-        return {"unavailable": self.unavailable}
+        self._watch = Watch(setting.device)
 
     def run(self) -> None:
         """Measures cells until the budget is spent."""
-        problems = list(self.setting.problems()) if self._names else []
-        total = sum(problem.tokens for problem in problems)
-        with progress(total, quiet=self.quiet) as begin:
-            for problem in problems:
-                if self.left() > 0.0:
-                    begin(title(problem), problem.tokens)
-                    self.rows += self._measured(problem)
-                else:
-                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                    self.rows += self._noted(problem, note)
-                self.save()
-        self.save(last=True)
+        for problem in self.setting.problems():
+            if self.left() > 0.0:
+                self.rows += self._measured(problem)
+            else:
+                note = f"not measured: beyond the budget of {self.setting.budget:g} s"
+                self.rows += self._noted(problem, note)
+            self.save()
 
     def remarks(self) -> list[str]:
-        """Lines for below the tables: reasons and notes; the last line counts cells."""
-        lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
+        """Lines for below the table: notes; the last one counts cells."""
+        lines = [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
         cells = {(title(row), row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def _noted(self, problem: Shape, note: str) -> list[CellRow]:
-        sizes = (*table_of(problem), problem.seqlen, problem.batch)
+        p = problem
+        sizes = p.heads, p.kv_heads, p.head_dim, p.causal, p.seqlen, p.batch
         return [CellRow(name, self.setting.mode, *sizes, note=note) for name in self._names]
 
     def _measured(self, problem: Shape) -> list[CellRow]:
@@ -172,11 +155,11 @@ class Cells(Report[CellSetting, CellRow]):
         return [row for of_name in timed for row in of_name]
 
     def _judge(
-        self, row: CellRow, problem: Shape, data: Data, judge: OracleJudge
+        self, row: CellRow, problem: Shape, data: Inputs, judge: OracleJudge
     ) -> tuple[CellRow, Implementation | None]:
         """Checks an implementation, and builds it."""
 
-        def build(problem: Shape, data: Data) -> Implementation:
+        def build(problem: Shape, data: Inputs) -> Implementation:
             backend = self.setting.backend
             return make(row.impl, problem, data, backend=backend, backward=self._backward)
 
@@ -216,62 +199,31 @@ class Cells(Report[CellSetting, CellRow]):
         return f"cannot run: {why}"
 
 
-# -- tables
+# -- the table
 
 
-def table_of(what: Any) -> tuple[int, int, int, bool]:
-    """Key of the table that shows a row or problem."""
-    return what.heads, what.kv_heads, what.head_dim, what.causal
-
-
-def title(what: Any, *, cell: bool = True) -> str:
-    """The name of a cell, a row or problem, or of its table."""
+def title(what: Any) -> str:
+    """The name of a cell, a row or problem."""
     heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
     mask = "causal" if what.causal else "full"
-    return f"{heads}, {mask}" + (f", {what.batch} x {format_size(what.seqlen)}" if cell else "")
+    return f"{heads}, {mask}, {what.batch} x {format_size(what.seqlen)}"
 
 
-def tables(rows: Sequence[CellRow]) -> list[Table]:
-    """A table per number of heads, head dim and mask; a line per cell and implementation."""
-    all_tables: list[Table] = []
-    for key in dict.fromkeys(map(table_of, rows)):
-        of_table = [row for row in rows if table_of(row) == key]
-        timed = {row.mode for row in of_table if row.samples}
-        modes = [mode for mode in STAGES if mode in timed]
-        figures = [name for mode in modes for name in (mode, "TFLOP/s")]
-        table = new_table(
-            f"{title(of_table[0], cell=False)}: ms (p20-p80), TFLOP/s",
-            ("batch x n", ""),
-            (*figures, "error/bound"),
-        )
-        for cell in dict.fromkeys((row.batch, row.seqlen, row.impl) for row in of_table):
-            batch, seqlen, impl = cell
-            by_mode = {r.mode: r for r in of_table if (r.batch, r.seqlen, r.impl) == cell}
-            first = next(iter(by_mode.values()))
-            figures = [text for mode in modes for text in _figures(by_mode.get(mode))]
-            if modes and not first.samples:
-                figures[0] = first.note.partition(":")[0]
-            table.add_row(
-                f"{batch} x {format_size(seqlen)}", impl, *figures, show(first.max_ratio, ".2f")
-            )
-        all_tables.append(table)
-    return all_tables
-
-
-def notes(rows: Sequence[CellRow]) -> list[str]:
-    """A line for each note, with the cells that it concerns."""
-    cells: dict[tuple[str, str], dict[str, None]] = {}
+def table(rows: Sequence[CellRow]) -> Table:
+    """A line per cell and implementation."""
+    figures = [name for mode in STAGES for name in (f"{mode} ms", "TFLOP/s")]
+    made = new_table("medians", ("cell", ""), (*figures, "error/bound"))
+    by_cell: dict[tuple[str, str], dict[str, CellRow]] = {}
     for row in rows:
-        if row.note:
-            cells.setdefault((row.impl, row.note), {})[title(row)] = None
-    return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
-
-
-def _figures(row: CellRow | None) -> list[str]:
-    if row is None or row.median_ms is None:
-        return ["", ""]
-    ms, p20, p80 = (show(x, ".4g") for x in (row.median_ms, row.p20_ms, row.p80_ms))
-    return [f"{ms} ({p20}-{p80})", show(row.rate, ".3g")]
+        by_cell.setdefault((title(row), row.impl), {})[row.mode] = row
+    for cell, by_mode in by_cell.items():
+        texts = []
+        for mode in STAGES:
+            timed = by_mode.get(mode)
+            texts += [show(timed.median_ms, ".4g"), show(timed.rate, ".3g")] if timed else ["", ""]
+        ratio = show(next(iter(by_mode.values())).max_ratio, ".2f")
+        made.add_row(*cell, *texts, ratio)
+    return made
 
 
 # -- options; each is stored under the name of its field of `CellSetting`
@@ -314,4 +266,4 @@ def run(args: argparse.Namespace) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
     bench = Cells(setting_of(args), args.json, quiet=args.quiet)
     bench.run()
-    return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
+    return bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from rich.table import Table
 
-from ring_attn.bench.timing import gpu_state
 from ring_attn.cli.arguments import command_line, is_first_rank, table_console, write_json
 from ring_attn.cli.env import machine
 from ring_attn.core.dtypes import dtype_name
@@ -37,7 +36,6 @@ class Report(Generic[S, R]):
         self.rows: list[R] = []
         self.failures: list[str] = []
         self._start, self._machine = time.monotonic(), machine()
-        self._states = {"before": gpu_state()}
 
     def more(self) -> dict[str, Any]:
         return {}
@@ -49,7 +47,6 @@ class Report(Generic[S, R]):
             "machine": self._machine,
             "command": command_line(),
             "setting": _plain(asdict(setting)),
-            "gpu_state": self._states,
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
             **self.more(),
@@ -65,10 +62,8 @@ class Report(Generic[S, R]):
         setting: Any = self.setting
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
 
-    def save(self, *, last: bool = False) -> None:
+    def save(self) -> None:
         """Writes the report so far, which remains if the run is killed."""
-        if last:
-            self._states["after"] = gpu_state()
         write_json(self._path, self.to_json())
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:

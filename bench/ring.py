@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
 from ring_attn.bench.timing import quantiles, turned
-from ring_attn.cli.arguments import new_table, progress, show, with_options
-from ring_attn.cli.launch import rank_device, run_ranks, send_part
+from ring_attn.cli.arguments import new_table, show, with_options
+from ring_attn.cli.launch import rank_device, run_ranks
 from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.profiling import peak_bytes
@@ -48,39 +47,17 @@ class RingRow:
     note: str = ""
 
 
-class RingReport(Report[RingSetting, RingRow]):
-    """The rows of rank 0, and the samples that it sends during the run."""
-
-    def __init__(self, setting: RingSetting, path: Path | None, *, quiet: bool) -> None:
-        super().__init__(setting, path, quiet=quiet)
-        self.samples: list[dict[str, Any]] = []
-
-    def more(self) -> dict[str, Any]:
-        return {"samples": self.samples}
-
-    def run(self, device: str | None) -> None:
-        setting = self.setting
-        with progress(setting.warmup + setting.iters, quiet=self.quiet) as begin:
-
-            def on_part(sample: dict[str, Any]) -> None:
-                self.samples.append(sample)
-                if sample["impl"] == Ours.name:  # once in each repetition
-                    begin(f"{setting.seqlen} rows on {setting.world_size} ranks", 1)
-                    self.save()
-
-            self.rows, self.failures = run_ranks(
-                measure, setting.world_size, setting, threads=setting.threads, device=device,
-                on_part=on_part,
-            )[0]  # fmt: skip
-        self.save(last=True)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = RingReport(setting_of(args), args.json, quiet=args.quiet)
-    bench.run(args.device)
+    setting = setting_of(args)
+    bench = Report[RingSetting, RingRow](setting, args.json, quiet=args.quiet)
+    ranks = run_ranks(
+        measure, setting.world_size, setting, threads=setting.threads, device=args.device
+    )
+    bench.rows, bench.failures = ranks[0]
+    bench.save()
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
     lines = [note for note in notes if "cannot run" in note or "wrong" in note]
     return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
@@ -134,7 +111,6 @@ def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, l
     for repetition in range(setting.warmup + setting.iters):
         for impl in turned(impls, repetition):
             sample = _one(impl, setting.mode)
-            send_part({"impl": impl.name, "ms": {mode: ms for mode, (ms, _, _) in sample.items()}})
             if repetition >= setting.warmup:
                 for mode, figures in sample.items():
                     by_impl[impl.name].setdefault(mode, []).append(figures)
@@ -229,7 +205,7 @@ def _row(
     )
 
 
-def _tables(bench: RingReport) -> list[Table]:
+def _tables(bench: Report[RingSetting, RingRow]) -> list[Table]:
     """Two tables that fit a terminal: times, and bytes held and sent."""
     each, rows = bench.setting, bench.rows
     dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}

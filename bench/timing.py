@@ -12,9 +12,7 @@ p20, median and p80 are over the repetitions.
 from __future__ import annotations
 
 import gc
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -37,12 +35,6 @@ HEAD_START_FACTOR, LEAST_HEAD_START_MS, MAX_HEAD_START_MS = 1.5, 1.0, 100.0
 # Repetitions end at the time limit, but there are at least LEAST_ITERS. The first only warms up,
 # unless it takes longer than SLOW_MS, so that start-up costs are negligible.
 LEAST_ITERS, SLOW_MS = 2, 500.0
-
-# Fields of `nvidia-smi --query-gpu`.
-STATE_FIELDS = (
-    "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw",
-    "power.limit", "temperature.gpu",
-)  # fmt: skip
 
 
 class Watch:
@@ -155,20 +147,6 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def gpu_state() -> dict[str, str] | None:
-    """Driver, clocks, power and temperature from nvidia-smi; None without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    words = [program, f"--query-gpu={','.join(STATE_FIELDS)}", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    values = run.stdout.splitlines()[0].split(", ") if run.stdout else []
-    return dict(zip(STATE_FIELDS, values, strict=False))
 
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:

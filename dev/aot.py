@@ -24,7 +24,7 @@ from torch import Tensor
 from dev.code_rules import SHARED_BYTES, Limits, failures, other_orders
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.bench.report import Report
-from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size, progress
+from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size
 from ring_attn.cli.launch import map_in_processes
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
@@ -458,14 +458,12 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     chosen = setting.cells()
     bench = Report[Selection, CompiledRow](setting, args.json, quiet=args.quiet)
-    with progress(len(chosen), quiet=bench.quiet) as begin:
-        for row in compile_all(chosen, args.jobs):
-            begin(_name(row), 1)
-            bench.rows.append(row)
-            if row.failures:
-                bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
+    for row in compile_all(chosen, args.jobs):
+        bench.rows.append(row)
+        if row.failures:
+            bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
     bench.failures += [f"FAIL {_name(row)}: {text}" for row, text in other_orders(bench.rows)]
-    bench.save(last=True)
+    bench.save()
     counts = f"{len(bench.rows)} cells in {bench.seconds:.0f} s, {len(bench.failures)} failed"
     tables = [] if args.quiet else [_results(bench.rows)]
     return bench.finish(tables, [f"triton {triton.__version__}: {counts}"])

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -47,38 +47,18 @@ nitpick_ignore_regex = [("py:.*", r"(torch|transformers|collections|dataclasses|
 # Types of our own that no page documents.
 nitpick_ignore_regex += [("py:class", r"ring_attn\.(call|core\.mask)\.\w+")]
 
-# Pictures of `ring-attn plan --plot`: its options, by the picture's name.
-CALL = "--seqlen 64k --heads 32 --kv-heads 8 --head-dim 128 --causal --layout zigzag --quick"
-PICTURES = {
-    "ring": f"{CALL} --world-size 4 --strategy ring",
-    "double_ring": f"{CALL} --world-size 8 --node-size 4 --strategy double_ring",
-    "all_gather": f"{CALL} --world-size 4 --strategy all_gather",
-    "ulysses": f"{CALL} --world-size 4 --strategy ulysses",
-    "exchange": f"{CALL} --world-size 4 --strategy exchange --window 8k,0 --layout contiguous",
-    "documents": f"{CALL} --world-size 4 --strategy ring --documents 9k,30k,4k",
-}
-
-
 # A mistake for each command, whose error is shown below its help.
 WRONG = {
     "doctor": "--json nowhere/report.json",
     "env": "--json nowhere/report.json",
     "verify": "--backend magic",
     "audit": "nothing.py:step",
-    "plan": "--seqlen 1M --world-size 8 --model nothing.json",
+    "plan": "--seqlen 1M --world-size 8 --cluster nothing",
     "bench ring": "--world-size 2 --baseline magic",
     "bench kernel": "--implementations magic",
     "calibrate": "--device tpu",
     "tune": "--device tpu",
 }
-
-
-def draw_pictures(folder: Path) -> None:
-    for name, options in PICTURES.items():
-        with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-            words = [*options.split(), "--cluster", "h100", "--plot", str(folder / f"{name}.svg")]
-            if main(["plan", *words]) != 0:
-                raise RuntimeError(f"ring-attn plan {options} failed")
 
 
 def write_commands(path: Path) -> None:
@@ -102,7 +82,6 @@ def make_generated(_app: Any) -> None:
     folder = HERE / "generated"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    draw_pictures(folder)
     write_commands(folder / "commands.md")
 
 

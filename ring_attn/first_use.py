@@ -298,19 +298,6 @@ def _has_passed(note: Path) -> bool:
         return False
 
 
-def passed() -> list[str]:
-    """The uses that have passed on the current GPU, with these versions, by their names."""
-    told = dict[str, Any]()
-    for note in _notes().glob("*.json"):
-        try:
-            read = json.loads(note.read_text("utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(read, dict) and {**machine(), **read} == read and read.get("passed"):
-            told[str(read.get("use"))] = None
-    return [*told]
-
-
 def _write(note: Path, told: dict[str, Any]) -> None:
     """Writes a note in one step: other processes write the same one at the same time."""
     try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds between lines of progress where no terminal shows a bar.
+# Seconds between lines that say how long a command runs.
 LINE_S = 10.0
 
 # Width of a table whose output is not a terminal, and of texts.
@@ -39,7 +39,7 @@ TABLE_WIDTH, TEXT_WIDTH = 180, 80
 MAX_SIZE = 1 << 50
 
 # Options that name files; they do not change the measurements.
-FILES = ("--json", "--plot")
+FILES = ("--json",)
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -119,20 +119,14 @@ def table_console() -> Any:
     return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
 
 
-# Text that `signs_of_life` adds to its lines; None while a bar is shown in their place.
-_progress: str | None = ""
-
-
 @contextmanager
 def signs_of_life(name: str) -> Iterator[None]:
-    """Writes to stderr every `LINE_S` seconds how long a command runs, and how far it is."""
+    """Writes to stderr every `LINE_S` seconds how long a command runs."""
     ended, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not ended.wait(LINE_S):
-            if _progress is not None:
-                seconds = time.monotonic() - start
-                print(f"{name}: runs for {seconds:.0f} s{_progress}", file=sys.stderr)
+            print(f"{name}: runs for {time.monotonic() - start:.0f} s", file=sys.stderr)
 
     if is_first_rank():
         threading.Thread(target=tell, daemon=True).start()
@@ -140,35 +134,6 @@ def signs_of_life(name: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-
-
-@contextmanager
-def progress(total: float, *, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """Shows the current part and the time left: a bar in a terminal, else by `signs_of_life`.
-
-    Yields a function to call at the start of a part, with its name and its share of `total`.
-    """
-    from rich.progress import Progress, TextColumn, TimeRemainingColumn
-
-    global _progress
-    console = table_console()
-    columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
-    hidden = quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
-        task, done, start = shown.add_task("begins", total=total), 0.0, time.monotonic()
-        _progress = "" if hidden else None
-
-        def begin(name: str, share: float) -> None:
-            global _progress
-            nonlocal done
-            shown.update(task, completed=done, description=name)
-            if hidden:
-                left = (time.monotonic() - start) * (total / done - 1) if done else None
-                _progress = f", {done / total:.0%} done, {show(left, '.0f') or '?'} s left: {name}"
-            done += share
-
-        yield begin
-    _progress = ""
 
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
-from ring_attn.cli.arguments import command_line, table_console, with_options, write_json
+from ring_attn.cli.arguments import command_line, with_options, write_json
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import checked_device, rank_device, run_ranks, timed_on_ranks
 from ring_attn.core.program import Collective, Hop
@@ -32,7 +31,6 @@ from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
-WORLD_SIZES = (1, 2, 4)
 ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)
 MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 14, 1 << 17)
 # Small tiles and messages are measured more often, as short times vary more.
@@ -99,18 +97,15 @@ Samples = Sequence[TileSample | MessageSample]
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
-    clusters: dict[int, Cluster] = {}
-    samples: dict[int, Samples] = {}
-    for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
-        clusters[ranks], samples[ranks] = with_options(calibrate, args, world_size=ranks)
-        write_json(args.json, {
-            "machine": machine(),
-            "command": command_line(),
-            "clusters": {ranks: devices.to_json(cluster) for ranks, cluster in clusters.items()},
-            "samples": {ranks: [asdict(x) for x in taken] for ranks, taken in samples.items()},
-        })  # fmt: skip
+    cluster, samples = with_options(calibrate, args)
+    write_json(args.json, {
+        "machine": machine(),
+        "command": command_line(),
+        "cluster": devices.to_json(cluster),
+        "samples": [asdict(sample) for sample in samples],
+    })  # fmt: skip
     if not args.quiet:
-        table_console().print(_table(clusters, samples))
+        print(*_fits(cluster, samples), sep="\n")
     return 0
 
 
@@ -323,27 +318,16 @@ class _Bench:
         return min(max(lost / transfer, 0.0), 0.9)
 
 
-def _table(clusters: dict[int, Cluster], samples: dict[int, Samples]) -> Table:
-    columns = ("ranks", "what", "GFLOP/s, GB/s", "s at 0", "columns a row, an edge", "worst error")
-    table = Table(*columns, title="this machine, all ranks at once")
-    for ranks, cluster in clusters.items():
-        tiles = [x for x in samples[ranks] if isinstance(x, TileSample)]
-        device = cluster.device
-        for (backward, window), name in KINDS.items():
-            rate = device.rate(backward=backward, window=window)
-            of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
-            table.add_row(
-                str(ranks), name, f"{rate.flops / 1e9:.1f}", f"{rate.launch:.2g}",
-                f"{rate.row_columns:.0f}, {rate.edge_columns:.0f}",
-                f"{100 * largest_error(rate, of_kind):.0f} %",
-            )  # fmt: skip
-        table.add_row(str(ranks), "copy", f"{device.memory_bandwidth / 1e9:.1f}")
-        if ranks > 1:
-            for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
-                speed = f"{link.bandwidth / 1e9:.2f}"
-                table.add_row(str(ranks), name, speed, f"{link.latency:.2g}")
-            table.add_row(str(ranks), "slowdown", f"{100 * cluster.slowdown:.0f} %")
-    return table
+def _fits(cluster: Cluster, samples: Samples) -> Iterator[str]:
+    """Lines: the speeds, and by how much a fit misses a sample at most."""
+    tiles = [x for x in samples if isinstance(x, TileSample)]
+    for (backward, window), name in KINDS.items():
+        rate = cluster.device.rate(backward=backward, window=window)
+        of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
+        error = f"off by {100 * largest_error(rate, of_kind):.0f} % at most"
+        yield f"{name}: {rate.flops / 1e9:.1f} GFLOP/s, {error}"
+    for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
+        yield f"{name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency:.2g} s"
 
 
 def largest_error(rate: Rate, samples: Sequence[TileSample]) -> float:

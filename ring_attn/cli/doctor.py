@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from ring_attn import first_use, select_backend
+from ring_attn import select_backend
 from ring_attn.backends import Purpose
 from ring_attn.cli.arguments import write_json
-from ring_attn.cli.env import VARIABLES, gpu_text, machine
+from ring_attn.cli.env import VARIABLES, machine
 from ring_attn.cli.launch import (
     LAUNCH_ORDER,
     checked_device,
@@ -49,23 +48,8 @@ CALLS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("training in float64", "float64", True, {}),
 )
 
-# Package -> what lacks without it, and the command that installs it.
-OPTIONAL = {
-    "triton": ("our kernels, on GPUs", "pip install triton"),
-    "flash_attn": ("a backend on GPUs", "pip install 'ring-attn[flash]'"),
-    "transformers": ("Hugging Face's models", "pip install 'ring-attn[hf]'"),
-}
-
 # Variables that name a file -> the command that writes one.
 FILES = {"RING_ATTN_CONFIGS": "ring-attn tune", "RING_ATTN_CLUSTER": "ring-attn calibrate"}
-
-# Variables of NCCL -> a value that slows or breaks a ring, and why.
-HARMFUL = {
-    "NCCL_P2P_DISABLE": ("1", "GPUs of one machine then exchange through the host's memory"),
-    "NCCL_SHM_DISABLE": ("1", "ranks of one machine then exchange over the network"),
-    "NCCL_IB_DISABLE": ("1", "nodes then exchange over TCP"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = env_int("WORLD_SIZE", RANKS) if under_torchrun() else RANKS
     device = checked_device(None, world_size)
     here = machine()
-    found = [*_machine(here, device), *_backends(device), *_nccl(here), *_proofs(here)]
+    found = [*_machine(here, device), *_backends(device), *_nccl(here)]
     if not args.quick:
         found += _ranks(world_size, device)
     write_json(args.json, {
@@ -107,16 +91,10 @@ def _ranks(world_size: int, device: str) -> Iterator[Finding]:
 
 
 def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
-    names = ("ring_attn", "python", "torch", "cuda", "rocm")
+    names = ("ring_attn", "python", "torch", "cuda", "rocm", "triton", "flash_attn")
     versions = ", ".join(f"{n} {here['versions'][n]}" for n in names if here["versions"][n])
     yield Finding("versions", "ok", versions)
     yield Finding("machine", "ok", f"{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB")
-    for package, (lacking, command) in OPTIONAL.items():
-        version = here["versions"].get(package)
-        if version is not None:
-            yield Finding(package, "ok", version)
-        elif package != "flash_attn" or here["devices"]:
-            yield Finding(package, "note", f"not installed: {lacking}", command)
     for name, command in FILES.items():
         path = os.environ.get(name)
         if path and not os.path.isfile(path):
@@ -127,18 +105,8 @@ def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
         mend = "" if built else "install a torch for your GPU, if there is one: pytorch.org"
         yield Finding("GPUs", "note", "none that torch can use: ranks are on the CPU", mend)
         return
-    for gpu in dict.fromkeys(map(gpu_text, here["devices"])):
-        count = sum(gpu_text(one) == gpu for one in here["devices"])
-        yield Finding("GPUs", "ok", f"{count} x {gpu}")
-    pairs = [*permutations(range(len(here["devices"])), 2)]
-    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if apart:
-        text = f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory"
-        yield Finding(
-            "links", "note", f"{text}, such as {apart[0]}", "nvidia-smi topo -m shows why"
-        )
-    elif pairs:
-        yield Finding("links", "ok", "each GPU can read the memory of all others")
+    for gpu in here["devices"]:
+        yield Finding("GPU", "ok", f"{gpu['name']}, compute capability {gpu['capability']}")
     if device == "cpu":
         yield Finding("ranks", "note", f"{len(here['devices'])} GPUs: the ring below is on the CPU")
 
@@ -160,19 +128,9 @@ def _backends(device: str) -> Iterator[Finding]:
 
 
 def _nccl(here: dict[str, Any]) -> Iterator[Finding]:
-    for name, (value, why) in HARMFUL.items():
-        if os.environ.get(name) == value:
-            yield Finding(name, "note", f"is {value}: {why}", f"unset {name}")
     if here["devices"] and under_torchrun() and os.environ.get(LAUNCH_ORDER) != "1":
         text = "is not 1: kernels of several communicators can wait for each other for ever"
         yield Finding(LAUNCH_ORDER, "wrong", text, f"export {LAUNCH_ORDER}=1")
-
-
-def _proofs(here: dict[str, Any]) -> Iterator[Finding]:
-    if here["devices"]:
-        count = len(first_use.passed())
-        text = f"{count} kernels have passed their first use on this GPU with these versions"
-        yield Finding("first use", "ok", text)
 
 
 def _on_rank() -> tuple[dict[str, Any], CaseResult]:

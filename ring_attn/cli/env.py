@@ -116,14 +116,6 @@ def _gpus() -> list[dict[str, Any]]:
     ]
 
 
-def gpu_text(gpu: dict[str, Any]) -> str:
-    return f"{gpu['name']}, {_gib(gpu['memory_bytes'])}, compute capability {gpu['capability']}"
-
-
 def _distributed_backends() -> list[str]:
     names = ("gloo", "nccl", "mpi")
     return [name for name in names if getattr(dist, f"is_{name}_available")()]
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -49,7 +49,6 @@ def run_ranks(
     *args: Any,
     threads: int | None = None,
     device: str | None = None,
-    on_part: Callable[[Any], object] | None = None,
     timeout: float | None = None,
 ) -> list[T]:
     """Calls `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
@@ -62,7 +61,6 @@ def run_ranks(
             machine divided among the ranks.
         device: "cpu" (gloo) or "cuda" (nccl, one GPU per rank); None is "cuda" if this machine has
             a GPU for every rank.
-        on_part: called in this process with each object that rank 0 passes to `send_part`.
         timeout: seconds after which ranks that have no result are ended; None waits for ever.
             Ranks of torchrun are not ended.
 
@@ -84,7 +82,7 @@ def run_ranks(
         world_size = env_int("WORLD_SIZE", 1)
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
-        return _run_in_place(fn, args, threads, device, on_part)
+        return _run_in_place(fn, args, threads, device)
     needed, memory = nproc * RANK_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ValueError(
@@ -93,17 +91,7 @@ def run_ranks(
         )
     if threads is None:
         threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
-    return _launch((fn, args, threads, device), nproc, on_part, timeout)
-
-
-# Receives each part of the result in rank 0; None in other ranks and without `on_part`.
-_take_part: Callable[[Any], object] | None = None
-
-
-def send_part(part: Any) -> None:
-    """Sends a part of the result to `on_part` of `run_ranks`; only on rank 0."""
-    if _take_part is not None:
-        _take_part(part)
+    return _launch((fn, args, threads, device), nproc, timeout)
 
 
 # Upper limit of the threads of a rank: more than any machine has cores.
@@ -179,9 +167,7 @@ LOOPBACK = "127.0.0.1"
 RankWork = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 
 
-def _launch(
-    work: RankWork, nproc: int, on_part: Callable[[Any], object] | None, timeout: float | None
-) -> list[Any]:
+def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
     threads, pickled = work[2], pickle.dumps(work)
     # This process holds the store, so that it outlives rank 0.
     # It listens on the loopback only: anyone who reaches it could write to it.
@@ -208,7 +194,7 @@ def _launch(
                 }
                 pipe, process = _start(_run_rank, variables, pickled)
                 ranks[pipe] = rank, process
-        results = _results(ranks, on_part, timeout)
+        results = _results(ranks, timeout)
         for _, process in ranks.values():
             process.join()
         return results
@@ -318,12 +304,7 @@ def _end(processes: Iterable[Any]) -> None:
         process.join()
 
 
-def _results(
-    ranks: dict[Connection, tuple[int, Any]],
-    on_part: Callable[[Any], object] | None,
-    timeout: float | None,
-) -> list[Any]:
-    """The results of all ranks; calls `on_part` with each part as it arrives."""
+def _results(ranks: dict[Connection, tuple[int, Any]], timeout: float | None) -> list[Any]:
     results: dict[int, Any] = {}
     end = None if timeout is None else time.monotonic() + timeout
     while len(results) < len(ranks):
@@ -340,10 +321,7 @@ def _results(
             except (EOFError, ConnectionError):
                 process.join()
                 kind, value = "ended", process.exitcode
-            if kind == "part":
-                if on_part is not None:
-                    on_part(value)
-            elif kind == "result":
+            if kind == "result":
                 results[rank] = value
             else:
                 raise RuntimeError(f"rank {rank} of {len(ranks)} failed{_ending(kind, value)}")
@@ -360,15 +338,11 @@ def _ending(kind: str, value: Any) -> str:
 
 def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
     os.environ.update(variables)
-
-    def send_to_parent(part: Any) -> None:
-        pipe.send_bytes(pickle.dumps(("part", part)))
-
     try:
         fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
         _join(device)
-        report = pickle.dumps(("result", _call(fn, args, send_to_parent)))
+        report = pickle.dumps(("result", fn(*args)))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
@@ -377,9 +351,8 @@ def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
 
 
 def _run_in_place(
-    fn: Callable[..., T], args: tuple[Any, ...], threads: int | None, device: str,
-    on_part: Callable[[Any], object] | None,
-) -> list[T]:  # fmt: skip
+    fn: Callable[..., T], args: tuple[Any, ...], threads: int | None, device: str
+) -> list[T]:
     if threads is not None:
         torch.set_num_threads(threads)
     if not dist.is_initialized():
@@ -387,15 +360,9 @@ def _run_in_place(
         # Not after each call: torch cannot make a second group from the launcher's store.
         atexit.register(dist.destroy_process_group)
     results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, _call(fn, args, on_part))
+    dist.all_gather_object(results, fn(*args))
     dist.barrier()
     return results
-
-
-def _call(fn: Callable[..., T], args: tuple[Any, ...], take: Callable[[Any], object] | None) -> T:
-    global _take_part
-    _take_part = take if os.environ["RANK"] == "0" else None
-    return fn(*args)
 
 
 def _join(device: str) -> None:

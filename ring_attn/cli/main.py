@@ -2,7 +2,7 @@
 
 Help and wrong options need only the former, which import no torch. A user's error prints one line
 on stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C prints one line too,
-and exits with 130; what was measured so far is in the report.
+and exits with 130.
 """
 
 from __future__ import annotations

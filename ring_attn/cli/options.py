@@ -11,7 +11,6 @@ from ring_attn.cli.arguments import (
     format_size,
     names_of,
     parse_dtype,
-    parse_report,
     parse_seconds,
     parse_size,
     parse_sizes,
@@ -27,21 +26,16 @@ from ring_attn.core.names import (
 
 VERIFIED_WORLD_SIZE = 4
 
-# Sizes of `plan` without --model, of a layer as Llama 3 8B's.
+# Sizes of `plan`, of a layer as Llama 3 8B's.
 HEADS, HEADDIM = 32, 128
 
 # Length and repetitions of `bench ring`.
 SEQLEN, RING_ITERS = 8192, 9
 BASELINES = ("dense", "torch-template")
 
-# Implementations in other packages, and torch's backends, by their names in `bench kernel`.
-FLASH_PACKAGES = {
-    "flash-attn": "flash_attn",
-    "flash-attn-3": "flash_attn_interface",
-    "flash-attn-4": "flash_attn.cute",
-}
+# torch's backends, by their names in `bench kernel`.
 SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS)
 
 # Sizes of `bench kernel` on a GPU.
 KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15
@@ -50,8 +44,8 @@ KERNEL_HEADS = ((32, 8), (64, 8))
 # The figures of each mode of a benchmark.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
-# Matrix products of a kernel that `tune` times, each of 2 x pairs x head_dim FLOPs.
-PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
+# The kernels that `tune` times.
+KERNELS = ("fwd", "dkdv", "dq", "decode")
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +55,9 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         torchrun --nproc-per-node 8 -m ring_attn doctor    names ranks that differ
 
     It runs a ring of two ranks here and compares it with attention in float64, says which backend
-    takes each kind of call and why, and looks at packages, links of GPUs, settings of NCCL and
-    noted first uses. Under torchrun its ranks are the ring; --quick leaves the ring out. The exit
-    status is 1 if something is wrong, not if an optional package is missing.
+    takes each kind of call and why, and looks at files and settings of NCCL. Under torchrun its
+    ranks are the ring; --quick leaves the ring out. The exit
+    status is 1 if something is wrong.
     """
     add_common(parser)
 
@@ -134,34 +128,26 @@ def audit(parser: argparse.ArgumentParser) -> None:
 def plan(parser: argparse.ArgumentParser) -> None:
     """`ring-attn plan`: predicts how ranks would best share a call on a cluster; nothing runs.
 
-        strategies    every strategy: times, bytes, exposed communication, memory
-        steps         compute and transfers in each step of the best strategy
-        --plot        the mask as ranks x ranks by step and kind, and a timeline
-
-    Times come from a simulation of the cluster, which is built in or was measured by `ring-attn
-    calibrate`. No process group and no GPU is needed.
+    The table has every strategy's times, bytes, exposed communication and memory. Times come from a
+    simulation of the cluster, which is built in or was measured by `ring-attn calibrate`. No
+    process group and no GPU is needed.
 
         ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
-        ring-attn plan --seqlen 1M --world-size 64 --model config.json  a whole step
     """
     add = parser.add_argument
     add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
     add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
-    model = (
-        "a config.json in Hugging Face's form, for heads, dims, layers and windows not given "
-        "(default: no model)"
-    )
-    add("--model", type=Path, metavar="FILE", help=model)
-    add("--layers", type=parse_size, metavar="N", help="layers, all alike (default: the model's)")
-    hidden = "width of the model, for the memory between layers (default: the model's)"
-    add("--hidden", type=parse_size, metavar="N", help=hidden)
-    heads = f"default: the model's, or {HEADS}"
-    add("--heads", dest="nheads", type=parse_size, metavar="N", help=heads)
-    kv_heads = "default: the model's, or as many as heads"
+    add(
+        "--heads", dest="nheads", type=parse_size, metavar="N", default=HEADS,
+        help=f"heads of q (default: {HEADS})",
+    )  # fmt: skip
+    kv_heads = "default: as many as heads"
     add("--kv-heads", dest="nheads_kv", type=parse_size, metavar="N", help=kv_heads)
-    head_dim = f"default: the model's, or {HEADDIM}"
-    add("--head-dim", dest="headdim", type=parse_size, metavar="N", help=head_dim)
+    add(
+        "--head-dim", dest="headdim", type=parse_size, metavar="N", default=HEADDIM,
+        help=f"of q and k (default: {HEADDIM})",
+    )  # fmt: skip
     dim_v = "head dim of v (default: as of q and k)"
     add("--head-dim-v", dest="headdim_v", type=parse_size, metavar="N", help=dim_v)
     add("--dtype", type=parse_dtype, default="bfloat16", help="of q, k and v (default: bfloat16)")
@@ -199,9 +185,6 @@ def plan(parser: argparse.ArgumentParser) -> None:
     add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
     check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
     add("--check", action="store_true", help=check)
-    add("--verbose", action="store_true", help="also list what was left out, and why")
-    plot = "draw the pictures as .png or .svg (default: none)"
-    add("--plot", metavar="PATH", type=parse_report, help=plot)
     add_common(parser)
 
 
@@ -246,7 +229,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_kernel(parser: argparse.ArgumentParser) -> None:
-    """Time of our attention kernels on one device, compared with torch's and flash-attn's.
+    """Time of our attention kernels on one device, compared with torch's.
 
     All implementations alternate within every repetition, so that clock drift affects all alike;
     each is checked against float64 before the timing. As in FlashAttention's papers, the batch is
@@ -258,7 +241,6 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         ours           triton (on a CPU auto), deterministic, as a ring of one rank
         torch-flash    scaled_dot_product_attention with FlashAttention 2
         cudnn          scaled_dot_product_attention with cuDNN
-        flash-attn     flash_attn, if installed; so flash-attn-3, flash-attn-4
 
     The exit status is 1 if a result of ours is wrong or a call of ours failed.
     """
@@ -279,16 +261,16 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
 def calibrate(parser: argparse.ArgumentParser) -> None:
     """Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
 
-        ring-attn calibrate --json machine.json    1, 2 and 4 ranks, one thread each
+        ring-attn calibrate --world-size 4 --json machine.json    one thread each
         ring-attn plan --cluster machine.json ...
 
     All ranks work at the same time, so the figures include contention (cores, memory, the
     loopback). Messages and copies go into new memory, as in a call; on a CPU its page faults may
     take longer than the copy. `devices.Rate` is fitted to the times of tiles, `devices.Link` to the
-    times of messages. The table shows the largest errors of the fits.
+    times of messages.
     """
     add = parser.add_argument
-    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (default: 1,2,4)")
+    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
     add("--heads", type=parse_size, default=8, help="heads of q, k and v (default: 8)")
     add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
     add("--dtype", type=parse_dtype, default="float32", help="of q, k and v (default: float32)")
@@ -309,23 +291,18 @@ def tune(parser: argparse.ArgumentParser) -> None:
     Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent:
     all configs of `configs.search_space`, and on sm_90 of the forward in Gluon. The configs are
 
-        built      by --jobs processes, which run each config once and so fill
+        built      by a process per core, which run each config once and so fill
                    triton's cache; one that crashes loses only its own row
         checked    against float64 (`judge`); several runs are equal bit for bit
         timed      alternately within every repetition
 
-    A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s
-    count the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding (one
-    token against all keys). The exit status is 1 if a frozen config is wrong.
+    A config that is wrong, or differs between two runs, is reported, never recommended. Kernels
+    take 32k causal rows or 16k without a mask (--quick a quarter, on a CPU 128), decoding one.
+    The exit status is 1 if a frozen config is wrong.
     """
     add = parser.add_argument
-    names = f"some of {','.join(PRODUCTS)} (default: all)"
-    add("--kernels", type=names_of(PRODUCTS), default=",".join(PRODUCTS), help=names)
-    rows = "rows {} mask (default: {}, on a CPU 128; --quick: a quarter)"
-    add("--full-rows", type=parse_size, help=rows.format("without a", "16k"))
-    add("--causal-rows", type=parse_size, help=rows.format("with a causal", "32k"))
-    jobs = "processes that compile; 0: this process only (default: one per core)"
-    add("--jobs", type=int, help=jobs)
+    names = f"some of {','.join(KERNELS)} (default: all)"
+    add("--kernels", type=names_of(KERNELS), default=",".join(KERNELS), help=names)
     add_device_arguments(parser)
 
 

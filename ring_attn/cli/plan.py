@@ -7,31 +7,24 @@ import os
 import runpy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from importlib.util import find_spec
+from dataclasses import replace
 
 import torch
 
-from ring_attn.cli import plan_report as report
 from ring_attn.cli.arguments import (
     command_line,
     format_size,
     narrow,
     shortened,
-    table_console,
     with_options,
     write_json,
 )
 from ring_attn.cli.launch import num_threads
-from ring_attn.cli.plan_model import model_lines, read_model
-from ring_attn.core.values import without_garbage_collection
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
-from ring_attn.machines.time import simulate
-from ring_attn.machines.timeline import Simulation
-from ring_attn.planning.bounds import call_of, rated_cluster, walked_calls
-from ring_attn.planning.choice import Candidate, Choice, Problem
+from ring_attn.planning.bounds import call_of, walked_calls
+from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import (
     CLUSTER_VARIABLE,
     DEVICES,
@@ -42,8 +35,6 @@ from ring_attn.planning.devices import (
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import programs_of, registered
-
-PLOTS = (".png", ".svg")
 
 # At this size a table of all pairs of ranks takes 0.1 GiB; a plan holds about 25 such tables.
 MAX_RANKS = 4096
@@ -56,9 +47,6 @@ MAX_HEADS, MAX_DOCUMENTS, MAX_MEETINGS = 4096, 1 << 16, 1 << 25
 
 # Most ranks whose programs --check checks, and most lines to print of a program or of faults.
 MAX_CHECKED, MAX_LINES = 128, 60
-
-# Most ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
-MAX_RANK_STEPS = 1 << 21
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,43 +61,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    if args.plot is not None and args.plot.suffix not in PLOTS:
-        raise ValueError(f"--plot {str(args.plot)!r} is neither .png nor .svg")
-    if args.plot is not None and find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install 'ring-attn[bench]'")
-    layers = read_model(args)
     check_bounds(args)
     with num_threads(1):  # on a busy machine, threads of small operators wait for one another
         choice = plan(args)
-        sliding = None
-        if layers is not None and layers.sliding:
-            # All layers of a model have one layout.
-            window = layers.window, 0 if args.causal else layers.window
-            own = {"window_size": window, "layout": choice.best.layout_name}
-            sliding = plan(argparse.Namespace(**vars(args) | own))
-    whole = [] if layers is None else model_lines(layers, choice, sliding)
-    count, too_many = choice.best.steps * args.world_size, ""
-    if count > MAX_RANK_STEPS:
-        too_many = f"{count} ranks x steps are too many for a table and a timeline"
-        too_many += f" ({MAX_RANK_STEPS})"
-    if args.plot is not None and too_many:
-        raise ValueError(f"--plot cannot be drawn: {too_many}")
-    simulations = {} if too_many else simulated(choice.problem, choice.best)
-    rows = [row for name, done in simulations.items() for row in report.step_rows(name, done)]
     if not args.quiet:
-        text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
-        print(text if args.verbose else "\n".join(map(narrow, text.splitlines())), end="\n\n")
-        table_console().print(too_many or report.steps_table(choice, rows))
+        print(str(choice).removesuffix(choice.reason))
     walked = len(walked_calls(choice.problem, choice.best))
     if walked < args.world_size:
         print(f"times are of {walked} ranks, which stand for all {args.world_size}")
-    print("\n".join(map(narrow, [choice.reason, *whole])))
+    print(narrow(choice.reason))
     ok = not args.check or checked(choice, quiet=args.quiet)
-    if args.plot is not None:
-        report.plot(choice, simulations, args.plot)
-    steps = [asdict(row) for row in rows]
-    told = {**choice.to_dict(), "steps": steps, "model": whole}
-    write_json(args.json, {"command": command_line(), **told})
+    write_json(args.json, {"command": command_line(), **choice.to_dict()})
     return 0 if ok else 1
 
 
@@ -208,23 +170,10 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
     elif os.path.isdir(name):
         raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
     elif os.path.exists(name):
-        cluster = load_cluster(name, world_size)
+        cluster = load_cluster(name)
     else:
         known = ", ".join(DEVICES).lower()
         raise ValueError(f"--cluster must be one of {known}, or a file; got {shortened(name)}")
     if node_size is None:
         return cluster
     return replace(cluster, node_size=node_size, ports=None)
-
-
-@without_garbage_collection()
-def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
-    """Simulations of both directions of a candidate, with the spans of every rank."""
-    names = ("forward", "backward") if problem.backward else ("forward",)
-    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
-    return {
-        name: simulate(
-            programs_of(calls, backward=name == "backward"), calls[0], cluster, spans=True
-        )
-        for name in names
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,18 +18,17 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.bench.implementations import Data, Kernels, Shape, reason
+from ring_attn.bench.implementations import Kernels, Shape, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
-from ring_attn.bench.timing import TimedCall, Watch, free_memory, quantiles, time_in_turn
-from ring_attn.cli.arguments import format_size, show
-from ring_attn.cli.env import machine
+from ring_attn.bench.timing import TimedCall, Watch, free_memory, time_in_turn
+from ring_attn.cli.arguments import show
 from ring_attn.cli.launch import map_in_processes, num_cores
-from ring_attn.cli.options import PRODUCTS
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
+from ring_attn.testing import Inputs
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
@@ -40,8 +40,8 @@ ITERS, REPEATS = 12, 20
 # Most processes that build at once; each has its own context on the GPU.
 MAX_JOBS = 12
 
-# The shares of a kind's time after which building stops, and checking stops.
-BUILD_SHARE, CHECK_SHARE = 0.5, 0.7
+# The share of a kind's time after which building and checking stop.
+CHECK_SHARE = 0.7
 
 # Default seconds of a search on a GPU.
 BUDGET = 600.0
@@ -62,10 +62,6 @@ class TuneRow:
     frozen: bool = False
     max_ratio: float | None = None
     median_ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
-    samples: int = 0
-    tflops: float | None = None
     speed: float | None = None
     note: str = ""
 
@@ -91,11 +87,9 @@ class TuneSetting:
     device: torch.device
     budget: float | None
     kernels: tuple[str, ...]
-    full_rows: int
-    causal_rows: int
+    rows: int
     iters: int
     repeats: int
-    jobs: int
 
     @property
     def kinds(self) -> list[str]:
@@ -108,10 +102,9 @@ class TuneSetting:
     def problem_of(self, kind: str) -> Shape:
         """The problem of a kind: with a causal mask, without a mask, or one token."""
         decodes, whole = kind == "decode", kind.endswith("_whole")
-        return Shape(
-            1, self.full_rows if whole else self.causal_rows, self.heads, self.kv_heads,
-            self.head_dim, not (decodes or whole), self.dtype, self.device, 1 if decodes else None,
-        )  # fmt: skip
+        rows = self.rows // 2 if whole else self.rows
+        sizes = 1, rows, self.heads, self.kv_heads, self.head_dim, not (decodes or whole)
+        return Shape(*sizes, self.dtype, self.device, 1 if decodes else None)
 
 
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> TuneRow:
@@ -147,7 +140,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
                 self.failures.append(f"{kind} failed: {reason(error)}")
             free_memory(self.setting.device)
             self.save()
-        self.save(last=True)
+        self.save()
 
     def more(self) -> dict[str, Any]:
         """The configs in the form that RING_ATTN_CONFIGS reads."""
@@ -168,16 +161,18 @@ class Tuning(Report[TuneSetting, TuneRow]):
         file = "--json PATH writes the file that RING_ATTN_CONFIGS reads"
         if path is not None:
             file = f"{CONFIGS_VARIABLE}={path} on every rank uses these configs"
-        where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
-        lines += [file, f"please send it in an issue: it has figures of {where}, and your paths"]
-        timed, wrong = sum(row.samples > 0 for row in self.rows), sum(r.wrong for r in self.rows)
-        counts = f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"
-        return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
+        timed, wrong = sum(bool(r.speed) for r in self.rows), sum(r.wrong for r in self.rows)
+        return [*lines, file, f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"]
 
     def _search(self, kind: str, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        problem = self.setting.problem_of(kind)
-        rows = self._measure(problem, problem.data(), self._candidates(kind), end)
+        """Builds, checks and times candidates of one kind, the frozen config first."""
+        start, problem = time.monotonic(), self.setting.problem_of(kind)
+        deadline, data = start + CHECK_SHARE * seconds, problem.data()
+        rows = self._built(problem, self._candidates(kind), deadline)
+        judge = OracleJudge(problem, data, backward=kind != "decode")
+        rows = [self._checked(row, problem, data, judge, deadline) for row in rows]
+        del judge
+        rows = self._timed(problem, data, rows, start + seconds)
         for row in rows:
             if row.frozen and row.note:
                 self.failures.append(f"{kind}, the frozen config: {row.note}")
@@ -196,31 +191,20 @@ class Tuning(Report[TuneSetting, TuneRow]):
         space = [frozen, *configs.search_space(kind, *sizes)]
         return in_gluon + list(dict.fromkeys(candidate(kind, c, default) for c in space))
 
-    def _measure(
-        self, problem: Shape, data: Data, rows: Sequence[TuneRow], end: float
-    ) -> list[TuneRow]:
-        """Builds, checks and times candidates of one kind, the frozen config first."""
-        start = time.monotonic()
-        rows = self._built(problem, rows, start + BUILD_SHARE * (end - start))
-        last_check = start + CHECK_SHARE * (end - start)
-        judge = OracleJudge(problem, data, backward=rows[0].kind != "decode")
-        rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
-        del judge
-        return self._timed(problem, data, rows, end)
-
     def _built(self, problem: Shape, rows: Sequence[TuneRow], deadline: float) -> list[TuneRow]:
         """Builds all configs; notes those that do not compile or crash their process."""
         tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
         notes: Iterator[str] = map(build, tasks)
-        if self.setting.jobs:
-            notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
+        if self.setting.device.type == "cuda":
+            jobs = min(MAX_JOBS, num_cores())
+            notes = map_in_processes(build, tasks, jobs, lambda _: "the process died")
         return [
             replace(row, note=f"not built: {why}" if why else "")
             for row, why in zip(rows, notes, strict=True)
         ]
 
     def _checked(
-        self, row: TuneRow, problem: Shape, data: Data, judge: OracleJudge, deadline: float
+        self, row: TuneRow, problem: Shape, data: Inputs, judge: OracleJudge, deadline: float
     ) -> TuneRow:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
@@ -228,7 +212,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
 
-        def build(problem: Shape, data: Data) -> Kernels:
+        def build(problem: Shape, data: Inputs) -> Kernels:
             return Kernels(problem, data, configs_of(row))
 
         def results() -> list[Tensor]:
@@ -245,7 +229,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         return replace(row, max_ratio=ratio, note=note)
 
     def _timed(
-        self, problem: Shape, data: Data, rows: Sequence[TuneRow], end: float
+        self, problem: Shape, data: Inputs, rows: Sequence[TuneRow], end: float
     ) -> list[TuneRow]:
         """Times all rows without a note."""
         right = {row.name: row for row in rows if not row.note}
@@ -262,27 +246,18 @@ class Tuning(Report[TuneSetting, TuneRow]):
             calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
             failed=failed,
         )  # fmt: skip
-        kernel = kernel_of(rows[0].kind)
-        flops = PRODUCTS[kernel] * problem.flops("fwd") // PRODUCTS["fwd"]
-        times = {
-            name: quantiles([sample.ms[0] for sample in x]) for name, x in samples.items() if x
+        medians = {
+            name: statistics.median(sample.ms[0] for sample in of_name)
+            for name, of_name in samples.items()
+            if of_name
         }
-        frozen = times.get(rows[0].name)
-        found = []
+        frozen, found = medians.get(rows[0].name), []
         for row in rows:
             row = replace(row, note=notes.get(row.name, row.note))
-            if row.name in times:
-                p20, median, p80 = times[row.name]
-                row = replace(
-                    row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples[row.name]),
-                    tflops=flops / median / 1e9, speed=frozen and frozen[1] / median,
-                )  # fmt: skip
+            if median := medians.get(row.name):
+                row = replace(row, median_ms=median, speed=frozen and frozen / median)
             found.append(row)
         return found
-
-    def _device_name(self) -> str:
-        gpu = self.setting.device.type == "cuda"
-        return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
 
 
 def build(task: tuple[Shape, TuneRow, float]) -> str:
@@ -325,16 +300,12 @@ def best(rows: Sequence[TuneRow]) -> list[TuneRow]:
 def label(config: Config) -> str:
     """A config as text: tile, warps, stages, and fields that differ from their defaults."""
     tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
-    sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
-    return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])
-
-
-def _extras(config: Config) -> dict[str, Any]:
-    return {
-        field.name: getattr(config, field.name)
+    others = (
+        f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)
         if field.default not in (MISSING, getattr(config, field.name))
-    }
+    )
+    return " ".join([tile, *others])
 
 
 def setting_of(args: argparse.Namespace) -> TuneSetting:
@@ -352,9 +323,6 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
     head_dims = head_dims or (128 if gpu else 16,)
     if len(heads) > 1 or len(head_dims) > 1:
         raise ValueError(f"one pair of --heads and one --head-dim, got {(heads, head_dims)}")
-    jobs = min(MAX_JOBS, num_cores()) if args.jobs is None else args.jobs
-    if jobs < 0:
-        raise ValueError(f"--jobs must be at least 0, got {jobs}")
     setting = TuneSetting(
         heads=heads[0][0],
         kv_heads=heads[0][1],
@@ -362,12 +330,10 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
         dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
         device=device,
         budget=BUDGET if gpu and args.budget is None else args.budget,
-        kernels=tuple(kernel for kernel in PRODUCTS if kernel in args.kernels),
-        full_rows=args.full_rows or (16384 if gpu else 128) // share,
-        causal_rows=args.causal_rows or (32768 if gpu else 128) // share,
+        kernels=args.kernels,
+        rows=(32768 if gpu else 128) // share,
         iters=ITERS if gpu else 1,
         repeats=REPEATS if gpu else 2,
-        jobs=jobs,
     )
     refused = get_backend("triton").supports(setting.problem_of("fwd").spec, explicit=True)
     if refused is not None:

@@ -13,24 +13,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
-from rich.table import Table
-from rich.text import Text
 
 from ring_attn import select_backend
-from ring_attn.cli.arguments import new_table, progress, table_console, write_json
+from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import backend_reasons, machine
 from ring_attn.cli.launch import (
     checked_device,
     rank_device,
     run_ranks,
-    send_part,
     under_torchrun,
 )  # fmt: skip
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
 from ring_attn.core.values import env_int
 from ring_attn.testing import (
     LAYOUTS,
-    RESULTS_WITH_SINKS,
     STRATEGIES,
     Case,
     RankResult,
@@ -89,7 +85,6 @@ def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
     results: list[CaseResult] = []
     for case in wanted:
         results.append(run_case(case))
-        send_part(results[-1])
         if not results[-1].in_step:
             break
     lost = "not run: the ranks were out of step after the case before"
@@ -116,17 +111,13 @@ def run(args: argparse.Namespace) -> int:
     if not args.all:
         wanted = sample(every, QUICK if args.quick else SAMPLE, seed)
     started = time.perf_counter()
-    with progress(len(wanted), quiet=args.quiet) as begin:
-        results = run_ranks(
-            run_cases, world_size, wanted, threads=args.threads, device=device,
-            on_part=lambda result: begin(f"after {result.case}", 1),
-        )[0]  # fmt: skip
+    results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=device)[0]
     report = _payload(results, world_size, device, time.perf_counter() - started)
     if not args.all:
         report["seed"] = seed
         report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}
     write_json(args.json, report)
-    _show(results, report, backends, quiet=args.quiet)
+    _show(results, report, quiet=args.quiet)
     counts = Counter(result.status for result in results)
     return 1 if counts["failed"] or not counts["passed"] else 0
 
@@ -170,45 +161,24 @@ def _checked_backends(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(names or ())
 
 
-def _show(
-    results: Sequence[CaseResult], report: dict[str, Any], backends: Sequence[str], *, quiet: bool
-) -> None:
-    console = table_console()
-    if not quiet:
-        console.print(_table(results))
-        for line in _refusals(results, report["device"], backends):
-            console.print(line, markup=False, soft_wrap=True)
+def _show(results: Sequence[CaseResult], report: dict[str, Any], *, quiet: bool) -> None:
+    for line in () if quiet else _lines(results):
+        print(line)
     for result in results:
-        if result.error is not None:
-            console.print(f"\n{result.case}\n{result.error}", markup=False, soft_wrap=True)
-    console.print(_summary(results, report), markup=False, soft_wrap=True)
+        wrong = [str(verdict) for verdict in result.verdicts if not verdict.ok]
+        if result.status == "failed":
+            print(f"\nFAILED {result.case}\n{result.error or '; '.join(wrong)}")
+    print(_summary(results, report))
 
 
-def _table(results: Sequence[CaseResult]) -> Table:
-    names = ("strategy", "backend", "layout", "mask", "dtype", "heads", "rows", "input")
-    table = new_table("error / bound", names, (*RESULTS_WITH_SINKS, "verdict"))
-    for result in results:
-        if result.status == "refused":
-            continue
-        case, mask = result.case, result.case.build_mask()
-        ratios = {
-            verdict.name: Text(f"{verdict.ratio:.2f}", "" if verdict.ok else "bold red")
-            for verdict in result.verdicts
-        }
-        keys = (case.strategy, case.backend, case.layout, case.mask, case.dtype, case.heads)
-        passed = result.status == "passed"
-        table.add_row(
-            *map(str, keys),
-            f"{mask.seqlen_q} x {mask.seqlen_k}",
-            ", ".join(case.options),
-            *(ratios.get(name, Text("-")) for name in RESULTS_WITH_SINKS),
-            Text("ok", "green") if passed else Text("FAILED", "bold red"),
-        )
-    return table
-
-
-def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str]) -> Iterator[str]:
-    """A line for each reason, and for each backend that was not tried."""
+def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
+    """A line for each strategy, and for each reason of refusals."""
+    for strategy in dict.fromkeys(result.case.strategy for result in results):
+        mine = [result for result in results if result.case.strategy == strategy]
+        counts = Counter(result.status for result in mine)
+        ratios = [verdict.ratio for result in mine for verdict in result.verdicts]
+        greatest = f": error / bound at most {max(ratios):.2f}" if ratios else ""
+        yield f"{strategy}: {', '.join(f'{n} {status}' for status, n in counts.items())}{greatest}"
     refused: dict[str, list[Case]] = {}
     for result in results:
         if result.refused is not None:
@@ -218,11 +188,6 @@ def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str
     for reason, found in refused.items():
         names = ", ".join(sorted({f"{case.strategy} {case.backend}" for case in found}))
         yield f"refused: {len(found)} cases of {names}: {reason}"
-    for backend, answers in backend_reasons().items():
-        if backend not in backends:
-            here = {r for where, r in answers.items() if where.startswith(f"{device} ")}
-            reasons = "; ".join(sorted(reason for reason in here if reason is not None))
-            yield f"not run: {backend}: {reasons or 'not asked for'}"
 
 
 def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:

@@ -51,17 +51,15 @@ def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
     return [r for start in starts for r in range(start, min(start + length, world_size))]
 
 
-def simulate(
-    programs: Sequence[Program], call: Call, cluster: Cluster, *, spans: bool = False
-) -> Simulation:
+def simulate(programs: Sequence[Program], call: Call, cluster: Cluster) -> Simulation:
     """Simulates one direction of a call: the programs of the ranks to be walked.
 
-    Nodes hold consecutive ranks. `spans` keeps the start and end of every op.
+    Nodes hold consecutive ranks.
 
     Raises:
         ValueError: the programs do not end; `machines.check` says why.
     """
-    return _Run(programs, call, cluster, spans).all()
+    return _Run(programs, call, cluster).all()
 
 
 class _Posted(NamedTuple):
@@ -105,7 +103,6 @@ class _Run:
     programs: Sequence[Program]
     call: Call
     cluster: Cluster
-    keep: bool
 
     def __post_init__(self) -> None:
         self.carries = get_backend(self.call.backend).carries_state
@@ -114,7 +111,7 @@ class _Run:
         self.bandwidth = self.cluster.device.memory_bandwidth
         self.links = (self.cluster.inside, self.cluster.between)
         self.ports_per_node = self.cluster.ports or self.cluster.node_size
-        self.ranks = {p.rank: Timeline(p.rank, self.keep) for p in self.programs}
+        self.ranks = {p.rank: Timeline(p.rank) for p in self.programs}
         self.groups: dict[tuple[int, ...], _Group] = {}
         # By port, which is a kind of link and a number: time at which it is free, out and in;
         # seconds that it was sending; sender and receiver of its last message.
@@ -194,7 +191,6 @@ class _Run:
                 rank.compute += lost
             rank.pending[op.channel] = pending
             rank.arrived[op.channel] = pending.stop
-            rank.note("transfer", pending.start, pending.stop, channel=op.channel, nbytes=op.nbytes)
 
     def _shift(
         self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
@@ -336,7 +332,7 @@ class _Walk:
                 group.waiting.append(_Posted(me, op, self._ready(op)))
                 yield group
             elif isinstance(op, ops.Inner):
-                label = me.phase.label
+                label = me.step[1]
                 me.begin("start")
                 yield from _Walk(self.run, me, op.program, op.spec, self._among(op.ranks)).all()
                 me.begin(label)
@@ -386,7 +382,6 @@ class _Walk:
         start = self._launched(count * self.run.cluster.host.copy)
         me.clock = self._after(nbytes / self.run.bandwidth)
         me.moves += me.clock - start
-        me.note("move", start, me.clock)
 
     def pack(self, op: ops.Pack) -> None:
         self._move(2 * op.message.nbytes)
@@ -441,7 +436,6 @@ class _Walk:
         me.late += begun - idle
         me.exposed[exchange.crosses] += waited - begun
         me.clock += waited
-        me.note("wait", start, me.clock)
 
     def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:
         """Computes the tiles of a step, in the only pass or in one of two passes."""
@@ -459,11 +453,10 @@ class _Walk:
             if run.carries:
                 seconds += self._state_bytes(op, spec) / run.bandwidth
             start = self._launched((1 + (backward and share == 1.0)) * run.cluster.host.launch)
-            me.computes.add(me.phase)
+            me.computes.add(me.step)
         me.clock = self._after(seconds)
         me.ended = me.ended[1], me.clock
         me.compute += me.clock - start
-        me.note("compute", start, me.clock, area=area, edge=edge)
 
     def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:
         """Bytes of sums that a kernel loads and stores, for rows that take part."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ring_attn.core.program import Channel
 from ring_attn.machines.cluster import Cluster
@@ -16,29 +16,6 @@ class Pending(NamedTuple):
     start: float
     stop: float
     crosses: bool
-
-
-class Phase(NamedTuple):
-    """A step in tables: its place among the steps of a program, and its label."""
-
-    number: int
-    label: str
-
-
-class Span(NamedTuple):
-    """An op of a rank: what it does ("compute", "move", "transfer", "wait"), from when to when.
-
-    `channel` and `nbytes` describe a transfer, `area` and `edge` tiles.
-    """
-
-    phase: Phase
-    kind: str
-    start: float
-    stop: float
-    channel: Channel | None = None
-    nbytes: int = 0
-    area: int = 0
-    edge: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +56,9 @@ class Timeline:
         idle, late: time waiting for the rank's host, for late peers.
         exposed: time waiting for bytes, inside nodes and between nodes.
         sent, messages: bytes and exchanges.
-        spans: every op, if requested.
     """
 
     rank: int
-    keep: bool = False
     clock: float = 0.0
     host: float = 0.0
     compute: float = 0.0
@@ -93,11 +68,11 @@ class Timeline:
     exposed: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sent: int = 0
     messages: int = 0
-    spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.phase = Phase(0, "start")
-        self.computes: set[Phase] = set()
+        # The current step: its place among the steps of a program, and its label.
+        self.step = 0, "start"
+        self.computes: set[tuple[int, str]] = set()
         self.pending: dict[Channel, Pending] = {}
         # On a device with streams: the ends of the last two kernels, of the last packing and of the
         # last exchange on each channel.
@@ -106,11 +81,7 @@ class Timeline:
         self.arrived: dict[Channel, float] = {}
 
     def begin(self, label: str) -> None:
-        self.phase = Phase(self.phase.number + 1, label)
-
-    def note(self, kind: str, start: float, stop: float, **numbers: Any) -> None:
-        if self.keep:
-            self.spans.append(Span(self.phase, kind, start, stop, **numbers))
+        self.step = self.step[0] + 1, label
 
 
 @dataclass(frozen=True, eq=False)

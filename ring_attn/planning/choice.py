@@ -24,21 +24,13 @@ from ring_attn.strategies.strategy import Strategy, family, label
 WAYS = ("exposed", "late", "compute", "moves", "host")
 
 
-# Candidates that take so many times the best one's time are not worth a line.
-HOPELESS = 1.5
-
-# Columns of a table of 80: all but the two directions' times, the messages, and what travels.
-NARROW = (0, 1, 2, 5, 6, 7, 9)
-
-
 @dataclass(frozen=True)
 class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
 
     Times but `seconds` are those of the rank with the longest, and so are bytes and messages (a
-    collective is one); `inside_bytes` and `between_bytes` are of all ranks. `steps` are those with
-    any compute. `slowest_link` is the link whose bytes ranks wait for longest, `slowest_exposed`
-    the time; None if nothing is sent.
+    collective is one). `steps` are those with any compute. `slowest_link` is the link whose bytes
+    ranks wait for longest, `slowest_exposed` the time; None if nothing is sent.
     """
 
     seconds: float
@@ -50,8 +42,6 @@ class DirectionCost:
     late: float
     bytes_sent: int
     messages: int
-    inside_bytes: int
-    between_bytes: int
     slowest_link: str | None
     slowest_exposed: float
 
@@ -67,7 +57,6 @@ class DirectionCost:
     @classmethod
     def of(cls, simulation: Simulation) -> DirectionCost:
         """Costs of a simulation: of each time, the greatest over the ranks."""
-        by_kind = {usage.link: usage.nbytes for usage in simulation.links}
         worst, ranks = simulation.slowest_link, simulation.ranks
         return cls(
             seconds=simulation.seconds,
@@ -79,8 +68,6 @@ class DirectionCost:
             late=max(rank.late for rank in ranks),
             bytes_sent=max(rank.sent for rank in ranks),
             messages=max(rank.messages for rank in ranks),
-            inside_bytes=by_kind.get("inside", 0),
-            between_bytes=by_kind.get("between", 0),
             slowest_link=None if worst is None else str(worst),
             slowest_exposed=0.0 if worst is None else worst.exposed,
         )
@@ -262,46 +249,29 @@ class Choice:
         return f"kernels' speed: {self.problem.cluster.device.source}"
 
     def __str__(self) -> str:
-        return self.table(verbose=True)
-
-    def table(self, *, verbose: bool) -> str:
-        """The candidates; unless verbose, those within `HOPELESS` of the best, in 80 columns."""
         simulated = [c for c in self.candidates if c.prediction is not None]
-        if not verbose:
-            simulated = [c for c in simulated if c.seconds <= HOPELESS * self.best.seconds]
-        hidden = len(self.candidates) - len(simulated)
-        others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
-        others = self.left_out() if verbose else others
         rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
-        if not verbose:
-            rows = [tuple(row[i] for i in NARROW) for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        rest = [*others, *self.traffic, *self.communicators, self.rates, self.reason]
-        return "\n".join([*lines, *rest])
+        rest = [*self.traffic, *self.communicators, self.rates, self.reason]
+        return "\n".join([*lines, *self.left_out(), *rest])
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""
-        groups: dict[tuple[str, str, str | None], list[Candidate]] = {}
+        groups: dict[tuple[str, str], list[Candidate]] = {}
         for c in self.candidates:
             if c.prediction is None:
                 # The reasons of those ruled out differ only in the bounds: one group.
                 start = "refused" if c.refused else "left out"
-                why = None if c.ruled_out and not c.refused else c.reason
-                groups.setdefault((start, c.layout_name, why), []).append(c)
-        lines: dict[tuple[str, str, str], list[str]] = {}
-        for (start, layout, why), group in groups.items():
-            if why is None:
-                why = f"takes {format_seconds(min(c.at_least for c in group))} or longer"
-            names = ", ".join(c.label for c in group)
-            lines.setdefault((start, names, why), []).append(layout)
+                why = "slower than the best" if c.ruled_out and not c.refused else str(c.reason)
+                groups.setdefault((f"{start}: {c.layout_name}", why), []).append(c)
         return [
-            f"{start}: {', '.join(layouts)}: {names}: {why}"
-            for (start, names, why), layouts in lines.items()
+            f"{start}: {', '.join(c.label for c in group)}: {why}"
+            for (start, why), group in groups.items()
         ]
 
     def to_dict(self) -> dict[str, Any]:

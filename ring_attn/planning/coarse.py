@@ -110,9 +110,6 @@ def whole_cost(found: Sequence[World], costs: Sequence[DirectionCost]) -> Direct
         numbers = [getattr(cost, name) for cost in costs]
         if name in ("steps", "messages"):
             values[name] = whole_count(found, numbers)
-        elif name in ("inside_bytes", "between_bytes"):  # of all ranks
-            of_all = [n * world.problem.each for n, world in zip(numbers, found, strict=True)]
-            values[name] = round(whole(found, of_all))
         else:
             value = whole(found, numbers)
             values[name] = round(value) if name == "bytes_sent" else value

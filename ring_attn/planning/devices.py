@@ -117,52 +117,21 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
     return asdict(cluster)
 
 
-def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
+def load_cluster(path: Path | str) -> Cluster:
     """Reads a cluster that `ring-attn calibrate` wrote.
-
-    Args:
-        path: path of the JSON file.
-        world_size: number of ranks; selects the nearest number that was measured, None the
-            greatest.
 
     Raises:
         ValueError: the file is not a calibration.
         OSError: the file cannot be read.
     """
     try:
-        content = json.loads(
-            regular_file(path).read_text(encoding="utf-8"),
-            parse_float=_finite,
-            parse_int=_int64,
-            parse_constant=_finite,
-        )
-        clusters = {
-            _int64(ranks): cluster_from_json(cluster)
-            for ranks, cluster in content["clusters"].items()
-        }
-        if min(clusters) < 1:
-            raise ValueError(f"numbers of ranks must be at least 1, got {min(clusters)}")
-        wanted = max(clusters) if world_size is None else world_size
-        return clusters[min(clusters, key=lambda ranks: (abs(ranks - wanted), -ranks))]
+        content = json.loads(regular_file(path).read_text(encoding="utf-8"))
+        return cluster_from_json(content["cluster"])
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a calibration; write one with `ring-attn calibrate --json {path}` "
             f"({type(error).__name__}: {error})"
         ) from None
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"numbers must be finite, got {text}")
-    return value
-
-
-def _int64(text: str) -> int:
-    value = int(text)
-    if abs(value) >= 2**63:
-        raise ValueError(f"integers must fit 64 bits, got one of {len(text)} digits")
-    return value
 
 
 def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
@@ -198,7 +167,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
 
     Args:
         device_type: "cuda" or "cpu"; None is "cuda" if torch has a GPU.
-        world_size: number of ranks, selects the nearest calibration in the file.
+        world_size: number of ranks, of a CPU's node without a launcher.
 
     Raises:
         ValueError: the GPU is not built in, or the file is not a calibration.
@@ -207,7 +176,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
     path = os.environ.get(CLUSTER_VARIABLE)
     if path:
         try:
-            return load_cluster(path, world_size)
+            return load_cluster(path)
         except OSError as error:
             raise type(error)(
                 error.errno, f"{error.strerror}, named by {CLUSTER_VARIABLE}", path

@@ -76,7 +76,6 @@ class Packing:
         cu_seqlens: boundaries of the documents in the packed sequence.
         order: indices into `lengths`, in the order of the packed sequence.
         balance: visible pairs and rows of every rank.
-        crossing: for each rank, KV rows of other ranks that its queries see.
         num_cut: number of documents that several ranks share.
     """
 
@@ -84,14 +83,13 @@ class Packing:
     cu_seqlens: tuple[int, ...]
     order: tuple[int, ...]
     balance: Balance
-    crossing: tuple[int, ...]
     num_cut: int
 
     def __str__(self) -> str:
         return (
             f"{len(self.order)} documents, {self.layout.seqlen} rows on {self.layout.world_size} "
             f"ranks: {self.num_cut} cut, work {self.balance.of_work:.3f} and rows "
-            f"{self.balance.of_rows:.3f} of the mean at most, {sum(self.crossing)} KV rows cross"
+            f"{self.balance.of_rows:.3f} of the mean at most"
         )
 
 
@@ -102,13 +100,11 @@ def pack(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     max_balance: float = 1.05,
-    max_rows: int | None = None,
-    align: int = 1,
 ) -> Packing:
     """Places the documents of a batch: short ones whole on one rank, long ones over several.
 
-    No rank has more than `max_rows` rows, and none computes more than `max_balance` times the mean,
-    if the lengths allow that; within these bounds few documents are cut. The result depends on the
+    No rank has more than `max_balance` times the mean of the rows, or of the visible pairs, if the
+    lengths allow that; within these bounds few documents are cut. The result depends on the
     arguments alone, so it is the same on every rank.
 
     Args:
@@ -116,15 +112,13 @@ def pack(
         world_size: number of ranks, at most 16,384.
         causal: as for `ring_attention`.
         window_size: as for `ring_attention`.
-        max_balance: the most visible pairs of a rank, as a multiple of the mean.
-        max_rows: the most rows of a rank; None aims at `max_balance` times the mean.
-        align: documents are cut at multiples of it, counted from each document's first row.
+        max_balance: the most visible pairs and rows of a rank, as a multiple of the mean.
 
     Returns:
         The layout, the boundaries and the order of the documents, and the figures.
 
     Raises:
-        ValueError: no documents, numbers out of range, or more rows than the ranks can hold.
+        ValueError: no documents, or numbers out of range.
         TypeError: lengths are not ints.
 
     Example:
@@ -132,8 +126,7 @@ def pack(
         >>> from ring_attn import shard_batch
         >>> packing = pack([300, 9000, 200, 500, 100], world_size=2)
         >>> print(packing)
-        5 documents, 10100 rows on 2 ranks: 1 cut, work 1.001 and rows 1.010 of the mean at most, \
-6750 KV rows cross
+        5 documents, 10100 rows on 2 ranks: 1 cut, work 1.001 and rows 1.010 of the mean at most
         >>> packing.order, packing.cu_seqlens
         ((1, 3, 0, 2, 4), (0, 9000, 9500, 9800, 10000, 10100))
         >>> tokens = [torch.full((n,), i) for i, n in enumerate([300, 9000, 200, 500, 100])]
@@ -148,11 +141,10 @@ def pack(
     check_int("world_size", world_size, least=1)
     if world_size > MAX_RANKS:
         raise ValueError(f"world_size must be at most {MAX_RANKS:,}, got {world_size:,}")
-    check_int("align", align, least=1)
     check_max_balance(max_balance)
     left, right = check_window(window_size, causal)
     window = left, 0 if causal else right
-    most = _most_rows(sum(rows), world_size, max_balance, max_rows)
+    most = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
     pairs_of = {n: pairs_before(n, window, n) for n in set(rows)}
     pairs = [pairs_of[n] for n in rows]
     bounds = _Bounds.of(sum(pairs), most, world_size, max_balance)
@@ -160,7 +152,7 @@ def pack(
     shares = (*MAX_SHARES, Fraction(0)) if len(rows) * world_size <= MAX_EXHAUSTIVE else MAX_SHARES
     best: _Placement | None = None
     for share in shares:
-        placed = _Placement(bounds, window, align, share)
+        placed = _Placement(bounds, window, share)
         for index in documents:
             placed.add(index, rows[index], pairs[index])
             if best is not None and placed.excess >= best.excess:
@@ -170,11 +162,6 @@ def pack(
             if best.excess == (0, 0):
                 break
     assert best is not None, "there are shares"
-    if max_rows is not None and max(best.rows) > most:
-        raise ValueError(
-            f"max_rows is {most}, and documents that are cut at multiples of {align} were placed "
-            f"with {max(best.rows)} rows at most: allow so many, or a smaller align"
-        )
     return best.packing(rows)
 
 
@@ -192,20 +179,6 @@ def pairs_before(length: int, window: Window, row: int) -> int:
         stops -= inside * (length - right - 1) - inside * (inside - 1) // 2
     hidden = max(0, row - 1 - left) if left >= 0 else 0
     return stops - hidden * (hidden + 1) // 2
-
-
-def _most_rows(total: int, world_size: int, max_balance: float, max_rows: int | None) -> int:
-    """The bound on a rank's rows; refuses a bound that cannot hold all rows."""
-    if max_rows is None:
-        return math.ceil(Fraction(max_balance) * total / world_size)
-    check_int("max_rows", max_rows, least=0)
-    if max_rows * world_size < total:
-        ranks = f", or {-(-total // max_rows)} ranks" if max_rows else ""
-        raise ValueError(
-            f"max_rows is {max_rows}, and {world_size} ranks hold {max_rows * world_size} of "
-            f"{total} rows: allow {-(-total // world_size)} rows{ranks}"
-        )
-    return max_rows
 
 
 @dataclass(frozen=True)
@@ -237,9 +210,9 @@ class _Cut:
 class _Placement:
     """The documents that are placed so far, and each rank's share of them."""
 
-    def __init__(self, bounds: _Bounds, window: Window, align: int, share: Fraction) -> None:
+    def __init__(self, bounds: _Bounds, window: Window, share: Fraction) -> None:
         size = bounds.world_size
-        self.bounds, self.window, self.align = bounds, window, align
+        self.bounds, self.window = bounds, window
         # Most pairs, rows and mean pairs that one rank may have of one document.
         self._share = [int(share * most) for most in (bounds.pairs, bounds.rows, bounds.mean)]
         self.pairs, self.rows = [0] * size, [0] * size
@@ -256,24 +229,24 @@ class _Placement:
         return max(0, max(self.rows) - rows), max(0, max(self.pairs) - pairs)
 
     def add(self, index: int, rows: int, pairs: int) -> None:
-        ranks, blocks = self.bounds.world_size, -(-rows // self.align)
+        ranks = self.bounds.world_size
         most_pairs, most_rows, mean = self._share
         needed = max(_parts(pairs, most_pairs), _parts(rows, most_rows))
         if needed >= SPREAD_FROM:
             needed = max(needed, _parts(pairs, mean))
-        if needed <= 1 or min(ranks, blocks) == 1:
+        if needed <= 1 or min(ranks, rows) == 1:
             rank = self._rank_for(rows, pairs)
             if rank is None and self.num_forced >= MAX_FORCED * ranks:
                 rank = self._rank_for(rows, -sum(self.pairs))
-            if rank is None and min(ranks, blocks) == 1:
+            if rank is None and min(ranks, rows) == 1:
                 rank = self._levels[0][1]
             if rank is not None:
                 self.whole[rank].append(index)
                 self._fill(rank, rows, pairs)
                 return
             self.num_forced += 1
-        least = max(2, min(needed, ranks, blocks))
-        self._add_shared(index, rows, pairs, self._ranks_for(blocks, pairs, least))
+        least = max(2, min(needed, ranks, rows))
+        self._add_shared(index, rows, pairs, self._ranks_for(rows, pairs, least))
 
     def _level(self, rank: int) -> float:
         """Fill of a rank relative to its bounds, by pairs or by rows, whichever is greater."""
@@ -294,7 +267,7 @@ class _Placement:
         self.rows[rank] += rows
         insort(self._levels, (self._level(rank), rank))
 
-    def _ranks_for(self, blocks: int, pairs: int, least: int) -> list[int]:
+    def _ranks_for(self, rows: int, pairs: int, least: int) -> list[int]:
         """The fewest ranks with room for a cut document; neighbours, unless that takes many more.
 
         Neighbours lie within an aligned run of 2, 4, 8 ... ranks, so that they share a node if a
@@ -302,35 +275,33 @@ class _Placement:
         """
         size = self.bounds.world_size
         room = [
-            (max(0, self.bounds.pairs - self.pairs[r]),
-             max(0, self.bounds.rows - self.rows[r]) // self.align) for r in range(size)
-        ]  # fmt: skip
+            (max(0, self.bounds.pairs - self.pairs[r]), max(0, self.bounds.rows - self.rows[r]))
+            for r in range(size)
+        ]
         before = [list(accumulate((of_rank[i] for of_rank in room), initial=0)) for i in (0, 1)]
         for count in range(least, min(2 * least, size) + 1):
             run = 1 << (count - 1).bit_length()
             starts = [s for s in range(size - count + 1) if s // run == (s + count - 1) // run]
             rooms = [
                 min((sums[s + count] - sums[s]) / amount
-                    for sums, amount in zip(before, (pairs, blocks), strict=True)) for s in starts
+                    for sums, amount in zip(before, (pairs, rows), strict=True)) for s in starts
             ]  # fmt: skip
             if rooms and max(rooms) >= 1:
                 start = starts[rooms.index(max(rooms))]
                 return list(range(start, start + count))
         emptiest = [rank for _, rank in self._levels]
         sums = [accumulate([room[rank][i] for rank in emptiest]) for i in (0, 1)]
-        for count, (free_pairs, free_blocks) in enumerate(zip(*sums, strict=True), 1):
-            if count >= least and free_pairs >= pairs and free_blocks >= blocks:
+        for count, (free_pairs, free_rows) in enumerate(zip(*sums, strict=True), 1):
+            if count >= least and free_pairs >= pairs and free_rows >= rows:
                 return sorted(emptiest[:count])
         return list(range(size))
 
     def _add_shared(self, index: int, rows: int, pairs: int, ranks: list[int]) -> None:
-        blocks = -(-rows // self.align)
-        blocks_held = [-(-self.rows[r] // self.align) for r in ranks]
-        room = [max(0, self.bounds.rows - self.rows[r]) // self.align for r in ranks]
-        if sum(room) < blocks:
-            room = [blocks] * len(ranks)
-        document = _Document(rows, self.window, self.align)
-        counts = _levelled(blocks_held, blocks, [0] * len(ranks), room)
+        room = [max(0, self.bounds.rows - self.rows[r]) for r in ranks]
+        if sum(room) < rows:
+            room = [rows] * len(ranks)
+        document = _Document(rows, self.window)
+        counts = _levelled([self.rows[r] for r in ranks], rows, [0] * len(ranks), room)
         ends = [sorted(document.of_ends(n)) for n in counts]
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
@@ -351,16 +322,12 @@ class _Placement:
         """
         size = self.bounds.world_size
         parts: list[list[Segment]] = [[] for _ in range(size)]
-        crossing = [0] * size
         order: list[int] = []
         start = 0
         for cut in sorted(self.cut, key=lambda cut: (min(cut.runs), cut.index)):
             order.append(cut.index)
             for rank, runs in cut.runs.items():
                 parts[rank] += [Segment(start + a, b - a) for a, b in runs]
-                crossing[rank] += _rows_seen(runs, cut.length, self.window) - sum(
-                    b - a for a, b in runs
-                )
             start += cut.length
         for rank, whole in enumerate(self.whole):
             order += sorted(whole)
@@ -374,65 +341,54 @@ class _Placement:
             tuple(boundaries),
             tuple(order),
             Balance(tuple(self.pairs), tuple(self.rows)),
-            tuple(crossing),
             len(self.cut),
         )
 
 
 @dataclass(frozen=True)
 class _Document:
-    """A document in blocks of `align` rows; the last block may be shorter."""
+    """A document that several ranks share."""
 
     length: int
     window: Window
-    align: int
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.length // self.align)
 
     def pairs(self, start: int, stop: int) -> int:
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
 
-    def run(self, start: int, stop: int) -> RowRange:
-        return min(start * self.align, self.length), min(stop * self.align, self.length)
-
     def of_ends(self, count: int) -> tuple[int, int]:
-        head, tail = self.run(0, count), self.run(self.blocks - count, self.blocks)
-        return self.pairs(*head), self.pairs(*tail)
+        return self.pairs(0, count), self.pairs(self.length - count, self.length)
 
     def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
-        """Each rank's runs: `counts` blocks with about `aims` pairs.
+        """Each rank's runs: `counts` rows with about `aims` pairs.
 
-        The ranks whose pairs per block are farthest from the mean choose first.
+        The ranks whose pairs per row are farthest from the mean choose first.
         """
-        mean = sum(aims) / self.blocks
+        mean = sum(aims) / self.length
         ranks = [i for i, count in enumerate(counts) if count]
         ranks.sort(key=lambda i: (-abs(aims[i] / counts[i] - mean), i))
         shares: list[list[RowRange]] = [[] for _ in counts]
-        start, stop, wanted = 0, self.blocks, max(1, sum(aims[i] for i in ranks))
+        start, stop, wanted = 0, self.length, max(1, sum(aims[i] for i in ranks))
         for i in ranks:
             head = counts[i]
             if i != ranks[-1]:
-                left = self.pairs(*self.run(start, stop))
+                left = self.pairs(start, stop)
                 head = self._head(start, stop, head, aims[i] * left // wanted, miss)
             wanted = max(1, wanted - aims[i])
             tail = stop - (counts[i] - head)
-            runs = [self.run(start, start + head), self.run(tail, stop)]
+            runs = [(start, start + head), (tail, stop)]
             shares[i] = [run for run in runs if run[0] < run[1]]
             start, stop = start + head, tail
         return shares
 
     def _head(self, start: int, stop: int, count: int, aim: int, miss: int) -> int:
-        """Number of blocks to take from the head of `[start, stop)`; the rest come from its tail.
+        """Number of rows to take from the head of `[start, stop)`; the rest come from its tail.
 
-        More blocks from the head mean fewer pairs.
+        More rows from the head mean fewer pairs.
         """
 
         def off(head: int) -> int:
-            tail = self.run(stop - (count - head), stop)
-            return self.pairs(*self.run(start, start + head)) + self.pairs(*tail) - aim
+            return self.pairs(start, start + head) + self.pairs(stop - (count - head), stop) - aim
 
         for one_run in (count, 0):
             if abs(off(one_run)) <= miss:
@@ -480,15 +436,3 @@ def _levelled(
         if left > 0 and low[i] <= level - h < high[i]:
             shares[i], left = shares[i] + 1, left - 1
     return shares
-
-
-def _rows_seen(runs: Sequence[RowRange], length: int, window: Window) -> int:
-    """Number of keys that the queries of ordered runs see."""
-    left, right = window
-    seen = end = 0
-    for start, stop in runs:
-        first = 0 if left < 0 else max(0, start - left)
-        last = length if right < 0 else min(length, stop + right)
-        seen += max(0, last - max(first, end))
-        end = max(end, last)
-    return seen

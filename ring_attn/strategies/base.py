@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
@@ -103,10 +100,6 @@ class StrategyCode:
             for q, kv in zip(*(layout.shard_lens for layout in call.layouts), strict=True)
         ]
         return {rows.index(max(rows)), len(rows) - 1 - rows[::-1].index(max(rows))}
-
-    def pair_steps(self, call: Call) -> Tensor:
-        """(P, P) number of the step that computes each pair [rank of q, rank of kv]."""
-        return torch.zeros(call.world_size, call.world_size, dtype=torch.int64)
 
 
 def input_arrays(call: Call, *, backward: bool) -> dict[str, Array]:

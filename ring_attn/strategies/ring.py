@@ -58,9 +58,6 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ring_attn.backends import get_backend
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
@@ -69,7 +66,6 @@ from ring_attn.core.messages import Message, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Displacement, Grid, StepTiles, Traveller, ring_grid
-from ring_attn.core.work import needed_displacements
 from ring_attn.strategies import base
 from ring_attn.strategies.base import StrategyCode, differentiate
 from ring_attn.strategies.order import why_not_in_order
@@ -121,17 +117,6 @@ class Ring(StrategyCode):
     def label(self, strategy: Strategy) -> str:
         degree = strategy.inner_degree
         return self.name if degree == 1 else f"double_ring {degree}"
-
-    def pair_steps(self, call: Call) -> Tensor:
-        count, degree = call.world_size, call.strategy.inner_degree
-        grid, ranks = ring_grid(count, degree), torch.arange(count)
-        steps = torch.zeros(count, count, dtype=torch.int64)
-        for index, (outer, inner) in enumerate(
-            needed_displacements(*call.layouts, call.mask, grid.inner)
-        ):
-            source = (ranks // grid.inner - outer) % grid.outer * grid.inner
-            steps[ranks, source + (ranks % grid.inner - inner) % grid.inner] = index
-        return steps
 
 
 def double_rings(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:

@@ -59,7 +59,7 @@ def choose_on(path: Path, headdim: int = 16) -> tuple[Strategy, int]:
 
 
 def write(path: Path, cluster: Cluster) -> None:
-    path.write_text(json.dumps({"clusters": {"2": to_json(cluster)}}))
+    path.write_text(json.dumps({"cluster": to_json(cluster)}))
 
 
 @on_ranks(2)

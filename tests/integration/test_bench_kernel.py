@@ -1,25 +1,18 @@
 """`ring-attn bench kernel` on a CPU: its figures, its report, and its notes on failures."""
 
 import math
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import (
-    Data,
     Implementation,
     OurKernels,
     Shape,
-    make,
-    unavailable,
 )
 from ring_attn.bench.judge import OracleJudge
 from tests.integration.commands import options_of
@@ -134,7 +127,7 @@ def test_report_table_and_what_cannot_run(
     report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(f"bench kernel {TINY.replace('--quiet', '')}")
-    assert {"machine", "gpu_state", "command", "setting", "seconds"} <= set(report)
+    assert {"machine", "command", "setting", "seconds"} <= set(report)
     assert report["failures"] == []
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):
@@ -145,10 +138,9 @@ def test_report_table_and_what_cannot_run(
                 assert row["rate"] > 0 and row["host_ms"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (64, 2, 2)
-    assert "CUDA" in report["unavailable"]["cudnn"]
-    assert "flash_attn.cute" in report["unavailable"]["flash-attn-4"]
+    assert "cannot run" in rows["cudnn", "fwd_bwd", True]["note"]
     shown = capsys.readouterr().out
-    assert all(one in shown for one in ("4/2 heads of 16, causal", "CUDA"))
+    assert all(one in shown for one in ("4/2 heads of 16, causal", "cudnn: cannot run"))
 
 
 def test_a_budget_ends_the_run_and_says_what_is_left(
@@ -230,26 +222,3 @@ def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], si
 
     found = OracleJudge(one, data, backward=True).verdicts(lambda p, d: Wrong(p, d, "reference"))
     assert not all(verdict.ok for verdict in found)
-
-
-def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls a stand-in with the signature of flash_attn_func, which returns a pair."""
-
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-        return out.transpose(1, 2), None
-
-    module = ModuleType("flash_attn_interface")
-    module.__spec__ = ModuleSpec("flash_attn_interface", None)
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    assert unavailable("flash-attn-3", torch.device("cuda")) is None
-    assert unavailable("flash-attn-3", CPU) == "runs on CUDA, got cpu"
-    one = problem()
-
-    def build(problem: Shape, data: Data) -> Implementation:
-        return make("flash-attn-3", problem, data, backend="", backward=True)
-
-    judge = OracleJudge(one, one.data(), backward=True)
-    assert all(verdict.ok for verdict in judge.verdicts(build))

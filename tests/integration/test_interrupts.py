@@ -1,8 +1,7 @@
-"""A signal ends a command and leaves its rows so far; no end leaves anything behind."""
+"""A signal ends a command; no end leaves anything behind."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Each repetition is written when it is measured.
 TINY = ["bench", "ring", "--world-size", "1", "--iters", "100000", "--quiet", "--seqlen", "64"]
 TINY += ["--heads", "1", "--head-dim", "16", "--baseline", ""]
 
@@ -85,18 +83,16 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
         pytest.param(signal.SIGHUP, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_all_ranks_and_leaves_what_was_measured(
-    start: Callable[[list[str]], Started], tmp_path: Path, number: signal.Signals, to_all: bool
+def test_a_signal_ends_all_ranks(
+    start: Callable[[list[str]], Started], number: signal.Signals, to_all: bool
 ) -> None:
     """As ^C on a terminal signals all ranks, and `kill` the command alone."""
-    report = tmp_path / "ring.json"
-    command = start(["-m", "ring_attn", *TINY, "--json", str(report)])
-    wait_until(report.exists)
+    command = start(["-m", "ring_attn", *TINY])
+    wait_until(lambda: len(command.running()) > 2)  # the command, multiprocessing's tracker, a rank
     for _ in range(2):
         (os.killpg if to_all else os.kill)(command.process.pid, number)
     ended = (130, "ring-attn bench ring: interrupted\n"), (-number, "")
     assert command.ended() == ended[number != signal.SIGINT]
-    assert json.loads(report.read_text())["samples"]
 
 
 @pytest.mark.dist

@@ -19,7 +19,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
 
-TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
+TINY = "--device cpu --heads 2/1 --head-dim 16 --quick"
 
 SMALL, NO_TILE = Config(32, 32, 4, 1), Config(48, 64, 4, 1)
 
@@ -51,16 +51,12 @@ def test_our_kernels_in_other_configs_are_an_attention(causal: bool) -> None:
 
 @pytest.mark.slow
 def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the whole command, with one building process."""
-    report = report_of(f"tune {TINY} --kernels dq,decode --jobs 1")
+    report = report_of(f"tune {TINY} --kernels dq,decode")
     assert [row["kind"] for row in report["rows"]] == ["dq", "dq_whole", "decode"]
     for one in report["rows"]:
-        assert one["frozen"] and one["note"] == "" and one["samples"] >= 1 and one["speed"] == 1.0
+        assert one["frozen"] and one["note"] == "" and one["speed"] == 1.0
         assert 0 < one["max_ratio"] <= 1
-    decoded = report["rows"][2]
-    # Two products of 2 x pairs x head_dim operations a head.
-    assert decoded["tflops"] == pytest.approx(2 * 2 * 33 * 16 * 2 / decoded["median_ms"] / 1e9)
-    assert report["failures"] == [] and report["setting"]["jobs"] == 1
+    assert report["failures"] == []
     configs = report["configs"]
     assert (configs["version"], configs["architecture"]) == (1, "interpreter")
     assert [(one["kind"], one["headdim"], one["BLOCK_M"]) for one in configs["table"]] == [
@@ -101,7 +97,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert (rows["64x32 4w 1s"].max_ratio or 0) > 1
     assert "1 equal runs of 2" in rows["32x64 4w 1s"].note
     assert rows["64x64 4w 1s"].frozen and rows["64x64 4w 1s"].speed == 1.0
-    assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].samples >= 1
+    assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].speed
     assert [row.wrong for row in rows.values()] == [False, False, False, True, True]
     assert bench.failures == []
     assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
@@ -136,7 +132,7 @@ def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatc
     bench = tuning(TINY, monkeypatch, SMALL)
     bench._search("dq", 0.0)
     assert [row.note for row in bench.rows] == ["", "not built: there was no time left"]
-    assert [row.samples for row in bench.rows] == [1, 0]
+    assert [row.speed for row in bench.rows] == [1.0, None]
     monkeypatch.setattr(tune, "build", lambda task: "")
     bench._search("dkdv", 0.0)
     assert bench.rows[-1].note == "not checked: there was no time left"

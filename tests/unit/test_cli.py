@@ -1,7 +1,6 @@
 """The command line: its output, its exit codes, and the parsing that subcommands share."""
 
 import argparse
-import io
 import json
 import math
 import multiprocessing
@@ -18,12 +17,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 import ring_attn
 from dev import __main__ as makers
 from ring_attn import testing
-from ring_attn.cli import arguments, env, launch, verify
+from ring_attn.cli import arguments, env, verify
 from ring_attn.cli import main as cli
 from ring_attn.cli.arguments import (
     command_line,
@@ -73,17 +71,7 @@ def test_a_report_is_whole_though_writing_ends_early(
     assert json.loads(path.read_text()) == {"rows": [1]}
 
 
-def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for terminal, quiet in ((True, False), (True, True), (False, False)):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        monkeypatch.setattr(arguments, "table_console", lambda console=console: console)
-        with arguments.progress(2, quiet=quiet) as begin:
-            begin("long ones", 2)
-        shown = console.file.getvalue()  # type: ignore[attr-defined]
-        assert ("long ones, time left" in shown) == (terminal and not quiet), shown
-
-
-def test_a_command_says_how_long_it_runs_and_how_far_it_is(
+def test_a_command_says_how_long_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arguments, "LINE_S", 0.05)
@@ -99,16 +87,10 @@ def test_a_command_says_how_long_it_runs_and_how_far_it_is(
 
     with arguments.signs_of_life("ring-attn audit"):
         assert until("s\n").startswith("ring-attn audit: runs for 0 s\n")
-        with arguments.progress(2) as begin:
-            begin("long ones", 1)
-            until("s, 0% done, ? s left: long ones\n")
-            begin("short ones", 1)
-            until("s, 50% done, 0 s left: short ones\n")
-        until("s\n")
 
 
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--plot=x.png", "--quick"]
+    words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--quick"]
     monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", *words])
     assert command_line() == "ring-attn bench ring --layout 'a b' --quick"
 
@@ -120,7 +102,7 @@ import ring_attn_cli
 try:
     ring_attn_cli.main()
 finally:
-    print(sorted({"torch", "numpy", "rich", "triton", "matplotlib"} & set(sys.modules)))
+    print(sorted({"torch", "numpy", "rich", "triton"} & set(sys.modules)))
 """
 
 
@@ -194,7 +176,6 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["verify", "--device=--"], "argument --device: '--' is not a value"),
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--window", "4k"], "is not a window"),
-        (["plan", *PLAN, "--plot", "plan.pdf"], "'plan.pdf' is neither .png nor .svg"),
         (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
         (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
@@ -208,7 +189,6 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["bench", "kernel", "--device", "cpu", "--heads", "8/3"], "8/3"),
         (["tune", "--kernels", "bwd"], "'bwd'"),
         (["tune"], "has no GPU that torch can use"),
-        (["tune", "--device", "cpu", "--jobs", "-1"], "-1"),
         (["tune", "--budget", "nan"], "argument --budget: 'nan' is not a number of seconds"),
         (["tune", "--device", "cpu", "--heads", "4/2,8/2"], "--heads"),
         (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
@@ -316,8 +296,6 @@ def test_verify_sees_a_wrong_rank_and_an_error() -> None:
 
 
 def facts_of_rank() -> tuple[int, int, int, str]:
-    for part in range(3):
-        launch.send_part((dist.get_rank(), part))
     order = os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), order
 
@@ -331,7 +309,7 @@ def fail_in_rank_1(signum: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
+def test_run_ranks_returns_results_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Launches keep their order unless the environment says otherwise."""
@@ -341,10 +319,8 @@ def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
             monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
         else:
             monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", told)
-        parts: list[tuple[int, int]] = []
-        results = run_ranks(facts_of_rank, 2, threads=1, device="cpu", on_part=parts.append)
+        results = run_ranks(facts_of_rank, 2, threads=1, device="cpu")
         assert results == [(0, 2, 1, order), (1, 2, 1, order)]
-        assert parts == [(0, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.dist

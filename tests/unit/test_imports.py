@@ -173,7 +173,7 @@ def test_only_commands_handle_signals() -> None:
 
 
 HEAVY = {
-    "triton", "flash_attn", "flash_attn_interface", "transformers", "safetensors", "matplotlib",
+    "triton", "flash_attn", "flash_attn_interface", "transformers", "safetensors",
     "rich", "torch.distributed.tensor", "torch._dynamo", "torch._inductor",
 }  # fmt: skip
 

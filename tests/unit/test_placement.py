@@ -30,35 +30,18 @@ def mask_of(packing: Packing, causal: bool = True, window: tuple[int, int] = (-1
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any), st.integers(1, 5),
     st.booleans(), st.sampled_from([(-1, -1), (7, -1), (0, 0), (3, 5)]),
-    st.sampled_from([1, 4]), st.integers(0, 9),
 )  # fmt: skip
-@example([1], 5, True, (-1, -1), 1, 0)
-@example([0, 0, 3], 4, True, (-1, -1), 4, 0)
+@example([1], 5, True, (-1, -1))
+@example([0, 0, 3], 4, True, (-1, -1))
 def test_figures_are_those_of_the_dense_mask(
-    lengths: list[int], world_size: int, causal: bool, window: tuple[int, int], align: int,
-    more: int,
-) -> None:  # fmt: skip
-    most = -(-sum(lengths) // world_size) + align * (1 + more)
-    packing = pack(
-        lengths, world_size, causal=causal, window_size=window, align=align, max_rows=2 * most
-    )
+    lengths: list[int], world_size: int, causal: bool, window: tuple[int, int]
+) -> None:
+    packing = pack(lengths, world_size, causal=causal, window_size=window)
     assert sorted(packing.order) == list(range(len(lengths)))
     cuts = packing.cu_seqlens
     assert [b - a for a, b in pairwise(cuts)] == [lengths[i] for i in packing.order]
     mask = mask_of(packing, causal, window)
     assert packing.balance == balance_of(packing.layout, mask)
-    for rank, crossing in enumerate(packing.crossing):
-        mine = packing.layout.position_ids(rank)
-        seen = mask.dense()[mine].any(0)
-        seen[mine] = False
-        assert crossing == seen.sum(), "other ranks' keys that the rank's queries see"
-    assert max(packing.balance.rows) <= 2 * most
-    # Cuts within a document are at multiples of `align` only.
-    for rank in range(world_size):
-        for one in packing.layout.segments(rank):
-            for at in (one.start, one.start + one.length):
-                before = max(cut for cut in cuts if cut <= at)
-                assert at in cuts or (at - before) % align == 0
 
 
 def lognormal(n: int, seed: int, mean: float = 7.0, sigma: float = 1.5) -> list[int]:
@@ -94,9 +77,6 @@ def test_work_and_rows_are_even(
     [
         ("at least one document", [], {}),
         (r"each of lengths .* -1", [3, -1], {}),
-        ("max_rows is 4, .* 2 ranks hold 8 of 10 rows: allow 5 rows, or 3 ranks",
-         [10], {"max_rows": 4}),
-        ("max_rows is 8, .* 9 rows at most", [9, 7], {"max_rows": 8, "align": 16}),
         ("max_balance .* 0.5", [10], {"max_balance": 0.5}),
     ],
 )  # fmt: skip
@@ -124,7 +104,7 @@ def test_batches_are_cut_by_it() -> None:
 
 def test_ten_thousand_documents_are_placed_and_planned_in_time() -> None:
     fits = pack([1024] * 512, 64)
-    assert fits.num_cut == 0 and not any(fits.crossing), "documents that fit stay whole"
+    assert fits.num_cut == 0, "documents that fit stay whole"
     start = time.process_time()
     packing = pack(lognormal(10_000, seed=0), 64)
     placed = time.process_time()

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.ring import double_rings
 from ring_attn.strategies.strategy import CORES, NAMES, Strategy, family, label, resolve_strategy
 from tests.refusals import refused
-from tests.unit.test_programs import calls_of
 
 
 @pytest.mark.parametrize(
@@ -71,8 +69,3 @@ def test_inner_rings_that_are_tried() -> None:
     for node_size, degrees in ((4, [2, 4]), (8, [2]), (16, [2]), (3, [2])):
         found = [strategy.inner_degree for strategy in double_rings(spec, 8, node_size)]
         assert found == degrees, node_size
-
-
-def test_steps_of_pairs_in_a_double_ring() -> None:
-    call = calls_of(Strategy(inner_degree=2), Mask(12, 12), "contiguous", 6)[0]
-    assert CORES["ring"].pair_steps(call)[0].tolist() == [0, 1, 4, 5, 2, 3]

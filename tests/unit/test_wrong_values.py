@@ -152,7 +152,7 @@ OTHER_WORDS = {
 # Which of the wrong values an argument takes: they are valid, or left to the call that uses them.
 TAKEN = {
     **dict.fromkeys(("nheads_kv", "headdim_v", "seqlen_k", "headdim", "degree"), ["None"]),
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_k", "sinks", "parts", "max_rows"), ["None"]),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_k", "sinks", "parts"), ["None"]),
     **dict.fromkeys(("strategies", "cluster", "device_type", "heads_per_chunk"), ["None"]),
     **dict.fromkeys(("qkv_indices", "qkv_names"), ["None"]),
     **dict.fromkeys(("causal", "backward", "exchange_q", "exact"), ["True"]),
