@@ -1,8 +1,8 @@
-"""Attention on one device: ours and torch's.
+"""Attention on one device by several packages: ours, torch's, flash-attn's.
 
 Grouped heads are never repeated. Each implementation gets inputs in its documented layout, made
-before the timing: torch (batch, heads, seqlen, dim), ours (batch, seqlen, heads, dim). torch's run
-under autograd, ours by the driver's two functions.
+before the timing: torch (batch, heads, seqlen, dim), ours and flash-attn (batch, seqlen, heads,
+dim). Peers run under autograd, ours by the driver's two functions.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.cli.options import SDPA_BACKENDS
+from ring_attn.cli.options import FLASH_PACKAGES, SDPA_BACKENDS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
@@ -159,6 +160,9 @@ def make(
     """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
     if name == "ours":
         return OurKernels(problem, data, backend)
+    if name in FLASH_PACKAGES:
+        function = _flash(FLASH_PACKAGES[name], problem.causal)
+        return Differentiable(function, data, backward=backward)
     function = _sdpa(SDPA_BACKENDS[name], problem)
     heads_first = [x.transpose(1, 2).contiguous() for x in data]
     return HeadsFirst(function, heads_first, backward=backward)
@@ -175,6 +179,17 @@ def _sdpa(backend: str, problem: Shape) -> Callable[..., Tensor]:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal, enable_gqa=grouped
             )
+
+    return run
+
+
+def _flash(package: str, causal: bool) -> Callable[..., Tensor]:
+    function = import_module(package).flash_attn_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = function(q, k, v, causal=causal)
+        out: Tensor = result[0] if isinstance(result, tuple) else result  # some return lse too
+        return out
 
     return run
 

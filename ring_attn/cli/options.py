@@ -34,8 +34,13 @@ SEQLEN, RING_ITERS = 8192, 9
 BASELINES = ("dense", "torch-template")
 
 # torch's backends, by their names in `bench kernel`.
+FLASH_PACKAGES = {
+    "flash-attn": "flash_attn",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+}
 SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS)
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
 
 # Sizes of `bench kernel` on a GPU.
 KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15

@@ -1,11 +1,15 @@
 """`ring-attn bench kernel` on a CPU: its figures, its report, and its notes on failures."""
 
 import math
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.bench import kernel, timing
@@ -13,8 +17,10 @@ from ring_attn.bench.implementations import (
     Implementation,
     OurKernels,
     Shape,
+    make,
 )
 from ring_attn.bench.judge import OracleJudge
+from ring_attn.testing import Inputs
 from tests.integration.commands import options_of
 
 CPU = torch.device("cpu")
@@ -222,3 +228,24 @@ def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], si
 
     found = OracleJudge(one, data, backward=True).verdicts(lambda p, d: Wrong(p, d, "reference"))
     assert not all(verdict.ok for verdict in found)
+
+
+def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls a stand-in with the signature of flash_attn_func, which returns a pair."""
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = ModuleSpec("flash_attn_interface", None)
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    one = problem()
+
+    def build(problem: Shape, data: Inputs) -> Implementation:
+        return make("flash-attn-3", problem, data, backend="", backward=True)
+
+    judge = OracleJudge(one, one.data(), backward=True)
+    assert all(verdict.ok for verdict in judge.verdicts(build))
