@@ -190,6 +190,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     add("--memory", dest="memory_bytes", type=parse_size, metavar="BYTES", help=memory)
     check = "check the best strategy's programs of all ranks against each other, draw rank 0's"
     add("--check", action="store_true", help=check)
+    add("--verbose", action="store_true", help="also list what was left out, and why")
     add_common(parser)
 
 

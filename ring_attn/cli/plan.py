@@ -65,7 +65,8 @@ def run_plan(args: argparse.Namespace) -> int:
     with num_threads(1):  # on a busy machine, threads of small operators wait for one another
         choice = plan(args)
     if not args.quiet:
-        print(str(choice).removesuffix(choice.reason))
+        text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
+        print(text if args.verbose else "\n".join(map(narrow, text.splitlines())))
     walked = len(walked_calls(choice.problem, choice.best))
     if walked < args.world_size:
         print(f"times are of {walked} ranks, which stand for all {args.world_size}")

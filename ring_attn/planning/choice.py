@@ -24,6 +24,13 @@ from ring_attn.strategies.strategy import Strategy, family, label
 WAYS = ("exposed", "late", "compute", "moves", "host")
 
 
+# Candidates that take so many times the best one's time are not worth a line.
+HOPELESS = 1.5
+
+# Columns of a table of 80: all but the two directions' times, the messages, and what travels.
+NARROW = (0, 1, 2, 5, 6, 7, 9)
+
+
 @dataclass(frozen=True)
 class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
@@ -249,29 +256,46 @@ class Choice:
         return f"kernels' speed: {self.problem.cluster.device.source}"
 
     def __str__(self) -> str:
+        return self.table(verbose=True)
+
+    def table(self, *, verbose: bool) -> str:
+        """The candidates; unless verbose, those within `HOPELESS` of the best, in 80 columns."""
         simulated = [c for c in self.candidates if c.prediction is not None]
+        if not verbose:
+            simulated = [c for c in simulated if c.seconds <= HOPELESS * self.best.seconds]
+        hidden = len(self.candidates) - len(simulated)
+        others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
+        others = self.left_out() if verbose else others
         rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
+        if not verbose:
+            rows = [tuple(row[i] for i in NARROW) for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        rest = [*self.traffic, *self.communicators, self.rates, self.reason]
-        return "\n".join([*lines, *self.left_out(), *rest])
+        rest = [*others, *self.traffic, *self.communicators, self.rates, self.reason]
+        return "\n".join([*lines, *rest])
 
     def left_out(self) -> list[str]:
         """Lines about refused and not simulated candidates, grouped by layouts and reason."""
-        groups: dict[tuple[str, str], list[Candidate]] = {}
+        groups: dict[tuple[str, str, str | None], list[Candidate]] = {}
         for c in self.candidates:
             if c.prediction is None:
                 # The reasons of those ruled out differ only in the bounds: one group.
                 start = "refused" if c.refused else "left out"
-                why = "slower than the best" if c.ruled_out and not c.refused else str(c.reason)
-                groups.setdefault((f"{start}: {c.layout_name}", why), []).append(c)
+                why = None if c.ruled_out and not c.refused else c.reason
+                groups.setdefault((start, c.layout_name, why), []).append(c)
+        lines: dict[tuple[str, str, str], list[str]] = {}
+        for (start, layout, why), group in groups.items():
+            if why is None:
+                why = f"takes {format_seconds(min(c.at_least for c in group))} or longer"
+            names = ", ".join(c.label for c in group)
+            lines.setdefault((start, names, why), []).append(layout)
         return [
-            f"{start}: {', '.join(c.label for c in group)}: {why}"
-            for (start, why), group in groups.items()
+            f"{start}: {', '.join(layouts)}: {names}: {why}"
+            for (start, names, why), layouts in lines.items()
         ]
 
     def to_dict(self) -> dict[str, Any]:
