@@ -5,25 +5,18 @@ must be within the bounds of `core.oracle` around attention in float64, on the s
 whose kernels do not compile or are wrong is refused with the error or the figures, and "auto" takes
 the next one. All ranks prove before they connect, and compare their backends when they do.
 
-A case that has passed is noted in the user's cache folder, and is not run again on that model of
-GPU until the driver, torch, triton or this package changes. RING_ATTN_FIRST_USE=off runs no cases.
+Each process runs a case once for each model of GPU. RING_ATTN_FIRST_USE=off runs no cases.
 A case takes at most two seconds, beside compiling what its call compiles as well, for nothing is
 tuned: by its operators one second is estimated for an A2, 1 to 3 s were measured on a CPU's core.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +36,6 @@ from ring_attn.strategies.registry import make_call
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.local import LocalTransport, run_local
-from ring_attn.version import installed_version
 
 VARIABLE = "RING_ATTN_FIRST_USE"
 
@@ -59,9 +51,6 @@ KV_HEADS, GROUP = 4, 8
 
 # Characters of an error's text: a compiler's has pages.
 MAX_CHARACTERS = 400
-
-# Files with the version of a GPU's driver.
-DRIVERS = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version"
 
 
 @dataclass(frozen=True)
@@ -134,11 +123,6 @@ def _is_on() -> bool:
 def why_wrong(use: Use) -> str | None:
     """The reason why the current GPU's kernels of a use are refused; None if they have passed."""
     capture.refuse("kernels would be used for the first time: make the call once before")
-    facts = {"use": str(use), "gpu": use.gpu, **machine()}
-    note = _notes() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"
-    if _has_passed(note):
-        return None
-    start = time.perf_counter()
     try:
         # In a thread of its own, apart from the caller's modes: inference, autocast, dispatch.
         (verdicts,) = run_local(1, lambda *_: proof(use))
@@ -150,8 +134,6 @@ def why_wrong(use: Use) -> str | None:
     wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
     if wrong:
         return f"the first use is wrong ({use}): {'; '.join(wrong)}"
-    seconds = round(time.perf_counter() - start, 3)
-    _write(note, {**facts, "seconds": seconds, "passed": [*map(str, verdicts)]})
     return None
 
 
@@ -262,51 +244,3 @@ def _decoded(
 
     out, lse = run_local(RANKS, work)[0]
     return {"out": out, "lse": lse}
-
-
-# -- notes of cases that have passed
-
-
-@cache
-def machine() -> dict[str, str]:
-    """All but the use and its GPU on which results depend: driver, versions, and configs."""
-    source = hashlib.sha256()
-    files = (*map(Path, DRIVERS), Path(os.environ.get("RING_ATTN_CONFIGS", "")))
-    for path in (*files, *sorted(Path(__file__).parent.rglob("*.py"))):
-        source.update(path.read_bytes() if path.is_file() else b"")
-    return {
-        "driver, configs and sources": source.hexdigest(),
-        "cudnn": str(torch.backends.cudnn.version()),
-        **{name: str(installed_version(name)) for name in ("torch", "triton", *FLASH)},
-    }
-
-
-FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-
-
-def _notes() -> Path:
-    """The folder of the notes, by the rules of XDG."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))
-    return folder / "ring_attn" / "first_use"
-
-
-def _has_passed(note: Path) -> bool:
-    try:
-        return bool(json.loads(note.read_text("utf-8"))["passed"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _write(note: Path, told: dict[str, Any]) -> None:
-    """Writes a note in one step: other processes write the same one at the same time."""
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as file:
-            json.dump(told, file, indent=1)
-        os.replace(file.name, note)
-    except OSError as error:
-        _warn(
-            f"first uses of kernels cannot be noted in {note.parent} ({error.strerror}), and each "
-            "process checks them again: set XDG_CACHE_HOME to a folder that can be written"
-        )

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import stat
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +30,10 @@ CAUSAL = Purpose(causal=True)
 
 
 @pytest.fixture(autouse=True)
-def unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing has been used before, in this process or another one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def unused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing has been used before."""
     monkeypatch.setenv("RING_ATTN_FIRST_USE", "on")
-    functions = proven_backend, why_wrong, first_use.machine, first_use._warn, choose_backend
+    functions = proven_backend, why_wrong, first_use._warn, choose_backend
     for function in functions:
         function.cache_clear()
     yield
@@ -191,7 +185,7 @@ def test_a_case_of_too_many_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert largest("decode", monkeypatch) > 2.0
 
 
-# -- notes
+# -- once in a process
 
 USE = Use("triton", "forward", SPEC, ())
 GOOD, BAD = Verdict("out", 1e-3, 2e-3, True), Verdict("out", 0.5, 2e-3, False)
@@ -208,40 +202,19 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Use]:
 def again(use: Use = USE) -> str | None:
     """As in another process."""
     why_wrong.cache_clear()
-    first_use.machine.cache_clear()
     return why_wrong(use)
 
 
-def notes() -> list[Path]:
-    return list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json"))
-
-
-def test_a_case_that_has_passed_is_not_run_again(
-    cases: list[Use], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert again() is None and again() is None and cases == [USE]
-    told = json.loads(notes()[0].read_text())
-    assert told["passed"] == [str(GOOD)] and told["torch"] == torch.__version__
-    again(Use("triton", "forward", SPEC, ("causal",)))
+def test_a_case_that_has_passed_is_not_run_again(cases: list[Use]) -> None:
+    assert why_wrong(USE) is None and why_wrong(USE) is None and cases == [USE]
+    why_wrong(Use("triton", "forward", SPEC, ("causal",)))
     assert len(cases) == 2
-    for changed in (torch.__version__ + "1", "another"):
-        monkeypatch.setattr(first_use, "installed_version", lambda name: changed)  # noqa: B023
-        again()
-    assert len(cases) == 4 and len(notes()) == 4
 
 
-def test_a_damaged_note_is_no_note(cases: list[Use]) -> None:
-    again()
-    notes()[0].write_text('{"passed": ')
-    again()
-    assert len(cases) == 2 and json.loads(notes()[0].read_text())["passed"]
-
-
-def test_a_case_that_fails_is_run_again_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_use, "proof", lambda use: [GOOD, BAD])
     reason = again()
     assert reason is not None and str(BAD) in reason and str(GOOD) not in reason
-    assert notes() == []
 
 
 def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,48 +225,6 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         again()
     assert "RING_ATTN_FIRST_USE=off" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("broken", ["file", "read-only", "no home"])
-def test_without_a_folder_cases_are_run_and_it_is_said_once(
-    broken: str, cases: list[Use], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "home"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    if broken == "file":
-        folder.write_text("")
-    elif broken == "read-only":
-        folder.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
-        if os.access(folder, os.W_OK):  # root may write everywhere
-            monkeypatch.setattr(Path, "mkdir", _refuse)
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setenv("HOME", "/nowhere/at/all")
-        monkeypatch.setattr(Path, "mkdir", _refuse)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert again() is None and again() is None
-    assert len(cases) == 2
-    assert len(caught) == 1 and "XDG_CACHE_HOME" in str(caught[0].message)
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(13, "Permission denied")
-
-
-def test_notes_are_whole_at_every_moment(cases: list[Use], tmp_path: Path) -> None:
-    """Several ranks write the same note, and others read it."""
-    note, broken = tmp_path / "notes" / "one.json", 0
-    told = {"passed": 1000 * ["out"]}
-    writers = [
-        threading.Thread(target=lambda: [first_use._write(note, told) for _ in range(50)])
-        for _ in range(3)
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        broken += note.exists() and not first_use._has_passed(note)
-    assert broken == 0 and [*note.parent.iterdir()] == [note]
 
 
 # -- the choice
@@ -392,7 +323,7 @@ def test_each_model_of_gpu_has_its_cases_and_its_choice(
     assert chosen == ["cudnn", "cudnn", "aten", "cudnn"]
     models = [use.gpu.partition(",")[0] for use in cases]
     assert models == ["H100", "H100", "A100", "A100"]  # forward and backward of each
-    assert len(notes()) == len(set(cases)) == 4
+    assert len(set(cases)) == 4
 
 
 def test_nothing_is_run_on_a_cpu(cases: list[Use]) -> None:
