@@ -126,7 +126,7 @@ def audit(parser: argparse.ArgumentParser) -> None:
     add("step", metavar="FILE:FUNCTION", help="the training step of a rank")
     sizes = f"numbers of ranks (default: {' '.join(map(str, AUDITED_SIZES))}; with --quick 2)"
     add("--world-size", nargs="+", type=parse_size, metavar="N", help=sizes)
-    add("--timeout", type=float, default=120.0, metavar="S", help="seconds of a run (default 120)")
+    add("--timeout", type=float, default=120.0, metavar="S", help="seconds of a run (default: 120)")
     add_common(parser)
 
 
