@@ -22,7 +22,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all ptx fuzz lint audit format run verify bench aot abi gpu docs wheel release clean clean-dist
+.PHONY: help setup test test-slow test-all ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,7 +73,7 @@ format: $(READY)  ## put the code into shape
 	$(BIN)/ruff format .
 
 run: $(READY)  ## see it work: examples/train.py on 2 ranks
-	$(BIN)/python examples/train.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py $(ARGS)
 
 verify: $(READY)  ## check every strategy against dense attention
 	$(BIN)/ring-attn verify $(ARGS)
@@ -88,9 +88,6 @@ aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; 
 .aot/%/.ready: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
-
-abi: $(READY)  ## look for what is used in the CUDA wheels of torch, 0.7 GB at a time
-	$(BIN)/python -m tests.abi --json bench/results/abi.json $(ARGS)
 
 # Where there is a GPU there is a torch for it: it is used as it is, and no environment is made. It
 # needs pytest and pytest-timeout, too. The budgets leave two minutes of ten for what begins within them.

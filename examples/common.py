@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,35 +15,13 @@ from torch.nn import functional as F
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def start(main: Callable[[torch.device], bool], num_ranks: int) -> None:
-    """Calls main on each rank, and exits with status 1 if it returns False on any.
-
-    The ranks are torchrun's if torchrun runs this program, else `num_ranks` new processes.
-    """
-    if "RANK" in os.environ:
-        _run_rank(int(os.environ["LOCAL_RANK"]), main)
-        return
-    # This process holds the store of the process group, at a port that is free.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 makes no store
-    try:
-        mp.spawn(_run_rank, (main,), nprocs=num_ranks, daemon=True)
-    except mp.ProcessExitedException as ended:
-        sys.exit(ended.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _run_rank(local_rank: int, main: Callable[[torch.device], bool]) -> None:
-    os.environ.setdefault("RANK", str(local_rank))
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+def start(main: Callable[[torch.device], bool]) -> None:
+    """Calls main on each rank of torchrun; exits with status 1 if it returns False on any."""
+    if "RANK" not in os.environ:
+        sys.exit(f"start the ranks: torchrun --nproc-per-node 2 {sys.argv[0]}")
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     ok = main(device)
@@ -77,17 +54,11 @@ class Transformer(nn.Module):
 
     def __init__(self, num_layers: int = 4, dim: int = 128) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed: nn.Module = nn.Embedding(256, dim)
         self.layers = nn.ModuleDict({str(i): Layer(dim, 3 * dim) for i in range(num_layers)})
         self.norm: nn.Module = nn.RMSNorm(dim, 1e-5)
         self.head: nn.Module = nn.Linear(dim, 256, bias=False)
-        generator = torch.Generator().manual_seed(0)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                # Products on the residual stream are smaller, as there are 2 * num_layers of them.
-                ends = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = (dim * (2 * num_layers if ends else 1)) ** -0.5
-                nn.init.normal_(weight, std=std, generator=generator)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Logits (batch, rows, 256). Only attention mixes rows, so the rows may be a shard's."""

@@ -1,6 +1,5 @@
 """FSDP2 and a ring: parameters are sharded over all ranks, sequences over the ranks of a ring.
 
-    python examples/fsdp2.py                                     one ring of 2 ranks
     torchrun --nproc-per-node 4 examples/fsdp2.py --cp 2         2 rings of 2 ranks
 
      axis of the mesh    its ranks have              parameters and gradients
@@ -19,14 +18,13 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ring_attn
 from common import Transformer, batches, start
-from ring_attn import SequenceLayout, testing
-from train import Trainer, make_ring, parts_of_loss
+from ring_attn import SequenceLayout
+from train import is_as_one_process, make_ring, parts_of_loss
 
 
 def shard_model(model: Transformer, mesh: DeviceMesh) -> None:
@@ -37,8 +35,7 @@ def shard_model(model: Transformer, mesh: DeviceMesh) -> None:
         sharded.set_force_sum_reduction_for_comms(True)
 
 
-def train(args: argparse.Namespace, device: torch.device) -> Tensor:
-    """The mean losses of all steps, (steps,) float64, on every rank."""
+def main(args: argparse.Namespace, device: torch.device) -> bool:
     dp = dist.get_world_size() // args.cp
     mesh = init_device_mesh(device.type, (dp, args.cp), mesh_dim_names=("dp", "cp"))
     layout = SequenceLayout.zigzag(args.seqlen, args.cp)
@@ -63,28 +60,7 @@ def train(args: argparse.Namespace, device: torch.device) -> Tensor:
         mean = loss.detach()
         dist.all_reduce(mean)
         means.append(mean.cpu())
-    return torch.stack(means)
-
-
-def is_as_one_process(losses: Tensor, args: argparse.Namespace, device: torch.device) -> bool:
-    """Compares losses with one process's in float32 and float64, and prints them on rank 0."""
-    if dist.get_rank() != 0:
-        return True
-    twins = []
-    for dtype in (torch.float32, torch.float64):
-        model, data = Transformer().to(device, dtype), batches(args.seqlen, device, args.batch)
-        twin = Trainer(model, SequenceLayout.contiguous(args.seqlen, 1))
-        twins.append([twin.step(batch) for batch in islice(data, args.steps)])
-    plain, exact = torch.tensor(twins, dtype=torch.float64)
-    for step, (x, y) in enumerate(zip(losses, plain, strict=True)):
-        print(f"step {step}: loss {x:.6f} on ranks, {y:.6f} in one process, {abs(x - y):.1e}")
-    verdict = testing.check("losses", losses.float(), exact, plain.float())
-    print(f"{'ok' if verdict.ok else 'FAILED'}: {verdict}, compared with float64")
-    return verdict.ok
-
-
-def main(args: argparse.Namespace, device: torch.device) -> bool:
-    return is_as_one_process(train(args, device), args, device)
+    return is_as_one_process(torch.stack(means), batches(args.seqlen, device, args.batch))
 
 
 if __name__ == "__main__":
@@ -93,4 +69,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seqlen", type=int, default=257, help="bytes of each sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences of all rings together")
-    start(partial(main, parser.parse_args()), num_ranks=2)
+    start(partial(main, parser.parse_args()))

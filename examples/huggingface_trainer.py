@@ -1,7 +1,6 @@
 """Hugging Face's Trainer on split sequences: a small Llama over bytes, trained and continued.
 
-    python examples/huggingface_trainer.py                                2 ranks on this machine
-    torchrun --nproc-per-node 4 examples/huggingface_trainer.py           any number of ranks
+    torchrun --nproc-per-node 2 examples/huggingface_trainer.py
 
 Needs the extra `trainer`: pip install 'ring-attn[trainer]'. (1) to (3) are all that makes the ring.
 Afterwards rank 0 computes the evaluation loss in one process with torch's attention: if the two
@@ -89,4 +88,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seqlen", type=int, default=513, help="bytes of each sequence")
-    start(partial(main, parser.parse_args()), num_ranks=2)
+    start(partial(main, parser.parse_args()))

@@ -1,7 +1,6 @@
 """Trains a model of linear and softmax attention on split sequences, and beside its twin.
 
-    python examples/hybrid.py                                       # 2 ranks on this machine
-    torchrun --nproc-per-node 4 examples/hybrid.py --steps 10       # torchrun's ranks
+    torchrun --nproc-per-node 2 examples/hybrid.py
 
 Three layers of four are Gated DeltaNet, as in Qwen3-Next: a head has a matrix S as its state, which
 decays, and which each row corrects by a delta rule,
@@ -125,4 +124,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seqlen", type=int, default=512, help="bytes of each sequence")
-    start(partial(main, parser.parse_args()), num_ranks=2)
+    start(partial(main, parser.parse_args()))

@@ -1,7 +1,6 @@
 """Continues a long document with a Hugging Face model whose KV cache is split over the ranks.
 
-    python examples/long_document_generate.py                             2 ranks on this machine
-    torchrun --nproc-per-node 4 examples/long_document_generate.py --seqlen 20000
+    torchrun --nproc-per-node 2 examples/long_document_generate.py
 
 Needs the extra `hf`: pip install 'ring-attn[hf]'. The ids of the document are on every rank; of
 its keys and values each rank computes and keeps some rows of every chunk, so that the memory of
@@ -69,4 +68,4 @@ if __name__ == "__main__":
     parser.add_argument("--seqlen", type=int, default=3001, help="tokens of the document")
     parser.add_argument("--chunk", type=int, default=1000, help="tokens that are read at a time")
     parser.add_argument("--tokens", type=int, default=40, help="tokens to generate")
-    start(partial(main, parser.parse_args()), num_ranks=2)
+    start(partial(main, parser.parse_args()))

@@ -1,29 +1,27 @@
 """Trains a small transformer on a mesh: ring attention beside torch's own kinds of parallelism.
 
-    python examples/mesh.py pp=2,cp=2                            4 ranks on this machine
-    torchrun --nproc-per-node 8 examples/mesh.py dp=2,cp=2,tp=2 --fsdp
+    torchrun --nproc-per-node 8 examples/mesh.py dp=2,cp=2,tp=2
 
-     axis  splits                parameters along the axis        gradients along the axis
-     pp    layers, into stages   different                        not exchanged
-     dp    sequences             equal; a shard each with FSDP    summed by sync_gradients or FSDP
-     cp    rows of sequences     as along dp                      as along dp
-     tp    heads, MLP columns    a shard of each matrix           complete on every rank
+     axis  splits                parameters along the axis   gradients along the axis
+     pp    layers, into stages   different                   not exchanged
+     dp    sequences             equal                       summed by sync_gradients
+     cp    rows of sequences     as along dp                 as along dp
+     tp    heads, MLP columns    a shard of each matrix      complete on every rank
 
 What not to do:
   - give ring_attention the mesh or the default group: its ranks are one axis, mesh["cp"]
   - average: each rank has its part of one mean over the whole batch's targets. So the schedule has
-    scale_grads=False, and FSDP, which divides by its number of ranks, the factor 1
+    scale_grads=False (for FSDP see fsdp2.py)
   - give the schedule position_ids of shape (1, rows): it cuts them into microbatches like the batch
   - run microbatches, layers or recomputation in different orders on the ranks of a ring: they
     communicate in every layer, forward and backward, and would deadlock
-  - shift labels within a shard, clip by one rank's gradients, sync_gradients over FSDP's ranks
+  - shift labels within a shard, clip by one rank's gradients
 
 Afterwards rank 0 trains the same model in one process, in float32 and in float64. The losses may be
 twice as far from float64 as one process' float32, plus a rounding; else the exit status is 1.
 """
 
 import argparse
-import math
 from functools import partial
 from itertools import islice
 
@@ -31,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as tp
@@ -39,9 +36,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import ring_attn
 from common import Transformer, batches, start
-from fsdp2 import is_as_one_process
 from ring_attn import SequenceLayout
-from train import make_ring, parts_of_loss
+from train import is_as_one_process, make_ring, parts_of_loss
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -54,7 +50,7 @@ def axes_of(text: str) -> tuple[int, ...]:
     return tuple(sizes.get(name, 1) for name in AXES)
 
 
-def make_stage(mesh: DeviceMesh, layout: SequenceLayout, fsdp: bool) -> Transformer:
+def make_stage(mesh: DeviceMesh, layout: SequenceLayout) -> Transformer:
     """This rank's part of the model."""
     model = make_ring(layout, group=mesh["cp"])
     stage, num_stages = mesh.get_local_rank("pp"), mesh["pp"].size()
@@ -70,20 +66,14 @@ def make_stage(mesh: DeviceMesh, layout: SequenceLayout, fsdp: bool) -> Transfor
     plan |= {name: tp.RowwiseParallel() for name in ("o_proj", "down_proj")}
     for layer in model.layers.values():
         tp.parallelize_module(layer, mesh["tp"], plan)
-    for module in (*model.layers.values(), model) if fsdp else ():
-        sharded = fully_shard(module, mesh=mesh["dp", "cp"])
-        sharded.set_gradient_divide_factor(1.0)
-        # Otherwise FSDP hands the factor to an operator that only NCCL has.
-        sharded.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def train(args: argparse.Namespace, device: torch.device) -> Tensor:
-    """The mean losses of all steps, (steps,) float64, on every rank."""
+def main(args: argparse.Namespace, device: torch.device) -> bool:
     mesh = init_device_mesh(device.type, args.axes, mesh_dim_names=AXES)
     (num_stages, dp, cp, _), (stage, replica, at, _) = args.axes, mesh.get_coordinate() or ()
     layout, num_targets = SequenceLayout.zigzag(args.seqlen, cp), args.batch * (args.seqlen - 1)
-    model = make_stage(mesh, layout, args.fsdp).to(device)
+    model = make_stage(mesh, layout).to(device)
     # One foreach operator cannot take plain parameters and DTensors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), foreach=False)
     schedule = Schedule1F1B(
@@ -101,8 +91,7 @@ def train(args: argparse.Namespace, device: torch.device) -> Tensor:
         ids, losses = [part["input_ids"]] if stage == 0 else [], list[Tensor]()
         optimizer.zero_grad()
         schedule.step(*ids, position_ids=positions, target=part["shift_labels"], losses=losses)
-        if not args.fsdp:
-            ring_attn.sync_gradients(model, mesh["dp", "cp"])
+        ring_attn.sync_gradients(model, mesh["dp", "cp"])
         ring_attn.check(mesh["cp"])  # before the optimizer uses gradients of calls that differed
         clip(model, mesh)
         optimizer.step()
@@ -110,7 +99,7 @@ def train(args: argparse.Namespace, device: torch.device) -> Tensor:
         for axis in ("pp", "dp", "cp"):
             dist.all_reduce(loss, group=mesh.get_group(axis))
         means.append(loss.cpu())
-    return torch.stack(means)
+    return is_as_one_process(torch.stack(means), batches(args.seqlen, device, args.batch))
 
 
 def clip(model: Transformer, mesh: DeviceMesh) -> None:
@@ -122,17 +111,11 @@ def clip(model: Transformer, mesh: DeviceMesh) -> None:
     clip_grads_with_norm_(model.parameters(), 1.0, square.sqrt(), foreach=False)
 
 
-def main(args: argparse.Namespace, device: torch.device) -> bool:
-    return is_as_one_process(train(args, device), args, device)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("axes", nargs="?", type=axes_of, default="pp=2,cp=2", help="sizes of pp, dp, cp and tp")
-    add("--fsdp", action="store_true", help="shard parameters over dp and cp")
     add("--steps", type=int, default=5)
     add("--seqlen", type=int, default=256, help="bytes of each sequence")
     add("--batch", type=int, default=8, help="sequences; a microbatch has one for each dp")
-    args = parser.parse_args()
-    start(partial(main, args), num_ranks=math.prod(args.axes))
+    start(partial(main, parser.parse_args()))

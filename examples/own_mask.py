@@ -1,7 +1,6 @@
 """A mask of one's own: a long document, and questions about parts of it, in one sequence.
 
-    python examples/own_mask.py                              2 ranks on this machine
-    torchrun --nproc-per-node 4 examples/own_mask.py         any number of ranks
+    torchrun --nproc-per-node 2 examples/own_mask.py
 
     rows                 see
     the document         causally, a window before themselves, and the document's first rows
@@ -81,4 +80,4 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--document", type=int, default=1000, help="rows of the document")
-    start(partial(main, parser.parse_args()), num_ranks=2)
+    start(partial(main, parser.parse_args()))

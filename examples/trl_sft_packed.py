@@ -1,7 +1,6 @@
 """TRL's SFTTrainer on packed documents that are split over ranks.
 
-    python examples/trl_sft_packed.py                                2 ranks on this machine
-    torchrun --nproc-per-node 4 examples/trl_sft_packed.py           any number of ranks
+    torchrun --nproc-per-node 2 examples/trl_sft_packed.py
 
 Needs the extra `trainer`, and trl: pip install 'ring-attn[trainer]' trl. Texts of any lengths are
 packed into sequences; documents never see each other, and may lie across ranks. Afterwards rank 0
@@ -75,4 +74,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--documents", type=int, default=60)
-    start(partial(main, parser.parse_args()), num_ranks=2)
+    start(partial(main, parser.parse_args()))

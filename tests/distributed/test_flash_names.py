@@ -23,7 +23,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.integrations import flash_attn
 from ring_attn.integrations import ring_flash_attn as names
-from ring_attn.integrations.ring_flash_attn import utils
 from ring_attn.testing import Case, Heads, RankResult, Sent, expected, poisoned_empty, put_together
 from ring_attn.testing.ranks import arguments_of
 from tests.bounds import assert_close
@@ -241,29 +240,6 @@ def test_a_group_of_some_ranks() -> None:
     got = use.function(q, k, v, 0.0, None, True, (-1, -1), None, False, False, pairs[rank % 2])
     oracle, plain = expected(use.case)
     assert_close("out", got, oracle.out[:, positions], plain.out[:, positions])
-
-
-@on_ranks(3)
-def test_a_ring_of_ones_own() -> None:
-    """The classes of `utils` pass tensors between neighbours, and gather from all ranks."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ring = utils.RingComm(None)
-    k = torch.full((2, 3), float(rank))
-    v = -k
-    for step in range(1, world_size):
-        k, v = ring.send_recv_kv(k, v)
-        ring.wait()
-        source = (rank - step) % world_size
-        assert bool((k == source).all()) and bool((v == -source).all())
-    gathering, whole = utils.AllGatherComm(), torch.empty(2 * world_size, 3)
-    gathering.all_gather(whole, torch.full((2, 3), float(rank)))
-    gathering.wait()
-    assert whole[::2, 0].tolist() == [*range(world_size)]
-    with pytest.raises(RuntimeError, match="call commit before"):
-        ring.wait()
-    ring.commit()
-    with pytest.raises(RuntimeError, match="call wait between"):
-        ring.commit()
 
 
 @on_ranks(2)

@@ -97,16 +97,6 @@ def test_a_signal_ends_all_ranks(
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_one_interrupt_ends_an_example(start: Callable[[list[str]], Started]) -> None:
-    command = start([str(ROOT / "examples/train.py"), "--seqlen", "64", "--steps", "1000000"])
-    assert command.process.stdout is not None
-    assert "step  0" in command.process.stdout.readline()
-    os.killpg(command.process.pid, signal.SIGINT)
-    assert command.ended() == (130, "")
-
-
-@pytest.mark.dist
-@pytest.mark.slow
 def test_ranks_end_with_a_process_that_is_killed(
     start: Callable[[list[str]], Started], tmp_path: Path
 ) -> None:

@@ -12,13 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ring_attn import SequenceLayout, masks
+from ring_attn import SequenceLayout
 from ring_attn.backends import BackendChoice
 from ring_attn.integrations import context_parallel, flash_attn, ring_flash_attn
-from ring_attn.integrations.ring_flash_attn import adapters, utils
+from ring_attn.integrations.ring_flash_attn import adapters
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
-from ring_attn.testing import plain_attention, random_qkv
-from tests.bounds import assert_holds, expect
 from tests.refusals import refused
 
 DENSE = (
@@ -193,31 +191,6 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with refused(error, words):
         function(*arguments)
-
-
-@pytest.mark.parametrize("rows", [slice(None), slice(3, None)], ids=["all", "slice"])
-def test_blocks_of_keys_are_put_together(rows: slice) -> None:
-    """Compares with dense attention; some rows see no key, others none of one block."""
-    inputs = random_qkv(batch=2, seqlen_q=7, seqlen_k=20, nheads=3, headdim=8)
-    seen = torch.ones(7, 20, dtype=torch.bool)
-    seen[-1], seen[3, :12], seen[: rows.start, 12:] = False, False, False
-    out = lse = None
-    for keys, of in ((slice(0, 12), None), (slice(12, 20), rows)):
-        q, mask = inputs.q[:, of or slice(None)], masks.from_dense(seen[of or slice(None), keys])
-        block = plain_attention(q, inputs.k[:, keys], inputs.v[:, keys], mask)
-        part = None if of in (None, slice(None)) else (slice(None), of)
-        out, lse = utils.update_out_and_lse(out, lse, *block, slice_=part)
-    got = {"out": out, "lse": lse[..., 0].transpose(1, 2)}
-    assert_holds(got, *expect(inputs, masks.from_dense(seen)))
-    with pytest.raises(RuntimeError, match="first block"):
-        utils.update_out_and_lse(None, None, *block, slice_=(slice(2),))
-
-
-def test_lse_of_documents_is_padded_and_packed() -> None:
-    cu, packed = torch.tensor([0, 3, 3, 8]), torch.randn(2, 8)
-    padded = utils.unflatten_varlen_lse(packed.t()[..., None], cu, 6)
-    assert padded.shape == (3, 2, 6) and padded[0, :, 3:].eq(0).all()
-    assert utils.flatten_varlen_lse(padded, cu).equal(packed)
 
 
 def test_flex_attention_is_refused_compiled_or_not() -> None:

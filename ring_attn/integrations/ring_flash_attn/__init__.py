@@ -13,7 +13,7 @@ Names, parameters, their order and defaults, shapes and results are ring-flash-a
                                                                      documents split in runs
 
 `substitute_hf_flash_attn` and `update_ring_flash_attn_params` run transformers' models: see
-`adapters`. `utils` has parts for writing your own ring.
+`adapters`.
 
 Differences: `window_size` counts global positions, not positions within a shard; gradients have the
 dtypes of their inputs; every dtype, headdim and backend of `ring_attention` works, on CPUs too; the
