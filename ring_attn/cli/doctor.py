@@ -48,6 +48,14 @@ CALLS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("training in float64", "float64", True, {}),
 )
 
+# Variables of NCCL -> a value that slows or breaks a ring, and why.
+HARMFUL = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one machine then exchange through the host's memory"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of one machine then exchange over the network"),
+    "NCCL_IB_DISABLE": ("1", "nodes then exchange over TCP"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
+}
+
 # Variables that name a file -> the command that writes one.
 FILES = {"RING_ATTN_CONFIGS": "ring-attn tune", "RING_ATTN_CLUSTER": "ring-attn calibrate"}
 
@@ -131,6 +139,9 @@ def _nccl(here: dict[str, Any]) -> Iterator[Finding]:
     if here["devices"] and under_torchrun() and os.environ.get(LAUNCH_ORDER) != "1":
         text = "is not 1: kernels of several communicators can wait for each other for ever"
         yield Finding(LAUNCH_ORDER, "wrong", text, f"export {LAUNCH_ORDER}=1")
+    for name, (value, why) in HARMFUL.items():
+        if os.environ.get(name) == value:
+            yield Finding(name, "note", f"is {value}: {why}", f"unset {name}")
 
 
 def _on_rank() -> tuple[dict[str, Any], CaseResult]:

@@ -33,7 +33,7 @@ HEADS, HEADDIM = 32, 128
 SEQLEN, RING_ITERS = 8192, 9
 BASELINES = ("dense", "torch-template")
 
-# torch's backends, by their names in `bench kernel`.
+# Implementations in other packages, and torch's backends, by their names in `bench kernel`.
 FLASH_PACKAGES = {
     "flash-attn": "flash_attn",
     "flash-attn-3": "flash_attn_interface",
@@ -61,8 +61,7 @@ def doctor(parser: argparse.ArgumentParser) -> None:
 
     It runs a ring of two ranks here and compares it with attention in float64, says which backend
     takes each kind of call and why, and looks at files and settings of NCCL. Under torchrun its
-    ranks are the ring; --quick leaves the ring out. The exit
-    status is 1 if something is wrong.
+    ranks are the ring; --quick leaves the ring out. The exit status is 1 if something is wrong.
     """
     add_common(parser)
 
@@ -235,7 +234,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_kernel(parser: argparse.ArgumentParser) -> None:
-    """Time of our attention kernels on one device, compared with torch's.
+    """Time of our attention kernels on one device, beside torch's and flash-attn's.
 
     All implementations alternate within every repetition, so that clock drift affects all alike;
     each is checked against float64 before the timing. As in FlashAttention's papers, the batch is

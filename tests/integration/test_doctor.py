@@ -22,10 +22,12 @@ def findings(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.dist
 def test_a_machine_that_is_ready(report_of: Report, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of("doctor")
+    with mock.patch.dict(os.environ, NCCL_P2P_DISABLE="1"):
+        report = report_of("doctor")
     found = findings(report)
     assert found["ring"][0] == "ok" and "2 ranks on cpu" in found["ring"][1]
     assert found["versions"][0] == "ok" and torch.__version__ in found["versions"][1]
+    assert found["NCCL_P2P_DISABLE"][0] == "note"
     assert capsys.readouterr().out.endswith("ready\n")
     backends = [one["text"] for one in report["findings"] if one["name"] == "backend"]
     assert sum("decoding" in text for text in backends) == 1
