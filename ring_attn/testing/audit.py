@@ -76,7 +76,7 @@ def audit(
 
     Raises:
         ValueError: no world sizes, no such file, or ranks exist already (torchrun).
-        AttributeError, pickle.PicklingError: ranks cannot import the function by its name.
+        AttributeError: ranks cannot import the function by its name; or pickle's own error.
         RuntimeError: the step raised on a rank, whose traceback the text has, does not return a
             model, or needs more memory than there is; or two runs of the twin differ.
         TimeoutError: ranks hang.
