@@ -101,7 +101,7 @@ gpu:  ## on a machine with a GPU, in 10 minutes: its tests, kernels' speed and t
 	$(PYTHON) -m ring_attn tune --budget 140 --json gpu-results/tune.json || failed=1; exit $$failed
 
 # The tools come beside the torch of the environment; nothing of CUDA is installed.
-docs: $(VENV)/.docs  ## build the site of docs/ into docs/_build, with its pictures and reference
+docs: $(VENV)/.docs  ## build the site of docs/ into docs/_build, with its reference
 	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build
 
 $(VENV)/.docs: $(READY)

@@ -54,11 +54,12 @@ class Transformer(nn.Module):
 
     def __init__(self, num_layers: int = 4, dim: int = 128) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embed: nn.Module = nn.Embedding(256, dim)
-        self.layers = nn.ModuleDict({str(i): Layer(dim, 3 * dim) for i in range(num_layers)})
-        self.norm: nn.Module = nn.RMSNorm(dim, 1e-5)
-        self.head: nn.Module = nn.Linear(dim, 256, bias=False)
+        with torch.random.fork_rng(devices=()):  # leaves the caller's random numbers as they are
+            torch.manual_seed(0)
+            self.embed: nn.Module = nn.Embedding(256, dim)
+            self.layers = nn.ModuleDict({str(i): Layer(dim, 3 * dim) for i in range(num_layers)})
+            self.norm: nn.Module = nn.RMSNorm(dim, 1e-5)
+            self.head: nn.Module = nn.Linear(dim, 256, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Logits (batch, rows, 256). Only attention mixes rows, so the rows may be a shard's."""

@@ -246,6 +246,7 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         ours           triton (on a CPU auto), deterministic, as a ring of one rank
         torch-flash    scaled_dot_product_attention with FlashAttention 2
         cudnn          scaled_dot_product_attention with cuDNN
+        flash-attn     flash_attn, if installed; so flash-attn-3, flash-attn-4
 
     The exit status is 1 if a result of ours is wrong or a call of ours failed.
     """

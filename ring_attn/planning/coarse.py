@@ -49,8 +49,8 @@ def worlds(problem: Problem, candidate: Candidate) -> tuple[World, ...]:
         return own
     more, fewer = cast(list[World], made)
     if mask.has_windows:
-        # What is gathered does not grow with the window; nor do rounds of inner rings, unless all
-        # rows travel: then the time is up to 10 % short (`is_rough`).
+        # Gathered rows do not grow with the window; nor do rounds of inner rings, unless all rows
+        # travel: then the time is up to 10 % short (`is_rough`).
         core = core_of(call_of(*fewer))
         gathers = code_of(core.strategy).num_steps(core) < core.world_size
         steps = len(needed_displacements(*core.layouts, mask))

@@ -40,7 +40,7 @@ def run(words: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
 
 
 def printed(words: str, num_ranks: int = 2) -> str:
-    """What an example prints, which must succeed."""
+    """The output of an example, which must succeed."""
     done = run(words, num_ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
