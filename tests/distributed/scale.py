@@ -1,14 +1,15 @@
-"""Simulated ranks of one group, each a thread with a connection of its own to one real store."""
+"""Simulated ranks of one group, each a thread, which ask one real store.
+
+One thread runs at a time, and time is simulated: a busy machine changes nothing.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,16 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.transport.ranks import formation, group
-from tests.distributed.pool import forkserver
 
-PROCESSES = 4
-# So many threads of a process run at a time; the others sleep.
-RUNNING = 4
 REQUESTS = ("add", "append", "check", "compare_set", "get", "multi_get", "set", "wait")
 
 
 class CountingStore:
-    """A connection to a store that counts requests, one for each key, and knows the longest key."""
+    """A rank's view of a store: counts requests, one for each key; knows the longest key."""
 
     def __init__(self, store: dist.Store) -> None:
         self.requests = self.longest = 0
@@ -45,73 +42,77 @@ class CountingStore:
 
 @dataclass(frozen=True)
 class Formed:
-    """How a rank's first call ended, what it asked of the store, and how long it took."""
+    """How a rank's first call ended, and what it asked of the store."""
 
     rank: int
     why: str
     requests: int
     longest: int
-    seconds: float
 
 
-_start: Any = None
-
-
-def _take(start: Any) -> None:
-    global _start
-    _start = start
-
-
-class Turns:
-    """Lets few threads run at a time."""
+class Clock:
+    """Time that passes only while all threads sleep: then it jumps to the first that wakes."""
 
     def __init__(self) -> None:
-        self._turns = threading.Semaphore(RUNNING)
+        self._now = 0.0
+        self._asleep: list[tuple[float, int, threading.Event]] = []
+        self._order = itertools.count()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with self._turns:
-            yield
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self._turns.release()
-        try:
-            yield
-        finally:
-            self._turns.acquire()
+    def monotonic(self) -> float:
+        return self._now
 
     def sleep(self, seconds: float) -> None:
-        with self.waiting():
-            time.sleep(seconds)
+        woken = self.alarm(self._now + seconds)
+        self.next()
+        woken.wait()
+
+    def alarm(self, when: float) -> threading.Event:
+        """An event that is set when this time has come."""
+        woken = threading.Event()
+        heapq.heappush(self._asleep, (when, next(self._order), woken))
+        return woken
+
+    def next(self) -> None:
+        """Lets the thread run that wakes first."""
+        if self._asleep:
+            self._now, _, woken = heapq.heappop(self._asleep)
+            woken.set()
 
 
-def form_all(ranks: Sequence[int], world_size: int, port: int, seconds: float) -> list[Formed]:
-    """How the first call ends on some ranks, which begin it together with all processes' ranks."""
-    threading.stack_size(1 << 18)
-    members, ready = tuple(range(world_size)), threading.Barrier(len(ranks), _start.wait)
-    turns = Turns()
+class AtOnce:
+    """A thread's stand-in, which runs in the thread that starts it."""
 
-    def form(rank: int) -> Formed:
-        with turns.running():
-            client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            store, why = CountingStore(client), ""
-            place: Any = SimpleNamespace(rank=rank, ranks=members, store=store)
-            shared = group.RankGroup(place)
-            with turns.waiting():
-                ready.wait()
-            began = time.monotonic()
-            try:
-                shared.medium(torch.device("cpu"), seconds)
-            except RuntimeError as error:
-                why = str(error)
-            took = time.monotonic() - began
-            return Formed(rank, why, store.requests, store.longest, took)
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target
+
+
+def simulate(
+    world_size: int, seconds: float, comes_at: Callable[[int], float], missing: Collection[int] = ()
+) -> list[Formed]:
+    """How the first call ends on all ranks that are not missing; each comes at its time."""
+    store_of_all = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clock, ended = Clock(), list[Formed]()
+
+    def form(rank: int, woken: threading.Event) -> None:
+        woken.wait()
+        store, why = CountingStore(store_of_all), ""
+        place: Any = SimpleNamespace(rank=rank, ranks=tuple(range(world_size)), store=store)
+        try:
+            group.RankGroup(place).medium(torch.device("cpu"), seconds)
+        except RuntimeError as error:
+            why = str(error)
+        finally:
+            clock.next()
+        ended.append(Formed(rank, why, store.requests, store.longest))
 
     places = SimpleNamespace(
         get_rank=lambda group: group.rank, get_process_group_ranks=lambda group: group.ranks
     )
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=turns.sleep)
+    here = [rank for rank in range(world_size) if rank not in missing]
+    threads = [
+        threading.Thread(target=form, args=(rank, clock.alarm(comes_at(rank))), daemon=True)
+        for rank in here
+    ]
     with (
         mock.patch.object(group, "dist", places),
         mock.patch.object(group, "group_store", lambda group: group.store),
@@ -122,19 +123,13 @@ def form_all(ranks: Sequence[int], world_size: int, port: int, seconds: float) -
         # These would be other threads of the rank's process.
         mock.patch.object(formation, "bounded", lambda work, seconds: work()),
         mock.patch.object(group, "bounded", lambda work, seconds: work()),
+        mock.patch.object(formation, "threading", SimpleNamespace(Thread=AtOnce)),
         mock.patch.object(dist, "ProcessGroupGloo", lambda *given: None),
-        ThreadPoolExecutor(len(ranks)) as threads,
     ):
-        return list(threads.map(form, ranks))
-
-
-def simulate(world_size: int, seconds: float, missing: Collection[int] = ()) -> list[Formed]:
-    """How the first call ends on all ranks that are not missing."""
-    context = forkserver()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    here = [rank for rank in range(world_size) if rank not in missing]
-    parts = [part for i in range(PROCESSES) if (part := here[i::PROCESSES])]
-    start = context.Barrier(len(parts))
-    with ProcessPoolExecutor(len(parts), context, _take, (start,)) as processes:
-        run = partial(form_all, world_size=world_size, port=store.port, seconds=seconds)
-        return [one for some in processes.map(run, parts) for one in some]
+        for thread in threads:
+            thread.start()
+        clock.next()
+        for thread in threads:
+            thread.join()
+    assert len(ended) == len(here), "a thread of a rank has died"
+    return ended
