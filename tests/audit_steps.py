@@ -29,16 +29,8 @@ SEQLEN = 29
 
 
 def model_with(attention: Any, seed: int = 0) -> Transformer:
-    """A model that is initialised as large ones are.
-
-    With torch's defaults AdamW's first step took 1 weight of the FSDP step beyond its bound.
-    """
-    model, generator = Transformer(2, 32), torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2:
-            ends = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(weight, std=(128 if ends else 32) ** -0.5, generator=generator)
     torch.manual_seed(seed)
+    model = Transformer(2, 32)
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):  # at ones its gradient says little
             nn.init.normal_(module.weight, 1.0, 0.1)
@@ -110,6 +102,22 @@ def plain(bug: str = "", layout_name: str = "zigzag", seqlen: int = SEQLEN) -> A
     if bug == "evaluation counts ranks":
         evaluation = evaluation * world_size
     return model, total, evaluation
+
+
+def two_steps(bug: str = "", layout_name: str = "zigzag") -> Any:
+    """Two steps of AdamW; the sign of one gradient near zero depends on the number of ranks."""
+    rank, world_size, model, (part, next_part) = sharded(bug, layout_name, 2)
+    rate = 1e-3 * (1 + rank * (bug == "rate of the rank"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-15)
+    losses = []
+    for one in (part, next_part):
+        optimizer.zero_grad()
+        losses.append(loss_of(model, one))
+        losses[-1].backward()
+        ring_attn.sync_gradients(model)
+        model.norm.weight.grad[0] = 3e-10 if world_size == 1 else -3e-10
+        optimizer.step()
+    return model, reported(losses[1 if not bug else 0])
 
 
 def sharded(bug: str = "", layout_name: str = "contiguous", accumulate: int = 1) -> Any:

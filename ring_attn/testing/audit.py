@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,10 @@ from ring_attn.core.values import as_ints
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
 from ring_attn.testing.observe import Change, Outcome, run_step
 
-# Runs of the twin with random roundings, from which bounds follow. One more such run would be
-# farther than all three in a quarter of cases: hence bounds are twice the farthest.
-NOISY = 3
+# Runs of the twin with random roundings. A result of one more such run is, to first order, normally
+# distributed about the twin's: it lies farther away than STUDENT_T root mean squares of these
+# runs' distances with a probability of 1e-4, by Student's t of NOISY degrees of freedom.
+NOISY, STUDENT_T = 8, 7.12
 
 # Seconds of a launch beside its runs: the start of processes and imports.
 START = 60.0
@@ -43,7 +45,7 @@ class Report:
         for one in self.diagnoses:
             count = len(one.differences)
             lines.append(f"{one.world_size} ranks: {count} results differ from the twin's")
-            lines += map(str, one.findings)
+            lines += [f"  {finding.contract}: {finding.text}" for finding in one.findings]
             if one.unexplained:
                 lines.append(f"  not explained: {len(one.unexplained)} results, the worst are")
                 worst = sorted(one.unexplained, key=lambda key: -one.differences[key].ratio)
@@ -101,15 +103,16 @@ def judge(sizes: Sequence[int], runs: Runs) -> Report:
     twin, again, *noisy = (run[0] for run in runs([{}, {}, *noises], 1))
     right = twin.results
     ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in right.items()}
-    far = (distance(stacked(key, twin, [again]), x) for key, x in right.items())
-    if differing := [key for (key, ulp), x in zip(ulps.items(), far, strict=True) if x > ulp]:
-        raise RuntimeError(
-            f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "
-            "are drawn without a seed (seed in the step, set dropout's p to 0), or time counts"
-        )
-    bounds = {
-        key: 2 * distance(stacked(key, twin, noisy), x) + ulps[key] for key, x in right.items()
+    moved = {
+        key: [distance(stacked(key, twin, [run]), x) for run in (again, *noisy)]
+        for key, x in right.items()
     }
+    if differing := [key for key, ulp in ulps.items() if moved[key][0] > ulp]:
+        raise RuntimeError(
+            f"two runs of the twin differ in {len(differing)} results: seed weights, batches and "
+            "dropout in the step, or time counts"
+        )
+    bounds = {key: STUDENT_T * math.hypot(*moved[key]) / NOISY**0.5 + ulps[key] for key in ulps}
     return Report(tuple(diagnose(bounds, twin, runs([{}], size)[0], runs) for size in sizes))
 
 

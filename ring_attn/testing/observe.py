@@ -28,6 +28,9 @@ from ring_attn.torch_private import TorchDispatchMode, tree_map_only
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
 
+# Functions that are watched, each by a method of its name.
+WATCHED = (F.embedding, F.cross_entropy, F.scaled_dot_product_attention)
+
 # The target that does not count, in notes and changes.
 IGNORED = -100
 
@@ -36,20 +39,17 @@ IGNORED = -100
 #   forward, name     what it is fed instead of its "tokens", "positions" or "targets"
 #   forward, i        a factor of its i-th cross-entropy
 #   "seen"            (rows, rows), which of them attention sees, whatever its mask
+#   "gradients"       those of an outcome, for the step's own
 Change = Mapping[tuple[Any, ...], Any]
 
 
 @dataclass(eq=False)
 class Forward:
-    """Notes of a forward of the model.
+    """Notes of a forward of the model."""
 
-    Attributes:
-        fed: its first "tokens" and "positions", and "targets", IGNORED where they do not count.
-        counts: numbers of targets of each cross-entropy.
-    """
-
+    # Its first "tokens" and "positions", and "targets", IGNORED where they do not count.
     fed: dict[str, Tensor] = field(default_factory=dict)
-    counts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # of targets, for each cross-entropy
 
     def values(self, name: str) -> Tensor | None:
         """The value that each row is fed, (batch, rows), if it is one; IGNORED if it has none."""
@@ -65,10 +65,13 @@ class Forward:
 
 @dataclass
 class Outcome:
-    """Notes of a run on one rank; "loss", "evaluation loss", "gradient of NAME", "weight NAME"."""
+    """Notes of a run on one rank."""
 
     forwards: list[Forward]
-    results: dict[str, Tensor]
+    results: dict[
+        str, Tensor
+    ]  # "loss", "evaluation loss", "gradient of NAME" at first, "weight NAME"
+    gradients: list[Tensor | None]  # of all steps, in the order of their use
 
     def fed(self) -> list[tuple[int, Forward, Tensor]]:
         """Forwards whose tokens are known: number, forward, tokens."""
@@ -79,23 +82,19 @@ class Outcome:
 def run_step(
     step: Callable[[], Any], runs: Sequence[Mapping[int, Change]], limit: int = 0
 ) -> list[Outcome]:
-    """Notes of this rank in each run; a run has changes by rank.
-
-    `limit` is the memory that the process may use, in bytes; 0 is no limit.
-    """
+    """Notes of this rank in each run, which has changes by rank; `limit` is of memory, in bytes."""
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return [_Watch(changes.get(dist.get_rank(), {})).run(step) for changes in runs]
 
 
 class _Watch(TorchFunctionMode):
-    """Notes and changes one run."""
-
     def __init__(self, change: Change) -> None:
         super().__init__()
         self.change = change
         self.forwards: list[Forward] = []
-        self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []
+        self.kept: set[int] = set()  # parameters whose gradients of this step are noted
         self.ended = True  # whether what is fed next begins a forward
         self.backward = False  # what it recomputes is changed, but not noted
 
@@ -120,7 +119,8 @@ class _Watch(TorchFunctionMode):
             return clip(self._keep(parameters), *args, **kwargs)
 
         def stepped(optimizer: Any, *_: Any) -> None:
-            self._keep(x for group in optimizer.param_groups for x in group["params"])
+            kept = self._keep(x for group in optimizer.param_groups for x in group["params"])
+            self.kept -= {*map(id, kept)}
 
         seed = self.change.get(("noise",))
         with (
@@ -132,7 +132,7 @@ class _Watch(TorchFunctionMode):
             self,
         ):
             returned = step()
-        return Outcome(self.forwards, self._results(returned))
+        return self._outcome(returned)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -144,7 +144,7 @@ class _Watch(TorchFunctionMode):
                 self.backward = False
         if torch.compiler.is_compiling() or func not in WATCHED:
             return func(*args, **kwargs)
-        return WATCHED[func](self, *args, **kwargs)
+        return getattr(self, f"_{func.__name__}")(*args, **kwargs)
 
     def _fed(self, name: str, x: Any) -> Any:
         """Notes what a forward is fed at its first use, or returns what replaces it."""
@@ -181,7 +181,7 @@ class _Watch(TorchFunctionMode):
         loss = F.cross_entropy(*bound.args, **bound.kwargs)
         return loss * factor if factor else loss.nan_to_num() * 0.0  # NaN is the mean of nothing
 
-    def _attention(
+    def _scaled_dot_product_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
@@ -194,11 +194,15 @@ class _Watch(TorchFunctionMode):
     def _keep(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         for x in given:
-            if id(x) not in self.gradients:
-                self.gradients[id(x)] = x, None if x.grad is None else x.grad.detach().clone()
+            if id(x) not in self.kept:
+                new = self.change.get(("gradients",), ())[len(self.gradients) :]
+                self.kept.add(id(x))
+                self.gradients.append((x, None if x.grad is None else x.grad.detach().clone()))
+                if x.grad is not None and new and getattr(new[0], "shape", None) == x.shape:
+                    _local(x.grad).copy_(new[0])
         return given
 
-    def _results(self, returned: Any) -> dict[str, Tensor]:
+    def _outcome(self, returned: Any) -> Outcome:
         model, *losses = returned if isinstance(returned, tuple | list) else (returned,)
         if not isinstance(model, nn.Module) or len(losses) > 2:
             raise TypeError(
@@ -208,24 +212,17 @@ class _Watch(TorchFunctionMode):
         named = [(WRAPPERS.sub("", name), x) for name, x in model.named_parameters()]
         trained = {name: x for name, x in named if x.requires_grad}
         self._keep(trained.values())
+        first = {id(x): grad for x, grad in reversed(self.gradients)}
         results = dict(zip(("loss", "evaluation loss"), losses, strict=False))
-        results |= {f"gradient of {name}": self.gradients[id(x)][1] for name, x in trained.items()}
+        results |= {f"gradient of {name}": first[id(x)] for name, x in trained.items()}
         results |= {f"weight {name}": x for name, x in trained.items()}
-        return {name: _whole(x) for name, x in results.items() if x is not None}
-
-
-WATCHED: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.embedding: _Watch._embedding,
-    F.cross_entropy: _Watch._cross_entropy,
-    F.scaled_dot_product_attention: _Watch._attention,
-}
+        results = {name: _whole(x) for name, x in results.items() if x is not None}
+        gradients = [None if x is None else _whole(x) for _, x in self.gradients]
+        return Outcome(self.forwards, results, gradients)
 
 
 class _Noise(TorchDispatchMode):
-    """Moves every floating-point result at random by at most a unit in its last place.
-
-    Runs that differ in this alone show how far roundings move each result of a step.
-    """
+    """Moves every floating-point result at random by at most a unit in its last place."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

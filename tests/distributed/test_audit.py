@@ -61,6 +61,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "own mean": {"denominator", "gradient scale"},
     },
     "accumulated": {"averaged": "gradient scale"},
+    "two_steps": {"rate of the rank": "optimizer step"},
     "parallelized": {
         "not parallelized": "attention",
         "norms left out": "gradient sum",
