@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if world_size is None:
         world_size = env_int("WORLD_SIZE", VERIFIED_WORLD_SIZE)
     device = checked_device(args.device, world_size)
-    backends = _checked_backends(args.backend) or usable_backends(device)
+    named = _checked_backends(args.backend)
+    backends = named or usable_backends(device)
     if args.all and (args.quick or args.seed is not None):
         raise ValueError("--all is every case: leave out --quick and --seed")
     seed = args.seed
@@ -118,6 +119,9 @@ def run(args: argparse.Namespace) -> int:
         report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}
     write_json(args.json, report)
     _show(results, report, quiet=args.quiet)
+    for name, reasons in () if named or args.quiet else backend_reasons().items():
+        if name not in backends:
+            print(f"not tried: {name}: {next(filter(None, reasons.values()))}")
     counts = Counter(result.status for result in results)
     return 1 if counts["failed"] or not counts["passed"] else 0
 

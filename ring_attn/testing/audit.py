@@ -109,8 +109,8 @@ def judge(sizes: Sequence[int], runs: Runs) -> Report:
     }
     if differing := [key for key, ulp in ulps.items() if moved[key][0] > ulp]:
         raise RuntimeError(
-            f"two runs of the twin differ in {len(differing)} results: seed weights, batches and "
-            "dropout in the step, or time counts"
+            f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "
+            "are drawn without a seed, or time counts"
         )
     bounds = {key: STUDENT_T * math.hypot(*moved[key]) / NOISY**0.5 + ulps[key] for key in ulps}
     return Report(tuple(diagnose(bounds, twin, runs([{}], size)[0], runs) for size in sizes))

@@ -264,9 +264,11 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_verify_of_a_backend_that_cannot_run_is_no_success(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--backend", "flash_attn"]
-    assert cli.main([*words, "--strategy", "ring"]) == 1
+    words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--strategy", "ring"]
+    assert cli.main([*words, "--backend", "flash_attn"]) == 1
     assert "cases of ring flash_attn: " in capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert "not tried: flash_attn: " in capsys.readouterr().out
 
 
 def wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
