@@ -36,8 +36,11 @@ class World(NamedTuple):
     candidate: Candidate
 
 
-def worlds(problem: Problem, candidate: Candidate) -> tuple[World, ...]:
-    """The two worlds whose times give that of the candidate; its own world if it has few ranks."""
+def worlds(problem: Problem, candidate: Candidate, *, computes: bool = False) -> tuple[World, ...]:
+    """The two worlds whose times give that of the candidate; its own world if it has few ranks.
+
+    `computes`: worlds for the time of compute alone.
+    """
     strategy, mask = candidate.strategy, problem.mask
     own = (World(problem, candidate),)
     few = FEW_OF_WINDOW if mask.has_windows and strategy.inner_degree == 1 else FEW
@@ -55,7 +58,7 @@ def worlds(problem: Problem, candidate: Candidate) -> tuple[World, ...]:
         gathers = code_of(core.strategy).num_steps(core) < core.world_size
         steps = len(needed_displacements(*core.layouts, mask))
         fewest = core.world_size if strategy.inner_degree > 1 else WINDOW_STEPS
-        if gathers or steps < fewest:
+        if steps < fewest or (gathers and not computes):
             return own
     # Boundaries of other shards may be aligned where the call's are not.
     in_order = {why_not_same_bits(call_of(*world)) is None for world in (*own, more, fewer)}

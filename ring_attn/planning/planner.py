@@ -264,7 +264,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         why_not = why_not_same_bits(call)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
-        found = worlds(problem, candidate)
+        found = worlds(problem, candidate, computes=True)
         cores = [core_of(call_of(*world)) for world in found]
         least = [least_seconds(*world, core) for world, core in zip(found, cores, strict=True)]
         core, busiest = cores[0], int((least[0][1] + 0.5) * found[0].problem.each)
