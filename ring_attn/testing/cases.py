@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -337,14 +338,18 @@ def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
     random.Random(seed).shuffle(left)
     chosen: list[int] = []
     for values_of in (_values, _pairs):
-        missing = {i: values_of(every[i]) for i in left}
-        for i in chosen:
-            values = values_of(every[i])
-            missing = {j: new for j, x in missing.items() if (new := x - values)}
-        while missing and len(chosen) < count:
-            chosen.append(max(missing, key=lambda i: len(missing[i])))
-            values = missing[chosen[-1]]
-            missing = {j: new for j, x in missing.items() if (new := x - values)}
+        held = {x for i in chosen for x in values_of(every[i])}
+        # A case's new values only become fewer: one that has as many as before is the best.
+        waiting = [(-len(values_of(every[i])), at, i) for at, i in enumerate(left)]
+        heapify(waiting)
+        while waiting and len(chosen) < count:
+            before, at, i = heappop(waiting)
+            new = values_of(every[i]) - held
+            if -len(new) == before:
+                chosen.append(i)
+                held |= new
+            elif new:
+                heappush(waiting, (-len(new), at, i))
         left = [i for i in left if i not in chosen]
     return [every[i] for i in sorted([*chosen, *left][:count])]
 
