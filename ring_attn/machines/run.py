@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_attn import profiling
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Buffer, Channel, Copy, Entry, Hop, Operand, Program, View
@@ -30,22 +31,9 @@ from ring_attn.transport.buffers import Block, last_uses
 from ring_attn.transport.streams import Event, Stream
 
 
-class Chosen(Protocol):
-    """The parts of a call with which a program runs."""
-
-    @property
-    def spec(self) -> AttentionSpec: ...
-
-    @property
-    def scores(self) -> Scores: ...
-
-    @property
-    def backend(self) -> str: ...
-
-
 def execute(
     program: Program,
-    call: Chosen,
+    call: Call,
     tensors: Mapping[str, Tensor],
     transport: Transport,
     sinks: Tensor | None = None,
@@ -127,9 +115,12 @@ class Run:
         """Runs every op in order."""
         for index, op in enumerate(self.program.ops):
             self._index = index
-            _DO[type(op)](self, op)
+            self.do(op)
             if self._used:
                 self._note_uses()
+
+    def do(self, op: ops.Op) -> None:
+        _DO[type(op)](self, op)
 
     # -- tensors
 
@@ -257,7 +248,7 @@ class Run:
         data, into = send.bytes, recv.bytes
         if type(op.route) is Hop:
             data, into = send.framed, recv.framed
-        transport = self.transport if op.ranks is None else self.transport.sub(op.ranks)
+        transport = self._among(op.ranks)
         self.in_flight += 1
         if not self.queued:
             return transport.post(op.channel, op.step, op.route, data, into)
@@ -270,7 +261,7 @@ class Run:
 
     def wait(self, op: ops.Wait) -> None:
         self.in_flight -= 1
-        (self.transport if op.ranks is None else self.transport.sub(op.ranks)).wait(op.channel)
+        self._among(op.ranks).wait(op.channel)
 
     def join(self, op: ops.Join) -> None:
         self.transport.join(op.channel, self.device)
@@ -280,7 +271,8 @@ class Run:
         if sinks is not None and op.sinks is not None:
             sinks = sinks[op.sinks]
         inputs = {inner: self.tensors[outer] for inner, outer in op.inputs}
-        run = self.another(op.program, op.spec, inputs, self._among(op.ranks), sinks)
+        among = self._among(op.ranks)
+        run = self.another(op.program, op.spec, self.scores, self.backend, inputs, among, sinks)
         run.in_flight = self.in_flight
         run.all()
         for inner, outer in op.results:
@@ -292,16 +284,9 @@ class Run:
         if run.max_logits is not None:
             self._note_maxima(op.sinks, run.max_logits)
 
-    def another(
-        self,
-        program: Program,
-        spec: AttentionSpec,
-        inputs: dict[str, Tensor],
-        transport: Transport,
-        sinks: Tensor | None,
-    ) -> Run:
+    def another(self, *given: Any) -> Run:
         """A run of an inner program."""
-        return Run(program, spec, self.scores, self.backend, inputs, transport, sinks)
+        return Run(*given)
 
     # -- attention
 
@@ -401,16 +386,11 @@ class Observed(Run):
 
     def all(self) -> None:
         self._posted: dict[Channel, Moment] = {}
-        for index, op in enumerate(self.program.ops):
-            self._index = index
-            self.do(op)
-            if self._used:
-                self._note_uses()
+        super().all()
         self.observer.step = None
 
     def another(self, *given: Any) -> Run:
-        program, spec, *others = given
-        run = Observed(program, spec, self.scores, self.backend, *others)
+        run = Observed(*given)
         run.observer = self.observer
         return run
 
@@ -421,11 +401,11 @@ class Observed(Run):
         name = _RANGES.get(type(op))
         idle = isinstance(op, ops.Attend | ops.Differentiate) and not op.tiles
         if name is None or idle:
-            _DO[type(op)](self, op)
+            super().do(op)
             return
         start = self.observer.mark()
         with self.observer.span(name):
-            _DO[type(op)](self, op)
+            super().do(op)
         if isinstance(op, ops.Post | ops.Wait) and self._among(op.ranks).world_size > 1:
             if isinstance(op, ops.Post):
                 self._posted[op.channel] = start

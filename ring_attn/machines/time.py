@@ -118,7 +118,6 @@ class _Run:
         self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
         self.busy: dict[tuple[int, int], float] = defaultdict(float)
         self.last: dict[tuple[int, int], tuple[int, int | None]] = {}
-        self.nbytes = [0, 0]
 
     def port(self, crosses: bool, rank: int) -> tuple[int, int]:
         if not crosses:
@@ -147,29 +146,24 @@ class _Run:
                 f"the programs of ranks {stuck} do not end: other ranks post fewer exchanges; "
                 "`ring-attn plan --check` says which"
             )
-        return self._done()
+        return Simulation(tuple(self.ranks.values()), self._slowest_link())
 
     def group(self, members: tuple[int, ...]) -> _Group:
         if members not in self.groups:
             self.groups[members] = _Group(members, self.ranks, self.cluster.node_size)
         return self.groups[members]
 
-    def _done(self) -> Simulation:
-        world_size = self.call.world_size
+    def _slowest_link(self) -> Usage | None:
+        """The kind of link with the longest waits, and its busiest port."""
         links = []
         for kind, name in enumerate(("inside", "between")):
-            if not self.nbytes[kind]:
-                continue
             ports = [port for port in self.busy if port[0] == kind]
-            worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
-            sender, receiver = self.last[worst]
-            nbytes = self.nbytes[kind] * world_size // len(self.ranks)
-            exposed = max(rank.exposed[kind] for rank in self.ranks.values())
-            links.append(Usage(
-                name, self.links[kind].name, nbytes, self.busy[worst], sender, receiver, exposed
-            ))  # fmt: skip
-        links.sort(key=lambda usage: (usage.exposed, usage.busy), reverse=True)
-        return Simulation(world_size, self.cluster, tuple(self.ranks.values()), tuple(links))
+            if ports:
+                worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
+                exposed = max(rank.exposed[kind] for rank in self.ranks.values())
+                busy, ends = self.busy[worst], self.last[worst]
+                links.append(Usage(name, self.links[kind].name, busy, *ends, exposed))
+        return max(links, key=lambda usage: (usage.exposed, usage.busy), default=None)
 
     # -- exchanges
 
@@ -216,7 +210,7 @@ class _Run:
             link = self.links[crosses]
             begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth, crosses
         taken: dict[tuple[int, int], float] = defaultdict(float)
-        for (rank, op, _), hop in zip(posts, hops, strict=True):
+        for (rank, _, _), hop in zip(posts, hops, strict=True):
             begin, end, crosses = begun[rank.rank]
             _, _, out, into = ways[rank.rank]
             # While a message travels its ports take the next one.
@@ -225,7 +219,6 @@ class _Run:
             self.free[1][into] = max(self.free[1][into], left)
             taken[out] = max(taken[out], end - begin)
             self.last[out] = rank.rank, members[hop.send_to]
-            self.nbytes[crosses] += op.nbytes
         for out, seconds in taken.items():
             self.busy[out] += seconds
         for (rank, op, when), hop in zip(posts, hops, strict=True):
@@ -277,10 +270,8 @@ class _Run:
         begin = max(begin, *(free[port] for one in ports for port in one for free in self.free))
         end = begin + max(seconds)
         for kind, sent in enumerate((within, across)):
-            total = int(sum(sent))
-            if not total:
+            if not int(sum(sent)):
                 continue
-            self.nbytes[kind] += total
             for port in dict.fromkeys(ports[kind]):
                 for free in self.free:
                     free[port] = max(free[port], end)
