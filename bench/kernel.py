@@ -101,8 +101,8 @@ class CellRow:
 class Cells(Report[CellSetting, CellRow]):
     """Measures one cell after another, and saves the report after each."""
 
-    def __init__(self, setting: CellSetting, path: Path | None = None, quiet: bool = False) -> None:
-        super().__init__(setting, path, quiet=quiet)
+    def __init__(self, setting: CellSetting, path: Path | None = None) -> None:
+        super().__init__(setting, path)
         self._names = setting.implementations
         self._backward = setting.mode != "fwd"
         self._watch = Watch(setting.device)
@@ -264,6 +264,6 @@ def parse_device(name: str | None) -> torch.device:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
-    bench = Cells(setting_of(args), args.json, quiet=args.quiet)
+    bench = Cells(setting_of(args), args.json)
     bench.run()
     return bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     setting = setting_of(args)
-    bench = Report[RingSetting, RingRow](setting, args.json, quiet=args.quiet)
+    bench = Report[RingSetting, RingRow](setting, args.json)
     ranks = run_ranks(
         measure, setting.world_size, setting, threads=setting.threads, device=args.device
     )
@@ -87,8 +87,7 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
             rows.append(RingRow(name, setting.mode, note=f"cannot run: {reason}"))
         else:
             impls.append(BASELINES[name](setting, inputs))
-    judge = RingJudge(setting, inputs)
-    verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
+    verdicts = _verdicts(impls, setting, inputs)
     times = _timed(impls, setting)
     for impl in impls:
         peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
@@ -139,7 +138,7 @@ def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
 
 
 def _mark(impl: Impl, barrier: bool = True) -> tuple[float, float, int]:
-    if torch.cuda.is_available() and rank_device().type == "cuda":
+    if rank_device().type == "cuda":
         torch.cuda.synchronize()
     if barrier:
         dist.barrier()
@@ -154,29 +153,28 @@ def _peak(impl: Impl, mode: str) -> int:
     return int(most)
 
 
-class RingJudge:
-    """Attention in float64 and in the inputs' dtype, by torch's fused operator, on rank 0.
+def _verdicts(
+    impls: Sequence[Impl], setting: RingSetting, inputs: Inputs
+) -> dict[str, list[Verdict]]:
+    """Checks out and the gradients of one run of each; the same verdicts on every rank.
 
-    The fused operator does not store the scores, so it works at the measured lengths.
+    Attention in float64 and in the inputs' dtype is by torch's fused operator on rank 0: it does
+    not store the scores, so it works at the measured lengths.
     """
 
-    def __init__(self, setting: RingSetting, inputs: Inputs) -> None:
-        exact = [x.double() for x in inputs]
-        self._oracle, self._plain = (_results(Dense(setting, x), setting) for x in (exact, inputs))
+    def results(impl: Impl) -> list[Tensor]:
+        impl.run(setting.mode)
+        return impl.whole()
 
-    def verdicts(self, impl: Impl, setting: RingSetting) -> list[Verdict]:
-        """Checks out and the gradients of one run; the same verdicts on every rank."""
-        names, got = ("out", "dq", "dk", "dv"), _results(impl, setting)
-        # Ranks above 0 have no results.
-        results = zip(names, got, self._oracle, self._plain, strict=False)
-        verdicts = [[check(*result) for result in results]]
+    exact = [x.double() for x in inputs]
+    oracle, plain = (results(Dense(setting, x)) for x in (exact, inputs))
+    by_impl = {}
+    for impl in impls:
+        compared = zip(("out", "dq", "dk", "dv"), results(impl), oracle, plain, strict=False)
+        verdicts = [[check(*result) for result in compared]]  # none on ranks above 0
         dist.broadcast_object_list(verdicts, 0)
-        return verdicts[0]
-
-
-def _results(impl: Impl, setting: RingSetting) -> list[Tensor]:
-    impl.run(setting.mode)
-    return impl.whole()
+        by_impl[impl.name] = verdicts[0]
+    return by_impl
 
 
 def _row(

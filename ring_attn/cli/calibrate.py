@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, {
         "machine": machine(),
         "command": command_line(),
-        "cluster": devices.to_json(cluster),
+        "cluster": asdict(cluster),
         "samples": [asdict(sample) for sample in samples],
     })  # fmt: skip
     if not args.quiet:

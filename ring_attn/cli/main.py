@@ -108,7 +108,7 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
         load()
         module = import_module(command.module)
         with ExitStack() as stack:
-            if os.environ.get("RANK", "0") != "0":
+            if not is_first_rank():
                 # Under torchrun every rank runs the command; only rank 0 prints.
                 nothing = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nothing))

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,6 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
     )  # fmt: skip
 
 
-def to_json(cluster: Cluster) -> dict[str, Any]:
-    return asdict(cluster)
-
-
 def load_cluster(path: Path | str) -> Cluster:
     """Reads a cluster that `ring-attn calibrate` wrote.
 
@@ -135,12 +131,7 @@ def load_cluster(path: Path | str) -> Cluster:
 
 
 def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
-    """Inverts `to_json`.
-
-    Raises:
-        KeyError, TypeError: fields are missing or have other names or types.
-        ValueError: numbers are out of range.
-    """
+    """Inverts `dataclasses.asdict`; errors where fields or numbers are not a cluster's."""
     device: dict[str, Any] = dict(values["device"])
     device |= {
         name: None if rate is None else Rate(**rate)
