@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -179,7 +179,7 @@ def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    ranks: dict[Connection, tuple[int, Any]] = {}  # rank and process, by the rank's pipe
+    ranks = list[Worker]()
     try:
         with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
             for rank in range(nproc):
@@ -192,14 +192,13 @@ def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
                 }
-                pipe, process = _start(_run_rank, variables, pickled)
-                ranks[pipe] = rank, process
+                ranks.append(_start(_run_rank, variables, pickled))
         results = _results(ranks, timeout)
-        for _, process in ranks.values():
+        for _, process in ranks:
             process.join()
         return results
     finally:
-        _end(process for _, process in ranks.values())
+        _end(ranks)
 
 
 def map_in_processes(
@@ -234,7 +233,7 @@ def map_in_processes(
                         results[at] = lost(items[at])
             yield results.pop(index)
     finally:
-        _end(process for _, process in (*idle, *(worker for _, worker in busy.values())))
+        _end([*idle, *(worker for _, worker in busy.values())])
 
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -297,43 +296,39 @@ def _run_items(pipe: Connection, function: Callable[[Any], Any]) -> None:
         pipe.send(function(pipe.recv()))
 
 
-def _end(processes: Iterable[Any]) -> None:
-    for process in (kept := list(processes)):
+def _end(workers: Sequence[Worker]) -> None:
+    for _, process in workers:
         process.kill()
-    for process in kept:
+    for _, process in workers:
         process.join()
 
 
-def _results(ranks: dict[Connection, tuple[int, Any]], timeout: float | None) -> list[Any]:
+def _results(ranks: Sequence[Worker], timeout: float | None) -> list[Any]:
     results: dict[int, Any] = {}
     end = None if timeout is None else time.monotonic() + timeout
     while len(results) < len(ranks):
-        waiting = {pipe: rank for pipe, (rank, _) in ranks.items() if rank not in results}
+        waiting = {pipe: rank for rank, (pipe, _) in enumerate(ranks) if rank not in results}
         arrived = wait([*waiting], None if end is None else max(0.0, end - time.monotonic()))
         if not arrived:
             names = ", ".join(map(str, waiting.values()))
             raise TimeoutError(f"ranks {names} of {len(ranks)} have no result after {timeout:g} s")
         for pipe in arrived:
             assert isinstance(pipe, Connection), "only pipes are waited for"
-            rank, process = ranks[pipe]
+            rank = waiting[pipe]
             try:
-                kind, value = pickle.loads(pipe.recv_bytes())
+                results[rank], error = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
-                process.join()
-                kind, value = "ended", process.exitcode
-            if kind == "result":
-                results[rank] = value
-            else:
-                raise RuntimeError(f"rank {rank} of {len(ranks)} failed{_ending(kind, value)}")
+                error = f" {_ending(ranks[rank][1])}"
+            if error:
+                raise RuntimeError(f"rank {rank} of {len(ranks)} failed:{error}")
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _ending(kind: str, value: Any) -> str:
-    if kind == "error":
-        return f":\n{value.rstrip()}"
-    if value >= 0:
-        return f": it ended with status {value} before it had a result"
-    return f": it was ended by {signal.Signals(-value).name}"
+def _ending(process: Any) -> str:
+    process.join()
+    if process.exitcode < 0:
+        return f"it was ended by {signal.Signals(-process.exitcode).name}"
+    return f"it ended with status {process.exitcode} before it had a result"
 
 
 def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
@@ -342,11 +337,11 @@ def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
         fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
         _join(device)
-        report = pickle.dumps(("result", fn(*args)))
+        report = pickle.dumps((fn(*args), ""))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
-        report = pickle.dumps(("error", traceback.format_exc()))
+        report = pickle.dumps((None, f"\n{traceback.format_exc().rstrip()}"))
     pipe.send_bytes(report)
 
 
