@@ -38,9 +38,6 @@ TABLE_WIDTH, TEXT_WIDTH = 180, 80
 
 MAX_SIZE = 1 << 50
 
-# Options that name files; they do not change the measurements.
-FILES = ("--json",)
-
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -198,12 +195,12 @@ def with_options(make: Callable[..., T], args: argparse.Namespace, **others: Any
 
 
 def command_line() -> str:
-    """The command as typed, without the options in `FILES`."""
+    """The command as typed, without --json, which does not change the measurements."""
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
         name, equals, _ = word.partition("=")
-        if name not in FILES:
+        if name != "--json":
             kept.append(word)
         elif not equals:
             next(words, None)

@@ -227,8 +227,19 @@ class Choice:
 
     @cached_property
     def reason(self) -> str:
-        """The reason why the best candidate is the best, in one sentence."""
-        return _reason(self)
+        """One sentence that compares the best with the fastest of another name, else with any."""
+        best, others = self.best, [c for c in self.candidates if c is not self.best]
+        simulated = [c for c in others if c.prediction is not None]
+        compared = [c for c in simulated if c.family != best.family] or simulated
+        if compared:
+            other = compared[0]
+            return f"{best.label}: {_faster(best, other)}, {_main_difference(best, other)}"
+        if not others:
+            return f"{best.label}: the only one"
+        if all(c.refused for c in others):
+            return f"{best.label}: every other is refused"
+        gain = min(c.at_least for c in others if not c.refused) / best.seconds - 1.0
+        return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
 
     @property
     def traffic(self) -> list[str]:
@@ -356,21 +367,6 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
         format_bytes(candidate.peak_bytes),
         candidate.travels or "",
     )
-
-
-def _reason(choice: Choice) -> str:
-    """Compares the best with the fastest candidate of another name, else with any other."""
-    best, others = choice.best, [c for c in choice.candidates if c is not choice.best]
-    simulated = [c for c in others if c.prediction is not None]
-    compared = [c for c in simulated if c.family != best.family] or simulated
-    if compared:
-        return f"{best.label}: {_faster(best, compared[0])}, {_main_difference(best, compared[0])}"
-    if not others:
-        return f"{best.label}: the only one"
-    if all(c.refused for c in others):
-        return f"{best.label}: every other is refused"
-    gain = min(c.at_least for c in others if not c.refused) / best.seconds - 1.0
-    return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
 
 
 def _faster(best: Candidate, other: Candidate) -> str:

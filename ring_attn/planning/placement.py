@@ -29,7 +29,7 @@ Dynamic Context Parallelism, arXiv 2510.10620.)
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -393,13 +393,7 @@ class _Document:
         for one_run in (count, 0):
             if abs(off(one_run)) <= miss:
                 return one_run
-        low, high = 0, count
-        while low < high:
-            middle = (low + high) // 2
-            if off(middle) > 0:
-                low = middle + 1
-            else:
-                high = middle
+        low = bisect_left(range(count), True, key=lambda head: off(head) <= 0)
         return min((low, max(0, low - 1)), key=lambda head: abs(off(head)))
 
 

@@ -242,13 +242,12 @@ def choose(
             f"no strategy can run {describe(problem)}: "
             + "; ".join(reasons or ["none was asked for"])
         )
-    order = {id(c): index for index, c in enumerate(candidates)}
     tied = (1.0 + TIE) * min(c.seconds for c in usable)
 
-    def key(c: Candidate) -> tuple[float, float, int]:
+    def key(c: Candidate) -> tuple[float, float]:
         if c.prediction is None:
-            return (2.0 + c.refused, c.at_least, order[id(c)])
-        return (0.0, 0.0, order[id(c)]) if c.seconds <= tied else (1.0, c.seconds, order[id(c)])
+            return (2.0 + c.refused, c.at_least)
+        return (0.0, 0.0) if c.seconds <= tied else (1.0, c.seconds)
 
     candidates.sort(key=key)
     return Choice(asked, candidates[0], tuple(candidates))
@@ -396,12 +395,8 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
             continue
         ruled_out = [i for i, c in of_name.items() if c.ruled_out]
         if ruled_out:
-            yield min(
-                ruled_out,
-                key=lambda i: (
-                    candidates[i].layout_name != best.layout_name, candidates[i].at_least, i
-                ),
-            )  # fmt: skip
+            others = [i for i in ruled_out if candidates[i].layout_name == best.layout_name]
+            yield min(others or ruled_out, key=lambda i: candidates[i].at_least)
 
 
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
