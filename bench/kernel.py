@@ -21,6 +21,7 @@ from ring_attn.bench.implementations import Implementation, Shape, make, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
+    STAGES,
     TimedCall,
     Timing,
     Watch,
@@ -37,9 +38,6 @@ CELL_SECONDS = 4.0
 
 # Errors of ours that do not fail the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
-
-# The modes of the rows for each --mode, and the stages of a call in each mode.
-STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 
 @dataclass(frozen=True)

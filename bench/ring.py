@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
-from ring_attn.bench.timing import quantiles, turned
+from ring_attn.bench.timing import STAGES, quantiles, turned
 from ring_attn.cli.arguments import new_table, show, with_options
 from ring_attn.cli.launch import rank_device, run_ranks
 from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
@@ -118,31 +118,28 @@ def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, l
 
 def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
     """(ms, wait ms, bytes sent) of one repetition by mode, each the greatest over the ranks."""
+    _mark(impl)
+    dist.barrier()
     marks = [_mark(impl)]
-    impl.forward()
-    marks.append(_mark(impl, barrier=False))
-    if mode != "fwd":
-        impl.backward()
-        marks.append(_mark(impl, barrier=False))
-    spans = {"fwd": (0, 1)} if mode == "fwd" else {"fwd": (0, 1), "bwd": (1, 2), "fwd_bwd": (0, 2)}
-    figures = torch.tensor(
-        [[marks[b][i] - marks[a][i] for i in range(3)] for a, b in spans.values()],
-        dtype=torch.float64,
-        device=rank_device(),
-    )
+    for stage in [impl.forward, impl.backward][STAGES[mode]]:
+        stage()
+        marks.append(_mark(impl))
+    spans = [STAGES[name] for name in MODES[mode]]
+    figures = torch.stack([marks[span.stop] - marks[span.start] for span in spans])
+    figures = figures.to(rank_device())
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return {
         name: (1e3 * s, 1e3 * wait, int(sent))
-        for name, (s, wait, sent) in zip(spans, figures.tolist(), strict=True)
+        for name, (s, wait, sent) in zip(MODES[mode], figures.tolist(), strict=True)
     }
 
 
-def _mark(impl: Impl, barrier: bool = True) -> tuple[float, float, int]:
+def _mark(impl: Impl) -> Tensor:
+    """Time, wait time and bytes sent, once the device is done."""
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
-    if barrier:
-        dist.barrier()
-    return time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
+    figures = time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
+    return torch.tensor(figures, dtype=torch.float64)
 
 
 def _peak(impl: Impl, mode: str) -> int:

@@ -188,16 +188,14 @@ def proof(use: Use) -> list[Verdict]:
             for gradients in (dense_gradients, plain_gradients)
         )
         for name, x in results.items():
-            got = x[:, queries] if name == "lse" else x[:, :, keys if name in _KV else queries]
+            own_heads = keys if name in ("dk", "dv") else queries
+            got = x[:, own_heads] if name == "lse" else x[:, :, own_heads]
             expected, usual = getattr(oracle, name), getattr(plain, name)
             verdicts.append(check(name, got, expected, usual, oracle.terms[name]))
     return [
         max((x for x in verdicts if x.name == name), key=lambda x: (not x.ok, x.ratio))
         for name in results
     ]
-
-
-_KV = ("dk", "dv")
 
 
 def _attended(

@@ -215,7 +215,7 @@ class _Bench:
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
         """Seconds until the last rank is done: the median of some calls after a warm-up."""
         calls = range((repeats or self.setting.repeats) + 1)
-        return statistics.median([timed_on_ranks(fn)[1] for _ in calls][1:])
+        return statistics.median([timed_on_ranks(fn) for _ in calls][1:])
 
     def tiles(self) -> Iterator[TileSample]:
         """Squares without a mask and causal, half-wide rectangles and windows, of all sizes."""

@@ -101,19 +101,19 @@ MAX_THREADS = 4096
 RANK_BYTES = 150 << 20
 
 
-def timed_on_ranks(fn: Callable[[], T]) -> tuple[T, float]:
-    """The result of a call, and its seconds from a barrier until the last rank is done."""
+def timed_on_ranks(fn: Callable[[], object]) -> float:
+    """Seconds of a call, from a barrier until the last rank is done."""
     wait = torch.cuda.synchronize if rank_device().type == "cuda" else lambda: None
     dist.barrier()
     wait()
     start = time.perf_counter()
-    result = fn()
+    fn()
     wait()
     seconds = time.perf_counter() - start
     # Ranks that share a core finish one after another: a mean over ranks would be too short.
     worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return result, float(worst)
+    return float(worst)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ class _Tracking:
         for at, line in enumerate(self._lines):
             self._at = at
             self._do(line)
-        for (_, channel), _ in self._under_way.items():
+        for _, channel in self._under_way:
             self._fault("order", f"the exchange on {channel!r} is never waited for")
         for name in sorted(self._held):
             self._fault("buffer", f"buffer {name!r} is never freed")

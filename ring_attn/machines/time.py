@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ring_attn.backends import get_backend
 from ring_attn.call import Call
@@ -472,10 +472,9 @@ class _Walk:
         self._compute(op, part_of_heads(op, self.spec))
 
 
+# An op that takes time has the method of its name.
 _DO: dict[type, Callable[[_Walk, Any], None]] = {
     op: getattr(_Walk, op.__name__.lower())
-    for op in (
-        ops.Pack, ops.Wait, ops.Clear, ops.Add, ops.Unpack, ops.New, ops.Start, ops.Attend,
-        ops.Finish, ops.Delta, ops.Differentiate, ops.Round,
-    )
-}  # fmt: skip
+    for op in get_args(ops.Op)
+    if hasattr(_Walk, op.__name__.lower())
+}

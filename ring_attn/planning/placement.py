@@ -302,7 +302,7 @@ class _Placement:
             room = [rows] * len(ranks)
         document = _Document(rows, self.window)
         counts = _levelled([self.rows[r] for r in ranks], rows, [0] * len(ranks), room)
-        ends = [sorted(document.of_ends(n)) for n in counts]
+        ends = [sorted((document.pairs(0, n), document.pairs(rows - n, rows))) for n in counts]
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
         runs = document.shared(counts, aims, self.bounds.miss)
@@ -355,9 +355,6 @@ class _Document:
     def pairs(self, start: int, stop: int) -> int:
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
-
-    def of_ends(self, count: int) -> tuple[int, int]:
-        return self.pairs(0, count), self.pairs(self.length - count, self.length)
 
     def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
         """Each rank's runs: `counts` rows with about `aims` pairs.

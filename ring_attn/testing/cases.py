@@ -7,8 +7,7 @@ strategy itself. `ring-attn verify` and the tests of the strategies use the same
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -195,16 +194,6 @@ def strategy_of(name: str, world_size: int) -> str | Strategy:
     if degree is None:
         raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
     return Strategy.from_name(name.removeprefix("hybrid "), world_size, degree)
-
-
-def usable_strategies(world_size: int, names: Iterable[str] = STRATEGIES) -> list[str]:
-    """The names of strategies that so many ranks can run, but for "auto"."""
-    usable = []
-    for name in names:
-        with suppress(NotImplementedError):
-            strategy_of(name, world_size)
-            usable.append(name)
-    return [name for name in usable if name != "auto"]
 
 
 @dataclass(frozen=True)
