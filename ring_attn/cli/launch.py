@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.core.names import DEVICES
-from ring_attn.core.values import env_int
+from ring_attn.core.values import check_one_of, env_int
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -150,8 +150,7 @@ def checked_device(device: str | None, nproc: int) -> str:
     local = env_int("LOCAL_WORLD_SIZE", nproc) if under_torchrun() else nproc
     if device is None:
         return "cuda" if num_gpus >= local else "cpu"
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {list(DEVICES)}, got {device!r}")
+    check_one_of("device", device, DEVICES)
     if device == "cuda" and num_gpus < local:
         raise ValueError(
             f"{local} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "

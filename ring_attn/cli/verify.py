@@ -24,7 +24,7 @@ from ring_attn.cli.launch import (
     under_torchrun,
 )  # fmt: skip
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
-from ring_attn.core.values import env_int
+from ring_attn.core.values import check_one_of, env_int
 from ring_attn.testing import (
     LAYOUTS,
     STRATEGIES,
@@ -153,10 +153,8 @@ def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
 
 
 def _checked_backends(names: Sequence[str] | None) -> tuple[str, ...]:
-    known = tuple(backend_reasons())
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"--backend must be one of {', '.join(known)}, got {name!r}")
+        check_one_of("--backend", name, [*backend_reasons()])
     return tuple(names or ())
 
 

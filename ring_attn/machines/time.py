@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil, log2
 from typing import Any, NamedTuple, get_args
 
@@ -79,21 +80,17 @@ class _Group:
         self.num_nodes = len({rank // node_size for rank in members})
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
-        self._runs: dict[int, range] = {}
-        start = 0
-        for at, index in enumerate(self.walked):
-            if at and index != self.walked[at - 1] + 1:
-                start = at
-            if at + 1 == len(self.walked) or self.walked[at + 1] != index + 1:
-                run = range(self.walked[start], index + 1)
-                self._runs |= dict.fromkeys(run, run)
+        self._runs: dict[int, list[int]] = {}
+        for _, pairs in groupby(enumerate(self.walked), lambda pair: pair[1] - pair[0]):
+            run = [index for _, index in pairs]  # consecutive
+            self._runs |= dict.fromkeys(run, run)
 
     def like(self, peer: int, rank: int) -> int:
         """The walked rank that stands for the peer at an index of a rank; a rank of its run."""
         if peer in self._runs:
             return self.members[peer]
         run = self._runs[self._places[rank]]
-        return self.members[run[(peer - run.start) % len(run)]]
+        return self.members[run[(peer - run[0]) % len(run)]]
 
 
 @dataclass(eq=False)

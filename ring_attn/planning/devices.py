@@ -19,7 +19,7 @@ import torch
 
 from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import env_int, regular_file
+from ring_attn.core.values import check_one_of, env_int, regular_file
 from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
 from ring_attn.transport.options import MAX_CTAS
 
@@ -89,8 +89,7 @@ def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
         >>> replace(builtin_cluster("A100"), between=slow).inside.name
         'NVLink 3'
     """
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {list(DEVICES)}, got {device!r}")
+    check_one_of("device", device, [*DEVICES])
     return Cluster(
         DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
         copies=Copies(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -63,11 +63,8 @@ def _documents(seqlen: int) -> tuple[int, ...]:
 
 def _longer_documents(seqlen: int) -> tuple[int, ...]:
     """Boundaries of the keys of `_documents`; all but the empty document have three more keys."""
-    cuts = _documents(seqlen)
-    grown = [0]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        grown.append(grown[-1] + (stop - start + 3 if stop > start else 0))
-    return tuple(grown)
+    lengths = (stop - start for start, stop in pairwise(_documents(seqlen)))
+    return tuple(accumulate((n + 3 if n else 0 for n in lengths), initial=0))
 
 
 def _padding(seqlen: int) -> Mask:
@@ -326,10 +323,8 @@ def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
     random.Random(seed).shuffle(left)
     chosen: list[int] = []
     for values_of in (_values, _pairs):
-        missing = {i: values_of(every[i]) for i in left}
-        for i in chosen:
-            values = values_of(every[i])
-            missing = {j: new for j, x in missing.items() if (new := x - values)}
+        known = set[object]().union(*(values_of(every[i]) for i in chosen))
+        missing = {i: new for i in left if (new := values_of(every[i]) - known)}
         while missing and len(chosen) < count:
             chosen.append(max(missing, key=lambda i: len(missing[i])))
             values = missing[chosen[-1]]
