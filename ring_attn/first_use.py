@@ -25,6 +25,7 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
 from ring_attn.backends.base import cached_by_gpu, gpu_model
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
@@ -65,7 +66,7 @@ class Use:
 
     def __str__(self) -> str:
         spec = self.spec
-        words = [f"{self.kind} of {self.backend}", str(spec.dtype).removeprefix("torch.")]
+        words = [f"{self.kind} of {self.backend}", dtype_name(spec.dtype)]
         words.append(f"{spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}/{spec.headdim_v}")
         words += [name for name in ("softcap", "sinks", "max_logits") if getattr(spec, name)]
         return ", ".join([*words, *self.masks])

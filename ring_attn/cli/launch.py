@@ -91,7 +91,7 @@ def run_ranks(
         )
     if threads is None:
         threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
-    return _launch((fn, args, threads, device), nproc, timeout)
+    return _launch(pickle.dumps((fn, args, threads, device)), nproc, threads, timeout)
 
 
 # Upper limit of the threads of a rank: more than any machine has cores.
@@ -162,12 +162,8 @@ def checked_device(device: str | None, nproc: int) -> str:
 # The address of the ranks' store.
 LOOPBACK = "127.0.0.1"
 
-# A function, its arguments, the threads of a rank and the device.
-RankWork = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 
-
-def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
-    threads, pickled = work[2], pickle.dumps(work)
+def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> list[Any]:
     # This process holds the store, so that it outlives rank 0.
     # It listens on the loopback only: anyone who reaches it could write to it.
     server = socket.create_server((LOOPBACK, 0))
@@ -191,7 +187,7 @@ def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
                 }
-                ranks.append(_start(_run_rank, variables, pickled))
+                ranks.append(_start(_run_rank, variables, work))
         results = _results(ranks, timeout)
         for _, process in ranks:
             process.join()

@@ -290,14 +290,11 @@ class Run:
 
     # -- attention
 
-    def _sinks(self, heads: slice | None) -> Tensor | None:
-        if self.sinks is None or heads is None:
-            return None
-        return self.sinks.to(self.spec.accum_dtype)[heads]
-
     def start(self, op: ops.Start) -> None:
-        self._heads = op.sinks
-        self._state = self.backend.new_state(self.get(op.q), op.headdim_v, self._sinks(op.sinks))
+        self._heads, sinks = op.sinks, None
+        if self.sinks is not None and op.sinks is not None:
+            sinks = self.sinks.to(self.spec.accum_dtype)[op.sinks]
+        self._state = self.backend.new_state(self.get(op.q), op.headdim_v, sinks)
 
     def attend(self, op: ops.Attend) -> None:
         tiles = op.tiles.listed

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.runs import travel
@@ -271,15 +272,14 @@ class Choice:
 
     def table(self, *, verbose: bool) -> str:
         """The candidates; unless verbose, those within `HOPELESS` of the best, in 80 columns."""
-        simulated = [c for c in self.candidates if c.prediction is not None]
-        if not verbose:
-            simulated = [c for c in simulated if c.seconds <= HOPELESS * self.best.seconds]
-        hidden = len(self.candidates) - len(simulated)
-        others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
-        others = self.left_out() if verbose else others
-        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
+        limit = float("inf") if verbose else HOPELESS * self.best.seconds
+        listed = [c for c in self.candidates if c.prediction is not None and c.seconds <= limit]
+        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in listed)]
+        others = self.left_out()
         if not verbose:
             rows = [tuple(row[i] for i in NARROW) for row in rows]
+            hidden = len(self.candidates) - len(listed)
+            others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:
@@ -339,7 +339,7 @@ def describe(problem: Problem) -> str:
     return (
         f"{rows} rows on {problem.world_size} x {cluster.device.name} (nodes of "
         f"{cluster.node_size}), {spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}, "
-        f"{str(spec.dtype).removeprefix('torch.')}, {mask.words}, "
+        f"{dtype_name(spec.dtype)}, {mask.words}, "
         f"{'forward and backward' if problem.backward else 'forward'}"
     )
 
