@@ -97,14 +97,15 @@ def run(args: argparse.Namespace) -> int:
     if world_size is None:
         world_size = env_int("WORLD_SIZE", VERIFIED_WORLD_SIZE)
     device = checked_device(args.device, world_size)
-    backends = _checked_backends(args.backend) or usable_backends(device)
+    for name in args.backend or ():
+        check_one_of("--backend", name, [*backend_reasons()])
     if args.all and (args.quick or args.seed is not None):
         raise ValueError("--all is every case: leave out --quick and --seed")
     seed = args.seed
     if seed is None:  # torchrun's ranks must draw the same cases
         seed = 0 if under_torchrun() else random.randrange(1 << 16)
     wanted = every = cases(
-        backends=backends,
+        backends=args.backend or usable_backends(device),
         layouts=args.layout or LAYOUTS,
         strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
@@ -150,12 +151,6 @@ def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
         return CaseResult(case, put_together(case, results).verdicts)
     except (TypeError, ValueError) as error:
         return CaseResult(case, error=str(error))
-
-
-def _checked_backends(names: Sequence[str] | None) -> tuple[str, ...]:
-    for name in names or ():
-        check_one_of("--backend", name, [*backend_reasons()])
-    return tuple(names or ())
 
 
 def _show(results: Sequence[CaseResult], report: dict[str, Any], *, quiet: bool) -> None:

@@ -144,10 +144,13 @@ def pack(
     check_max_balance(max_balance)
     left, right = check_window(window_size, causal)
     window = left, 0 if causal else right
-    most = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
+    most_rows = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
     pairs_of = {n: pairs_before(n, window, n) for n in set(rows)}
     pairs = [pairs_of[n] for n in rows]
-    bounds = _Bounds.of(sum(pairs), most, world_size, max_balance)
+    mean = Fraction(sum(pairs), world_size)
+    most_pairs = max(math.floor(Fraction(max_balance) * mean), math.ceil(mean))
+    miss = int((most_pairs - mean) * RUN_TOLERANCE)
+    bounds = _Bounds(most_pairs, most_rows, mean, miss, world_size)
     documents = sorted((i for i, n in enumerate(rows) if n), key=lambda i: (-pairs[i], -rows[i], i))
     shares = (*MAX_SHARES, Fraction(0)) if len(rows) * world_size <= MAX_EXHAUSTIVE else MAX_SHARES
     best: _Placement | None = None
@@ -190,12 +193,6 @@ class _Bounds:
     mean: Fraction
     miss: int
     world_size: int
-
-    @classmethod
-    def of(cls, pairs: int, rows: int, world_size: int, max_balance: float) -> _Bounds:
-        mean = Fraction(pairs, world_size)
-        most = max(math.floor(Fraction(max_balance) * mean), math.ceil(mean))
-        return cls(most, rows, mean, int((most - mean) * RUN_TOLERANCE), world_size)
 
 
 @dataclass(frozen=True)
