@@ -21,6 +21,7 @@ from ring_attn.bench.implementations import Implementation, Shape, make, reason
 from ring_attn.bench.judge import OracleJudge, worst_of
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
+    STAGES,
     TimedCall,
     Timing,
     Watch,
@@ -37,9 +38,6 @@ CELL_SECONDS = 4.0
 
 # Errors of ours that do not fail the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
-
-# The modes of the rows for each --mode, and the stages of a call in each mode.
-STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,8 @@ class CellRow:
 class Cells(Report[CellSetting, CellRow]):
     """Measures one cell after another, and saves the report after each."""
 
-    def __init__(self, setting: CellSetting, path: Path | None = None, quiet: bool = False) -> None:
-        super().__init__(setting, path, quiet=quiet)
+    def __init__(self, setting: CellSetting, path: Path | None = None) -> None:
+        super().__init__(setting, path)
         self._names = setting.implementations
         self._backward = setting.mode != "fwd"
         self._watch = Watch(setting.device)
@@ -264,6 +262,6 @@ def parse_device(name: str | None) -> torch.device:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
-    bench = Cells(setting_of(args), args.json, quiet=args.quiet)
+    bench = Cells(setting_of(args), args.json)
     bench.run()
     return bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from rich.table import Table
 
-from ring_attn.cli.arguments import command_line, is_first_rank, table_console, write_json
+from ring_attn.cli.arguments import command_line, table_console, write_json
 from ring_attn.cli.env import machine
 from ring_attn.core.dtypes import dtype_name
 
@@ -29,16 +29,13 @@ class Report(Generic[S, R]):
         failures: messages about wrong results.
     """
 
-    def __init__(self, setting: S, path: Path | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, setting: S, path: Path | None = None) -> None:
         """Begins a run; `path` is the JSON file, if there shall be one."""
         self.setting = setting
-        self._path, self.quiet = path, quiet
+        self._path = path
         self.rows: list[R] = []
         self.failures: list[str] = []
         self._start, self._machine = time.monotonic(), machine()
-
-    def more(self) -> dict[str, Any]:
-        return {}
 
     def to_json(self) -> dict[str, Any]:
         setting: Any = self.setting
@@ -49,7 +46,6 @@ class Report(Generic[S, R]):
             "setting": _plain(asdict(setting)),
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
-            **self.more(),
             "seconds": self.seconds,
         }
 
@@ -68,8 +64,6 @@ class Report(Generic[S, R]):
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Prints tables, failures and last lines; the exit status is 1 if a result is wrong."""
-        if not is_first_rank():
-            return 1 if self.failures else 0
         console = table_console()
         console.print(*tables)
         for failure in self.failures:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
-from ring_attn.bench.timing import quantiles, turned
+from ring_attn.bench.timing import STAGES, quantiles, turned
 from ring_attn.cli.arguments import new_table, show, with_options
 from ring_attn.cli.launch import rank_device, run_ranks
 from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     setting = setting_of(args)
-    bench = Report[RingSetting, RingRow](setting, args.json, quiet=args.quiet)
+    bench = Report[RingSetting, RingRow](setting, args.json)
     ranks = run_ranks(
         measure, setting.world_size, setting, threads=setting.threads, device=args.device
     )
@@ -87,8 +87,7 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
             rows.append(RingRow(name, setting.mode, note=f"cannot run: {reason}"))
         else:
             impls.append(BASELINES[name](setting, inputs))
-    judge = RingJudge(setting, inputs)
-    verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
+    verdicts = _verdicts(impls, setting, inputs)
     times = _timed(impls, setting)
     for impl in impls:
         peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
@@ -119,31 +118,28 @@ def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, l
 
 def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
     """(ms, wait ms, bytes sent) of one repetition by mode, each the greatest over the ranks."""
+    _mark(impl)
+    dist.barrier()
     marks = [_mark(impl)]
-    impl.forward()
-    marks.append(_mark(impl, barrier=False))
-    if mode != "fwd":
-        impl.backward()
-        marks.append(_mark(impl, barrier=False))
-    spans = {"fwd": (0, 1)} if mode == "fwd" else {"fwd": (0, 1), "bwd": (1, 2), "fwd_bwd": (0, 2)}
-    figures = torch.tensor(
-        [[marks[b][i] - marks[a][i] for i in range(3)] for a, b in spans.values()],
-        dtype=torch.float64,
-        device=rank_device(),
-    )
+    for stage in [impl.forward, impl.backward][STAGES[mode]]:
+        stage()
+        marks.append(_mark(impl))
+    spans = [STAGES[name] for name in MODES[mode]]
+    figures = torch.stack([marks[span.stop] - marks[span.start] for span in spans])
+    figures = figures.to(rank_device())
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return {
         name: (1e3 * s, 1e3 * wait, int(sent))
-        for name, (s, wait, sent) in zip(spans, figures.tolist(), strict=True)
+        for name, (s, wait, sent) in zip(MODES[mode], figures.tolist(), strict=True)
     }
 
 
-def _mark(impl: Impl, barrier: bool = True) -> tuple[float, float, int]:
-    if torch.cuda.is_available() and rank_device().type == "cuda":
+def _mark(impl: Impl) -> Tensor:
+    """Time, wait time and bytes sent, once the device is done."""
+    if rank_device().type == "cuda":
         torch.cuda.synchronize()
-    if barrier:
-        dist.barrier()
-    return time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
+    figures = time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
+    return torch.tensor(figures, dtype=torch.float64)
 
 
 def _peak(impl: Impl, mode: str) -> int:
@@ -154,29 +150,28 @@ def _peak(impl: Impl, mode: str) -> int:
     return int(most)
 
 
-class RingJudge:
-    """Attention in float64 and in the inputs' dtype, by torch's fused operator, on rank 0.
+def _verdicts(
+    impls: Sequence[Impl], setting: RingSetting, inputs: Inputs
+) -> dict[str, list[Verdict]]:
+    """Checks out and the gradients of one run of each; the same verdicts on every rank.
 
-    The fused operator does not store the scores, so it works at the measured lengths.
+    Attention in float64 and in the inputs' dtype is by torch's fused operator on rank 0: it does
+    not store the scores, so it works at the measured lengths.
     """
 
-    def __init__(self, setting: RingSetting, inputs: Inputs) -> None:
-        exact = [x.double() for x in inputs]
-        self._oracle, self._plain = (_results(Dense(setting, x), setting) for x in (exact, inputs))
+    def results(impl: Impl) -> list[Tensor]:
+        impl.run(setting.mode)
+        return impl.whole()
 
-    def verdicts(self, impl: Impl, setting: RingSetting) -> list[Verdict]:
-        """Checks out and the gradients of one run; the same verdicts on every rank."""
-        names, got = ("out", "dq", "dk", "dv"), _results(impl, setting)
-        # Ranks above 0 have no results.
-        results = zip(names, got, self._oracle, self._plain, strict=False)
-        verdicts = [[check(*result) for result in results]]
+    exact = [x.double() for x in inputs]
+    oracle, plain = (results(Dense(setting, x)) for x in (exact, inputs))
+    by_impl = {}
+    for impl in impls:
+        compared = zip(("out", "dq", "dk", "dv"), results(impl), oracle, plain, strict=False)
+        verdicts = [[check(*result) for result in compared]]  # none on ranks above 0
         dist.broadcast_object_list(verdicts, 0)
-        return verdicts[0]
-
-
-def _results(impl: Impl, setting: RingSetting) -> list[Tensor]:
-    impl.run(setting.mode)
-    return impl.whole()
+        by_impl[impl.name] = verdicts[0]
+    return by_impl
 
 
 def _row(

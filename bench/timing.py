@@ -23,6 +23,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+# The stages of a call in each mode: a forward, then its backward.
+STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
+
 # Bytes to overwrite before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
 

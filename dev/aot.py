@@ -457,7 +457,7 @@ def run(args: argparse.Namespace) -> int:
         args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
     chosen = setting.cells()
-    bench = Report[Selection, CompiledRow](setting, args.json, quiet=args.quiet)
+    bench = Report[Selection, CompiledRow](setting, args.json)
     for row in compile_all(chosen, args.jobs):
         bench.rows.append(row)
         if row.failures:

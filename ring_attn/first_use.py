@@ -25,6 +25,7 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
 from ring_attn.backends.base import cached_by_gpu, gpu_model
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
@@ -65,7 +66,7 @@ class Use:
 
     def __str__(self) -> str:
         spec = self.spec
-        words = [f"{self.kind} of {self.backend}", str(spec.dtype).removeprefix("torch.")]
+        words = [f"{self.kind} of {self.backend}", dtype_name(spec.dtype)]
         words.append(f"{spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}/{spec.headdim_v}")
         words += [name for name in ("softcap", "sinks", "max_logits") if getattr(spec, name)]
         return ", ".join([*words, *self.masks])
@@ -188,16 +189,14 @@ def proof(use: Use) -> list[Verdict]:
             for gradients in (dense_gradients, plain_gradients)
         )
         for name, x in results.items():
-            got = x[:, queries] if name == "lse" else x[:, :, keys if name in _KV else queries]
+            own_heads = keys if name in ("dk", "dv") else queries
+            got = x[:, own_heads] if name == "lse" else x[:, :, own_heads]
             expected, usual = getattr(oracle, name), getattr(plain, name)
             verdicts.append(check(name, got, expected, usual, oracle.terms[name]))
     return [
         max((x for x in verdicts if x.name == name), key=lambda x: (not x.ok, x.ratio))
         for name in results
     ]
-
-
-_KV = ("dk", "dv")
 
 
 def _attended(

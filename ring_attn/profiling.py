@@ -28,7 +28,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -256,7 +255,7 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
             yield Observer()
         return
     collected.forget(direction)
-    start_bytes = None
+    start_bytes = peak = device_bytes = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         start_bytes = torch.cuda.memory_allocated(device)
@@ -264,18 +263,29 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
     with _named(f"ring_attn::{direction}"):
         start = _now(device)
         yield observer
-        whole = start, _now(device)
-    counts = (
-        sent.bytes_sent - before.bytes_sent,
-        sent.bytes_received - before.bytes_received,
-        sent.messages - before.messages,
-    )
-    peak = device_bytes = None
+        end = _now(device)
+    after = replace(sent)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         device_bytes = torch.cuda.get_device_properties(device).total_memory
-    memory = start_bytes, peak, device_bytes
-    collected.last[direction] = partial(_figures, whole, observer, counts, memory)
+
+    def figures() -> Figures:
+        """On CUDA waits for the call to end."""
+        return Figures(
+            seconds=_seconds(start, end),
+            compute_s=sum(_total(observer.spans[name]) for name in COMPUTE),
+            wait_s=_total(observer.spans["wait"]),
+            post_s=_total(observer.spans["post"]),
+            in_flight_s=_total(observer.spans["flight"]),
+            bytes_sent=after.bytes_sent - before.bytes_sent,
+            bytes_received=after.bytes_received - before.bytes_received,
+            messages=after.messages - before.messages,
+            start_bytes=start_bytes,
+            peak_bytes=peak,
+            device_bytes=device_bytes,
+        )
+
+    collected.last[direction] = figures
 
 
 def _now(device: torch.device) -> Moment:
@@ -298,25 +308,6 @@ def _seconds(start: Moment, end: Moment) -> float:
 
 def _total(spans: Iterable[Span]) -> float:
     return sum((_seconds(*span) for span in spans), 0.0)
-
-
-def _figures(
-    whole: Span,
-    observer: Observer,
-    counts: tuple[int, int, int],
-    memory: tuple[int | None, int | None, int | None],
-) -> Figures:
-    """The figures; on CUDA waits for the call to end."""
-    compute_s = sum(_total(observer.spans[name]) for name in COMPUTE)
-    return Figures(
-        _seconds(*whole),
-        compute_s,
-        _total(observer.spans["wait"]),
-        _total(observer.spans["post"]),
-        _total(observer.spans["flight"]),
-        *counts,
-        *memory,
-    )
 
 
 @dataclass

@@ -52,7 +52,7 @@ def measure(seqlen: int, iters: int) -> list[dict[str, Any]]:
         ms: dict[str, list[float]] = {impl: [] for impl in calls}
         for turn in range(-1, iters):
             for impl in turned([*calls], turn):
-                _, seconds = timed_on_ranks(partial(step, calls[impl], given, mode == "fwd_bwd"))
+                seconds = timed_on_ranks(partial(step, calls[impl], given, mode == "fwd_bwd"))
                 ms[impl] += [1e3 * seconds] * (turn >= 0)
         ratio = median(ms["split"]) / median(ms["alone"])
         rows.append({"kind": kind, "layout": layout_name, "mode": mode, "ms": ms, "ratio": ratio})

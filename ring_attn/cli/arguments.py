@@ -38,9 +38,6 @@ TABLE_WIDTH, TEXT_WIDTH = 180, 80
 
 MAX_SIZE = 1 << 50
 
-# Options that name files; they do not change the measurements.
-FILES = ("--json",)
-
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -198,12 +195,12 @@ def with_options(make: Callable[..., T], args: argparse.Namespace, **others: Any
 
 
 def command_line() -> str:
-    """The command as typed, without the options in `FILES`."""
+    """The command as typed, without --json, which does not change the measurements."""
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
         name, equals, _ = word.partition("=")
-        if name not in FILES:
+        if name != "--json":
             kept.append(word)
         elif not equals:
             next(words, None)
@@ -248,6 +245,6 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
-from ring_attn.cli.arguments import command_line, with_options, write_json
+from ring_attn.cli.arguments import command_line, write_json
 from ring_attn.cli.env import machine
 from ring_attn.cli.launch import checked_device, rank_device, run_ranks, timed_on_ranks
 from ring_attn.core.program import Collective, Hop
@@ -97,11 +97,11 @@ Samples = Sequence[TileSample | MessageSample]
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
-    cluster, samples = with_options(calibrate, args)
+    cluster, samples = calibrate(args)
     write_json(args.json, {
         "machine": machine(),
         "command": command_line(),
-        "cluster": devices.to_json(cluster),
+        "cluster": asdict(cluster),
         "samples": [asdict(sample) for sample in samples],
     })  # fmt: skip
     if not args.quiet:
@@ -109,23 +109,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def calibrate(
-    world_size: int,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    backend: str,
-    threads: int,
-    device: str | None,
-    quick: bool,
-) -> tuple[Cluster, Samples]:
-    """Measures `world_size` ranks on this machine."""
-    kind = checked_device(device, world_size)
-    spec = AttentionSpec(kind, dtype, 1, heads, heads, head_dim, head_dim)
-    sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
-    chosen = choose_backend(spec, backend, Purpose(backward=True)).name
+def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
+    """Measures `--world-size` ranks on this machine."""
+    kind, world_size = checked_device(args.device, args.world_size), args.world_size
+    spec = AttentionSpec(kind, args.dtype, 1, args.heads, args.heads, args.head_dim, args.head_dim)
+    sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if args.quick else (ROWS, MESSAGES, REPEATS)
+    chosen = choose_backend(spec, args.backend, Purpose(backward=True)).name
     setting = CalibrationSetting(spec, chosen, *sizes)
-    ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind)
+    ranks = run_ranks(measure, world_size, setting, threads=args.threads, device=kind)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
     ops = dict.fromkeys(m.op for m in messages)
@@ -147,9 +138,6 @@ def calibrate(
     copies = Copies() if gpu else None
     cluster = Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
     return cluster, [*tiles, *messages]
-
-
-Measured = tuple[list[TileSample], list[MessageSample], float, float]
 
 
 def fit_rate(samples: Sequence[TileSample]) -> Rate:
@@ -190,7 +178,10 @@ def _nonnegative(
 # -- within a rank
 
 
-def measure(setting: CalibrationSetting) -> Measured:
+def measure(
+    setting: CalibrationSetting,
+) -> tuple[list[TileSample], list[MessageSample], float, float]:
+    """Samples, bytes/s of a copy, and the slowdown of compute by transfers."""
     bench = _Bench(setting)
     tiles = [*bench.tiles()]
     if bench.world_size == 1:
@@ -215,7 +206,7 @@ class _Bench:
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
         """Seconds until the last rank is done: the median of some calls after a warm-up."""
         calls = range((repeats or self.setting.repeats) + 1)
-        return statistics.median([timed_on_ranks(fn)[1] for _ in calls][1:])
+        return statistics.median([timed_on_ranks(fn) for _ in calls][1:])
 
     def tiles(self) -> Iterator[TileSample]:
         """Squares without a mask and causal, half-wide rectangles and windows, of all sizes."""
@@ -229,14 +220,12 @@ class _Bench:
                 ("window", rows, -(rows // 2), rows // 8),
             ):
                 tile = Tile(0, rows, 0, cols, lo, hi)
-                edge = 0 if hi is None else min(cols - 1 - hi, rows)
-                edge += 0 if lo is None else min(rows - 1 + lo, rows)
                 forward, backward = self.calls(tile)
                 repeats = self.setting.repeats * self.setting.rows[-1] // rows
                 repeats = min(repeats, MAX_REPEATS)
-                shape = (kind, tile.area, rows, edge, forward_pair)
+                shape = (kind, tile.area, rows, tile.edge, forward_pair)
                 yield TileSample(False, *shape, self.seconds(forward, repeats))
-                shape = (kind, tile.area, (rows + cols) // 2, edge, backward_pair)
+                shape = (kind, tile.area, (rows + cols) // 2, tile.edge, backward_pair)
                 yield TileSample(True, *shape, self.seconds(backward, repeats))
 
     def calls(self, tile: Tile) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,9 @@ def _versions() -> dict[str, str | None]:
 
 
 def _cpu_model() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.core.names import DEVICES
-from ring_attn.core.values import env_int
+from ring_attn.core.values import check_one_of, env_int
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,7 +91,7 @@ def run_ranks(
         )
     if threads is None:
         threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
-    return _launch((fn, args, threads, device), nproc, timeout)
+    return _launch(pickle.dumps((fn, args, threads, device)), nproc, threads, timeout)
 
 
 # Upper limit of the threads of a rank: more than any machine has cores.
@@ -101,19 +101,19 @@ MAX_THREADS = 4096
 RANK_BYTES = 150 << 20
 
 
-def timed_on_ranks(fn: Callable[[], T]) -> tuple[T, float]:
-    """The result of a call, and its seconds from a barrier until the last rank is done."""
+def timed_on_ranks(fn: Callable[[], object]) -> float:
+    """Seconds of a call, from a barrier until the last rank is done."""
     wait = torch.cuda.synchronize if rank_device().type == "cuda" else lambda: None
     dist.barrier()
     wait()
     start = time.perf_counter()
-    result = fn()
+    fn()
     wait()
     seconds = time.perf_counter() - start
     # Ranks that share a core finish one after another: a mean over ranks would be too short.
     worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return result, float(worst)
+    return float(worst)
 
 
 @contextmanager
@@ -150,8 +150,7 @@ def checked_device(device: str | None, nproc: int) -> str:
     local = env_int("LOCAL_WORLD_SIZE", nproc) if under_torchrun() else nproc
     if device is None:
         return "cuda" if num_gpus >= local else "cpu"
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {list(DEVICES)}, got {device!r}")
+    check_one_of("device", device, DEVICES)
     if device == "cuda" and num_gpus < local:
         raise ValueError(
             f"{local} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
@@ -163,12 +162,8 @@ def checked_device(device: str | None, nproc: int) -> str:
 # The address of the ranks' store.
 LOOPBACK = "127.0.0.1"
 
-# A function, its arguments, the threads of a rank and the device.
-RankWork = tuple[Callable[..., Any], tuple[Any, ...], int, str]
 
-
-def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
-    threads, pickled = work[2], pickle.dumps(work)
+def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> list[Any]:
     # This process holds the store, so that it outlives rank 0.
     # It listens on the loopback only: anyone who reaches it could write to it.
     server = socket.create_server((LOOPBACK, 0))
@@ -179,7 +174,7 @@ def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    ranks: dict[Connection, tuple[int, Any]] = {}  # rank and process, by the rank's pipe
+    ranks = list[Worker]()
     try:
         with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
             for rank in range(nproc):
@@ -192,14 +187,13 @@ def _launch(work: RankWork, nproc: int, timeout: float | None) -> list[Any]:
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
                 }
-                pipe, process = _start(_run_rank, variables, pickled)
-                ranks[pipe] = rank, process
+                ranks.append(_start(_run_rank, variables, work))
         results = _results(ranks, timeout)
-        for _, process in ranks.values():
+        for _, process in ranks:
             process.join()
         return results
     finally:
-        _end(process for _, process in ranks.values())
+        _end(ranks)
 
 
 def map_in_processes(
@@ -234,7 +228,7 @@ def map_in_processes(
                         results[at] = lost(items[at])
             yield results.pop(index)
     finally:
-        _end(process for _, process in (*idle, *(worker for _, worker in busy.values())))
+        _end([*idle, *(worker for _, worker in busy.values())])
 
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -297,43 +291,39 @@ def _run_items(pipe: Connection, function: Callable[[Any], Any]) -> None:
         pipe.send(function(pipe.recv()))
 
 
-def _end(processes: Iterable[Any]) -> None:
-    for process in (kept := list(processes)):
+def _end(workers: Sequence[Worker]) -> None:
+    for _, process in workers:
         process.kill()
-    for process in kept:
+    for _, process in workers:
         process.join()
 
 
-def _results(ranks: dict[Connection, tuple[int, Any]], timeout: float | None) -> list[Any]:
+def _results(ranks: Sequence[Worker], timeout: float | None) -> list[Any]:
     results: dict[int, Any] = {}
     end = None if timeout is None else time.monotonic() + timeout
     while len(results) < len(ranks):
-        waiting = {pipe: rank for pipe, (rank, _) in ranks.items() if rank not in results}
+        waiting = {pipe: rank for rank, (pipe, _) in enumerate(ranks) if rank not in results}
         arrived = wait([*waiting], None if end is None else max(0.0, end - time.monotonic()))
         if not arrived:
             names = ", ".join(map(str, waiting.values()))
             raise TimeoutError(f"ranks {names} of {len(ranks)} have no result after {timeout:g} s")
         for pipe in arrived:
             assert isinstance(pipe, Connection), "only pipes are waited for"
-            rank, process = ranks[pipe]
+            rank = waiting[pipe]
             try:
-                kind, value = pickle.loads(pipe.recv_bytes())
+                results[rank], error = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
-                process.join()
-                kind, value = "ended", process.exitcode
-            if kind == "result":
-                results[rank] = value
-            else:
-                raise RuntimeError(f"rank {rank} of {len(ranks)} failed{_ending(kind, value)}")
+                error = f" {_ending(ranks[rank][1])}"
+            if error:
+                raise RuntimeError(f"rank {rank} of {len(ranks)} failed:{error}")
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _ending(kind: str, value: Any) -> str:
-    if kind == "error":
-        return f":\n{value.rstrip()}"
-    if value >= 0:
-        return f": it ended with status {value} before it had a result"
-    return f": it was ended by {signal.Signals(-value).name}"
+def _ending(process: Any) -> str:
+    process.join()
+    if process.exitcode < 0:
+        return f"it was ended by {signal.Signals(-process.exitcode).name}"
+    return f"it ended with status {process.exitcode} before it had a result"
 
 
 def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
@@ -342,11 +332,11 @@ def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
         fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
         _join(device)
-        report = pickle.dumps(("result", fn(*args)))
+        report = pickle.dumps((fn(*args), ""))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
-        report = pickle.dumps(("error", traceback.format_exc()))
+        report = pickle.dumps((None, f"\n{traceback.format_exc().rstrip()}"))
     pipe.send_bytes(report)
 
 

@@ -44,6 +44,10 @@ class Command(NamedTuple):
     module: str
     help: str
 
+    @property
+    def words(self) -> list[str]:
+        return self.name.split()
+
     def parser(self, prog: str) -> Parser:
         name, _, function = self.options.partition(":")
         module = import_module(name)
@@ -84,11 +88,11 @@ def main(
 ) -> int:
     """Runs one subcommand; returns 0, 1 if a check failed, or 2 if it cannot run as asked."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = _find(words, commands)
+    command = next((c for c in commands if c.words == words[: len(c.words)]), None)
     if command is None:
         _without_command(words, prog, commands)
     try:
-        return _run(prog, command, words[len(command.name.split()) :])
+        return _run(prog, command, words[len(command.words) :])
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second ^C
         if is_first_rank():
@@ -108,7 +112,7 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
         load()
         module = import_module(command.module)
         with ExitStack() as stack:
-            if os.environ.get("RANK", "0") != "0":
+            if not is_first_rank():
                 # Under torchrun every rank runs the command; only rank 0 prints.
                 nothing = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nothing))
@@ -132,23 +136,15 @@ def load() -> None:
         package.__spec__.loader.exec_module(package)
 
 
-def _find(words: list[str], commands: Sequence[Command]) -> Command | None:
-    for command in commands:
-        parts = command.name.split()
-        if words[: len(parts)] == parts:
-            return command
-    return None
-
-
 def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> NoReturn:
     """Prints help or the version; else an error that lists the commands.
 
     The first word of some commands, as in "bench --help", has its own.
     """
-    of_word = [command for command in commands if command.name.split()[:-1] == words[:1]]
+    of_word = [command for command in commands if command.words[:-1] == words[:1]]
     if words and of_word:
         prog, words = f"{prog} {words[0]}", words[1:]
-        commands = [one._replace(name=one.name.split()[-1]) for one in of_word]
+        commands = [one._replace(name=one.words[-1]) for one in of_word]
     parser = Parser(
         prog=prog,
         description="Exact attention over a sequence that is split across ranks.",

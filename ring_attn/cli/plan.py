@@ -8,6 +8,7 @@ import runpy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate, cycle, takewhile
 
 import torch
 
@@ -154,11 +155,8 @@ def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
         >>> boundaries((4, 1), 12)
         [0, 4, 5, 9, 10, 12]
     """
-    cuts, turn = [0], 0
-    while cuts[-1] < seqlen:
-        cuts.append(min(seqlen, cuts[-1] + lengths[turn % len(lengths)]))
-        turn += 1
-    return cuts
+    cuts = accumulate(cycle(lengths), initial=0)
+    return [*takewhile(lambda cut: cut < seqlen, cuts), seqlen]
 
 
 def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Cluster:

@@ -121,8 +121,8 @@ def configs_of(row: TuneRow) -> dict[str, Config]:
 class Tuning(Report[TuneSetting, TuneRow]):
     """Searches one kind after another, and saves the report after each."""
 
-    def __init__(self, setting: TuneSetting, path: Path | None = None, quiet: bool = False) -> None:
-        super().__init__(setting, path, quiet=quiet)
+    def __init__(self, setting: TuneSetting, path: Path | None = None) -> None:
+        super().__init__(setting, path)
         self._arch = configs.architecture(setting.device)
         self._watch = Watch(setting.device)
 
@@ -142,14 +142,14 @@ class Tuning(Report[TuneSetting, TuneRow]):
             self.save()
         self.save()
 
-    def more(self) -> dict[str, Any]:
-        """The configs in the form that RING_ATTN_CONFIGS reads."""
+    def to_json(self) -> dict[str, Any]:
+        """Adds the configs in the form that RING_ATTN_CONFIGS reads."""
         setting = self.setting
         chosen: dict[str, Config] = {}
         for row in best(self.rows):
             chosen |= configs_of(row)
         table = section(setting.device, setting.head_dim, setting.dtype, chosen)
-        return {"configs": table}
+        return super().to_json() | {"configs": table}
 
     def summary(self) -> list[str]:
         """Lines: speeds, wrong configs, how to use the file, and counts."""
@@ -343,6 +343,6 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
 
 def run(args: argparse.Namespace) -> int:
     """Searches, saves the JSON after each kind; 1 if a frozen config is wrong."""
-    bench = Tuning(setting_of(args), args.json, quiet=args.quiet)
+    bench = Tuning(setting_of(args), args.json)
     bench.run()
     return bench.finish([], bench.summary())

@@ -24,7 +24,7 @@ from ring_attn.cli.launch import (
     under_torchrun,
 )  # fmt: skip
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
-from ring_attn.core.values import env_int
+from ring_attn.core.values import check_one_of, env_int
 from ring_attn.testing import (
     LAYOUTS,
     STRATEGIES,
@@ -97,8 +97,9 @@ def run(args: argparse.Namespace) -> int:
     if world_size is None:
         world_size = env_int("WORLD_SIZE", VERIFIED_WORLD_SIZE)
     device = checked_device(args.device, world_size)
-    named = _checked_backends(args.backend)
-    backends = named or usable_backends(device)
+    for name in args.backend or ():
+        check_one_of("--backend", name, [*backend_reasons()])
+    backends = args.backend or usable_backends(device)
     if args.all and (args.quick or args.seed is not None):
         raise ValueError("--all is every case: leave out --quick and --seed")
     seed = args.seed
@@ -119,11 +120,10 @@ def run(args: argparse.Namespace) -> int:
         report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}
     write_json(args.json, report)
     _show(results, report, quiet=args.quiet)
-    for name, reasons in () if named or args.quiet else backend_reasons().items():
+    for name, reasons in () if args.backend or args.quiet else backend_reasons().items():
         if name not in backends:
             print(f"not tried: {name}: {next(filter(None, reasons.values()))}")
-    counts = Counter(result.status for result in results)
-    return 1 if counts["failed"] or not counts["passed"] else 0
+    return 1 if report["summary"]["failed"] or not report["summary"]["passed"] else 0
 
 
 def _attempt(case: Case) -> _Attempt:
@@ -155,14 +155,6 @@ def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
         return CaseResult(case, put_together(case, results).verdicts)
     except (TypeError, ValueError) as error:
         return CaseResult(case, error=str(error))
-
-
-def _checked_backends(names: Sequence[str] | None) -> tuple[str, ...]:
-    known = tuple(backend_reasons())
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"--backend must be one of {', '.join(known)}, got {name!r}")
-    return tuple(names or ())
 
 
 def _show(results: Sequence[CaseResult], report: dict[str, Any], *, quiet: bool) -> None:

@@ -120,7 +120,7 @@ class _Tracking:
         for at, line in enumerate(self._lines):
             self._at = at
             self._do(line)
-        for (_, channel), _ in self._under_way.items():
+        for _, channel in self._under_way:
             self._fault("order", f"the exchange on {channel!r} is never waited for")
         for name in sorted(self._held):
             self._fault("buffer", f"buffer {name!r} is never freed")
@@ -169,8 +169,7 @@ class _Tracking:
         self._freed.add(name)
 
     def _drop(self, name: str) -> None:
-        if name not in self._tensors:
-            self._fault("tensor", f"{name!r} is dropped and does not exist")
+        self._use_tensor(name, "dropped")
         self._tensors.discard(name)
 
     def _make(self, op: Op, name: str) -> None:
@@ -178,17 +177,21 @@ class _Tracking:
             self._fault("tensor", f"{name!r} is made again")
         self._tensors.add(name)
 
+    def _use_tensor(self, name: str, how: str) -> None:
+        if name not in self._tensors:
+            self._fault("tensor", f"{name!r} is {how} and does not exist")
+
+    def _use_buffer(self, name: str, how: str) -> None:
+        if name in self._received:
+            self._fault("buffer", f"buffer {name!r} is {how} before its message has arrived")
+        elif name not in self._held:
+            self._fault("buffer", f"buffer {name!r} is {how} and not in use")
+
     def _read(self, operand: Operand, scope: _Scope) -> None:
         if isinstance(operand, View):
-            name = scope.name(operand.name)
-            if name not in self._tensors:
-                self._fault("tensor", f"{name!r} is read and does not exist")
-            return
-        name = scope.name(operand.buffer.name)
-        if name in self._received:
-            self._fault("buffer", f"buffer {name!r} is read before its message has arrived")
-        elif name not in self._held:
-            self._fault("buffer", f"buffer {name!r} is read and not in use")
+            self._use_tensor(scope.name(operand.name), "read")
+        else:
+            self._use_buffer(scope.name(operand.buffer.name), "read")
 
     def _write(self, operand: Operand, scope: _Scope) -> None:
         self._read(operand, scope)
@@ -197,10 +200,7 @@ class _Tracking:
 
     def _post(self, op: ops.Post, line: _Line) -> None:
         send, recv = line.scope.name(op.send.name), line.scope.name(op.recv.name)
-        if send in self._received:
-            self._fault("buffer", f"buffer {send!r} is sent before its message has arrived")
-        elif send not in self._held:
-            self._fault("buffer", f"buffer {send!r} is sent and not in use")
+        self._use_buffer(send, "sent")
         key = _members(line), op.channel
         if key in self._under_way:
             self._fault("order", f"channel {op.channel!r} has an exchange under way")

@@ -21,14 +21,14 @@ NBYTES = 16
 def connect(program: Program, transport: Transport, device: torch.device) -> None:
     """Runs every exchange of a program, with messages of a few bytes."""
     for op in program.ops:
-        if isinstance(op, ops.Inner):
-            among = transport if op.ranks is None else transport.sub(op.ranks)
-            connect(op.program, among, device)
-        elif isinstance(op, ops.Post):
-            among = transport if op.ranks is None else transport.sub(op.ranks)
-            _exchange(op, among, device)
-        elif isinstance(op, ops.Join):
+        if isinstance(op, ops.Join):
             transport.join(op.channel, device)
+        elif isinstance(op, ops.Inner | ops.Post):
+            among = transport if op.ranks is None else transport.sub(op.ranks)
+            if isinstance(op, ops.Inner):
+                connect(op.program, among, device)
+            else:
+                _exchange(op, among, device)
 
 
 def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_attn import profiling
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
+from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Buffer, Channel, Copy, Entry, Hop, Operand, Program, View
@@ -30,22 +31,9 @@ from ring_attn.transport.buffers import Block, last_uses
 from ring_attn.transport.streams import Event, Stream
 
 
-class Chosen(Protocol):
-    """The parts of a call with which a program runs."""
-
-    @property
-    def spec(self) -> AttentionSpec: ...
-
-    @property
-    def scores(self) -> Scores: ...
-
-    @property
-    def backend(self) -> str: ...
-
-
 def execute(
     program: Program,
-    call: Chosen,
+    call: Call,
     tensors: Mapping[str, Tensor],
     transport: Transport,
     sinks: Tensor | None = None,

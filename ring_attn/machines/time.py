@@ -25,8 +25,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil, log2
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ring_attn.backends import get_backend
 from ring_attn.call import Call
@@ -79,21 +80,17 @@ class _Group:
         self.num_nodes = len({rank // node_size for rank in members})
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
-        self._runs: dict[int, range] = {}
-        start = 0
-        for at, index in enumerate(self.walked):
-            if at and index != self.walked[at - 1] + 1:
-                start = at
-            if at + 1 == len(self.walked) or self.walked[at + 1] != index + 1:
-                run = range(self.walked[start], index + 1)
-                self._runs |= dict.fromkeys(run, run)
+        self._runs: dict[int, list[int]] = {}
+        for _, pairs in groupby(enumerate(self.walked), lambda pair: pair[1] - pair[0]):
+            run = [index for _, index in pairs]  # consecutive
+            self._runs |= dict.fromkeys(run, run)
 
     def like(self, peer: int, rank: int) -> int:
         """The walked rank that stands for the peer at an index of a rank; a rank of its run."""
         if peer in self._runs:
             return self.members[peer]
         run = self._runs[self._places[rank]]
-        return self.members[run[(peer - run.start) % len(run)]]
+        return self.members[run[(peer - run[0]) % len(run)]]
 
 
 @dataclass(eq=False)
@@ -118,7 +115,6 @@ class _Run:
         self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
         self.busy: dict[tuple[int, int], float] = defaultdict(float)
         self.last: dict[tuple[int, int], tuple[int, int | None]] = {}
-        self.nbytes = [0, 0]
 
     def port(self, crosses: bool, rank: int) -> tuple[int, int]:
         if not crosses:
@@ -147,29 +143,24 @@ class _Run:
                 f"the programs of ranks {stuck} do not end: other ranks post fewer exchanges; "
                 "`ring-attn plan --check` says which"
             )
-        return self._done()
+        return Simulation(tuple(self.ranks.values()), self._slowest_link())
 
     def group(self, members: tuple[int, ...]) -> _Group:
         if members not in self.groups:
             self.groups[members] = _Group(members, self.ranks, self.cluster.node_size)
         return self.groups[members]
 
-    def _done(self) -> Simulation:
-        world_size = self.call.world_size
+    def _slowest_link(self) -> Usage | None:
+        """The kind of link with the longest waits, and its busiest port."""
         links = []
         for kind, name in enumerate(("inside", "between")):
-            if not self.nbytes[kind]:
-                continue
             ports = [port for port in self.busy if port[0] == kind]
-            worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
-            sender, receiver = self.last[worst]
-            nbytes = self.nbytes[kind] * world_size // len(self.ranks)
-            exposed = max(rank.exposed[kind] for rank in self.ranks.values())
-            links.append(Usage(
-                name, self.links[kind].name, nbytes, self.busy[worst], sender, receiver, exposed
-            ))  # fmt: skip
-        links.sort(key=lambda usage: (usage.exposed, usage.busy), reverse=True)
-        return Simulation(world_size, self.cluster, tuple(self.ranks.values()), tuple(links))
+            if ports:
+                worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
+                exposed = max(rank.exposed[kind] for rank in self.ranks.values())
+                busy, ends = self.busy[worst], self.last[worst]
+                links.append(Usage(name, self.links[kind].name, busy, *ends, exposed))
+        return max(links, key=lambda usage: (usage.exposed, usage.busy), default=None)
 
     # -- exchanges
 
@@ -216,7 +207,7 @@ class _Run:
             link = self.links[crosses]
             begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth, crosses
         taken: dict[tuple[int, int], float] = defaultdict(float)
-        for (rank, op, _), hop in zip(posts, hops, strict=True):
+        for (rank, _, _), hop in zip(posts, hops, strict=True):
             begin, end, crosses = begun[rank.rank]
             _, _, out, into = ways[rank.rank]
             # While a message travels its ports take the next one.
@@ -225,7 +216,6 @@ class _Run:
             self.free[1][into] = max(self.free[1][into], left)
             taken[out] = max(taken[out], end - begin)
             self.last[out] = rank.rank, members[hop.send_to]
-            self.nbytes[crosses] += op.nbytes
         for out, seconds in taken.items():
             self.busy[out] += seconds
         for (rank, op, when), hop in zip(posts, hops, strict=True):
@@ -277,10 +267,8 @@ class _Run:
         begin = max(begin, *(free[port] for one in ports for port in one for free in self.free))
         end = begin + max(seconds)
         for kind, sent in enumerate((within, across)):
-            total = int(sum(sent))
-            if not total:
+            if not int(sum(sent)):
                 continue
-            self.nbytes[kind] += total
             for port in dict.fromkeys(ports[kind]):
                 for free in self.free:
                     free[port] = max(free[port], end)
@@ -481,10 +469,9 @@ class _Walk:
         self._compute(op, part_of_heads(op, self.spec))
 
 
+# An op that takes time has the method of its name.
 _DO: dict[type, Callable[[_Walk, Any], None]] = {
     op: getattr(_Walk, op.__name__.lower())
-    for op in (
-        ops.Pack, ops.Wait, ops.Clear, ops.Add, ops.Unpack, ops.New, ops.Start, ops.Attend,
-        ops.Finish, ops.Delta, ops.Differentiate, ops.Round,
-    )
-}  # fmt: skip
+    for op in get_args(ops.Op)
+    if hasattr(_Walk, op.__name__.lower())
+}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ring_attn.core.program import Channel
-from ring_attn.machines.cluster import Cluster
 
 
 class Pending(NamedTuple):
@@ -23,7 +22,6 @@ class Usage:
     """Use of the links of one kind: "inside" a node, or "between" nodes.
 
     Attributes:
-        nbytes: bytes that all ranks sent over these links.
         busy: seconds that the busiest port was sending.
         sender: rank that last sent through the busiest port.
         receiver: its receiver; None for collectives.
@@ -32,7 +30,6 @@ class Usage:
 
     link: str
     name: str
-    nbytes: int
     busy: float
     sender: int
     receiver: int | None
@@ -86,26 +83,18 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Results of a simulation: the timeline of each walked rank, and the use of the links.
+    """Results of a simulation: the timeline of each walked rank, and the slowest link.
 
-    `links` are the kinds of links that carried bytes, the most costly first; with sampled ranks
-    their bytes are estimates.
+    `slowest_link` is the kind of link with the longest waits; None if nothing is sent.
     """
 
-    world_size: int
-    cluster: Cluster
     ranks: tuple[Timeline, ...]
-    links: tuple[Usage, ...]
+    slowest_link: Usage | None
 
     @property
     def seconds(self) -> float:
         """Time until the last rank is done."""
         return max(rank.clock for rank in self.ranks)
-
-    @property
-    def slowest_link(self) -> Usage | None:
-        """The kind of link with the longest waits, with its busiest port."""
-        return self.links[0] if self.links else None
 
     @property
     def num_steps(self) -> int:

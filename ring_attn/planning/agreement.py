@@ -10,7 +10,7 @@ import json
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -107,7 +107,15 @@ def _from_rank_0(
             message["strategy"] = asdict(chosen())
         except Exception as error:
             message["error"] = [type(error).__name__, str(error)]
-    messages = _gathered(message, transport, device)
+    try:
+        with transport.call("choose a strategy", _CHOOSING, device):
+            texts = gather_texts(transport, json.dumps(message), device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "strategy='auto': the ranks choose together at the first call with new arguments, and "
+            f"some did not take part: {error}"
+        ) from error
+    messages = list(map(json.loads, texts))
     first = messages[0]
     ranks = transport.global_ranks
     odd = [
@@ -126,17 +134,3 @@ def _from_rank_0(
             f"strategy='auto', chosen by {rank_name(ranks[0])}: {text}"
         )
     return Strategy(**first["strategy"])
-
-
-def _gathered(
-    message: Mapping[str, Any], transport: Transport, device: torch.device
-) -> list[dict[str, Any]]:
-    try:
-        with transport.call("choose a strategy", _CHOOSING, device):
-            texts = gather_texts(transport, json.dumps(message), device)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "strategy='auto': the ranks choose together at the first call with new arguments, and "
-            f"some did not take part: {error}"
-        ) from error
-    return [json.loads(text) for text in texts]

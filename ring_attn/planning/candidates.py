@@ -103,19 +103,19 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
         raise ValueError(
             f"layout must be 'auto', one of {names} or a SequenceLayout, got {layout!r}"
         )
-    by_name: dict[str, Layouts] = {}
-    if layout == "auto" and problem.recurrent:
+    if layout != "auto":
+        names = [layout]
+    elif problem.recurrent:
         names.remove("striped")  # where a state travels for each row
-    for name in names if layout == "auto" else [layout]:
-        if name == "balanced":
-            by_name[name] = _balanced(problem)
-        else:
-            q, k = (
-                SequenceLayout.from_name(name, n, world_size)
-                for n in (mask.seqlen_q, mask.seqlen_k)
-            )
-            by_name[name] = (q, k)
-    return by_name
+    return {name: _named(name, problem) for name in names}
+
+
+def _named(name: str, problem: Problem) -> Layouts:
+    if name == "balanced":
+        return _balanced(problem)
+    seqlens = problem.mask.seqlen_q, problem.mask.seqlen_k
+    q, k = (SequenceLayout.from_name(name, n, problem.world_size) for n in seqlens)
+    return q, k
 
 
 def _balanced(problem: Problem) -> Layouts:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.runs import travel
@@ -227,8 +228,19 @@ class Choice:
 
     @cached_property
     def reason(self) -> str:
-        """The reason why the best candidate is the best, in one sentence."""
-        return _reason(self)
+        """One sentence that compares the best with the fastest of another name, else with any."""
+        best, others = self.best, [c for c in self.candidates if c is not self.best]
+        simulated = [c for c in others if c.prediction is not None]
+        compared = [c for c in simulated if c.family != best.family] or simulated
+        if compared:
+            other = compared[0]
+            return f"{best.label}: {_faster(best, other)}, {_main_difference(best, other)}"
+        if not others:
+            return f"{best.label}: the only one"
+        if all(c.refused for c in others):
+            return f"{best.label}: every other is refused"
+        gain = min(c.at_least for c in others if not c.refused) / best.seconds - 1.0
+        return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
 
     @property
     def traffic(self) -> list[str]:
@@ -260,15 +272,14 @@ class Choice:
 
     def table(self, *, verbose: bool) -> str:
         """The candidates; unless verbose, those within `HOPELESS` of the best, in 80 columns."""
-        simulated = [c for c in self.candidates if c.prediction is not None]
-        if not verbose:
-            simulated = [c for c in simulated if c.seconds <= HOPELESS * self.best.seconds]
-        hidden = len(self.candidates) - len(simulated)
-        others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
-        others = self.left_out() if verbose else others
-        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
+        limit = float("inf") if verbose else HOPELESS * self.best.seconds
+        listed = [c for c in self.candidates if c.prediction is not None and c.seconds <= limit]
+        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in listed)]
+        others = self.left_out()
         if not verbose:
             rows = [tuple(row[i] for i in NARROW) for row in rows]
+            hidden = len(self.candidates) - len(listed)
+            others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:
@@ -328,7 +339,7 @@ def describe(problem: Problem) -> str:
     return (
         f"{rows} rows on {problem.world_size} x {cluster.device.name} (nodes of "
         f"{cluster.node_size}), {spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}, "
-        f"{str(spec.dtype).removeprefix('torch.')}, {mask.words}, "
+        f"{dtype_name(spec.dtype)}, {mask.words}, "
         f"{'forward and backward' if problem.backward else 'forward'}"
     )
 
@@ -356,21 +367,6 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
         format_bytes(candidate.peak_bytes),
         candidate.travels or "",
     )
-
-
-def _reason(choice: Choice) -> str:
-    """Compares the best with the fastest candidate of another name, else with any other."""
-    best, others = choice.best, [c for c in choice.candidates if c is not choice.best]
-    simulated = [c for c in others if c.prediction is not None]
-    compared = [c for c in simulated if c.family != best.family] or simulated
-    if compared:
-        return f"{best.label}: {_faster(best, compared[0])}, {_main_difference(best, compared[0])}"
-    if not others:
-        return f"{best.label}: the only one"
-    if all(c.refused for c in others):
-        return f"{best.label}: every other is refused"
-    gain = min(c.at_least for c in others if not c.refused) / best.seconds - 1.0
-    return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
 
 
 def _faster(best: Candidate, other: Candidate) -> str:

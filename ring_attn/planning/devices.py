@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import env_int, regular_file
+from ring_attn.core.values import check_one_of, env_int, regular_file
 from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
 from ring_attn.transport.options import MAX_CTAS
 
@@ -89,8 +89,7 @@ def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
         >>> replace(builtin_cluster("A100"), between=slow).inside.name
         'NVLink 3'
     """
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {list(DEVICES)}, got {device!r}")
+    check_one_of("device", device, [*DEVICES])
     return Cluster(
         DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
         copies=Copies(),
@@ -113,10 +112,6 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
     )  # fmt: skip
 
 
-def to_json(cluster: Cluster) -> dict[str, Any]:
-    return asdict(cluster)
-
-
 def load_cluster(path: Path | str) -> Cluster:
     """Reads a cluster that `ring-attn calibrate` wrote.
 
@@ -135,12 +130,7 @@ def load_cluster(path: Path | str) -> Cluster:
 
 
 def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
-    """Inverts `to_json`.
-
-    Raises:
-        KeyError, TypeError: fields are missing or have other names or types.
-        ValueError: numbers are out of range.
-    """
+    """Inverts `dataclasses.asdict`; errors where fields or numbers are not a cluster's."""
     device: dict[str, Any] = dict(values["device"])
     device |= {
         name: None if rate is None else Rate(**rate)

@@ -29,7 +29,7 @@ Dynamic Context Parallelism, arXiv 2510.10620.)
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -144,10 +144,13 @@ def pack(
     check_max_balance(max_balance)
     left, right = check_window(window_size, causal)
     window = left, 0 if causal else right
-    most = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
+    most_rows = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
     pairs_of = {n: pairs_before(n, window, n) for n in set(rows)}
     pairs = [pairs_of[n] for n in rows]
-    bounds = _Bounds.of(sum(pairs), most, world_size, max_balance)
+    mean = Fraction(sum(pairs), world_size)
+    most_pairs = max(math.floor(Fraction(max_balance) * mean), math.ceil(mean))
+    miss = int((most_pairs - mean) * RUN_TOLERANCE)
+    bounds = _Bounds(most_pairs, most_rows, mean, miss, world_size)
     documents = sorted((i for i, n in enumerate(rows) if n), key=lambda i: (-pairs[i], -rows[i], i))
     shares = (*MAX_SHARES, Fraction(0)) if len(rows) * world_size <= MAX_EXHAUSTIVE else MAX_SHARES
     best: _Placement | None = None
@@ -190,12 +193,6 @@ class _Bounds:
     mean: Fraction
     miss: int
     world_size: int
-
-    @classmethod
-    def of(cls, pairs: int, rows: int, world_size: int, max_balance: float) -> _Bounds:
-        mean = Fraction(pairs, world_size)
-        most = max(math.floor(Fraction(max_balance) * mean), math.ceil(mean))
-        return cls(most, rows, mean, int((most - mean) * RUN_TOLERANCE), world_size)
 
 
 @dataclass(frozen=True)
@@ -302,7 +299,7 @@ class _Placement:
             room = [rows] * len(ranks)
         document = _Document(rows, self.window)
         counts = _levelled([self.rows[r] for r in ranks], rows, [0] * len(ranks), room)
-        ends = [sorted(document.of_ends(n)) for n in counts]
+        ends = [sorted((document.pairs(0, n), document.pairs(rows - n, rows))) for n in counts]
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
         runs = document.shared(counts, aims, self.bounds.miss)
@@ -356,9 +353,6 @@ class _Document:
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
 
-    def of_ends(self, count: int) -> tuple[int, int]:
-        return self.pairs(0, count), self.pairs(self.length - count, self.length)
-
     def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
         """Each rank's runs: `counts` rows with about `aims` pairs.
 
@@ -393,13 +387,7 @@ class _Document:
         for one_run in (count, 0):
             if abs(off(one_run)) <= miss:
                 return one_run
-        low, high = 0, count
-        while low < high:
-            middle = (low + high) // 2
-            if off(middle) > 0:
-                low = middle + 1
-            else:
-                high = middle
+        low = bisect_left(range(count), True, key=lambda head: off(head) <= 0)
         return min((low, max(0, low - 1)), key=lambda head: abs(off(head)))
 
 

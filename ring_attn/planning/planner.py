@@ -160,11 +160,12 @@ def explain(
         >>> choice.best.family in ("ring", "all_gather", "ulysses", "hybrid")
         True
     """
+    seqlen_k = seqlen if seqlen_k is None else seqlen_k
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
     counts = {
         "seqlen": seqlen, "world_size": world_size, "batch": batch, "nheads": nheads,
-        "nheads_kv": nheads_kv, "headdim": headdim, "headdim_v": headdim_v,
+        "nheads_kv": nheads_kv, "headdim": headdim, "headdim_v": headdim_v, "seqlen_k": seqlen_k,
     }  # fmt: skip
     for name, value in counts.items():
         values.check_int(name, value, least=1)
@@ -185,8 +186,11 @@ def explain(
             raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     refusals.check_softcap(softcap)
     refusals.check_same_bits(same_bits)
-    cuts = refusals.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens)) or ()
-    mask = _mask_of(seqlen, seqlen_k, causal, window_size, cu_seqlens, cu_seqlens_k)
+    window = refusals.check_window(window_size, causal)
+    cu_q = refusals.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
+    cu_k = refusals.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
+    refusals.check_documents(cu_q, cu_k)
+    mask = Mask(seqlen, seqlen_k, causal, window, cu_q, cu_q if cu_k is None else cu_k)
     if cluster is None:
         cluster = find_cluster(device_type, world_size)
     values.check_type("cluster", cluster, Cluster)
@@ -207,7 +211,7 @@ def explain(
         memory_of(cluster) if memory_bytes is None else float(memory_bytes),
         exact,
         recurrent,
-        tuple(sorted({0, seqlen, *cuts})),
+        tuple(sorted({0, seqlen, *(cu_q or ())})),
     )
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 
@@ -238,13 +242,12 @@ def choose(
             f"no strategy can run {describe(problem)}: "
             + "; ".join(reasons or ["none was asked for"])
         )
-    order = {id(c): index for index, c in enumerate(candidates)}
     tied = (1.0 + TIE) * min(c.seconds for c in usable)
 
-    def key(c: Candidate) -> tuple[float, float, int]:
+    def key(c: Candidate) -> tuple[float, float]:
         if c.prediction is None:
-            return (2.0 + c.refused, c.at_least, order[id(c)])
-        return (0.0, 0.0, order[id(c)]) if c.seconds <= tied else (1.0, c.seconds, order[id(c)])
+            return (2.0 + c.refused, c.at_least)
+        return (0.0, 0.0) if c.seconds <= tied else (1.0, c.seconds)
 
     candidates.sort(key=key)
     return Choice(asked, candidates[0], tuple(candidates))
@@ -392,12 +395,8 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
             continue
         ruled_out = [i for i, c in of_name.items() if c.ruled_out]
         if ruled_out:
-            yield min(
-                ruled_out,
-                key=lambda i: (
-                    candidates[i].layout_name != best.layout_name, candidates[i].at_least, i
-                ),
-            )  # fmt: skip
+            others = [i for i in ruled_out if candidates[i].layout_name == best.layout_name]
+            yield min(others or ruled_out, key=lambda i: candidates[i].at_least)
 
 
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
@@ -436,24 +435,6 @@ def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str
 def memory_of(cluster: Cluster) -> float:
     """Bytes that a rank has; infinite if the device's memory is unknown."""
     return cluster.device.memory_bytes or float("inf")
-
-
-def _mask_of(
-    seqlen: int,
-    seqlen_k: int | None,
-    causal: bool,
-    window_size: Sequence[int],
-    cu_seqlens: Tensor | Sequence[int] | None,
-    cu_seqlens_k: Tensor | Sequence[int] | None,
-) -> Mask:
-    seqlen_k = seqlen if seqlen_k is None else seqlen_k
-    values.check_int("seqlen_k", seqlen_k, least=1)
-    window = refusals.check_window(window_size, causal)
-    cu_q = refusals.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
-    cu_k = refusals.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
-    refusals.check_documents(cu_q, cu_k)
-    cu_k = cu_q if cu_k is None else cu_k
-    return Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k)
 
 
 def _tensor(name: str, numbers: Tensor | Sequence[int] | None) -> Tensor | None:

@@ -7,11 +7,10 @@ strategy itself. `ring-attn verify` and the tests of the strategies use the same
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -65,11 +64,8 @@ def _documents(seqlen: int) -> tuple[int, ...]:
 
 def _longer_documents(seqlen: int) -> tuple[int, ...]:
     """Boundaries of the keys of `_documents`; all but the empty document have three more keys."""
-    cuts = _documents(seqlen)
-    grown = [0]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        grown.append(grown[-1] + (stop - start + 3 if stop > start else 0))
-    return tuple(grown)
+    lengths = (stop - start for start, stop in pairwise(_documents(seqlen)))
+    return tuple(accumulate((n + 3 if n else 0 for n in lengths), initial=0))
 
 
 def _padding(seqlen: int) -> Mask:
@@ -196,16 +192,6 @@ def strategy_of(name: str, world_size: int) -> str | Strategy:
     if degree is None:
         raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
     return Strategy.from_name(name.removeprefix("hybrid "), world_size, degree)
-
-
-def usable_strategies(world_size: int, names: Iterable[str] = STRATEGIES) -> list[str]:
-    """The names of strategies that so many ranks can run, but for "auto"."""
-    usable = []
-    for name in names:
-        with suppress(NotImplementedError):
-            strategy_of(name, world_size)
-            usable.append(name)
-    return [name for name in usable if name != "auto"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from ring_attn.machines.cluster import Cluster, Link
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.choice import Problem
-from ring_attn.planning.devices import cpu_cluster, to_json
+from ring_attn.planning.devices import cpu_cluster
 from ring_attn.planning.planner import choose
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Case, run_all_ranks
@@ -59,7 +59,7 @@ def choose_on(path: Path, headdim: int = 16) -> tuple[Strategy, int]:
 
 
 def write(path: Path, cluster: Cluster) -> None:
-    path.write_text(json.dumps({"cluster": to_json(cluster)}))
+    path.write_text(json.dumps({"cluster": asdict(cluster)}))
 
 
 @on_ranks(2)

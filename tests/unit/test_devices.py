@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from ring_attn.planning.devices import (
     Rate,
     builtin_cluster,
     load_cluster,
-    to_json,
 )
 
 # FlashAttention 3 on an H100, bf16, 64:8 heads of 128, TFLOP/s by mask area: 2k to 32k rows.
@@ -65,13 +64,13 @@ def calibrated() -> Cluster:
 def test_a_calibration_is_read_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     for cluster in (calibrated(), replace(calibrated(), copies=None)):
-        path.write_text(json.dumps({"cluster": to_json(cluster)}))
+        path.write_text(json.dumps({"cluster": asdict(cluster)}))
         assert load_cluster(path) == cluster
 
 
 def described(**changes: object) -> str:
     """A calibration as JSON; a change is keyed like "device.forward.flops"."""
-    found = json.loads(json.dumps({"cluster": to_json(calibrated())}))
+    found = json.loads(json.dumps({"cluster": asdict(calibrated())}))
     for path, value in changes.items():
         *parents, last = path.split(".")
         at = found["cluster"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ring_attn.cli import plan as command
 from ring_attn.cli.options import parse_window
 from ring_attn.machines.check import Fault
 from ring_attn.planning.choice import Choice
-from ring_attn.planning.devices import builtin_cluster, to_json
+from ring_attn.planning.devices import builtin_cluster
 from tests.integration.commands import options_of
 
 SMALL = ["--seqlen", "4k", "--world-size", "4", "--heads", "8", "--kv-heads", "2"]
@@ -47,7 +48,7 @@ def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
     monkeypatch.setenv("RING_ATTN_CLUSTER", str(path))
     with pytest.raises(ValueError, match="machine.json"):
         command.cluster_of(None, None, 8)
-    path.write_text(json.dumps({"cluster": to_json(builtin_cluster("B200"))}))
+    path.write_text(json.dumps({"cluster": asdict(builtin_cluster("B200"))}))
     assert command.cluster_of(str(path), None, 4).device.name == "B200"
 
 

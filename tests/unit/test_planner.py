@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,7 @@ from ring_attn.planning import bounds, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
-from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster, to_json
+from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster
 from ring_attn.planning.planner import choose, explain
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy
@@ -294,7 +294,7 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
     monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
     with pytest.raises(OSError, match=r"machine\.json"):
         find_cluster("cpu", 2)
-    path.write_text(json.dumps({"cluster": to_json(mine)}))
+    path.write_text(json.dumps({"cluster": asdict(mine)}))
     assert find_cluster("cpu", 2) == mine
     monkeypatch.delenv(devices.CLUSTER_VARIABLE)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -151,7 +151,7 @@ def test_the_slow_link_between_nodes_is_named() -> None:
     ends = f"rank {slowest.sender} -> rank {slowest.receiver}"
     assert str(slowest) == f"cable between nodes, {ends}"
     inside = simulated(cluster(inside=wire(3))).slowest_link
-    assert inside is not None and (inside.link, inside.nbytes) == ("inside", 4 * 3 * NBYTES)
+    assert inside is not None and inside.link == "inside"
     assert inside.busy == pytest.approx(9 * STEP)
 
 
@@ -165,8 +165,6 @@ def test_collectives_take_what_was_measured_of_them(strategy: Strategy) -> None:
         sent, count = found.ranks[0].sent, found.ranks[0].messages
         assert found.seconds == pytest.approx(sent / 1e6 + count * latency)
     assert simulated(on, strategy=strategy).seconds == pytest.approx(sent / 1e9)
-    found = simulated(on, 8, strategy)  # on two nodes
-    assert sum(link.nbytes for link in found.links) == pytest.approx(sum(each(found, "sent")))
 
 
 def test_a_window_is_computed_at_its_own_rate() -> None:
