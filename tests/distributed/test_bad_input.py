@@ -38,7 +38,7 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture, p2p
 from tests.distributed.pool import ended, on_ranks
 from tests.refusals import refused, says
-from tests.unit.test_wrong_values import KINDS, WRONG, defaults
+from tests.unit.test_wrong_values import assert_named, defaults
 
 pytestmark = pytest.mark.gloo  # nothing is sent
 
@@ -366,17 +366,8 @@ def test_wrong_values_are_refused() -> None:
         partial(halo, x=x(1, ROWS, 4), layout=layout, left=1, right=0, dim=1, group=None),
         partial(sync_gradients, module=[x(3).requires_grad_()], **defaults(sync_gradients)),
     ):
-        for argument, (what, wrong) in product(call.keywords, WRONG.items()):
-            with no_communication():
-                got = ended(partial(call, **{argument: wrong}))
-            where = (call.func, argument, what, got)
-            if got.error in (None, AssertionError):
-                names = argument, f"{call.func.__name__}'s {argument}"
-                assert any(what in TAKEN.get(name, ()) for name in names), where
-                continue
-            words = argument, OTHER_WORDS.get(argument, argument)
-            assert got.error in KINDS, where
-            assert any(word in got.text for word in words) and got.alone, where
+        with no_communication():
+            assert_named(call, TAKEN, OTHER_WORDS, runs=(None, AssertionError))
 
 
 @on_ranks(2)

@@ -292,8 +292,6 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
 ) -> None:
     mine, path = builtin_cluster("A100"), tmp_path / "machine.json"
     monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
-    with pytest.raises(OSError, match=r"machine\.json"):
-        find_cluster("cpu", 2)
     path.write_text(json.dumps({"cluster": to_json(mine)}))
     assert find_cluster("cpu", 2) == mine
     monkeypatch.delenv(devices.CLUSTER_VARIABLE)

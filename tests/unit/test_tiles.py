@@ -34,8 +34,7 @@ from ring_attn.core.tiles import (
 )
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_displacements, needed_rows, pair_work
-from ring_attn.machines.count import peak_bytes
-from ring_attn.strategies.registry import both_programs, program_of
+from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
@@ -320,17 +319,11 @@ def test_few_turns() -> None:
     assert len(turns_of(layout, layout, from_dense(seen), "kv")) == 1
 
 
-def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
-    """Peaks do not grow with the ranks; a document's first half goes to its second half."""
-    exchange, spec = Strategy("exchange"), spec_of(1, 1, torch.float32, 16, 16)
-    peaks = set()
-    for world_size in (6, 12, 24):
-        mask = Mask(64 * world_size, 64 * world_size)
-        call = calls_of(exchange, mask, "contiguous", world_size, spec)[1]
-        peaks.add(peak_bytes(both_programs(call, backward=True), call))
-    assert len(peaks) == 1
+def test_an_exchange_sends_no_more_than_is_needed() -> None:
+    """A document's first half goes to its second half."""
     mask, layout = placed(8)
-    calls = calls_of(exchange, mask, (layout, layout), 8, spec, backend="aten")
+    spec = spec_of(1, 1, torch.float32, 16, 16)
+    calls = calls_of(Strategy("exchange"), mask, (layout, layout), 8, spec, backend="aten")
     nbytes = sum(one.nbytes for one in sent(calls))
     apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
     padding = nbytes - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
