@@ -54,7 +54,7 @@ class RingStep(NamedTuple):
 Visible = dict[tuple[int, int], Tensor]
 
 
-@settings(reproducible, max_examples=400)
+@settings(reproducible, max_examples=200)
 @given(st.data())
 def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
     mask = data.draw(masks())
