@@ -275,14 +275,6 @@ def test_distances_that_nobody_needs_are_jumped_over() -> None:
     assert routes == [Hop(1, 3), Hop(2, 2)]
 
 
-def test_the_kinds_of_a_causal_ring() -> None:
-    layout = SequenceLayout.contiguous(1024, 4)
-    plan = plans((layout, layout), Mask(1024, 1024, causal=True))[2]
-    assert [step.source for step in plan] == [2, 1, 0, 3]
-    kinds = [[tile.kind.name for tile in step.tiles] for step in plan]
-    assert kinds == [["CAUSAL"], ["FULL"], ["FULL"], []]
-
-
 # -- an exchange
 
 LENGTHS = (40, 3, 90, 11, 64, 64, 7, 33, 128, 5, 21, 46)
