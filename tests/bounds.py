@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,11 @@ def painted(tiles: Sequence[Tile], rows: int, cols: int) -> Tensor:
     for tile in tiles:
         count[tile.q, tile.kv] += visible_pairs(tile)
     return count
+
+
+def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    """Whether there are as many tensors, each equal to the other."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

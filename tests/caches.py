@@ -15,7 +15,7 @@ from ring_attn.decode_refusals import check_sequences
 from ring_attn.strategies.tree_decode import make_call
 from ring_attn.testing import Inputs, poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local
-from tests.bounds import assert_holds, expect
+from tests.bounds import assert_holds, expect, same
 
 ROOM = 128
 
@@ -71,7 +71,7 @@ def decoded(
 
     with poisoned_empty():
         results = run_local(len(cache.ranks), work)
-    assert all(torch.equal(x, y) for one in results for x, y in zip(one, results[0], strict=True))
+    assert all(same(one, results[0]) for one in results)
     return results[0]
 
 

@@ -55,6 +55,17 @@ def layouts(
     return SequenceLayout.from_segments([dealt[rank::world_size] for rank in range(world_size)])
 
 
+def scattered(*last: int) -> SequenceLayout:
+    """Runs dealt to ranks in turn, but for the last ones, which are on the ranks given.
+
+    There are so many that the text of the layout is cut, and does not tell the last ones.
+    """
+    parts: list[list[Segment]] = [[] for _ in last]
+    for run, rank in enumerate([*14 * [*range(len(last))], *last]):
+        parts[rank].append(Segment(2 * run, 2))
+    return SequenceLayout.from_segments(parts)
+
+
 @st.composite
 def layouts_for(
     draw: st.DrawFn, mask: Mask, world_sizes: st.SearchStrategy[int] = WORLD_SIZES

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_attn import SequenceLayout
+from ring_attn.core import runs
 from ring_attn.core.runs import travel
 from ring_attn.models.recurrent import Place
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
@@ -43,6 +46,15 @@ def step_by_step(
 
 # Outputs, and the state after the last row.
 Result = tuple[Tensor, Tensor | None]
+
+
+@contextmanager
+def always(way: str) -> Iterator[None]:
+    """Lets states travel in a way, whatever their size."""
+    with mock.patch.object(runs, "LATENCY_BYTES", 1e18 if way == "gather" else -1e18):
+        travel.cache_clear()
+        yield
+    travel.cache_clear()
 
 
 def delta_rule(x: Inputs, place: dict[str, Any]) -> Result:
@@ -130,17 +142,17 @@ def compare_start_states(layout: SequenceLayout, cuts: Sequence[int]) -> None:
     `cuts` are the boundaries of documents. All ranks make all exchanges before one of them asserts.
     """
     ends = tuple(sorted({0, *cuts, layout.seqlen}))
-    runs, group = travel(layout, ends, 1).runs, dist.group.WORLD
+    every, group = travel(layout, ends, 1).runs, dist.group.WORLD
     assert group is not None
-    own = sorted((run.number, i) for i, run in enumerate(runs) if run.rank == dist.get_rank())
+    own = sorted((run.number, i) for i, run in enumerate(every) if run.rank == dist.get_rank())
     mine = [i for _, i in own]
     torch.manual_seed(0)
-    decays, adds, weights = (torch.randn(len(runs), 2, 3, n) for n in (1, 5, 5))
+    decays, adds, weights = (torch.randn(len(every), 2, 3, n) for n in (1, 5, 5))
 
     def of_whole(dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (decays.sigmoid(), adds)]
         state, found = torch.zeros_like(leaves[1][0]), []
-        for run, decay, add in zip(runs, *leaves, strict=True):
+        for run, decay, add in zip(every, *leaves, strict=True):
             state = state if run.enters else torch.zeros_like(state)
             found.append(state)
             state = add + decay * state if run.passes else add
@@ -148,7 +160,7 @@ def compare_start_states(layout: SequenceLayout, cuts: Sequence[int]) -> None:
         return [starts, *gradients_of(starts, leaves, weights.to(dtype))]
 
     leaves = [x[mine].requires_grad_() for x in (decays.sigmoid(), adds)]
-    passes = torch.tensor([runs[i].passes for i in mine], dtype=torch.bool).view(-1, 1, 1, 1)
+    passes = torch.tensor([every[i].passes for i in mine], dtype=torch.bool).view(-1, 1, 1, 1)
     factors = leaves[0].where(passes, leaves[0].detach())  # else no variable
     starts = StartStates.apply(factors, leaves[1], Maps(layout, ends, group))
     got = [starts, *gradients_of(starts, leaves, weights[mine])]

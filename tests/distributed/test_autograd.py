@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -19,13 +19,10 @@ from ring_attn import ring_attention, tree_decode, unshard
 from ring_attn.core.mask import Mask
 from ring_attn.testing import HEADS, LAYOUTS, Case, Heads, Inputs, layouts_of
 from ring_attn.testing.ranks import arguments_of
+from tests.bounds import same
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bad_input import good, no_communication
 from tests.refusals import refused
-
-
-def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], Inputs]:

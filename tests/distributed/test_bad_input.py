@@ -38,7 +38,7 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture, p2p
 from tests.distributed.pool import ended, on_ranks
 from tests.refusals import refused, says
-from tests.unit.test_wrong_values import KINDS, WRONG, defaults
+from tests.unit.test_wrong_values import assert_named, defaults
 
 pytestmark = pytest.mark.gloo  # nothing is sent
 
@@ -323,6 +323,7 @@ def assert_refused(call: partial[object], bad: Bad) -> None:
 
 ATTEND, DECODED = (partial(function, **good()) for function in (ring_attention, tree_decode))
 WHOLE = partial(unshard, x=x(1, ROWS, 4), layout=zigzag(SEQLEN), dim=1)
+SYNC = partial(sync_gradients, module=[x(3).requires_grad_()], **defaults(sync_gradients))
 
 
 @on_ranks(2)
@@ -357,26 +358,16 @@ TAKEN = {
 @on_ranks(2)
 def test_wrong_values_are_refused() -> None:
     """Every other value of a wrong type is refused by the argument's name."""
-    layout = zigzag(SEQLEN)
     for call in (
         partial(ring_attention, **defaults(ring_attention) | good()),
         partial(ring_attention, **defaults(ring_attention) | packed(0, SEQLEN)),
         partial(tree_decode, **defaults(tree_decode) | good()),
-        partial(unshard, x=x(1, ROWS, 4), layout=layout, dim=1, group=None),
-        partial(halo, x=x(1, ROWS, 4), layout=layout, left=1, right=0, dim=1, group=None),
-        partial(sync_gradients, module=[x(3).requires_grad_()], **defaults(sync_gradients)),
+        partial(WHOLE, group=None),
+        partial(halo, **WHOLE.keywords, left=1, right=0, group=None),
+        SYNC,
     ):
-        for argument, (what, wrong) in product(call.keywords, WRONG.items()):
-            with no_communication():
-                got = ended(partial(call, **{argument: wrong}))
-            where = (call.func, argument, what, got)
-            if got.error in (None, AssertionError):
-                names = argument, f"{call.func.__name__}'s {argument}"
-                assert any(what in TAKEN.get(name, ()) for name in names), where
-                continue
-            words = argument, OTHER_WORDS.get(argument, argument)
-            assert got.error in KINDS, where
-            assert any(word in got.text for word in words) and got.alone, where
+        with no_communication():
+            assert_named(call, TAKEN, OTHER_WORDS, runs=(None, AssertionError))
 
 
 @on_ranks(2)
@@ -392,7 +383,7 @@ def test_good_arguments_run() -> None:
         ring_attention(**good())
 
 
-@pytest.mark.parametrize("call", [ATTEND, WHOLE], ids=["ring_attention", "unshard"])
+@pytest.mark.parametrize("call", [ATTEND, WHOLE, SYNC], ids=lambda call: call.func.__name__)
 def test_no_process_group(call: partial[object]) -> None:
     assert not dist.is_initialized()
     told = "no process group|init_process_group|torchrun"

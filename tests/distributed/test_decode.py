@@ -31,6 +31,7 @@ from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused, says
 
 SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
+MLA = {"batch": 2, "nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
 Results = tuple[Tensor, Tensor]
 
 
@@ -62,30 +63,24 @@ def test_a_growing_cache(dtype: torch.dtype, tokens: int) -> None:
         layout = layout.appended(next_rank(layout, block=3), tokens)
 
 
-@on_ranks(2)
-def test_sizes_of_mla() -> None:
-    layout, mask = SequenceLayout.zigzag(33, 2), Mask(2, 33, causal=True)
-    inputs = random_qkv(seqlen_q=2, seqlen_k=33, nheads=4, nheads_kv=1, headdim=576, headdim_v=512)
-    shards = (layout.shard(x, dist.get_rank()) for x in inputs[1:3])
-    got = tree_decode(inputs.q, *shards, layout=layout, mask=mask, return_lse=True)
-    assert_exact(got, inputs, mask)
-
-
 @pytest.mark.parametrize("starts_full", [True, False])
 @on_ranks(3)
 def test_none_stands_for_no_rows(starts_full: bool) -> None:
+    """With the sizes of MLA, and the mask by name or as a value."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     ends = open_p2p(group, TransportOptions())
     layout = SequenceLayout.boundaries([0, 7 * starts_full] + [7 * starts_full] * (world_size - 1))
     for step in range(4):
         layout = layout.appended(next_rank(layout, block=2), 1)
-        q, *whole, _ = inputs = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen, seed=step, **SIZES)
+        mask = Mask(1, layout.seqlen, causal=True)
+        q, *whole, _ = inputs = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen, seed=step, **MLA)
         rows = [layout.shard(x, rank) if layout.shard_len(rank) else None for x in whole]
         ends.stats.reset()
-        results = tree_decode(q, *rows, layout=layout, group=group, return_lse=True)
+        options = {"mask": mask} if step % 2 else {}
+        results = tree_decode(q, *rows, layout=layout, group=group, return_lse=True, **options)
         assert layout.seqlen == 7 * starts_full + step + 1
-        assert_exact(results, inputs, Mask(1, layout.seqlen, causal=True))
+        assert_exact(results, inputs, mask)
         assert ends.stats.messages == (2 if step == 0 else 1)
 
 

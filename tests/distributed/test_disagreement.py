@@ -30,10 +30,10 @@ from ring_attn import (
     tree_decode,
     unshard,
 )
-from ring_attn.core.segments import Segment
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from tests.distributed.pool import ended, everyone, on_ranks
+from tests.drawn import scattered
 from tests.refusals import refused, says
 
 pytestmark = pytest.mark.gloo
@@ -270,14 +270,6 @@ def debug(value: str | None = "1") -> Iterator[None]:
         yield
 
 
-def scattered(*last: int) -> SequenceLayout:
-    """Of 60 runs, dealt to the ranks in turn, the last four are on the ranks given."""
-    parts: list[list[Segment]] = [[] for _ in range(WORLD_SIZE)]
-    for run, rank in enumerate([*14 * [*range(WORLD_SIZE)], *last]):
-        parts[rank].append(Segment(2 * run, 2))
-    return SequenceLayout.from_segments(parts)
-
-
 LONG, OTHER_LONG = scattered(0, 1, 2, 3), scattered(1, 0, 2, 3)
 
 
@@ -308,12 +300,20 @@ def test_layouts_with_one_text_differ(strategy: str) -> None:
         assert got.error is RuntimeError and "dim and shape" in got.text, got
 
 
+@pytest.mark.parametrize("formed", [True, False])
 @on_ranks(WORLD_SIZE)
-def test_a_refusal_is_told_at_once() -> None:
-    """The others need not wait for the timeout, though the refusing rank makes no other call."""
-    group = dist.new_group()
-    call(group)
-    if dist.get_rank() == ODD:
+def test_a_refusal_is_told_at_once(formed: bool) -> None:
+    """The others need not wait for the timeout, though the refusing rank makes no other call.
+
+    At the first call of a group, here behind one that all refuse, they wait for its connections.
+    """
+    group, rank = dist.new_group(), dist.get_rank()
+    if formed:
+        call(group)
+    else:
+        with refused(ValueError, "softcap"):
+            call(group, softcap=-1.0 - rank)
+    if rank == ODD:
         with refused(ValueError, "softcap"):
             call(group, softcap=-1.0)
         everyone(None)
@@ -321,7 +321,7 @@ def test_a_refusal_is_told_at_once() -> None:
     got = ended(partial(call, group, transport=TransportOptions(timeout=30.0)))
     everyone(None)
     assert got.error is RuntimeError and got.seconds < TIMEOUT, got
-    assert says(got.text, "refused|ValueError: softcap"), got
+    assert says(got.text, f"rank {ODD} has|refused|ValueError: softcap"), got
 
 
 @pytest.mark.parametrize("last", [0, 2, 3])
@@ -339,27 +339,6 @@ def test_many_refusals_hide_no_call(last: int) -> None:
     assert time.monotonic() - start < TIMEOUT
 
 
-@on_ranks(WORLD_SIZE)
-def test_a_refusal_before_the_first_call_is_told_at_once() -> None:
-    """The others wait for all ranks to connect; a call that all refuse stops no later one."""
-    group, rank = dist.new_group(), dist.get_rank()
-    with refused(ValueError, "softcap"):
-        call(group, softcap=-1.0 - rank)
-    if rank == ODD:
-        with refused(ValueError, "softcap"):
-            call(group, softcap=-1.0)
-        everyone(None)
-    else:
-        got = ended(partial(call, group, transport=TransportOptions(timeout=30.0)))
-        everyone(None)
-        assert got.error is RuntimeError and got.seconds < TIMEOUT, got
-        assert says(got.text, f"rank {ODD} has|refused|ValueError: softcap"), got
-    group = dist.new_group()
-    with refused(ValueError, "softcap"):
-        call(group, softcap=-1.0 - rank)
-    call(group)
-
-
 @pytest.mark.parametrize("strategy", ["ring", "auto"])
 @on_ranks(WORLD_SIZE)
 def test_uneven_rows_without_a_layout(strategy: str) -> None:
@@ -374,11 +353,13 @@ def test_uneven_rows_without_a_layout(strategy: str) -> None:
     assert stats.messages > 0
 
 
+@pytest.mark.parametrize("formed", [True, False])
 @on_ranks(WORLD_SIZE)
-def test_refusals_by_other_words_are_no_difference() -> None:
+def test_refusals_by_other_words_are_no_difference(formed: bool) -> None:
     """All ranks refuse a call, each its own value: the next call runs, however long it waits."""
     group, rank = dist.new_group(), dist.get_rank()
-    call(group)
+    if formed:
+        call(group)
     with refused(ValueError, "softcap"):
         call(group, softcap=-1.0 - rank)
     if rank == ODD:

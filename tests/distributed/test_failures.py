@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
-from ring_attn.transport.ranks import media
+from ring_attn import Strategy, TransportOptions, ring_attention
 from ring_attn.transport.ranks.board import Board
 from tests.distributed.pool import Ended, calls_within, ended, on_ranks
 
@@ -71,15 +70,23 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
         assert f"ranks [{victim}] did not come" in got.text, (rank, got)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ring_attn.transport.ranks.media.connect_gloo", "no more sockets"),
+        ("torch.distributed.ProcessGroupGloo", "rank 1 has given up: no more sockets"),
+    ],
+    ids=["leaves its call", "cannot connect"],
+)
 @on_ranks(3)
-def test_a_rank_that_leaves_its_call_while_the_ring_is_formed() -> None:
+def test_a_rank_that_fails_while_the_ring_is_formed(name: str, told: str) -> None:
     """The others, which have met it and wait for its connections, are told."""
     group, error = dist.new_group(), RuntimeError("no more sockets")
-    leaves = dist.get_rank() == 1
-    with mock.patch.object(media, "connect_gloo", side_effect=error) if leaves else nullcontext():
+    fails = dist.get_rank() == 1
+    with mock.patch(name, side_effect=error) if fails else nullcontext():
         end = ended(lambda: layer(group=group))
     assert end.error is RuntimeError and end.seconds < TIMEOUT / 2, end
-    assert "no more sockets" in end.text, end
+    assert told in end.text, end
 
 
 @on_ranks(3)
@@ -132,17 +139,6 @@ def test_nobody_leaves_before_all_are_connected() -> None:
     assert seconds < got.seconds < IN_TIME, got
 
 
-@on_ranks(3)
-def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
-    group, connect = dist.new_group(), dist.ProcessGroupGloo
-    if dist.get_rank() == 1:
-        connect = mock.Mock(side_effect=RuntimeError("no route to host"))
-    with mock.patch.object(dist, "ProcessGroupGloo", connect):
-        got = ended(lambda: layer(group=group))
-    assert got.error is RuntimeError and got.seconds < TIMEOUT, got
-    assert "rank 1 has given up: no route to host" in got.text, got
-
-
 @pytest.mark.parametrize(
     ("waits", "held_up"),
     [
@@ -164,25 +160,3 @@ def test_the_first_rank_to_fail_is_the_one_that_is_told() -> None:
     boards.append(Board(boards[0]._store, "here", 1))
     assert [board.tell_failure(f"error {i}") for i, board in enumerate(boards)] == [True, False]
     assert boards[0].failure() is None and "error 0" in str(boards[1].failure())
-
-
-def after_a_new_start() -> None:
-    layout = SequenceLayout.zigzag(31, dist.get_world_size())
-    x = torch.randn(1, 31, 2, 8, generator=torch.Generator().manual_seed(0))
-    shard = layout.shard(x, dist.get_rank())
-    call = partial(ring_attention, shard, shard, shard, causal=True, layout=layout)
-    first = call()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match="torchrun"):
-        call()
-    again = dist.PrefixStore("again", store)
-    dist.init_process_group("gloo", store=again, rank=rank, world_size=world_size)
-    assert torch.equal(first, call())
-
-
-def test_a_new_process_group_in_the_same_processes(fresh_ranks: Callable[..., Any]) -> None:
-    pool = fresh_ranks(3)
-    pool.run(after_a_new_start, timeout=30)
-    assert pool.close() == [0, 0, 0]

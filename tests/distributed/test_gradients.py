@@ -108,8 +108,3 @@ def test_refusals() -> None:
     ):
         with refused(error, words):
             sync_gradients(module, **options)  # type: ignore[arg-type]
-
-
-def test_without_a_group() -> None:
-    with refused(RuntimeError, "no process group"):
-        sync_gradients(nn.Linear(2, 2))

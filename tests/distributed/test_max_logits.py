@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ring_attn import SequenceLayout, Strategy, masks, ring_attention
 from ring_attn.core.layout import LAYOUTS
 from tests.cold import assert_compiles
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import everyone, on_ranks
 from tests.refusals import refused
 
 SEQLEN, HEADDIM, SCALE = 45, 16, 0.3
@@ -65,9 +65,7 @@ def greatest(backend: str, heads: int, heads_kv: int) -> None:
         assert torch.equal(most > -torch.inf, seen)
         assert float((most - wanted)[seen].abs().max() if seen.any() else 0.0) <= bound
         assert torch.equal(attend(), out)
-        everyone = [torch.empty_like(most) for _ in range(world_size)]
-        dist.all_gather(everyone, most)
-        assert all(torch.equal(one, most) for one in everyone)
+        assert all(torch.equal(one, most) for one in everyone(most))
         if whole:
             out.sum().backward()
 

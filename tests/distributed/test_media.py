@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -32,25 +34,28 @@ GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 
+@contextmanager
+def in_place_of_nccl(make: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Gives the communicators that `make` has made in the place of NCCL's."""
+    made: list[Any] = []
+
+    def noted(*given: Any) -> Any:
+        made.append(make(*given))
+        return made[-1]
+
+    nccl = mock.Mock(Options=StandIn.Options, side_effect=noted)
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
+    ):
+        yield made
+
+
 def test_communicators_from_their_options_to_their_end() -> None:
     """A communicator for each channel and option, aborted or shut down as its owner ends."""
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
-    made: list[mock.Mock] = []
     connected = mock.call.eager_connect_single_device(GPU)
-
-    def make(*given: Any) -> mock.Mock:
-        made.append(mock.Mock(given=given))
-        return made[-1]
-
-    with (
-        mock.patch.object(
-            dist,
-            "ProcessGroupNCCL",
-            mock.Mock(Options=StandIn.Options, side_effect=make),
-            create=True,
-        ),
-        mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
-    ):
+    with in_place_of_nccl(lambda *given: mock.Mock(given=given)) as made:
         nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2))
         for channel in channels:
             nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
@@ -75,33 +80,19 @@ def test_communicators_from_their_options_to_their_end() -> None:
 
 def test_names_of_communicators_do_not_grow_with_their_members() -> None:
     """The store's keys begin with them, and the store refuses long keys."""
-    made = mock.Mock(Options=StandIn.Options)
     groups = [(0,), tuple(range(5000)), (*range(4999, -1, -1),)]
-    with (
-        mock.patch.object(dist, "ProcessGroupNCCL", made, create=True),
-        mock.patch.object(media, "meet"),
-        mock.patch.object(media, "Lane"),
-    ):
+    make = mock.Mock()
+    with in_place_of_nccl(make), mock.patch.object(media, "meet"):
         nccl = media.Nccl(dist.HashStore(), "meeting", 0, tuple(range(5000)))
         for members in groups:
             nccl.lane(members, "shards", TransportOptions(), 1.0, GPU)
-    names = [call.args[3].group_name for call in made.call_args_list]
+    names = [call.args[3].group_name for call in make.call_args_list]
     assert len(set(names)) == len(groups) and len({len(name) for name in names}) == 1
 
 
 def test_all_communicators_are_aborted_at_once() -> None:
     """An abort waits for launched kernels, here of two channels that are behind each other."""
-    made: list[StandIn] = []
-
-    def make(*given: Any) -> StandIn:
-        made.append(StandIn(*given))
-        return made[-1]
-
-    nccl_of_torch = mock.Mock(Options=StandIn.Options, side_effect=make)
-    with (
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl_of_torch, create=True),
-        mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
-    ):
+    with in_place_of_nccl(StandIn) as made:
         nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1))
         for channel in CHANNELS:
             nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
@@ -133,11 +124,10 @@ def test_a_communicator_that_is_never_made() -> None:
     """Two ranks came; the other one dies while NCCL connects them, for which NCCL has no limit."""
     store, ended_at_last = dist.HashStore(), threading.Event()
     connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait(20.0))
-    made = mock.Mock(Options=StandIn.Options, return_value=connects)
     nccl = media.Nccl(store, "meeting", 0, (5, 7))
     name = f"meeting/{hashed((0, 1))}/shards/None"
     threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), 5.0)).start()
-    with mock.patch.object(dist, "ProcessGroupNCCL", made, create=True):
+    with in_place_of_nccl(lambda *_: connects):
         end = ended(lambda: nccl.lane((0, 1), "shards", TransportOptions(), 0.5, GPU))
     ended_at_last.set()
     assert end.error is MissingRanksError and end.seconds < 10.0, end

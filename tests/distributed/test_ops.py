@@ -20,6 +20,7 @@ from ring_attn import SequenceLayout, Strategy, TransportOptions, masks, ring_at
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.transport.p2p import open_p2p
+from tests.bounds import same
 from tests.cold import assert_compiles, bits_of, compile_cold
 from tests.distributed.pool import on_ranks
 
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.gloo
 def inputs(rows: int) -> list[Tensor]:
     torch.manual_seed(1000 * rows + dist.get_rank())
     return [torch.randn(1, rows, n, 8, requires_grad=True) for n in (4, 2, 2)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def counted(fn: Callable[[], object]) -> int:

@@ -28,6 +28,13 @@ class Sums(nn.Module):
         return sums_of_rows(hidden_states)
 
 
+def part_of() -> dict[str, Any]:
+    """Keywords of a model's forward on this rank."""
+    layout = SequenceLayout.zigzag(SEQLEN, 2)
+    part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, dist.get_rank())
+    return {**part, "sequence_layout": layout}
+
+
 def make(implementation: str) -> Any:
     model = make_model("lfm2", implementation)
     model.model.layers[0].conv = Sums()
@@ -38,21 +45,17 @@ def make(implementation: str) -> Any:
 def test_a_kind_of_ones_own() -> None:
     rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, 2)
     ids = make_batch(SEQLEN)["input_ids"]
-    part = shard_batch({"input_ids": ids}, layout, rank)
     with torch.no_grad():
         model = make("sdpa")
         plain = model(ids).logits
         with all_in_float64():
             oracle = copy.deepcopy(model).double()(ids).logits
-        with (
-            register(layout="zigzag"),
-            mock.patch.dict(SPLITS),
-        ):
+        with register(layout="zigzag"), mock.patch.dict(SPLITS):
             model = make("ring_attn")
             with refused(NotImplementedError, "register_recurrence"):
-                model(**part, sequence_layout=layout)
+                model(**part_of())
             register_recurrence("sums_of_rows", split_sums)
-            got = model(**part, sequence_layout=layout).logits
+            got = model(**part_of()).logits
     assert_close("logits", got, *(layout.shard(x, rank) for x in (oracle, plain)))
 
 
@@ -61,43 +64,39 @@ def test_a_kind_of_ones_own() -> None:
 @pytest.mark.parametrize("compiled", ["the model", "its layers"])
 def test_compiled_models_are_refused(compiled: str) -> None:
     """Before or after a forward as it is: a trace would leave the exchange out in silence."""
-    layout = SequenceLayout.zigzag(SEQLEN, 2)
-    part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, dist.get_rank())
     for first in (False, True):
         with torch.no_grad(), register(dist.new_group(), layout="zigzag"):
             model = make_model("lfm2", "ring_attn")
             if first:
-                model(**part, sequence_layout=layout)
+                model(**part_of())
             for module in [model] if compiled == "the model" else model.model.layers:
                 module.compile(backend="eager")
             with refused(NotImplementedError, "not compiled"):
-                model(**part, sequence_layout=layout)
+                model(**part_of())
     torch.compiler.reset()
 
 
 @pytest.mark.gloo
 @on_ranks(2)
 def test_options_of_transport_are_refused() -> None:
-    layout = SequenceLayout.zigzag(SEQLEN, 2)
-    part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, dist.get_rank())
     options = TransportOptions(timeout=7.0)
     with (
         register(dist.new_group(), "zigzag", transport=options),
         refused(NotImplementedError, "without transport"),
     ):
-        make_model("lfm2", "ring_attn")(**part, sequence_layout=layout)
+        make_model("lfm2", "ring_attn")(**part_of())
 
 
 @pytest.mark.gloo
 @on_ranks(2)
 def test_states_of_another_cache_and_their_gradients_are_refused() -> None:
-    ids, layout = make_batch(SEQLEN)["input_ids"], SequenceLayout.zigzag(SEQLEN, 2)
+    ids, part = make_batch(SEQLEN)["input_ids"], part_of()
     alone = make_model("mamba2", "eager")(ids, use_cache=True).cache_params
-    part = shard_batch({"input_ids": ids}, layout, dist.get_rank())["input_ids"]
+    del part["position_ids"]
     with register(dist.new_group(), layout="zigzag") as ring:
         model = make_model("mamba2", "ring_attn")
         with refused(NotImplementedError, "Registration.cache"):
-            model(part, cache_params=alone, sequence_layout=layout)
+            model(**part, cache_params=alone)
         with refused(NotImplementedError, "no gradient|no_grad"):
             model(ids, cache_params=ring.cache(model))
 

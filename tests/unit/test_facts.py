@@ -20,6 +20,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import _planned
 from ring_attn.ops import _make_call
 from ring_attn.transport.ranks.identity import Identity, checksum, set_step
+from tests.drawn import scattered
 from tests.refusals import refused
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
@@ -145,20 +146,12 @@ def test_arguments_by_value_are_facts() -> None:
     assert len({agreed(given_mask=mask) for mask in long}) == 2
 
 
-def scattered(*last: int) -> SequenceLayout:
-    """80 runs, by turns on two ranks; the last two on the ranks given."""
-    parts: list[list[Segment]] = [[], []]
-    for run, rank in enumerate([*39 * [0, 1], *last]):
-        parts[rank].append(Segment(3 * run, 3))
-    return SequenceLayout.from_segments(parts)
-
-
 def test_layouts_are_compared_by_the_positions_of_each_rank() -> None:
     """Not by their text, which shortens layouts of many segments."""
-    one, other = (scattered(*last) for last in ((0, 1), (1, 0)))
+    one, other = (scattered(*last) for last in ((0, 1, 2, 3), (1, 0, 2, 3)))
     assert digest(one) != digest(other)
     told = first_difference(facts(one), facts(other))
-    assert told is not None and told.startswith("position 234 is on row ")
+    assert told is not None and told.startswith("position 112 is on row ")
     made = SequenceLayout.boundaries([0, 4, 8])
     assert digest(made) == digest(SequenceLayout.contiguous(8, 2))
     assert digest(SequenceLayout.zigzag(8, 2)) == digest(

@@ -1,5 +1,7 @@
-"""Masks: flash-attention's are compared with its documented predicate, pair by pair; other masks
-with the drawings in their docstrings and with each other."""
+"""Masks: every form of one has the same pairs; drawings in docstrings; masks as keys.
+
+test_mask_constructors.py compares masks with their definitions.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +17,8 @@ from hypothesis import given, settings
 
 from ring_attn import Mask, masks
 from ring_attn.testing import masks as table
-from tests.drawn import flash_masks, pairs_of, reproducible
 from tests.drawn import masks as any_masks
-
-
-def sees(mask: Mask, i: int, j: int) -> bool:
-    """flash-attention's predicate; positions are counted from the start of their document."""
-    assert mask.arguments is not None
-    causal, (left, right), cu_q, cu_k = mask.arguments
-    cu_q, cu_k = cu_q or (0, mask.seqlen_q), cu_k or (0, mask.seqlen_k)
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
-        if not (q0 <= i < q1 and k0 <= j < k1):
-            continue
-        offset = (j - k0) - (i - q0 + (k1 - k0) - (q1 - q0))
-        return (
-            (not causal or offset <= 0)
-            and (left == -1 or -left <= offset)
-            and (right == -1 or offset <= right)
-        )
-    return False
-
-
-@settings(reproducible, max_examples=400)
-@given(flash_masks())
-def test_flash_arguments_are_the_predicate(mask: Mask) -> None:
-    expected = [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
-    assert torch.equal(mask.dense(), torch.tensor(expected).view_as(mask.dense()).bool())
+from tests.drawn import pairs_of, reproducible
 
 
 @settings(reproducible, max_examples=300)
@@ -117,28 +95,6 @@ def test_slices_that_share_a_pair_are_refused_by_name() -> None:
     assert len(apart.slices) == 3 and apart.area == 10 + 11 + 6
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: masks.from_slices(4, 4, [(0, 5, 0, 4)]),
-        lambda: masks.from_slices(4, 4, [(0, 4, 0)]),
-        lambda: masks.prefix([1, 1], [0, 2]),
-        lambda: masks.blocks(torch.ones(2, 2).bool(), 2, 5),
-        lambda: masks.spans(5, [(1, 3), (2, 4)]),
-        lambda: masks.prefix([3], [0, 2]),
-        lambda: masks.documents([1, 2]),
-        lambda: masks.blocks(torch.ones(2, 2), 2),
-        lambda: masks.chunked(4, 0),
-        lambda: masks.from_dense(torch.ones(2, 2)),
-        lambda: Mask(4, 4, cu_seqlens_q=(0, 1, 4)),
-        lambda: masks.causal(4).rows(3, 5),
-    ],
-)
-def test_what_does_not_fit_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError):
-        make()
-
-
 # -- values
 
 
@@ -164,7 +120,7 @@ def test_equal_masks_are_one_key() -> None:
 
 def test_ten_thousand_slices_take_no_seconds() -> None:
     begin = time.process_time()
-    seen = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < 0.1
+    seen = torch.rand(360, 360, generator=torch.Generator().manual_seed(0)) < 0.1
     mask = masks.blocks(seen, 128)
     assert Mask.of(mask.seqlen_q, mask.seqlen_k, mask.slices) == mask
     assert len(mask.slices) > 10_000

@@ -6,7 +6,7 @@ A pair that two slices hold would be computed twice, which `area` shows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from ring_attn import Mask, masks
 from ring_attn.core.mask import MAX_SLICES, Slice
-from tests.drawn import reproducible
+from tests.drawn import flash_masks, pairs_of, reproducible
 from tests.refusals import refused
 
 Grid = tuple[Tensor, Tensor]
@@ -45,9 +45,23 @@ def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None
 
 def documents(cu: list[int], cu_k: list[int] | None, causal: bool) -> Tensor:
     cu_k = cu if cu_k is None else cu_k
-    seen = torch.zeros(cu[-1], cu_k[-1], dtype=torch.bool)
-    for (a, b), (c, d) in zip(pairwise(cu), pairwise(cu_k), strict=True):
-        seen[a:b, c:d] = window(b - a, -1, 0 if causal else -1, d - c)
+    return flash(cu[-1], cu_k[-1], causal, (-1, -1), cu, cu_k)
+
+
+def flash(
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool,
+    sides: tuple[int, int],
+    cu_q: Sequence[int] | None,
+    cu_k: Sequence[int] | None,
+) -> Tensor:
+    """flash-attention's definition; positions are counted from the end of their document."""
+    seen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    left, right = sides[0], 0 if causal else sides[1]
+    parts = zip(pairwise(cu_q or (0, seqlen_q)), pairwise(cu_k or (0, seqlen_k)), strict=True)
+    for (a, b), (c, d) in parts:
+        seen[a:b, c:d] = window(b - a, left, right, d - c)
     return seen
 
 
@@ -89,15 +103,7 @@ def blocks(seen: Tensor, size: Any, seqlen_q: int | None, seqlen_k: int | None) 
 
 
 def from_slices(seqlen_q: int, seqlen_k: int, slices: list[tuple[Any, ...]]) -> Tensor:
-    i, j = grid(seqlen_q, seqlen_k)
-    seen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
-    for a, b, c, d, *band in slices:
-        lo, hi = (*band, None, None)[:2]
-        inside = (i >= a) & (i < b) & (j >= c) & (j < d)
-        seen |= (
-            inside & ((lo is None) | (j - i >= (lo or 0))) & ((hi is None) | (j - i <= (hi or 0)))
-        )
-    return seen
+    return pairs_of([Slice(*one) for one in slices], seqlen_q, seqlen_k)
 
 
 def by_document(parts: list[Mask]) -> Tensor:
@@ -160,6 +166,13 @@ def test_it_is_refused_or_as_defined(name: str, data: st.DataObject) -> None:
     assert mask.area == int(expected.sum()), values
 
 
+@settings(reproducible, max_examples=400)
+@given(flash_masks())
+def test_flash_arguments_are_as_defined(mask: Mask) -> None:
+    assert mask.arguments is not None
+    assert torch.equal(mask.dense(), flash(mask.seqlen_q, mask.seqlen_k, *mask.arguments))
+
+
 @settings(reproducible, max_examples=200)
 @given(st.tuples(NUMBER, NUMBER, st.booleans() | NUMBER), st.tuples(NUMBER, NUMBER), CUTS, CUTS)
 def test_flash_arguments_are_refused_or_count_each_pair_once(
@@ -175,12 +188,24 @@ def test_flash_arguments_are_refused_or_count_each_pair_once(
     assert mask.transposed.area == mask.area
 
 
-def test_what_would_count_a_pair_twice_is_refused() -> None:
+def test_what_does_not_fit_or_would_count_a_pair_twice_is_refused() -> None:
     for make in (
         lambda: masks.shared_prefix(3, [4, -1, 2]),
         lambda: Mask(8, 8, cu_seqlens_q=(0, 6, 4, 8), cu_seqlens_k=(0, 6, 4, 8)),
         lambda: Mask(8, 8, cu_seqlens_q=(0, 12), cu_seqlens_k=(0, 12)),
+        lambda: Mask(4, 4, cu_seqlens_q=(0, 1, 4)),
         lambda: Mask.of(4, 4, [Slice(0, 4, 0, 2), Slice(1, 2, 1, 4)]),
+        lambda: masks.from_slices(4, 4, [(0, 5, 0, 4)]),
+        lambda: masks.from_slices(4, 4, [(0, 4, 0)]),  # type: ignore[list-item]
+        lambda: masks.prefix([1, 1], [0, 2]),
+        lambda: masks.prefix([3], [0, 2]),
+        lambda: masks.blocks(torch.ones(2, 2).bool(), 2, 5),
+        lambda: masks.blocks(torch.ones(2, 2), 2),
+        lambda: masks.spans(5, [(1, 3), (2, 4)]),
+        lambda: masks.documents([1, 2]),
+        lambda: masks.chunked(4, 0),
+        lambda: masks.from_dense(torch.ones(2, 2)),
+        lambda: masks.causal(4).rows(3, 5),
     ):
         with pytest.raises(ValueError):
             make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -94,10 +95,15 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptLaunches, "run", lambda *_: None)
 
 
-@pytest.mark.parametrize("inner_degree", [1, 2])
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_nothing_grows_with_the_ranks(order: tuple[Traveller, bool], inner_degree: int) -> None:
-    last = [calls(Strategy(inner_degree=inner_degree), n, order)[-1] for n in (8, 16, 32)]
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [*product([Strategy(), Strategy(inner_degree=2)], ORDERS), (Strategy("exchange"), None)],
+    ids=str,
+)
+def test_nothing_grows_with_the_ranks(
+    strategy: Strategy, order: tuple[Traveller, bool] | None
+) -> None:
+    last = [calls(strategy, n, order)[-1] for n in (8, 16, 32)]
     for backward in (False, True):
         peaks = {count.peak_bytes(both_programs(x, backward=backward), x) for x in last}
         assert len(peaks) == 1

@@ -292,8 +292,6 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
 ) -> None:
     mine, path = builtin_cluster("A100"), tmp_path / "machine.json"
     monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
-    with pytest.raises(OSError, match=r"machine\.json"):
-        find_cluster("cpu", 2)
     path.write_text(json.dumps({"cluster": asdict(mine)}))
     assert find_cluster("cpu", 2) == mine
     monkeypatch.delenv(devices.CLUSTER_VARIABLE)
@@ -310,9 +308,9 @@ def test_the_cluster_is_that_of_the_file_or_of_the_device(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("world_size", [24, pytest.param(64, marks=pytest.mark.slow)])
-def test_some_ranks_stand_for_all(causal: bool, world_size: int) -> None:
+def test_some_ranks_stand_for_all(causal: bool) -> None:
     """The choice is that of all ranks, and times are within 2 % (DESIGN, issue 32)."""
+    world_size = 24
     args: dict[str, Any] = {
         "seqlen": 4096 * world_size, "world_size": world_size, "causal": causal, "nheads_kv": 4,
         "cluster": builtin_cluster("H100"), "layout": "zigzag" if causal else "contiguous",

@@ -17,6 +17,7 @@ from ring_attn.core.segments import Segment
 from ring_attn.states import composed
 from ring_attn.testing import poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local
+from tests.recurrences import always
 
 DIM, DIM_V = 3, 2
 WAYS = ("gather", "scan")
@@ -38,10 +39,8 @@ def placed(draw: st.DrawFn) -> tuple[SequenceLayout, tuple[int, ...]]:
 def by_way(
     way: str, layout: SequenceLayout, cuts: tuple[int, ...], *, backward: bool = False
 ) -> Travel:
-    """Either way, whatever the size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "LATENCY_BYTES", 1e18 if way == "gather" else -1e18)
-        return travel.__wrapped__(layout, cuts, 1, backward=backward)
+    with always(way):
+        return travel(layout, cuts, 1, backward=backward)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -34,8 +34,7 @@ from ring_attn.core.tiles import (
 )
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_displacements, needed_rows, pair_work
-from ring_attn.machines.count import peak_bytes
-from ring_attn.strategies.registry import both_programs, program_of
+from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
@@ -55,7 +54,7 @@ class RingStep(NamedTuple):
 Visible = dict[tuple[int, int], Tensor]
 
 
-@settings(reproducible, max_examples=400)
+@settings(reproducible, max_examples=200)
 @given(st.data())
 def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
     mask = data.draw(masks())
@@ -276,14 +275,6 @@ def test_distances_that_nobody_needs_are_jumped_over() -> None:
     assert routes == [Hop(1, 3), Hop(2, 2)]
 
 
-def test_the_kinds_of_a_causal_ring() -> None:
-    layout = SequenceLayout.contiguous(1024, 4)
-    plan = plans((layout, layout), Mask(1024, 1024, causal=True))[2]
-    assert [step.source for step in plan] == [2, 1, 0, 3]
-    kinds = [[tile.kind.name for tile in step.tiles] for step in plan]
-    assert kinds == [["CAUSAL"], ["FULL"], ["FULL"], []]
-
-
 # -- an exchange
 
 LENGTHS = (40, 3, 90, 11, 64, 64, 7, 33, 128, 5, 21, 46)
@@ -320,17 +311,11 @@ def test_few_turns() -> None:
     assert len(turns_of(layout, layout, from_dense(seen), "kv")) == 1
 
 
-def test_an_exchange_holds_and_sends_no_more_than_is_needed() -> None:
-    """Peaks do not grow with the ranks; a document's first half goes to its second half."""
-    exchange, spec = Strategy("exchange"), spec_of(1, 1, torch.float32, 16, 16)
-    peaks = set()
-    for world_size in (6, 12, 24):
-        mask = Mask(64 * world_size, 64 * world_size)
-        call = calls_of(exchange, mask, "contiguous", world_size, spec)[1]
-        peaks.add(peak_bytes(both_programs(call, backward=True), call))
-    assert len(peaks) == 1
+def test_an_exchange_sends_no_more_than_is_needed() -> None:
+    """A document's first half goes to its second half."""
     mask, layout = placed(8)
-    calls = calls_of(exchange, mask, (layout, layout), 8, spec, backend="aten")
+    spec = spec_of(1, 1, torch.float32, 16, 16)
+    calls = calls_of(Strategy("exchange"), mask, (layout, layout), 8, spec, backend="aten")
     nbytes = sum(one.nbytes for one in sent(calls))
     apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
     padding = nbytes - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
