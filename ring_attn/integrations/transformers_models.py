@@ -32,7 +32,7 @@ from ring_attn.models.recurrent import (
     refuse_compiled,
     split_functions,
 )
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 # Types of layers in a config that have a recurrence, and that mix no rows.
 ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
@@ -235,14 +235,11 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forward.given = {key: x for key, x in given.items() if x is not None}
     _forward.recomputes = model.training and model.is_gradient_checkpointing
     ring = registered[name]
-    try:
+    with telling(ring.group):
         _require_positions(model, groups.check_group(ring.group))
         # A split cache cuts and adds them in a hook of its own, after this one.
         if {"position_ids"} == _forward.given.keys() & {"position_ids", "past_key_values"}:
             ring.check_positions(given, given["position_ids"], first_position(model))
-    except Exception as error:
-        tell_refusal(error, ring.group)
-        raise
 
 
 def _place_rows_of(layer: nn.Module, config: Any) -> None:
@@ -298,9 +295,8 @@ def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
     placed = {x: _forward.given[x] for x in PLACED & _forward.given.keys()}
     if _forward.recomputes and (kept_back := placed.keys() - given.keys()):
         layers = "recurrent layers, which run again in the backward"
-        error = NotImplementedError(_kept_back(min(kept_back), layers))
-        tell_refusal(error, ring.group)
-        raise error
+        with telling(ring.group):
+            raise NotImplementedError(_kept_back(min(kept_back), layers))
     return ring.place(placed | given, rows)
 
 
@@ -338,15 +334,14 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
         return
     attending, recurrent = _layers(model.config.get_text_config())
     if _forward.calls < attending or _forward.recurrences < recurrent:
-        error = NotImplementedError(
-            f"{_forward.model} has {attending} layers with attention and called "
-            f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent layers "
-            f"{_forward.recurrences} are known (see register_recurrence): others need rows of "
-            "other ranks in their own way, or were left out at random (layerdrop); its output "
-            "would be wrong"
-        )
-        tell_refusal(error, registered[name].group)
-        raise error
+        with telling(registered[name].group):
+            raise NotImplementedError(
+                f"{_forward.model} has {attending} layers with attention and called "
+                f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent "
+                f"layers {_forward.recurrences} are known (see register_recurrence): others need "
+                "rows of other ranks in their own way, or were left out at random (layerdrop); its "
+                "output would be wrong"
+            )
 
 
 def _only_recurrent(config: Any) -> bool:

@@ -14,7 +14,7 @@ from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import check_type
 from ring_attn.models.batch import unshard
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 
 def token_logprobs(
@@ -57,7 +57,7 @@ def token_logprobs(
         tensor([[0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000]])
     """
     process_group = groups.check_group(group)
-    try:
+    with telling(process_group):
         for name, x in (("logits", logits), ("shift_labels", shift_labels)):
             check_type(name, x, Tensor)
         if logits.ndim != 3 or logits.shape[:2] != shift_labels.shape:
@@ -68,9 +68,6 @@ def token_logprobs(
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         rank = refusals.check_shard(shift_labels, 1, layout, process_group)
-    except Exception as error:
-        tell_refusal(error, process_group)
-        raise
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     own = -cross_entropy(
         scaled.flatten(0, 1), shift_labels.flatten(), ignore_index=ignore_index, reduction="none"

@@ -30,7 +30,7 @@ from ring_attn.integrations.transformers import Registration, transformers_packa
 from ring_attn.integrations.transformers_models import registered, watch_models
 from ring_attn.models.recurrent import Place
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 NAME = "flash_attention_2"
 
@@ -81,7 +81,7 @@ class Substitution:
                 module, query, key, value, attention_mask, **kwargs
             )
             return result
-        try:
+        with telling(self.group):
             for name in DOCUMENTS:
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(
@@ -95,9 +95,6 @@ class Substitution:
                 )
             cu_seqlens, rows = self._documents(), _Rows.of(self.group, query.size(2))
             rows.check(cu_seqlens, attention_mask, kwargs.get("position_ids"))
-        except Exception as error:
-            tell_refusal(error, self.group)
-            raise
         for name in UNUSED:
             kwargs.pop(name, None)
         kwargs |= dict.fromkeys(DOCUMENTS, cu_seqlens)
