@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn import groups
-from ring_attn.call import Group
 from ring_attn.models.recurrent import (
     Place,
     current,
@@ -34,25 +33,16 @@ from ring_attn.models.recurrent import (
 )
 from ring_attn.transport.p2p import telling
 
+if TYPE_CHECKING:
+    from ring_attn.integrations.ring_flash_attn.adapters import Substitution
+    from ring_attn.integrations.transformers import Registration
+
 # Types of layers in a config that have a recurrence, and that mix no rows.
 ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
 RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
 ROWWISE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 KNOWN_TYPES = LAYER_TYPES | RECURRENT_TYPES | ROWWISE_TYPES
-
-
-class Registered(Protocol):
-    """The value that `register` returns."""
-
-    @property
-    def group(self) -> Group: ...
-
-    def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
-        """Refuses positions that are not those of this rank's rows."""
-
-    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """The place of the rows of a recurrent layer; None on one rank."""
 
 
 # Keywords that say where the rows of a recurrent layer stand.
@@ -67,7 +57,7 @@ WITH_CACHE = (
 )
 
 # The registered names of attn_implementation.
-registered: dict[str, Registered] = {}
+registered: dict[str, Registration | Substitution] = {}
 
 # Options of configs that make layers read other rows than by attention.
 OTHER_ROWS = {
