@@ -187,7 +187,7 @@ def ring_attention(
             refusals.check_options("ring_attention", unknown, AttentionOptions)
         refusals.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
-            refusals.check_unsupported(0.0, alibi_slopes)
+            raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
         refusals.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
         if sinks is not None:
             refusals.check_sinks(sinks, q)
