@@ -39,7 +39,6 @@ from ring_attn.integrations.transformers_masks import (
     Rule,
     check_batch_mask,
     chunk_of,
-    from_document,
     mask_of,
     read_mask,
     repeated,
@@ -56,6 +55,7 @@ from ring_attn.integrations.transformers_models import (
     watch_models,
     window_of,
 )
+from ring_attn.models.batch import from_document
 from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.options import TransportOptions

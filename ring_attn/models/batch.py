@@ -87,10 +87,16 @@ def shard_batch(
     if "position_ids" not in part:
         device = next(iter(part.values())).device if part else None
         positions = layout.position_ids(rank)
-        starts = torch.tensor(cuts, device="cpu")
-        positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
-        part["position_ids"] = positions.to(device)[None]
+        part["position_ids"] = from_document(positions, cuts).to(device)[None]
     return part
+
+
+def from_document(positions: Tensor, cuts: Sequence[int] | None) -> Tensor:
+    """Positions on the host, counted from the start of their documents."""
+    if not cuts:
+        return positions
+    starts = torch.tensor(cuts, device="cpu")
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:

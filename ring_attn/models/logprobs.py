@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,18 +75,6 @@ def token_logprobs(
 
 def whole_rows(x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup) -> Tensor:
     """The whole tensor, of which each rank's loss is the same; gradients of this rank's rows."""
-    whole: Tensor = _Whole.apply(x, layout, rank, group)
-    return whole
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.layout, ctx.rank = layout, rank
-        return unshard(x, layout, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, *dwhole: Tensor) -> tuple[Any, ...]:
-        return ctx.layout.shard(dwhole[0], ctx.rank), None, None, None
+    whole = unshard(x, layout, group=group)
+    # The same values again, but these have the gradient.
+    return whole.index_copy_(1, layout.position_ids(rank, x.device), x)

@@ -57,7 +57,7 @@ class TransportStats:
 
     bytes_sent: int = 0
     messages: int = 0
-    wait_s: float = field(default=0.0)
+    wait_s: float = 0.0
     bytes_received: int = 0
 
     def reset(self) -> None:
