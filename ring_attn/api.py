@@ -251,7 +251,8 @@ def _with_strategy(
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
     rows = (q.size(1), k.size(1))
     masked = arguments.documents(), arguments.given_mask()
-    call = sized(call, spec, rows, *masked, arguments.numbers)
+    numbers = tuple(arguments.layout_q), tuple(arguments.layout_k)
+    call = sized(call, spec, rows, *masked, numbers)
     call = replace(call, backend=proven_backend(spec, call.backend, call.purpose).name)
     ends = open_p2p(group, call.transport)
     if arguments.needs_even_rows:

@@ -322,10 +322,6 @@ class Arguments(NamedTuple):
         return group, Call.from_text(self.text, group.rank(), group.size())
 
     @property
-    def numbers(self) -> LayoutNumbers:
-        return tuple(self.layout_q), tuple(self.layout_k)
-
-    @property
     def needs_even_rows(self) -> bool:
         """Tells whether the number of all rows follows from one rank's rows."""
         return not self.layout_q and self.cu_seqlens is None and self.mask is None
