@@ -384,7 +384,7 @@ def register(
             f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
             "or give another name"
         )
-    ring = Registration(name, group, layout, execution, frozenset(ignored))
+    ring = Registration(name, group, layout, execution, ignored)
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)

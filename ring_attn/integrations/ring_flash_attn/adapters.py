@@ -171,10 +171,9 @@ def _seen(mask: Tensor | None, document: Tensor, rank: int, world_size: int) -> 
     seen = mask.detach().bool().cpu()
     if mask.size(1) != num:
         seen = seen[:, rank * num :][:, :num]
-    counts = torch.zeros(len(seen), int(document.max()) + 1 if num else 0)
-    totals = counts.index_add(1, document, torch.ones(seen.shape))
-    counts = counts.index_add(1, document, seen.float())
-    if bool(((counts > 0) & (counts < totals)).any()):
+    _, lengths = document.unique_consecutive(return_counts=True)
+    each = seen.split(lengths.tolist(), 1)
+    if any(bool((part.any(1) & ~part.all(1)).any()) for part in each):
         raise NotImplementedError(
             "attention_mask hides a part of a document: cu_seqlens must have an end where padding "
             "begins"
