@@ -187,7 +187,7 @@ def ring_attention(
             refusals.check_options("ring_attention", unknown, AttentionOptions)
         refusals.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
-            refusals.check_unsupported(0.0, alibi_slopes)
+            raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
         refusals.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
         if sinks is not None:
             refusals.check_sinks(sinks, q)
@@ -251,7 +251,8 @@ def _with_strategy(
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
     rows = (q.size(1), k.size(1))
     masked = arguments.documents(), arguments.given_mask()
-    call = sized(call, spec, rows, *masked, arguments.numbers)
+    numbers = tuple(arguments.layout_q), tuple(arguments.layout_k)
+    call = sized(call, spec, rows, *masked, numbers)
     call = replace(call, backend=proven_backend(spec, call.backend, call.purpose).name)
     ends = open_p2p(group, call.transport)
     if arguments.needs_even_rows:

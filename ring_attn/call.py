@@ -67,10 +67,6 @@ class _Documents(_Scores, total=False):
     cu_seqlens_k: Tensor | None
 
 
-class _Ranks(TypedDict, total=False):
-    group: Group
-
-
 class _Execution(TypedDict, total=False):
     backend: str
     transport: TransportOptions
@@ -83,30 +79,28 @@ class ExecutionOptions(_Execution, total=False):
     same_bits: bool | None
 
 
-class DistributedOptions(_Ranks, ExecutionOptions, total=False):
+class DistributedOptions(ExecutionOptions, total=False):
     """Options of `ring_attention` that say how it is computed."""
 
+    group: Group
     layout: Layout
-
-
-class MathOptions(_Basics, _Documents, total=False):
-    """Options of `ring_attention` that say what is computed."""
 
 
 class SdpaOptions(_Documents, DistributedOptions, total=False):
     """Options of `ring_attention` that scaled_dot_product_attention lacks."""
 
 
-class AttentionOptions(MathOptions, DistributedOptions, total=False):
+class AttentionOptions(_Basics, _Documents, DistributedOptions, total=False):
     """All options of `ring_attention` except `return_lse` and `return_max_logits`."""
 
     dropout_p: float
     alibi_slopes: Tensor | None
 
 
-class DecodeOptions(_Basics, _Scores, _Ranks, _Execution, total=False):
+class DecodeOptions(_Basics, _Scores, _Execution, total=False):
     """All options of `tree_decode` except `return_lse`."""
 
+    group: Group
     layout: SequenceLayout | None
     cache_seqlens: int | Tensor | None
     block_table: Tensor | None
@@ -326,10 +320,6 @@ class Arguments(NamedTuple):
         """The process group, and the call on this rank without tensors."""
         group = group_by_name(_group_of(self.text))
         return group, Call.from_text(self.text, group.rank(), group.size())
-
-    @property
-    def numbers(self) -> LayoutNumbers:
-        return tuple(self.layout_q), tuple(self.layout_k)
 
     @property
     def needs_even_rows(self) -> bool:

@@ -63,8 +63,6 @@ def attend(
             decode_call, agreement = _planned(spec, (q.size(1), 0), *place)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
-        # No operator takes a strided last dim.
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return drivers.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
@@ -97,7 +95,6 @@ def attend_sequences(
     decode_call, agreement = _planned_sequences(spec, *shared, call)
     ends = open_p2p(group, call.transport)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         tables = cache_seqlens, *(() if block_table is None else (block_table,))
         return drivers.decode(decode_call, (), q, k, v, ends, sinks, sequences, tables)
 

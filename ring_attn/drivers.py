@@ -108,6 +108,8 @@ def decode(
     cache, and may have none. `tiles` are all queries x these rows; or there are
     `sequences` with `tables`, their lengths and perhaps their pages.
     """
+    # No operator takes a strided last dim.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     shape = (q.size(1), *k.shape[:2])
     steps = program(
         call, tiles, shape, transport.rank, transport.world_size, sequences, len(tables)

@@ -33,10 +33,14 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         world = dist.group.WORLD
         assert world is not None, "an initialised process has a default group"
         return world
-    if isinstance(group, DeviceMesh):
-        return _alive(_group_of_mesh(group))
     check_group_type(group)
-    return _alive(group)
+    process_group = _group_of_mesh(group) if isinstance(group, DeviceMesh) else group
+    if not is_alive(process_group):
+        raise RuntimeError(
+            "group was destroyed (torch.distributed.destroy_process_group): pass one that exists, "
+            "or None for the default group"
+        )
+    return process_group
 
 
 def check_group_type(group: object) -> None:
@@ -57,15 +61,6 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if not is_alive(group):
-        raise RuntimeError(
-            "group was destroyed (torch.distributed.destroy_process_group): pass one that exists, "
-            "or None for the default group"
-        )
-    return group
 
 
 def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.cached import Cached
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, tell_refusal
+from ring_attn.transport.p2p import open_p2p, telling
 
 # (layout, rows before, rows after, rank)
 PlanKey = tuple[SequenceLayout, int, int, int]
@@ -84,12 +84,9 @@ def halo(
         [[2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
     """
     process_group = groups.check_group(group)
-    try:
+    with telling(process_group):
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
         rank = refusals.check_shard(x, dim, layout, process_group)
-    except Exception as error:
-        tell_refusal(error, process_group)
-        raise
     rows = x.movedim(dim, 0)
     flat = rows.reshape(rows.size(0), math.prod(rows.shape[1:]))
     numbers = list(layout.numbers)
@@ -141,7 +138,7 @@ def roll(
         >>> ring_attn.unshard(rolled, layout).tolist()
         [[1, 2, 3, 4, 5, 6, 7, -100]]
     """
-    try:
+    with telling(group):
         shift = as_int("shift", shift)
         check_type("layout", layout, SequenceLayout)
         cuts = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens)
@@ -149,9 +146,6 @@ def roll(
             raise ValueError(
                 f"cu_seqlens must end within the layout's {layout.seqlen} rows, got {cuts[-1]}"
             )
-    except Exception as error:
-        tell_refusal(error, group)
-        raise
     sides = (shift, 0) if shift > 0 else (0, -shift)
     runs = halo(x, layout, *sides, group=group, dim=dim)
     start = max(0, -shift)
@@ -183,16 +177,13 @@ def _halo(
         "right": right, "back": back,
     }  # fmt: skip
     plan = _plan(place, x.device).get()
-    try:
+    with telling(process_group):
         transport = open_p2p(process_group, TransportOptions())
         with (
             transport.call("halo", Agreement(described), x.device),
             observe("backward" if back else "forward", x.device, transport.stats),
         ):
             return plan.return_gradients(x, transport) if back else plan.gather(x, transport)
-    except BaseException as error:
-        tell_refusal(error, process_group)
-        raise
 
 
 @_halo.register_fake

@@ -135,7 +135,8 @@ def _attention(
     if not call.differentiated:
         return out.contiguous(), lse.contiguous(), max_logits, []
     known = set(map(id, (q, k, v, out, lse)))
-    extra = [_as_tensor(number)]
+    # A tensor, since a graph can pass only tensors to the backward.
+    extra = [torch.tensor(number * _NUMBER_UNIT, dtype=torch.float64)]
     for x in saved:
         if id(x) not in known:
             extra.append(x.contiguous())
@@ -145,11 +146,6 @@ def _attention(
 # Scales the numbers of calls down: torch's checks compare the results of two calls within 1e-7,
 # and the numbers of these calls differ by 1.
 _NUMBER_UNIT = 2.0**-60
-
-
-def _as_tensor(number: int) -> Tensor:
-    """The number of a forward as a tensor, since a graph can pass only tensors to the backward."""
-    return torch.tensor(number * _NUMBER_UNIT, dtype=torch.float64)
 
 
 torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd", _attention)

@@ -34,21 +34,15 @@ T = TypeVar("T")
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
 
 
-def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
+@remembered
+def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -> None:
+    check_flag("return_lse", return_lse)
+    check_flag("return_max_logits", return_max_logits)
     check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
         )
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
-
-
-@remembered
-def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -> None:
-    check_flag("return_lse", return_lse)
-    check_flag("return_max_logits", return_max_logits)
-    check_unsupported(dropout_p, None)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool = False) -> None:

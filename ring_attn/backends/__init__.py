@@ -97,12 +97,6 @@ def get_backend(name: str) -> Backend:
     return backend
 
 
-def bits_unit(name: str) -> int | None:
-    """The backend's `bits_unit`, in positions; None if it does not fold in order."""
-    backend = get_backend(name)
-    return backend.bits_unit if backend.in_order else None
-
-
 @cached_by_gpu(maxsize=1024)
 def choose_backend(
     spec: AttentionSpec,

@@ -114,7 +114,7 @@ class Backend:
         exchanges are in flight, for whose copies a kernel that stays on all multiprocessors leaves
         some of them.
         """
-        for piece in self._pieces(tiles, q.device.type):
+        for piece in _pieces_of(self, tuple(tiles), q.device.type):
             self._fold_piece(q, k, v, piece, state, scores)
         return state
 
@@ -204,7 +204,7 @@ class Backend:
         dout = inputs.dout
         if out is None and self.reads_out:
             out = out_from_delta(dout, inputs.delta, self.compute_dtype(dout))
-        for piece in self._pieces(tiles, dout.device.type):
+        for piece in _pieces_of(self, tuple(tiles), dout.device.type):
             self._add_piece(inputs, out, piece, cast(Gradients, gradients), scores)
 
     def gradient_factor(self, scores: Scores) -> float:
@@ -222,7 +222,7 @@ class Backend:
         """
         wide, item, most = spec.accum_dtype.itemsize, spec.dtype.itemsize, 0
         item = wide if spec.device_type == "cpu" else item
-        for piece in self._pieces(tiles, spec.device_type):
+        for piece in _pieces_of(self, tuple(tiles), spec.device_type):
             q_rows = spec.batch * piece.rows * spec.nheads
             kv_rows = spec.batch * piece.cols * spec.nheads_kv
             results = (q_rows + 2 * kv_rows * backward) * max(spec.headdim, spec.headdim_v) * item
@@ -258,9 +258,6 @@ class Backend:
     ) -> Sequence[Tensor]:
         """dq, dk, dv of a piece, perhaps with more dims; `out` is not None if `reads_out`."""
         raise NotImplementedError
-
-    def _pieces(self, tiles: Tiles, device_type: str) -> tuple[Tile, ...]:
-        return _pieces_of(self, tuple(tiles), device_type)
 
     def _fold_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores

@@ -31,7 +31,7 @@ from ring_attn.backends import PREFERENCE, get_backend
 from ring_attn.call import DistributedOptions, ExecutionOptions, Group, Layout
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.values import as_int, check_tensor
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 _ASKS_BACKEND = (
     "deterministic=True checks which backend would run, and a graph cannot: compile without "
@@ -167,12 +167,12 @@ def flash_attn_varlen_func(
         return_attn_probs,
     )  # fmt: skip
     if block_table is not None:
-        error = NotImplementedError(
-            "block_table must be None: a prompt against a paged cache is not built; "
-            "ring_attn.tree_decode takes the newest tokens against one that is split over the ranks"
-        )
-        tell_refusal(error, group)
-        raise error
+        with telling(group):
+            raise NotImplementedError(
+                "block_table must be None: a prompt against a paged cache is not built; "
+                "ring_attn.tree_decode takes the newest tokens against one that is split over the "
+                "ranks"
+            )
     sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _call("", (q, k, v), sides, options, group=group, layout=layout, **execution)
 
@@ -202,7 +202,7 @@ def _call(
     them, else two each.
     """
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
-    try:
+    with telling(group):
         refusals.check_options(name, execution, ExecutionOptions)
         qkv = unpacked(form, tensors, packed=bool(sides))
         check_deterministic(qkv, options)
@@ -216,9 +216,6 @@ def _call(
                 "cu_seqlens_q and cu_seqlens_k must have as many documents, got "
                 f"{counts[0]} and {counts[1]}"
             )
-    except Exception as error:
-        tell_refusal(error, group)
-        raise
     return attend(qkv, options, *documents, group=group, layout=layout, **execution)
 
 

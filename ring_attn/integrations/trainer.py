@@ -38,7 +38,7 @@ from ring_attn.integrations.transformers_cache import LAYOUT
 from ring_attn.integrations.transformers_masks import tokens_of
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows
-from ring_attn.transport.p2p import check_pending, tell_refusal
+from ring_attn.transport.p2p import check_pending, telling
 from ring_attn.transport.ranks.identity import set_step
 
 # TRL's trainers whose loss is transformers', and their base.
@@ -391,14 +391,14 @@ def _check_loss(
         expected = float(terms.double().sum() / num_items * ranks)
     # Equal float32 terms, which the loss adds in float32, by blocks.
     if not abs(got - expected) <= 64 * torch.finfo(torch.float32).eps * abs(expected):
-        error = NotImplementedError(
-            f"the loss of this rank's rows is {got:.6g}, but the cross-entropy of their logits is "
-            f"{expected:.6g}: only transformers' causal loss can be split, not a loss of the "
-            f"model's forward ({type(trainer.model).__name__}) or an overridden compute_loss "
-            f"({type(trainer).__name__}) that shifts labels, divides or adds terms itself"
-        )
-        tell_refusal(error, trainer._ring.group)
-        raise error
+        with telling(trainer._ring.group):
+            raise NotImplementedError(
+                f"the loss of this rank's rows is {got:.6g}, but the cross-entropy of their logits "
+                f"is {expected:.6g}: only transformers' causal loss can be split, not a loss of "
+                f"the model's forward ({type(trainer.model).__name__}) or an overridden "
+                f"compute_loss ({type(trainer).__name__}) that shifts labels, divides or adds "
+                "terms itself"
+            )
 
 
 def _terms(output: Any, targets: Tensor, smoothing: float) -> Tensor | None:

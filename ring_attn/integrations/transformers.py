@@ -39,7 +39,6 @@ from ring_attn.integrations.transformers_masks import (
     Rule,
     check_batch_mask,
     chunk_of,
-    from_document,
     mask_of,
     read_mask,
     repeated,
@@ -56,10 +55,11 @@ from ring_attn.integrations.transformers_models import (
     watch_models,
     window_of,
 )
+from ring_attn.models.batch import from_document
 from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
@@ -161,7 +161,7 @@ class Registration:
         function's result; of `kwargs` see `HONOURED` and `NOT_FOR_ATTENTION`, others must be None
         or False. Returns (batch, rows, nheads, headdim_v), and None instead of weights.
         """
-        try:
+        with telling(self.group):
             count_call(kwargs, PLACED)
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
             check_config(module)
@@ -178,9 +178,6 @@ class Registration:
                 )
             if "position_ids" in kwargs:
                 self.check_positions(kwargs, kwargs["position_ids"], first_position(module))
-        except Exception as error:
-            tell_refusal(error, self.group)
-            raise
         options: AttentionOptions = {
             "softmax_scale": scaling,
             "softcap": kwargs.get("softcap") or 0.0,
@@ -214,7 +211,7 @@ class Registration:
         options: AttentionOptions,
     ) -> Tensor:
         """Attention by a mask of slices; see `attend`."""
-        try:
+        with telling(self.group):
             rank, rows, batch = dist.get_rank(groups.check_group(self.group)), q.size(1), q.size(0)
             layout_or_step, documents = place
             cuts = refusals.check_cu_seqlens("cu_seq_lens_q", documents[0])
@@ -230,9 +227,6 @@ class Registration:
                 counted = torch.arange(past, past + rows)
                 positions = from_document(step.position_ids(rank, rows), cuts)
                 q = scaled_again(module, q, counted, positions)
-        except Exception as error:
-            tell_refusal(error, self.group)
-            raise
         batch_mask = batch_mask or BatchMask(seqlen, ((seqlen, ()),))
         each = batch_mask.rows if len({*batch_mask.rows}) > 1 else batch_mask.rows[:1]
         mask = mask_of(seqlen, each, rule, cuts, batch_mask.beyond_windows)
@@ -260,7 +254,7 @@ class Registration:
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
         """The places of a recurrent layer's rows, by its keywords; None if all are here."""
-        try:
+        with telling(self.group):
             group = groups.check_group(self.group)
             cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
             step = getattr(cache_of(given), "step", None)
@@ -272,18 +266,12 @@ class Registration:
                     "recurrent layers exchange with the default options: register() without "
                     "transport"
                 )
-        except Exception as error:
-            tell_refusal(error, self.group)
-            raise
         return Place(step.chunk, given.get("cu_seq_lens_q"), group)
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """The mask function that models call; see `read_mask`."""
-        try:
+        with telling(self.group):
             return read_mask(*args, **kwargs)
-        except Exception as error:
-            tell_refusal(error, self.group)
-            raise
 
     def check_positions(
         self, given: Mapping[str, Any], position_ids: Tensor | None, first: int
@@ -396,7 +384,7 @@ def register(
             f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
             "or give another name"
         )
-    ring = Registration(name, group, layout, execution, frozenset(ignored))
+    ring = Registration(name, group, layout, execution, ignored)
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)

@@ -293,11 +293,3 @@ def check_batch_mask(
             "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
             "last boundary are padding"
         )
-
-
-def from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
-    """Positions counted from the start of their documents."""
-    if not cuts:
-        return positions
-    starts = torch.tensor(cuts)
-    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]

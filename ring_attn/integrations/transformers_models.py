@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn import groups
-from ring_attn.call import Group
 from ring_attn.models.recurrent import (
     Place,
     current,
@@ -32,7 +31,11 @@ from ring_attn.models.recurrent import (
     refuse_compiled,
     split_functions,
 )
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
+
+if TYPE_CHECKING:
+    from ring_attn.integrations.ring_flash_attn.adapters import Substitution
+    from ring_attn.integrations.transformers import Registration
 
 # Types of layers in a config that have a recurrence, and that mix no rows.
 ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
@@ -40,19 +43,6 @@ RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
 ROWWISE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 KNOWN_TYPES = LAYER_TYPES | RECURRENT_TYPES | ROWWISE_TYPES
-
-
-class Registered(Protocol):
-    """The value that `register` returns."""
-
-    @property
-    def group(self) -> Group: ...
-
-    def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
-        """Refuses positions that are not those of this rank's rows."""
-
-    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """The place of the rows of a recurrent layer; None on one rank."""
 
 
 # Keywords that say where the rows of a recurrent layer stand.
@@ -67,7 +57,7 @@ WITH_CACHE = (
 )
 
 # The registered names of attn_implementation.
-registered: dict[str, Registered] = {}
+registered: dict[str, Registration | Substitution] = {}
 
 # Options of configs that make layers read other rows than by attention.
 OTHER_ROWS = {
@@ -235,14 +225,11 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forward.given = {key: x for key, x in given.items() if x is not None}
     _forward.recomputes = model.training and model.is_gradient_checkpointing
     ring = registered[name]
-    try:
+    with telling(ring.group):
         _require_positions(model, groups.check_group(ring.group))
         # A split cache cuts and adds them in a hook of its own, after this one.
         if {"position_ids"} == _forward.given.keys() & {"position_ids", "past_key_values"}:
             ring.check_positions(given, given["position_ids"], first_position(model))
-    except Exception as error:
-        tell_refusal(error, ring.group)
-        raise
 
 
 def _place_rows_of(layer: nn.Module, config: Any) -> None:
@@ -298,9 +285,8 @@ def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
     placed = {x: _forward.given[x] for x in PLACED & _forward.given.keys()}
     if _forward.recomputes and (kept_back := placed.keys() - given.keys()):
         layers = "recurrent layers, which run again in the backward"
-        error = NotImplementedError(_kept_back(min(kept_back), layers))
-        tell_refusal(error, ring.group)
-        raise error
+        with telling(ring.group):
+            raise NotImplementedError(_kept_back(min(kept_back), layers))
     return ring.place(placed | given, rows)
 
 
@@ -338,15 +324,14 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
         return
     attending, recurrent = _layers(model.config.get_text_config())
     if _forward.calls < attending or _forward.recurrences < recurrent:
-        error = NotImplementedError(
-            f"{_forward.model} has {attending} layers with attention and called "
-            f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent layers "
-            f"{_forward.recurrences} are known (see register_recurrence): others need rows of "
-            "other ranks in their own way, or were left out at random (layerdrop); its output "
-            "would be wrong"
-        )
-        tell_refusal(error, registered[name].group)
-        raise error
+        with telling(registered[name].group):
+            raise NotImplementedError(
+                f"{_forward.model} has {attending} layers with attention and called "
+                f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent "
+                f"layers {_forward.recurrences} are known (see register_recurrence): others need "
+                "rows of other ranks in their own way, or were left out at random (layerdrop); its "
+                "output would be wrong"
+            )
 
 
 def _only_recurrent(config: Any) -> bool:

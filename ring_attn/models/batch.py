@@ -13,7 +13,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_int, as_ints, check_type
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import new_p2p, tell_refusal
+from ring_attn.transport.p2p import new_p2p, telling
 
 
 def shard_batch(
@@ -87,10 +87,16 @@ def shard_batch(
     if "position_ids" not in part:
         device = next(iter(part.values())).device if part else None
         positions = layout.position_ids(rank)
-        starts = torch.tensor(cuts, device="cpu")
-        positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
-        part["position_ids"] = positions.to(device)[None]
+        part["position_ids"] = from_document(positions, cuts).to(device)[None]
     return part
+
+
+def from_document(positions: Tensor, cuts: Sequence[int] | None) -> Tensor:
+    """Positions on the host, counted from the start of their documents."""
+    if not cuts:
+        return positions
+    starts = torch.tensor(cuts, device="cpu")
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
@@ -111,12 +117,9 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         RuntimeError: no process group.
     """
     process_group = groups.check_group(group)
-    try:
+    with telling(process_group):
         refusals.check_shard(x, dim, layout, process_group)
         refusals.check_capture("unshard", x)
-    except Exception as error:
-        tell_refusal(error, process_group)
-        raise
     # An all-gather needs equal sizes: short shards are padded, and cut again after it.
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)

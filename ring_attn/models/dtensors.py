@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -185,9 +184,7 @@ def _from_local(
     if 0 in x.stride():
         x = x.contiguous()
     inward = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
-    stride = [0] * x.ndim
-    for at, dim in enumerate(inward):
-        stride[dim] = prod([shape[d] for d in inward[at + 1 :]])
+    whole = torch.empty_permuted(shape, inward, device="meta")
     return DTensor.from_local(
-        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        x, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

@@ -23,8 +23,6 @@ from ring_attn.core.values import check_int, check_one_of
 from ring_attn.profiling import gradient_sync
 from ring_attn.transport.p2p import check_within
 
-OPS = ("sum", "mean")
-
 BUCKET_BYTES = 32 << 20
 
 # 16-bit gradients are summed in float32: gloo cannot add 16-bit numbers, and errors are smaller.
@@ -81,7 +79,7 @@ def sync_gradients(
         [3.0, 3.0]
         >>> dist.destroy_process_group()
     """
-    check_one_of("op", op, OPS)
+    check_one_of("op", op, ("sum", "mean"))
     check_int("bucket_bytes", bucket_bytes, least=1)
     if isinstance(module, Tensor) or not isinstance(module, (nn.Module, Iterable)):
         raise TypeError(

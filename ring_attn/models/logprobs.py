@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +12,7 @@ from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import check_type
 from ring_attn.models.batch import unshard
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 
 def token_logprobs(
@@ -57,7 +55,7 @@ def token_logprobs(
         tensor([[0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000]])
     """
     process_group = groups.check_group(group)
-    try:
+    with telling(process_group):
         for name, x in (("logits", logits), ("shift_labels", shift_labels)):
             check_type(name, x, Tensor)
         if logits.ndim != 3 or logits.shape[:2] != shift_labels.shape:
@@ -68,9 +66,6 @@ def token_logprobs(
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         rank = refusals.check_shard(shift_labels, 1, layout, process_group)
-    except Exception as error:
-        tell_refusal(error, process_group)
-        raise
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     own = -cross_entropy(
         scaled.flatten(0, 1), shift_labels.flatten(), ignore_index=ignore_index, reduction="none"
@@ -80,18 +75,6 @@ def token_logprobs(
 
 def whole_rows(x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup) -> Tensor:
     """The whole tensor, of which each rank's loss is the same; gradients of this rank's rows."""
-    whole: Tensor = _Whole.apply(x, layout, rank, group)
-    return whole
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.layout, ctx.rank = layout, rank
-        return unshard(x, layout, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, *dwhole: Tensor) -> tuple[Any, ...]:
-        return ctx.layout.shard(dwhole[0], ctx.rank), None, None, None
+    whole = unshard(x, layout, group=group)
+    # The same values again, but these have the gradient.
+    return whole.index_copy_(1, layout.position_ids(rank, x.device), x)

@@ -200,14 +200,10 @@ def _body_of(func: Any) -> Callable[..., Any]:
     ignores overrides by tensor subclasses.
     """
     checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    scope = {**func.__globals__, **dict.fromkeys(checks, _never)}
+    scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
     twin = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def as_autocast(x: Tensor) -> Tensor:

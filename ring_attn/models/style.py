@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import groups, refusals
 from ring_attn.call import DistributedOptions, ExecutionOptions, Layout, check_execution
-from ring_attn.core.layout import Layouts, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
@@ -175,14 +175,13 @@ class _ParallelAttention:
             raise TypeError(f"ContextParallel needs a DeviceMesh, got {type(mesh).__name__}")
         if mesh.get_coordinate() is None:
             raise RuntimeError("this rank is not in the mesh of ContextParallel")
-        self.style, self.mesh = style, mesh
+        self.style = style
         group = groups.check_group(mesh)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.strategy = _strategy_on(mesh, style)
         self.dims = Dims(style.seq_dim, style.head_dim)
         self.rows = SplitRows(mesh, style.seq_dim)
         self.distributed: DistributedOptions = {
-            "group": mesh, "strategy": self.strategy, "backend": style.backend,
+            "group": mesh, "strategy": _strategy_on(mesh, style), "backend": style.backend,
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
         self.parameters = _parameters_of_qkv(style, module)
@@ -277,8 +276,11 @@ class _ParallelAttention:
             self._opened(module, output)
             return output
         self.dims.check(qkv[0].ndim)
-        layout = self.style.layout
-        layouts = None if isinstance(layout, str) else self._resolved(qkv, layout)
+        layout, layouts = self.style.layout, None
+        if not isinstance(layout, str):
+            rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
+            place = self.rank, self.world_size
+            layouts = refusals.resolve_layouts(layout, rows, (None, None), *place)
         output = self._captured(module, call, self.rows.distributed(qkv, layouts), layout)
         attention, _ = self._opened(module, output)
         if not isinstance(attention, DTensor):
@@ -311,12 +313,6 @@ class _ParallelAttention:
         layout = self.rows.layout_of_lengths((q.size(dims.seq), k.size(dims.seq)), layout)
         tensors = [x.to_local() for x in qkv if isinstance(x, DTensor)]
         return _Shards(tensors, layout, partial(placed_as, q=q))
-
-    def _resolved(self, qkv: Sequence[Tensor], layout: Layout) -> Layouts:
-        """The layouts of queries and keys of plain shards, checked against their rows."""
-        self.dims.check(qkv[0].ndim)
-        rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
-        return refusals.resolve_layouts(layout, rows, (None, None), self.rank, self.world_size)
 
 
 class _Routed(route_sdpa):

@@ -174,6 +174,8 @@ class _Gathering:
         # Once a program: asking the backend for each message took most of the time of a plan.
         self._rows: dict[Traveller, int] = {x: _shard_rows(call, x) for x in ("kv", "q")}
         self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
+        # The chunk whose dK and dV are being summed over the ranks, if any, and the buffers.
+        self._summing: tuple[Chunk, Buffer, Buffer] | None = None
 
     # -- gathering
 
@@ -218,7 +220,6 @@ class _Gathering:
 
     def added_up(self, dtype: torch.dtype) -> Iterator[Op]:
         """Computes dQ and a share of dK and dV, and sums the shares over the ranks."""
-        sums = _Sums(self, dtype)
 
         def compute(index: int, message: _Message, held: tuple[Operand, ...]) -> Iterator[Op]:
             chunk, rows = message.chunk, self.call.world_size * self._rows["kv"]
@@ -229,15 +230,15 @@ class _Gathering:
                 "all", self._tiles("kv"), _Message("q", chunk).views, (held[0], held[1]),
                 View("dq part"), (View("dk part"), View("dv part")), View("out", None, chunk.q),
             )  # fmt: skip
-            yield from sums.receive()
-            yield from sums.post(index, chunk)
-            yield self._round("dq", chunk, dtype)
+            yield from self._receive_sums(dtype)
+            yield from self._post_shares(index, chunk)
+            yield self._round("dq", View("dq part"), chunk, dtype)
 
         yield ops.Delta(self.arrays["lse"])
         yield from self._new_gradients(dtype, copied=True)
         yield from self._gathered(("kv",), compute)
         yield ops.Step("end")
-        yield from sums.receive()
+        yield from self._receive_sums(dtype)
 
     def in_one_place(self, dtype: torch.dtype) -> Iterator[Op]:
         """Computes dQ from the gathered KV, and dK and dV from the gathered Q side."""
@@ -248,15 +249,15 @@ class _Gathering:
                 yield self._part("dq", chunk, self.ranks.rows("q"))
                 q_side = _Message("q", chunk).views
                 yield ops.Differentiate("q", tiles, q_side, (held[0], held[1]), View("dq part"))
-                yield self._round("dq", chunk, dtype)
+                yield self._round("dq", View("dq part"), chunk, dtype)
                 return
             for name in ("dk", "dv"):
                 yield self._part(name, chunk, self.ranks.rows("kv"))
             k, v = _Message("kv", chunk).views
             parts = View("dk part"), View("dv part")
             yield ops.Differentiate("kv", tiles, held, (k, v), None, parts)
-            yield self._round("dv", chunk, dtype)
-            yield self._round("dk", chunk, dtype)
+            for name in ("dv", "dk"):
+                yield self._round(name, View(f"{name} part"), chunk, dtype)
 
         yield ops.Delta(self.arrays["lse"])
         yield from self._new_gradients(dtype, copied=False)
@@ -314,31 +315,25 @@ class _Gathering:
             if several or (copied and name != "q"):
                 yield ops.New(f"d{name}", replace(self.arrays[name], dtype=dtype))
 
-    def _round(self, name: str, chunk: Chunk, dtype: torch.dtype) -> ops.Round:
+    def _round(self, name: str, source: Operand, chunk: Chunk, dtype: torch.dtype) -> ops.Round:
         heads = None
         if len(self.chunks) > 1:
             heads = chunk.q if name == "dq" else chunk.kv
         rows = self.ranks.rows("q" if name == "dq" else "kv")
         array = self._array(name, chunk, rows, dtype)
-        return ops.Round(View(name, None, heads), View(f"{name} part"), array, scaled=name != "dv")
+        return ops.Round(View(name, None, heads), source, array, scaled=name != "dv")
 
+    def _gradient_packet(self, chunk: Chunk) -> Packet:
+        return gradient_packet(chunk_spec(self.call.spec, chunk), "kv", self._rows["kv"])
 
-class _Sums:
-    """Sums a chunk's dK and dV of all rows over the ranks, while the next chunk is computed."""
-
-    def __init__(self, gathering: _Gathering, dtype: torch.dtype) -> None:
-        self._gathering, self._dtype = gathering, dtype
-        self._under_way: tuple[Chunk, Buffer, Buffer] | None = None
-
-    def _packet(self, chunk: Chunk) -> Packet:
-        call = self._gathering.call
-        return gradient_packet(chunk_spec(call.spec, chunk), "kv", _shard_rows(call, "kv"))
-
-    def post(self, index: int, chunk: Chunk) -> Iterator[Op]:
-        """Starts to sum dK and dV of all rows, and frees them."""
-        call, packet = self._gathering.call, self._packet(chunk)
-        rows, world_size = _shard_rows(call, "kv"), call.world_size
-        longest = self._packet(self._gathering.chunks[0]).nbytes
+    def _post_shares(self, index: int, chunk: Chunk) -> Iterator[Op]:
+        """Starts to sum a chunk's dK and dV of all rows over the ranks, and frees them."""
+        packet, rows, world_size = (
+            self._gradient_packet(chunk),
+            self._rows["kv"],
+            self.call.world_size,
+        )
+        longest = self._gradient_packet(self.chunks[0]).nbytes
         send = Buffer(f"shares {index}", world_size * longest)
         recv = Buffer(f"sums {index}", longest)
         copies = tuple(
@@ -346,30 +341,25 @@ class _Sums:
             for rank in range(world_size)
             for i, name in enumerate(("dk part", "dv part"))
         )
-        shares = Parcels((packet,) * world_size)
-        yield ops.Pack(send, shares, copies)
+        yield ops.Pack(send, Parcels((packet,) * world_size), copies)
         yield ops.Free(("dk part", "dv part"))
-        sums = ops.Collective("reduce_scatter", call.spec.accum_dtype)
-        nbytes = packet.nbytes * (world_size - 1)
         yield ops.Post(
-            channel="gradients", step=index, route=sums, send=send, recv=recv, message=packet,
-            nbytes=nbytes,
+            channel="gradients", step=index,
+            route=ops.Collective("reduce_scatter", self.call.spec.accum_dtype),
+            send=send, recv=recv, message=packet, nbytes=packet.nbytes * (world_size - 1),
         )  # fmt: skip
-        self._under_way = chunk, send, recv
+        self._summing = chunk, send, recv
 
-    def receive(self) -> Iterator[Op]:
+    def _receive_sums(self, dtype: torch.dtype) -> Iterator[Op]:
         """Waits for the sums under way, if any, and makes this rank's dK and dV from them."""
-        if self._under_way is None:
+        if self._summing is None:
             return
-        chunk, send, recv = self._under_way
-        self._under_way = None
+        chunk, send, recv = self._summing
+        self._summing = None
         yield ops.Wait("gradients")
         yield ops.Free((send,))
-        rows = self._gathering.ranks.rows("kv")
         for i, name in enumerate(("dk", "dv")):
-            heads = chunk.kv if len(self._gathering.chunks) > 1 else None
-            array = self._gathering._array(name, chunk, rows, self._dtype)
-            yield ops.Round(View(name, None, heads), ops.Entry(recv, i), array, scaled=name != "dv")
+            yield self._round(name, ops.Entry(recv, i), chunk, dtype)
         yield ops.Free((recv,))
 
 

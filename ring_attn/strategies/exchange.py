@@ -65,7 +65,7 @@ def _forward(call: Call) -> Iterator[Op]:
     turns = _Turns(call, "kv")
     yield base.start(call)
     yield from turns.begin()
-    last = turns.last_with_tiles
+    last = max((i for i, turn in enumerate(turns.turns) if turn.tiles), default=-1)
     yield ops.Attend(turns.own_tiles, View("q"), View("k"), View("v"), last=last < 0)
     for number, turn in enumerate(turns.turns):
         yield from turns.arrived(number)
@@ -114,11 +114,6 @@ class _Turns:
         spec = call.spec
         self.shards = _Messages("rows", self.turns, lambda n: shard_packet(spec, travels, n))
         self.gradients = _Messages("sums", self.turns, lambda n: gradient_packet(spec, travels, n))
-
-    @property
-    def last_with_tiles(self) -> int:
-        """The last turn with tiles; -1 if no turn has tiles."""
-        return max((i for i, turn in enumerate(self.turns) if turn.tiles), default=-1)
 
     def takes_part(self, number: int) -> bool:
         return self.turns[number].hop.send_to != self.rank

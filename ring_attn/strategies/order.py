@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from ring_attn.backends import bits_unit
+from ring_attn.backends import get_backend
 from ring_attn.call import Call
 from ring_attn.core.heads import is_replicated, share_heads
 
@@ -27,8 +27,8 @@ def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = 
     reason = why_not_by_heads(call)
     if reason is not None:
         return reason
-    unit, layouts = bits_unit(call.backend), call.layouts
-    if unit is None:
+    backend, layouts = get_backend(call.backend), call.layouts
+    if not backend.in_order:
         return f"backend {call.backend!r} does not fold in one order; triton does"
     if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
         return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
@@ -39,10 +39,10 @@ def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = 
     for layout in layouts:
         # The first positions of the shards after rank 0's; empty shards at the end have none.
         for rank, start in enumerate(accumulate(layout.shard_lens), 1):
-            if start % unit and start != layout.seqlen:
+            if start % backend.bits_unit and start != layout.seqlen:
                 return (
-                    f"shards must start at multiples of {unit}; rank {rank} starts at {start}: use "
-                    "SequenceLayout.boundaries"
+                    f"shards must start at multiples of {backend.bits_unit}; rank {rank} starts at "
+                    f"{start}: use SequenceLayout.boundaries"
                 )
     return None
 

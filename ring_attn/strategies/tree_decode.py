@@ -38,6 +38,7 @@ from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
+from ring_attn.strategies.base import pack_and_post
 from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.base import Transport
 
@@ -101,19 +102,13 @@ def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
     packet = decode_packet(spec, rows)
     everyone = Gathered(packet, world_size)
     send, recv = Buffer("partial", packet.nbytes), Buffer("partials", everyone.nbytes)
-    others = packet.nbytes * (world_size - 1)
     copies = (Copy(0, View("partial out")), Copy(1, View("partial lse")))
+    posted = pack_and_post(
+        "shards", 0, ops.Collective("all_gather"), message=packet, copies=copies, send=send,
+        recv=recv, receives=everyone, nbytes=packet.nbytes * (world_size - 1),
+    )  # fmt: skip
     return (
-        ops.Pack(send, packet, copies),
-        ops.Post(
-            channel="shards",
-            step=0,
-            route=ops.Collective("all_gather"),
-            send=send,
-            recv=recv,
-            message=everyone,
-            nbytes=others,
-        ),
+        *posted,
         ops.Wait("shards"),
         ops.Free((send,)),
         ops.Merge(recv, everyone, "out", "lse"),

@@ -36,7 +36,7 @@ from ring_attn.backends.base import why_not_alike
 from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
-from ring_attn.core.layout import Layouts, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.spec import AttentionSpec
@@ -109,19 +109,14 @@ NAMES = {
 }
 
 
-def core_layouts(call: Call) -> Layouts:
-    """The layouts of queries and keys with one rank for each group."""
-    degree = call.strategy.ulysses_degree
-    return merge_groups(call.layouts[0], degree)[0], merge_groups(call.layouts[1], degree)[0]
-
-
 def core(call: Call, heads: HeadRun | HeadShare) -> Call:
-    """The core's call with some of the heads."""
+    """The core's call with some of the heads, and with one rank for each group."""
     degree = call.strategy.ulysses_degree
+    q, kv = (merge_groups(layout, degree)[0] for layout in call.layouts)
     return replace(
         call,
         spec=replace(call.spec, nheads=heads.num, nheads_kv=heads.num_kv),
-        layouts=core_layouts(call),
+        layouts=(q, kv),
         rank=call.rank // degree,
         strategy=replace(call.strategy, ulysses_degree=1),
     )

@@ -57,7 +57,7 @@ class TransportStats:
 
     bytes_sent: int = 0
     messages: int = 0
-    wait_s: float = field(default=0.0)
+    wait_s: float = 0.0
     bytes_received: int = 0
 
     def reset(self) -> None:
@@ -111,13 +111,9 @@ class Transport:
     def __init__(self, members: Ranks, member: int, stats: TransportStats | None = None) -> None:
         self.rank, self.world_size = members.index(member), len(members)
         self.stats = stats or TransportStats()
-        self._members = members
+        self._members = self.global_ranks = members
         self._subs: dict[Ranks, Transport] = {}  # without this transport itself
         self._pending: dict[Channel, Any] = {}
-
-    @property
-    def global_ranks(self) -> Ranks:
-        return self._members
 
     @contextmanager
     def call(

@@ -15,20 +15,16 @@ from torch import Tensor
 
 from ring_attn.core.facts import Facts, first_difference
 from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
-from ring_attn.transport.ranks.identity import checksum, current_step
+from ring_attn.transport.ranks.identity import checksum, current_step, told
 
 COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 
 def texts_of(kind: str, number: int | None, values: Mapping[str, Tensor | None]) -> dict[str, str]:
     """A call beside its agreement, and checksums of tensors that must be equal."""
-    texts = {"call": kind if number is None else f"{kind} {number}"}
-    if (step := current_step()) is not None:
-        texts["step"] = str(step)
-    for name, x in values.items():
-        if x is not None:
-            texts[f"values of {name}"] = f"checksum {int(checksum(x))}"
-    return texts
+    checksums = {name: int(checksum(x)) for name, x in values.items() if x is not None}
+    call = kind if number is None else f"{kind} {number}"
+    return {"call": call, **told(current_step(), checksums)}
 
 
 def compared(

@@ -110,14 +110,19 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
     """
     exchange = _Exchange(world_size)
     results: dict[int, T] = {}
-    settings = _thread_settings()
     ranks = tuple(range(world_size))
+    # Threads get the caller's grad mode and, on CUDA, device and stream.
+    grad = torch.is_grad_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def work(rank: int) -> None:
         with exchange.turn:
             try:
                 if exchange.failed is None:
-                    settings()
+                    torch.set_grad_enabled(grad)
+                    if stream is not None:
+                        torch.cuda.set_device(stream.device)
+                        torch.cuda.set_stream(stream)
                     results[rank] = fn(rank, LocalTransport(ranks, rank, exchange))
             except BaseException as error:
                 exchange.failed = exchange.failed or error
@@ -133,17 +138,3 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
     if exchange.failed is not None:
         raise exchange.failed
     return [results[rank] for rank in range(world_size)]
-
-
-def _thread_settings() -> Callable[[], None]:
-    """A function that gives a new thread the caller's grad mode and, on CUDA, device and stream."""
-    grad = torch.is_grad_enabled()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def apply() -> None:
-        torch.set_grad_enabled(grad)
-        if stream is not None:
-            torch.cuda.set_device(stream.device)
-            torch.cuda.set_stream(stream)
-
-    return apply

@@ -23,7 +23,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -82,15 +81,11 @@ class P2PTransport(Transport):
         """Makes no connections: the ranks, all or `members`, make them at the first call."""
         super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
         self._shared, self._options, self._timeout_s = shared, options, timeout_s
-        self._global_ranks = tuple(shared.global_ranks[member] for member in self._members)
+        self.global_ranks = tuple(shared.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
         self._lanes: dict[Channel, Lane] = {}
         # Kinds and digests of the last calls.
         self._made: deque[tuple[str, bytes]] = deque(maxlen=CALLS_KNOWN)
-
-    @property
-    def global_ranks(self) -> Ranks:
-        return self._global_ranks
 
     @contextmanager
     def call(
@@ -156,8 +151,7 @@ class P2PTransport(Transport):
     ) -> None:
         """Compares all ranks' calls, by texts and an agreement; see `debug.difference`."""
         # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
-        options = replace(self._options, nccl_max_ctas=None)
-        transport = P2PTransport(self._shared, options, self._timeout_s)
+        transport = P2PTransport(self._shared, TransportOptions(), self._timeout_s)
         error = compared(transport, texts, device, agreement)
         if error is not None:
             self._shared.refuse(error)
@@ -332,10 +326,10 @@ class P2PTransport(Transport):
             incoming = headers.incoming(self.world_size).view(-1)
             starts.append((nccl._allgather_base, incoming, headers.outgoing))
 
-        def together() -> None:
-            coalesced(nccl, starts).wait()
-
-        return self._start_on_lane(batch, lane, int(self.rank == 0), nbytes, together, first=first)
+        peer = int(self.rank == 0)
+        return self._start_on_lane(
+            batch, lane, peer, nbytes, lambda: coalesced(nccl, starts).wait(), first=first
+        )
 
     def _start_on_lane(
         self,
@@ -343,7 +337,7 @@ class P2PTransport(Transport):
         lane: Lane,
         peer: int,
         nbytes: tuple[int, int],
-        start: Callable[[], None],
+        start: Callable[[], object],
         *,
         first: bool,
     ) -> Event | None:
@@ -389,7 +383,7 @@ class P2PTransport(Transport):
     def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:
         now = time.monotonic()
         left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
-        self._shared.waiting = Waiting(now, self._global_ranks[peer])
+        self._shared.waiting = Waiting(now, self.global_ranks[peer])
         if not work.wait(left):
             raise RuntimeError("timed out")
         self._shared.waiting = None
@@ -397,11 +391,10 @@ class P2PTransport(Transport):
     def _error(
         self, step: int, what: str, peer: int, elapsed: float, error: Exception
     ) -> RuntimeError:
-        shared, member = self._shared, self._global_ranks[peer]
+        shared, member = self._shared, self.global_ranks[peer]
         timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
-        reason = str(shared.failed or shared.reason(member, timed_out=timed_out) or "")
-        if not reason:
-            reason = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
+        died = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
+        reason = shared.failed or shared.reason(member, timed_out=timed_out) or died
         text = (
             f"ring step {step}: {rank_name(shared.global_rank)} could not {what} "
             f"{rank_name(member)} after {elapsed:.1f} s, timeout {self._timeout_s:g} s: {reason}"
@@ -493,3 +486,13 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
             new_p2p(process_group, known).compare(report, device)
         mark_counted(error)
     rank_group(process_group).refuse(error)
+
+
+@contextmanager
+def telling(group: object) -> Iterator[None]:
+    """A context that tells the other ranks of an error by which this rank refuses a call."""
+    try:
+        yield
+    except BaseException as error:
+        tell_refusal(error, group)
+        raise

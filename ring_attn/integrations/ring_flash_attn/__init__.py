@@ -56,7 +56,7 @@ from ring_attn.integrations.flash_attn import (
 )
 from ring_attn.integrations.ring_flash_attn import adapters
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 # Error of torch.compile with fullgraph=True for functions that are left out of the graph.
 _READS_DOCUMENTS = (
@@ -301,13 +301,10 @@ def _call(
     options: Options,
     group: Group = None,
 ) -> Result:
-    try:
+    with telling(group):
         qkv = unpacked(form, tensors, packed=bool(documents))
         check_deterministic(qkv, options)
         meaning = _FAMILIES[family][0](qkv, options.causal, group, *documents)
-    except Exception as error:
-        tell_refusal(error, group)
-        raise
     return attend(qkv, options, group=group, **meaning)
 
 

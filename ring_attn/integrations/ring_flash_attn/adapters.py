@@ -30,7 +30,7 @@ from ring_attn.integrations.transformers import Registration, transformers_packa
 from ring_attn.integrations.transformers_models import registered, watch_models
 from ring_attn.models.recurrent import Place
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 NAME = "flash_attention_2"
 
@@ -81,7 +81,7 @@ class Substitution:
                 module, query, key, value, attention_mask, **kwargs
             )
             return result
-        try:
+        with telling(self.group):
             for name in DOCUMENTS:
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(
@@ -93,11 +93,8 @@ class Substitution:
                     f"heads_k_stride must divide the model's {key.size(1)} kv heads, "
                     f"got {self._stride}"
                 )
-            cu_seqlens, rows = self._documents(), _Rows.of(self.group, query.size(2))
-            rows.check(cu_seqlens, attention_mask, kwargs.get("position_ids"))
-        except Exception as error:
-            tell_refusal(error, self.group)
-            raise
+            cu_seqlens, positions = self._documents(), kwargs.get("position_ids")
+            _check_rows(self.group, query.size(2), cu_seqlens, attention_mask, positions)
         for name in UNUSED:
             kwargs.pop(name, None)
         kwargs |= dict.fromkeys(DOCUMENTS, cu_seqlens)
@@ -105,8 +102,8 @@ class Substitution:
 
     def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
         """Checks the positions that a whole model gets, as `attend` does in each layer."""
-        rows = _Rows.of(self.group, position_ids.size(-1))
-        rows.check(self._documents(), given.get("attention_mask"), position_ids - first)
+        told = self._documents(), given.get("attention_mask"), position_ids - first
+        _check_rows(self.group, position_ids.size(-1), *told)
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
         """The place of the rows of a recurrent layer."""
@@ -122,77 +119,66 @@ class Substitution:
         return _documents[group]
 
 
-class _Rows:
-    """This rank's rows: the `rank`-th of `world_size` runs of `num` positions."""
-
-    def __init__(self, num: int, rank: int, world_size: int) -> None:
-        self.num, self.rank, self.world_size = num, rank, world_size
-
-    @classmethod
-    def of(cls, group: Group, num: int) -> _Rows:
-        process_group = groups.check_group(group)
-        return cls(num, dist.get_rank(process_group), dist.get_world_size(process_group))
-
-    def check(self, cu_seqlens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> None:
-        """Refuses a mask and positions that contradict the documents."""
-        cuts = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens)
-        assert cuts is not None, "only None gives None"
-        if cuts[-1] != self.num * self.world_size:
-            raise ValueError(
-                f"cu_seqlens must end at the length of all ranks' rows, {self.world_size} x "
-                f"{self.num}, got {cuts[-1]}: pad the sequence, and add the padding as a document"
-            )
-        versions = tuple(None if x is None else x._version for x in (mask, position_ids))
-        known = (cuts, self.rank, self.num, versions, None if mask is None else id(mask))
-        # All layers of a model share the positions, and reading them on a GPU synchronises.
-        if position_ids is not None and _checked.get(position_ids) == known:
-            return
-        layout = SequenceLayout.contiguous(cuts[-1], self.world_size)
-        positions, starts = layout.position_ids(self.rank), torch.tensor(cuts)
-        document = torch.searchsorted(starts, positions, right=True) - 1
-        seen = self._seen(mask, document)
-        if position_ids is not None:
-            got, last = position_ids.detach().cpu(), document == len(cuts) - 2
-            # Frameworks give padding any positions, mostly zeros, and may pass no mask.
-            padding = ~seen.all(0) | (last & (not got[..., last].any()) & (len(cuts) > 2))
-            self._check_positions(got, positions, positions - starts[document], padding)
-            _checked[position_ids] = known
-
-    def _seen(self, mask: Tensor | None, document: Tensor) -> Tensor:
-        """(batch, rows) rows that are no padding; refuses documents that are padded in part."""
-        if mask is None:
-            return torch.ones(1, self.num, dtype=torch.bool)
-        whole = self.num * self.world_size
-        if mask.ndim != 2 or mask.size(1) not in (self.num, whole):
-            raise NotImplementedError(
-                f"attention_mask must be (batch, {self.num}) of this rank's rows, or (batch, "
-                f"{whole}) of all, got {tuple(mask.shape)}"
-            )
-        seen = mask.detach().bool().cpu()
-        if mask.size(1) != self.num:
-            seen = seen[:, self.rank * self.num :][:, : self.num]
-        counts = torch.zeros(len(seen), int(document.max()) + 1 if self.num else 0)
-        totals = counts.index_add(1, document, torch.ones(seen.shape))
-        counts = counts.index_add(1, document, seen.float())
-        if bool(((counts > 0) & (counts < totals)).any()):
-            raise NotImplementedError(
-                "attention_mask hides a part of a document: cu_seqlens must have an end where "
-                "padding begins"
-            )
-        return seen
-
-    def _check_positions(
-        self, got: Tensor, positions: Tensor, in_document: Tensor, padding: Tensor
-    ) -> None:
-        """Refuses positions that are neither global nor counted from each document's start."""
-        for expected in (positions, in_document):
-            if got.shape[-1] == self.num and bool(((got == expected) | padding).all()):
-                return
+def _check_rows(
+    group: Group, num: int, cu_seqlens: Tensor, mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """Refuses a mask and positions of this rank's `num` rows that contradict the documents."""
+    process_group = groups.check_group(group)
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    cuts = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens)
+    assert cuts is not None, "only None gives None"
+    if cuts[-1] != num * world_size:
         raise ValueError(
-            f"position_ids of rank {self.rank} must be those of its {self.num} rows in the packed "
-            f"sequence or in each document, {in_document[:4].tolist()} ..., got shape "
-            f"{tuple(got.shape)} with {got.flatten()[:4].tolist()} ..."
+            f"cu_seqlens must end at the length of all ranks' rows, {world_size} x {num}, got "
+            f"{cuts[-1]}: pad the sequence, and add the padding as a document"
         )
+    versions = tuple(None if x is None else x._version for x in (mask, position_ids))
+    known = (cuts, rank, num, versions, None if mask is None else id(mask))
+    # All layers of a model share the positions, and reading them on a GPU synchronises.
+    if position_ids is not None and _checked.get(position_ids) == known:
+        return
+    positions = SequenceLayout.contiguous(cuts[-1], world_size).position_ids(rank)
+    starts = torch.tensor(cuts)
+    document = torch.searchsorted(starts, positions, right=True) - 1
+    seen = _seen(mask, document, rank, world_size)
+    if position_ids is None:
+        return
+    got, last = position_ids.detach().cpu(), document == len(cuts) - 2
+    # Frameworks give padding any positions, mostly zeros, and may pass no mask.
+    padding = ~seen.all(0) | (last & (not got[..., last].any()) & (len(cuts) > 2))
+    in_document = positions - starts[document]
+    expected = positions, in_document
+    if got.shape[-1] != num or not any(bool(((got == x) | padding).all()) for x in expected):
+        raise ValueError(
+            f"position_ids of rank {rank} must be those of its {num} rows in the packed sequence "
+            f"or in each document, {in_document[:4].tolist()} ..., got shape {tuple(got.shape)} "
+            f"with {got.flatten()[:4].tolist()} ..."
+        )
+    _checked[position_ids] = known
+
+
+def _seen(mask: Tensor | None, document: Tensor, rank: int, world_size: int) -> Tensor:
+    """(batch, rows) rows that are no padding; refuses documents that are padded in part."""
+    num = len(document)
+    whole = num * world_size
+    if mask is None:
+        return torch.ones(1, num, dtype=torch.bool)
+    if mask.ndim != 2 or mask.size(1) not in (num, whole):
+        raise NotImplementedError(
+            f"attention_mask must be (batch, {num}) of this rank's rows, or (batch, {whole}) of "
+            f"all, got {tuple(mask.shape)}"
+        )
+    seen = mask.detach().bool().cpu()
+    if mask.size(1) != num:
+        seen = seen[:, rank * num :][:, :num]
+    _, lengths = document.unique_consecutive(return_counts=True)
+    each = seen.split(lengths.tolist(), 1)
+    if any(bool((part.any(1) & ~part.all(1)).any()) for part in each):
+        raise NotImplementedError(
+            "attention_mask hides a part of a document: cu_seqlens must have an end where padding "
+            "begins"
+        )
+    return seen
 
 
 _is_on = True

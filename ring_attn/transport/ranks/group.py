@@ -269,11 +269,11 @@ class RankGroup:
             self._side = streams.new(device)
         return self._side
 
-    def fail(self, text: str) -> RuntimeError:
-        """Ends the ring for good, on this rank and the others; returns its first error."""
+    def fail(self, text: str) -> None:
+        """Ends the ring for good, on this rank and the others, unless it has failed before."""
         with self._lock:
             if self.failed is not None:
-                return self.failed
+                return
             self.failed = RuntimeError(text)
         board = self._board
         try:
@@ -283,7 +283,6 @@ class RankGroup:
                 time.sleep(NOTICE_S)
         finally:
             self._close()
-        return self.failed
 
     def destroyed(self) -> None:
         """Ends the connections of a group that has been destroyed on this rank."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -111,13 +112,15 @@ class Identity:
         """The call by argument, for other ranks."""
         # Not numbered: of calls refused one after another, any may meet a peer's call.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
-        texts = {}
-        if self.step is not None:
-            texts["step"] = str(self.step)
-        if self.values:
-            texts["values of sinks"] = f"checksum {self.values}"
-        told = {name: (text, text) for name, text in texts.items()}
-        return {"call": (f"{call}{self.note}", call), **told, **self.agreement.report}
+        texts = told(self.step, {"sinks": self.values} if self.values else {})
+        pairs = {name: (text, text) for name, text in texts.items()}
+        return {"call": (f"{call}{self.note}", call), **pairs, **self.agreement.report}
+
+
+def told(step: int | None, checksums: Mapping[str, int]) -> dict[str, str]:
+    """The texts, by name, of a step's number and of checksums of tensors."""
+    texts = {f"values of {name}": f"checksum {values}" for name, values in checksums.items()}
+    return texts if step is None else {"step": str(step), **texts}
 
 
 def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:

@@ -187,7 +187,7 @@ class Lane:
 How = Literal["abort", "shutdown"]
 
 
-class Ending:
+class Ending(threading.Thread):
     """A thread that ends one communicator, once it is told how.
 
     An abort tells the kernels of its communicator to stop, and waits for those that are launched.
@@ -197,32 +197,18 @@ class Ending:
     The thread waits from the beginning, because Python from 3.12 on starts none at exit.
     """
 
-    def __init__(self, communicator: Any, name: str) -> None:
-        self._told: SimpleQueue[How] = SimpleQueue()
-        args = communicator, name, self._told
-        self._thread = threading.Thread(
-            target=_end, args=args, name="ring_attn_ending", daemon=True
-        )
-        self._thread.start()
+    def __init__(self, communicator: Any, of: str) -> None:
+        super().__init__(name="ring_attn_ending", daemon=True)
+        self.told: SimpleQueue[How] = SimpleQueue()
+        self._communicator, self._of = communicator, of
+        self.start()
 
-    def tell(self, how: How) -> None:
-        self._told.put(how)
-
-    def wait(self, seconds: float) -> bool:
-        """Tells whether the communicator has ended within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-
-def _end(communicator: Any, name: str, told: SimpleQueue[How]) -> None:
-    how = told.get()
-    try:
-        if how == "abort":
-            communicator.abort()
-        else:
-            communicator.shutdown()
-    except Exception as error:
-        logger.error("%s of NCCL's communicator %s failed: %s", how, name, error)
+    def run(self) -> None:
+        how = self.told.get()
+        try:
+            getattr(self._communicator, how)()
+        except Exception as error:
+            logger.error("%s of NCCL's communicator %s failed: %s", how, self._of, error)
 
 
 class Nccl(Medium):
@@ -278,9 +264,11 @@ class Nccl(Medium):
 
     def _end(self, how: How, seconds: float) -> None:
         for ending in self._endings:
-            ending.tell(how)
+            ending.told.put(how)
         deadline = time.monotonic() + seconds
-        late = [x for x in self._endings if not x.wait(max(0.0, deadline - time.monotonic()))]
+        for ending in self._endings:
+            ending.join(max(0.0, deadline - time.monotonic()))
+        late = sum(ending.is_alive() for ending in self._endings)
         if late:
-            told = len(late), len(self._endings), how, seconds
+            told = late, len(self._endings), how, seconds
             logger.error("%d of %d communicators have not ended by %s within %g s", *told)

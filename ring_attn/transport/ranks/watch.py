@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ring_attn.transport.ranks.group import RankGroup
 
 # Seconds between looks.
 PERIOD_S = 0.1
@@ -19,18 +22,13 @@ PERIOD_S = 0.1
 ENDING_S = 1.0
 
 
-class Watched(Protocol):
-    def look(self) -> None:
-        """Ends what waits in vain."""
-
-
-_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_watched: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _exiting = threading.Event()
 
 
-def add(group: Watched) -> None:
+def add(group: RankGroup) -> None:
     """Looks at the group from now on, as long as the group lives."""
     global _thread
     with _lock:
