@@ -33,7 +33,7 @@ from ring_attn.core.runs import Piece, last_run, pieces_of
 from ring_attn.core.values import as_int, check_type
 from ring_attn.neighbours import halo
 from ring_attn.states import Maps, StartStates, WithEndGradients, entering, no_autocast
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 __all__ = ["Part", "Piece", "causal_conv", "linear_attention", "recurrence"]
 
@@ -242,7 +242,7 @@ def _checked(
 ) -> Iterator[tuple[Maps, tuple[tuple[Piece, ...], ...]]]:
     """Checks what all layers get; gives this rank's runs. Tells other ranks of errors within."""
     process_group = groups.check_group(group)
-    try:
+    with telling(process_group):
         check_type("layout", layout, SequenceLayout)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         given = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
@@ -250,9 +250,6 @@ def _checked(
         refusals.check_layout("x", layout, rows, max(given, default=None), rank, world_size)
         cuts = tuple(sorted({0, *given, layout.seqlen}))
         yield Maps(layout, cuts, process_group, matrix), pieces_of(layout, rank, cuts)
-    except Exception as error:
-        tell_refusal(error, process_group)
-        raise
 
 
 def _final_state(after: Callable[[int], Tensor], ends: Tensor, maps: Maps) -> Tensor:

@@ -18,7 +18,7 @@ from ring_attn.neighbours import exchanged
 from ring_attn.profiling import Direction, observe
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, tell_refusal
+from ring_attn.transport.p2p import open_p2p, telling
 
 
 class Maps(NamedTuple):
@@ -92,16 +92,13 @@ def entering(direction: Direction, decay: Tensor, end: Tensor, maps: Maps) -> Te
     }  # fmt: skip
     nbytes = sum(shape.numel() for shape in shapes) * end.element_size()
     way = travel(layout, cuts, nbytes, backward=direction == "backward")
-    try:
+    with telling(group):
         transport = open_p2p(group, TransportOptions())
         with (
             transport.call("recurrence", Agreement(described), end.device),
             observe(direction, end.device, transport.stats),
         ):
             return composed(way, decay, end, matrix, transport)
-    except BaseException as error:
-        tell_refusal(error, group)
-        raise
 
 
 def composed(way: Travel, decay: Tensor, end: Tensor, matrix: bool, transport: Transport) -> Tensor:

@@ -33,7 +33,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_tuple, check_type
 from ring_attn.models.style import with_forward
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
-from ring_attn.transport.p2p import tell_refusal
+from ring_attn.transport.p2p import telling
 
 __all__ = ["Place"]
 
@@ -129,18 +129,14 @@ class RecurrentParallel(ParallelStyle):
         def run(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 refuse_compiled()
-            try:
-                with at(place := self._place(module, group, *args)) as called:
-                    out = forward(*args, **kwargs)
+            with telling(group), at(place := self._place(module, group, *args)) as called:
+                out = forward(*args, **kwargs)
                 if place and (left := sorted({*self.functions} - called)):
                     raise NotImplementedError(
                         f"{type(module).__name__} did not call {left}, so that its rows were mixed "
                         "in another way: give RecurrentParallel the functions that it calls"
                     )
                 return out
-            except Exception as error:
-                tell_refusal(error, group)
-                raise
 
         return with_forward(module, self, run)
 
