@@ -34,7 +34,7 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 from ring_attn.cli import launch
-from tests.distributed.pool import Pool, Pools, forkserver
+from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
 
 # When the first test could begin, by time.monotonic().
 START = pytest.StashKey[float]()
@@ -117,6 +117,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
     pools = Pools(queued=request.param)
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def _few_groups(request: pytest.FixtureRequest) -> None:
+    if "ranks" in request.fixturenames:
+        request.getfixturevalue("ranks").close(MANY_GROUPS)
 
 
 @pytest.fixture

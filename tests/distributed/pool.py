@@ -55,8 +55,8 @@ GROUP_TIMEOUT = 45.0
 # Seconds that the other ranks get once a rank has failed: they soon fail too, or wait in vain.
 GRACE = 5.0
 # The threads of each gloo group wake up 100 times a second: with 137 groups four idle ranks took
-# 60 % of a core. torch keeps meshes of destroyed groups, so the ranks are replaced.
-MAX_GROUPS = 16
+# 60 % of a core. torch keeps meshes of destroyed groups, so ranks with so many are replaced.
+MANY_GROUPS = 17
 # Seconds from the request to stop until a process is stopped by a signal.
 STOP = 5.0
 
@@ -262,17 +262,16 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world_size: int) -> Pool:
-        """The pool of that size; a new pool if the last has failed or has too many groups."""
+        """The pool of that size; a new pool if the last has been closed."""
         pool = self._pools.get(world_size)
-        if pool is not None and not pool.closed and pool.num_groups > MAX_GROUPS:
-            pool.close()
         if pool is None or pool.closed:
             pool = self._pools[world_size] = Pool(world_size, queued=self.queued)
         return pool
 
-    def close(self) -> None:
+    def close(self, groups: int = 0) -> None:
+        """Closes pools with at least so many groups; not in a test, which may need its ranks."""
         for pool in self._pools.values():
-            if not pool.closed:
+            if not pool.closed and pool.num_groups >= groups:
                 pool.close()
 
 
