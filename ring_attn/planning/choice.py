@@ -228,7 +228,7 @@ class Choice:
 
     @cached_property
     def reason(self) -> str:
-        """One sentence that compares the best with the fastest of another name, else with any."""
+        """A sentence that compares the best with the fastest of another name, else with any."""
         best, others = self.best, [c for c in self.candidates if c is not self.best]
         simulated = [c for c in others if c.prediction is not None]
         compared = [c for c in simulated if c.family != best.family] or simulated
