@@ -25,9 +25,6 @@ from ring_attn.testing.observe import Change, Outcome, run_step
 # runs' distances with a probability of 1e-4, by Student's t of NOISY degrees of freedom.
 NOISY, STUDENT_T = 8, 7.12
 
-# Seconds of a launch beside its runs: the start of processes and imports.
-START = 60.0
-
 
 @dataclass(frozen=True)
 class Report:
@@ -91,7 +88,8 @@ def audit(
     def runs(changes: Sequence[Mapping[int, Change]], num: int) -> list[list[Outcome]]:
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num
         given = (run_step, num, function, changes, limit)
-        ranks = run_ranks(*given, device="cpu", timeout=timeout * len(changes) + START)
+        start = 60.0  # seconds, of processes and their imports
+        ranks = run_ranks(*given, device="cpu", timeout=timeout * len(changes) + start)
         return [list(run) for run in zip(*ranks, strict=True)]
 
     return judge(sizes, runs)
@@ -117,7 +115,6 @@ def judge(sizes: Sequence[int], runs: Runs) -> Report:
 
 
 def in_file(step: str) -> Callable[[], Any]:
-    """The function of "file.py:function"."""
     path, _, name = step.rpartition(":")
     if not (path.endswith(".py") and name.isidentifier() and Path(path).is_file()):
         raise ValueError(f"step must be a function or 'file.py:function' of a file, got {step!r}")

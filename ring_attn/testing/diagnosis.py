@@ -1,8 +1,7 @@
 """Compares a step on ranks with its twin in one process, and finds the contract that is broken.
 
 A finding is a hypothesis that was tested: a rule that fits the numbers of every parameter, or a
-trial, a run in which what is suspected is replaced, on the ranks or in the twin, and the difference
-is gone. `HYPOTHESES` lists functions that read what was noted and yield trials.
+trial, in which what is suspected is replaced, on ranks or in the twin, and the difference goes.
 """
 
 from __future__ import annotations
@@ -61,22 +60,18 @@ def diagnose(
     The simplest that leaves no gradient unexplained is taken: what the numbers tell alone, or one
     trial and the numbers after it.
     """
-    plain = Comparison(bounds, twin, ranks)
-    if plain.differences and not any(key.startswith("gradient") for key in plain.differences):
-        # Adam's first step takes a gradient's sign, which roundings decide where it is near zero:
-        # the twin steps by the ranks' gradients.
-        twin = runs([{0: {("gradients",): ranks[0].gradients}}], 1)[0][0]
-        plain = Comparison(bounds, twin, ranks)
+    plain = compared(bounds, twin, ranks, runs, {})
     findings, left = numbers = by_numbers(plain)
     if left:
         _, held = min((held_by(x, twin, ranks) for x in LAYOUTS), key=lambda x: x[0])
-        trials, attempts = [y for x in HYPOTHESES for y in x(twin, ranks, held)], [numbers]
+        hypotheses, attempts = (_inputs, _denominators, _attention), [numbers]
+        trials = [y for x in hypotheses for y in x(twin, ranks, held)]
         for in_twin, num in ((False, len(ranks)), (True, 1)):
             chosen = [trial for trial in trials if trial[2] == in_twin]
             outcomes = runs([changes for _, changes, _ in chosen], num) if chosen else []
-            for (finding, _, _), new in zip(chosen, outcomes, strict=True):
-                one, some = (new[0], ranks) if in_twin else (twin, new)
-                found, rest = by_numbers(Comparison(bounds, one, some))
+            for (finding, changes, _), new in zip(chosen, outcomes, strict=True):
+                one, some, given = (new[0], ranks, changes[0]) if in_twin else (twin, new, {})
+                found, rest = by_numbers(compared(bounds, one, some, runs, given))
                 known = [key for key in rest if key != "evaluation loss" or key in left]
                 attempts.append(([finding, *found], known))
         whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
@@ -119,6 +114,18 @@ class Comparison:
             if all(self.verdict(key, self.given[key], float(x)).ok for key in keys):
                 return x
         return None
+
+
+def compared(
+    bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs, change: Change
+) -> Comparison:
+    """Compares ranks with a twin; where weights alone differ, it steps by the ranks' gradients."""
+    # Adam's first step takes a gradient's sign, which roundings decide where it is near zero.
+    plain = Comparison(bounds, twin, ranks)
+    if {key.split()[0] for key in plain.differences} & {"weight", "gradient"} == {"weight"}:
+        stepped = runs([{0: {**change, ("gradients",): ranks[0].gradients}}], 1)[0][0]
+        return Comparison(bounds, stepped, ranks)
+    return plain
 
 
 def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
@@ -259,10 +266,6 @@ def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[
             yield Finding(contract, text), {0: {("seen",): seen}}, True
 
 
-HYPOTHESES = (_inputs, _denominators, _attention)
-
-
 def listed(numbers: Iterable[object]) -> str:
-    """Numbers, or names of gradients, as text, at most eight."""
     texts = [str(x).removeprefix("gradient of ") for x in numbers]
     return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

@@ -61,7 +61,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "own mean": {"denominator", "gradient scale"},
     },
     "accumulated": {"averaged": "gradient scale"},
-    "two_steps": {"rate of the rank": "optimizer step"},
+    "two_steps": {"rate of the rank": "optimizer step", "own count": "denominator"},
     "parallelized": {
         "not parallelized": "attention",
         "norms left out": "gradient sum",
