@@ -87,7 +87,7 @@ def agreed_strategy(
                 spec, mask, transport.world_size, cluster, backend, same_bits, backward,
                 planner.memory_of(cluster),
             )  # fmt: skip
-            return planner.choose(problem, {"given": layouts}).strategy
+            return planner.choose(problem, {"given": layouts}, peaks=False).strategy
 
         capture.refuse("the ranks would choose a strategy: make the same call once before")
         device = torch.device(spec.device_type)

@@ -224,8 +224,11 @@ def choose(
     strategies: Sequence[str | Strategy] | None = None,
     *,
     effort: Effort = "best",
+    peaks: bool = True,
 ) -> Choice:
     """The best of all candidates; depends on the arguments alone.
+
+    Without `peaks`, memory is only counted where a rank's is limited: that takes most of the time.
 
     Raises:
         ValueError: a name is unknown, or no candidate can run (with all reasons).
@@ -235,6 +238,8 @@ def choose(
     requested = strategies_of(problem, strategies)
     every = candidates_of(problem, layouts, requested, asked=strategies is not None)
     candidates = _simulated(problem, [_bounded(problem, c) for c in every], effort)
+    if peaks and problem.memory_bytes == float("inf"):
+        candidates = [_with_memory(problem, c) if c.prediction else c for c in candidates]
     usable = [c for c in candidates if c.prediction is not None]
     if not usable:
         reasons = sorted({f"{c.label} ({c.layout_name}): {c.reason}" for c in candidates})
@@ -401,7 +406,8 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
 
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds peak memory and prediction; refuses for lack of memory or of a program."""
-    candidate = _with_memory(problem, candidate)
+    if problem.memory_bytes < float("inf"):
+        candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
     found = worlds(problem, candidate)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -336,12 +337,7 @@ class _Gathering:
         longest = self._gradient_packet(self.chunks[0]).nbytes
         send = Buffer(f"shares {index}", world_size * longest)
         recv = Buffer(f"sums {index}", longest)
-        copies = tuple(
-            Copy(2 * rank + i, View(name, slice(rank * rows, (rank + 1) * rows)))
-            for rank in range(world_size)
-            for i, name in enumerate(("dk part", "dv part"))
-        )
-        yield ops.Pack(send, Parcels((packet,) * world_size), copies)
+        yield ops.Pack(send, Parcels((packet,) * world_size), _shares(world_size, rows))
         yield ops.Free(("dk part", "dv part"))
         yield ops.Post(
             channel="gradients", step=index,
@@ -361,6 +357,16 @@ class _Gathering:
         for i, name in enumerate(("dk", "dv")):
             yield self._round(name, ops.Entry(recv, i), chunk, dtype)
         yield ops.Free((recv,))
+
+
+@lru_cache(maxsize=8)
+def _shares(world_size: int, rows: int) -> tuple[Copy, ...]:
+    """Every rank's rows of dK and dV; equal in all ranks' programs, of which a plan has many."""
+    return tuple(
+        Copy(2 * rank + i, View(name, slice(rank * rows, (rank + 1) * rows)))
+        for rank in range(world_size)
+        for i, name in enumerate(("dk part", "dv part"))
+    )
 
 
 CODE = AllGather()
