@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, tree_decode
@@ -71,41 +70,6 @@ def test_every_strategy(strategy: str) -> None:
 def test_two_layers_are_under_way(strategy: str) -> None:
     """The second call reuses buffers of the first, which is still running on the device."""
     check(Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2))
-
-
-def entries_of(communicator: Any, log: list[str]) -> Any:
-    """Notes what torch's flight recorder does: each operation, and the end of each group."""
-
-    class Recorded(communicator):
-        def start(self, *given: Any) -> Any:
-            log.append("operation")
-            return super().start(*given)
-
-        def _end_coalescing(self) -> Any:
-            log.append("group")
-            return super()._end_coalescing()
-
-    return Recorded
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_entries_of_the_flight_recorder(strategy: str) -> None:
-    """A hop has three; a collective has one, and in a call's first one two of its headers."""
-    log: list[str] = []
-
-    def work(rank: int, recorder: Recorder) -> None:
-        recorded = entries_of(dist.ProcessGroupNCCL, log)
-        with mock.patch.object(dist, "ProcessGroupNCCL", recorded):
-            Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2)(rank, recorder)
-
-    transfers = [x for rank in record(2, work).ranks for x in rank.nodes if isinstance(x, Transfer)]
-    entries = Counter(log)
-    if strategy == "ring":
-        assert entries == {"operation": 2 * len(transfers), "group": len(transfers)}
-    else:
-        # Forward and backward of two layers have a first collective on each channel.
-        assert entries["group"] < len(transfers)
-        assert entries["operation"] == len(transfers) + entries["group"]
 
 
 class Decoding:

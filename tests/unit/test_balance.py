@@ -1,6 +1,5 @@
 """Layouts from content: as good as the best of all partitions; refusals name the numbers."""
 
-import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import accumulate, combinations_with_replacement, pairwise, product
@@ -209,22 +208,6 @@ def test_long_sequences_are_searched_in_part(
     assert balance_of(layout, mask).of_work <= max(1.05, balance_of(balanced, mask).of_work)
     costs = crossing_rows(mask)
     assert costs[list(layout.cuts or ())].sum() <= costs[list(balanced.cuts or ())].sum()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(30)
-def test_a_million_tokens_on_thousands_of_ranks() -> None:
-    rng = random.Random(0)
-    seqlen, world_size = 1 << 20, 4096
-    cu = [0]
-    while cu[-1] < seqlen:
-        cu.append(min(seqlen, cu[-1] + 1 + int(rng.expovariate(1 / 2000))))
-    mask = Mask(seqlen, seqlen, True, (-1, -1), tuple(cu), tuple(cu))
-    layout = by_documents(torch.tensor(cu, dtype=torch.int32), world_size, causal=True)
-    balanced = by_area(mask, world_size)
-    assert balance_of(layout, mask).of_work <= 1.05
-    costs = crossing_rows(mask)
-    assert costs[list(layout.cuts or ())].sum() < costs[list(balanced.cuts or ())].sum()
 
 
 # -- by_memory, least_world_size

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from dev import __main__ as makers
 from ring_attn import testing
 from ring_attn.cli import arguments, env, verify
 from ring_attn.cli import main as cli
@@ -127,36 +126,6 @@ def test_the_version_and_a_wrong_option_do_not_wait_for_torch() -> None:
     assert done.returncode == cli.EXIT_USAGE and "spiral" in done.stderr
 
 
-def test_the_help_of_a_group_of_commands_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: ring-attn bench COMMAND")
-    for command in cli.COMMANDS:
-        assert (command.help in text) == command.name.startswith("bench ")
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
-def test_every_option_says_what_it_is_and_its_default(
-    command: cli.Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flags are off by default; words that must be given have none; all in 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    parser = command.parser(cli.PROG)
-    assert max(map(len, parser.format_help().splitlines())) <= 80
-    silent = [
-        (action.option_strings or [action.dest])[0]
-        for action in parser._actions
-        if not action.help
-        or not (action.required or action.nargs == 0 or "default:" in action.help)
-        and not isinstance(action, argparse._HelpAction)
-    ]
-    switches = [x for x in parser._actions if isinstance(x, argparse.BooleanOptionalAction)]
-    silent += [x.dest for x in switches if "default: " not in str(x.help)]
-    assert not silent
-
-
 PLAN = ["--seqlen", "1M", "--world-size", "8"]
 
 
@@ -208,14 +177,6 @@ def test_a_mistake_is_one_line_and_status_2(
     said = capsys.readouterr().err
     assert status == 2
     assert text in said and said.count("\n") == 1, said
-
-
-def test_commands_of_makers_need_no_common_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["release", "--dist", str(tmp_path)]
-    assert cli.main(words, prog=makers.PROG, commands=makers.COMMANDS) == cli.EXIT_USAGE
-    assert "python -m dev release: " in capsys.readouterr().err
 
 
 def test_a_failure_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
