@@ -47,6 +47,7 @@ def printed(words: str, num_ranks: int = 2) -> str:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_train() -> None:
     *steps, verdict = printed("train.py --steps 3 --seqlen 65").splitlines()
     losses = [float(line.split()[3]) for line in steps[:3]]

@@ -57,7 +57,7 @@ def exercise(case: Case, world_size: int, shape: tuple[int, int]) -> None:
 USUAL = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(USUAL, max_examples=12 if DEVICE == "cpu" else 3)
+@settings(USUAL, max_examples=6 if DEVICE == "cpu" else 3)
 @given(calls())
 def test_any_call(call: tuple[Case, int, tuple[int, int]]) -> None:
     exercise(*call)

@@ -84,7 +84,7 @@ def test_executed_in_any_order(arch: str) -> None:
     mask = Mask(193, 193, True, (150, -1), (0, 90, 193), (0, 90, 193))
     inputs = grouped(mask, 128, dtype=torch.bfloat16)
     config, found = configs.ONE_PASS[arch][128], []
-    for steps, seed in (([whole(mask)], None), ([whole(mask)], 1), (cut_keys(mask, 64, 128), 2)):
+    for steps, seed in (([whole(mask)], None), (cut_keys(mask, 64, 128), 2)):
         with launching.executing(arch, seed):
             found.append(attend(inputs, steps, config))
     assert_holds(found[0], *expect(inputs, mask))
