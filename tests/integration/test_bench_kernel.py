@@ -79,24 +79,6 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both.rate == pytest.approx(3.5 * tflops / 3)
 
 
-@pytest.mark.parametrize(
-    ("host_ms", "head_start"), [(0.5, 1.0), (4.0, 6.0), (1e4, timing.MAX_HEAD_START_MS)]
-)
-def test_the_device_waits_for_as_long_as_the_host_needs(
-    host_ms: float, head_start: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Steps()
-
-    def enqueue() -> None:
-        clock.now += 1e-3 * host_ms
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
-    samples = timing.time_in_turn({"ours": timing.TimedCall([enqueue])}, clock, 2)["ours"]
-    assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
-    # The warm-up is not among the samples.
-    assert [sample.host_ms for sample in samples] == pytest.approx([host_ms] * 2)
-
-
 def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
     ran: list[str] = []
 
@@ -190,19 +172,6 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     monkeypatch.setattr(OracleJudge, "__init__", exhausted)
     notes = [row["note"] for row in report_of(words)["rows"]]  # an oracle without memory
     assert notes == ["cannot be judged: out of memory"] * 2
-
-
-def test_sizes_by_device_and_option() -> None:
-    assert setting("--device cpu --quick") == kernel.QUICK_ON_CPU
-    given = setting("--device cpu --seqlen 1k,2k --heads 8 --causal --dtype fp16 --budget 3")
-    assert given.seqlens == (1024, 2048) and given.heads == ((8, 8),)
-    assert given.causal == (True,) and given.dtype == torch.float16
-    assert given.head_dims == kernel.ON_CPU.head_dims
-    assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
-    all_cells = setting("--device cpu --seqlen 64,256 --tokens 128 --heads 4/2").problems()
-    assert [(c.seqlen, c.batch, c.causal) for c in all_cells] == [
-        (64, 2, True), (256, 1, True), (64, 2, False), (256, 1, False)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -56,26 +56,6 @@ def test_kernels_for_few_programs_or_in_gluon_have_the_same_columns() -> None:
     assert configs.filling(config, 1, 132, configs.FEW_PROGRAMS["sm_90", 64]) == config
 
 
-@pytest.mark.parametrize("arch", configs.ARCHITECTURES)
-@pytest.mark.parametrize("kind", [*KINDS, "decode"])
-def test_what_is_searched(kind: str, arch: str) -> None:
-    """The search tries tiles first, then, on Hopper, the orders of their tasks."""
-    for headdim in HEADDIMS[1:]:
-        found = configs.search_space(kind, arch, headdim, torch.bfloat16)
-        assert found[0] == configs.frozen(kind, arch, headdim, torch.bfloat16)
-        assert len(set(found)) == len(found) <= 16
-        orders = [config.l2_bytes for config in found]
-        reordered = arch == "sm_90" and kind != "decode"
-        assert orders == sorted(orders) and set(orders) == {0, reordered * configs.L2_BYTES}
-        assert not any(config.programs_per_sm for config in found)
-        assert kind != "decode" or {config.BLOCK_M for config in found} == {16}
-    assert len(found) > 2
-    for other, dtype in ((kind, torch.float32), ("delta", torch.float16)):
-        if other != "decode":
-            alone = configs.search_space(other, arch, 128, dtype)
-            assert alone == (configs.frozen(other, arch, 128, dtype),)
-
-
 # -- the file of `ring-attn tune`
 
 CPU, WIDE = torch.device("cpu"), Config(64, 128, 8, 2)

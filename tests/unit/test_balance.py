@@ -274,20 +274,6 @@ def test_the_halo_is_what_travels(cu: tuple[int, ...], window: Window) -> None:
         assert {*range(first - before, first), *range(last, last + after)} == needed
 
 
-def test_shorter_overlaps_are_taken() -> None:
-    check_halo(LAYOUT, Mask(97, 97, window_size=(14, 14)))
-    # Documents that each lie on one rank overlap nothing, however long.
-    cu = (0, 20, 45, 60, 97)
-    check_halo(LAYOUT, Mask(97, 97, True, (-1, -1), cu, cu))
-    # An empty shard needs nothing.
-    empty = SequenceLayout.boundaries([0, 4, 4, 12])
-    assert [halo_rows(empty, Mask(12, 12, True), rank) for rank in range(3)] == [
-        (0, 0),
-        (0, 0),
-        (4, 0),
-    ]
-
-
 # -- local_rows
 
 
