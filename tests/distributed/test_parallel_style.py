@@ -253,10 +253,7 @@ def test_a_module_compiles_with_a_new_layout(
 
 @on_ranks(4)
 def test_rows_and_heads_over_two_axes() -> None:
-    """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other.
-
-    A kv head on only one of the ranks is refused.
-    """
+    """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     core = parallelize_module(Core("BHSD"), mesh["cp"], ContextParallel(seq_dim=2, head_dim=1))
     cp, tp = mesh.get_coordinate()

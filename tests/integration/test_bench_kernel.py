@@ -102,15 +102,6 @@ def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
     assert samples["a"][0].ms == (1.0, 2.0)
 
 
-def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Steps()
-    monkeypatch.setattr(timing.time, "monotonic", lambda: len(clock.head_starts))
-    samples = timing.time_in_turn({"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=4.5)
-    assert len(samples["a"]) == 4
-    samples = timing.time_in_turn({"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=0.0)
-    assert len(samples["a"]) == timing.LEAST_ITERS
-
-
 def test_report_table_and_what_cannot_run(
     report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

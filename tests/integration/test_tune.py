@@ -124,19 +124,6 @@ def test_a_kind_that_fails_and_a_wrong_frozen_config_are_failures(
     assert "OutOfMemoryError" in capsys.readouterr().err
 
 
-def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = tuning(f"{TINY} --budget 1e-9", monkeypatch)
-    bench.run()
-    assert bench.rows == [] and bench.summary()[-1].startswith("0 configs")
-    bench = tuning(TINY, monkeypatch, SMALL)
-    bench._search("dq", 0.0)
-    assert [row.note for row in bench.rows] == ["", "not built: there was no time left"]
-    assert [row.speed for row in bench.rows] == [1.0, None]
-    monkeypatch.setattr(tune, "build", lambda task: "")
-    bench._search("dkdv", 0.0)
-    assert bench.rows[-1].note == "not checked: there was no time left"
-
-
 def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
     wide, narrow = Config(128, 128, 8, 2), Config(128, 64, 8, 2)
     rows = [

@@ -16,11 +16,11 @@ from ring_attn.backends import choose_backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.kernels import configs, tasks, tuned
+from ring_attn.kernels import configs, tuned
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, step_schedule
 from tests.bounds import whole
-from tests.kernels.calls import DEVICE, Step, blocks, cut_keys, in_interpreter
+from tests.kernels.calls import DEVICE, Step, blocks
 
 HEADDIMS = (16, 64, 80, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -194,15 +194,13 @@ def test_columns_of_architectures() -> None:
 MASK = Mask(40, 97)
 
 
-def schedule(
-    tiles: Step, num_heads: int, heads_per_kv: int, *, beside_copies: bool = False, **changes: int
-) -> Schedule:
+def schedule(tiles: Step, num_heads: int, heads_per_kv: int, **changes: int) -> Schedule:
     config, device = replace(blocks(32, 32), **changes), torch.device(DEVICE)
     # 100 bytes of a column.
     q = torch.empty(1, 1, num_heads, 25, dtype=torch.float16, device=device)
     k = torch.empty(1, 1, num_heads // heads_per_kv, 25, dtype=torch.float16, device=device)
     table = TritonBackend()._table(tiles, config, device)
-    return step_schedule(q, k, k, table, config, beside_copies=beside_copies)
+    return step_schedule(q, k, k, table, config, beside_copies=False)
 
 
 @pytest.mark.parametrize(
@@ -223,26 +221,5 @@ def test_a_group_is_what_fits(
 ) -> None:
     got = schedule(whole(MASK), num_heads, heads_per_kv, l2_bytes=int(kilobytes * 1000))
     assert got == (2 * num_heads, 2, num_heads, together)
-
-
-@in_interpreter
-def test_what_a_schedule_depends_on() -> None:
-    # Only the columns of the step count: a zigzag ring sees half of each shard.
-    steps = (whole(MASK), *cut_keys(MASK, 48))
-    assert [schedule(x, 4, 1, l2_bytes=9800).heads_together for x in steps] == [1, 2, 2]
     # Without columns the schedule avoids a division by zero.
     assert schedule((), 4, 2, l2_bytes=1000, programs_per_sm=1) == (0, 0, 4, 4)
-    # A persistent grid has no more programs than tasks.
-    found = [schedule(whole(MASK), 4, 1, programs_per_sm=n).num_programs for n in range(4)]
-    assert found == [8, 3, 6, 8]
-
-
-def test_a_persistent_grid_leaves_multiprocessors_to_copies_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tasks, "num_sms", lambda device: 132)
-    mask, sizes = Mask(8192, 8192), []
-    for beside in (False, True):
-        one = schedule(whole(mask), 32, 4, beside_copies=beside, programs_per_sm=1)
-        sizes.append(one.num_programs)
-    assert sizes == [132, 124]

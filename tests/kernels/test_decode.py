@@ -129,16 +129,6 @@ def test_many_queries_are_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     check(inputs, mask, *TritonBackend().decode(*inputs[:3], whole(mask), scores=Scores(0.3)))
 
 
-def test_what_rows_see_is_read_once() -> None:
-    """Queries of a causal mask or of stripes share runs; documents far apart do not."""
-    causal = decode.seen_runs(((0, 3, 0, 9, None, 6),), 3)
-    assert causal == [[(0, 0), (7, 8), (7, 9)], [(0, 7)] * 3]
-    stripes = [(i, i + 1, 0, 5 + i, None, None) for i in range(3)]
-    assert decode.seen_runs(stripes, 3) == [[(0, 5), (0, 6), (0, 7)]]
-    far = [(0, 1, 0, 5, None, None), (1, 3, 500, 505, None, None)]
-    assert decode.seen_runs(far, 3) == [[(0, 0), (500, 505), (500, 505)], [(0, 5), (0, 0), (0, 0)]]
-
-
 # -- sequences of unlike lengths, in test_cache's places
 
 SEQUENCES = {

@@ -77,10 +77,7 @@ def test_what_a_document_holds_does_not_reach_its_neighbours() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow)])
 def test_executed_in_any_order(arch: str) -> None:
-    """Programs run by turns in a drawn order, and so do warps: the same bits, whole and in steps.
-
-    Keys, queries and documents end within blocks.
-    """
+    """Programs and warps run in a drawn order: the same bits, whole and in steps."""
     mask = Mask(193, 193, True, (150, -1), (0, 90, 193), (0, 90, 193))
     inputs = grouped(mask, 128, dtype=torch.bfloat16)
     config, found = configs.ONE_PASS[arch][128], []
