@@ -108,6 +108,26 @@ def test_the_version_and_a_wrong_option_do_not_wait_for_torch() -> None:
     assert done.returncode == cli.EXIT_USAGE and "spiral" in done.stderr
 
 
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_every_option_says_what_it_is_and_its_default(
+    command: cli.Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags are off by default; words that must be given have none; all in 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = command.parser(cli.PROG)
+    assert max(map(len, parser.format_help().splitlines())) <= 80
+    silent = [
+        (action.option_strings or [action.dest])[0]
+        for action in parser._actions
+        if not action.help
+        or not (action.required or action.nargs == 0 or "default:" in action.help)
+        and not isinstance(action, argparse._HelpAction)
+    ]
+    switches = [x for x in parser._actions if isinstance(x, argparse.BooleanOptionalAction)]
+    silent += [x.dest for x in switches if "default: " not in str(x.help)]
+    assert not silent
+
+
 PLAN = ["--seqlen", "1M", "--world-size", "8"]
 
 
