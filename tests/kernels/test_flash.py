@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -9,14 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import pair_tiles
-from ring_attn.testing import Inputs
-from tests.bounds import MASKS, assert_holds, expect, whole
+from ring_attn.kernels import flash_bwd, flash_fwd
+from ring_attn.kernels.launch import Launch
+from ring_attn.kernels.step_table import StepTable
+from ring_attn.testing import Inputs, random_qkv
+from tests.bounds import MASKS, assert_holds, expect, run, whole
 from tests.kernels import toys
 from tests.kernels.calls import (
     DEVICE,
@@ -29,6 +35,7 @@ from tests.kernels.calls import (
     cut_rows,
     in_interpreter,
     inputs_for,
+    portable,
     same,
 )
 
@@ -147,6 +154,28 @@ def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
 STEPS = steps_by_name()
 
 
+@in_interpreter
+@pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
+def test_only_blocks_with_visible_pairs_are_loaded_and_those_with_a_hidden_one_masked(
+    tiles: Step, dense: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is loaded twice: k and v, or q and dout of each of a kv head's two query heads."""
+    rows, cols = dense.shape
+    inputs = random_qkv(seqlen_q=rows, seqlen_k=cols, nheads=2, nheads_kv=1, headdim=16)
+    config, device = blocks(64, 32), torch.device(DEVICE)
+    backend, (loaded, masked) = portable(config), record(monkeypatch)
+    run(backend, inputs, [tiles])
+    for kernel, heads in (("fwd", 2), ("dq", 2), ("dkdv", 1)):
+        kv_rows, num_rows = kernel == "dkdv", rows if kernel == "fwd" else 0
+        table = backend._table(tiles, config, device, kv_rows=kv_rows, num_rows=num_rows)
+        size = config.BLOCK_M if kv_rows else config.BLOCK_N
+        to_load, to_mask = blocks_of(table, dense.T if kv_rows else dense, size, heads)
+        work = [sum(block == at // heads for at, _ in to_load) for block in range(table.num_blocks)]
+        assert work == sorted(work, reverse=True), "the longest blocks come first"
+        assert loaded[kernel] == dict.fromkeys(to_load, 4 // heads)
+        assert masked[kernel] == dict.fromkeys(to_mask, 2 // heads)
+
+
 def test_a_table_knows_whether_only_the_last_block_has_pairs_above_the_band() -> None:
     found = set[bool]()
     for (tiles, _), (rows, cols) in product(STEPS.values(), ((64, 32), (32, 32), (32, 64))):
@@ -163,6 +192,56 @@ def test_a_table_knows_whether_only_the_last_block_has_pairs_above_the_band() ->
         assert table.one_above == (most <= 1)
         found.add(table.one_above)
     assert found == {False, True}
+
+
+Counts = defaultdict[str, Counter[tuple[int, int]]]
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Counts, Counts]:
+    """Counts loads and masks of blocks from here on, by kernel, program and first column."""
+    loaded, masked = Counts(Counter), Counts(Counter)
+    kernel, latest = "", (-1, -1)
+    launch, load_block, visible_pairs = Launch.run, flash_fwd.load_block, flash_fwd.visible_pairs
+
+    def start(self: Launch) -> None:
+        nonlocal kernel
+        kernel = self.kernel.fn.__name__.removeprefix("flash_").removesuffix("_kernel")
+        launch(self)
+
+    def load(ptr: Any, start: Any, *args: Any) -> Any:
+        nonlocal latest
+        latest = operator.index(tl.program_id(0)), operator.index(start)
+        loaded[kernel][latest] += 1
+        return load_block(ptr, start, *args)
+
+    def mask(*args: Any) -> Any:
+        masked[kernel][latest] += 1
+        return visible_pairs(*args)
+
+    monkeypatch.setattr(Launch, "run", start)
+    for module in (flash_fwd, flash_bwd):
+        monkeypatch.setattr(module, "load_block", load)
+        monkeypatch.setattr(module, "visible_pairs", mask)
+    return loaded, masked
+
+
+def blocks_of(
+    table: StepTable, dense: Tensor, size: int, heads: int
+) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Blocks (program, first column) with a visible pair, and those with a hidden pair, too.
+
+    Columns beyond the last of `dense` (rows, cols) are hidden; each block of rows has a program for
+    each of the heads.
+    """
+    to_load, to_mask = set[tuple[int, int]](), set[tuple[int, int]]()
+    for block, (start, stop, _, _) in enumerate(table.blocks[: table.num_blocks].tolist()):
+        for col in range(0, dense.size(1), size):
+            pairs = dense[start:stop, col : col + size]
+            programs = {(block * heads + head, col) for head in range(heads)}
+            to_load |= programs if bool(pairs.any()) else set()
+            if 0 < int(pairs.sum()) < (stop - start) * size:
+                to_mask |= programs
+    return to_load, to_mask
 
 
 @in_interpreter
