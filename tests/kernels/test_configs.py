@@ -16,7 +16,7 @@ from ring_attn.backends import choose_backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.kernels import configs, tuned
+from ring_attn.kernels import configs, tasks, tuned
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, step_schedule
 from tests.bounds import whole
@@ -194,13 +194,15 @@ def test_columns_of_architectures() -> None:
 MASK = Mask(40, 97)
 
 
-def schedule(tiles: Step, num_heads: int, heads_per_kv: int, **changes: int) -> Schedule:
+def schedule(
+    tiles: Step, num_heads: int, heads_per_kv: int, *, beside_copies: bool = False, **changes: int
+) -> Schedule:
     config, device = replace(blocks(32, 32), **changes), torch.device(DEVICE)
     # 100 bytes of a column.
     q = torch.empty(1, 1, num_heads, 25, dtype=torch.float16, device=device)
     k = torch.empty(1, 1, num_heads // heads_per_kv, 25, dtype=torch.float16, device=device)
     table = TritonBackend()._table(tiles, config, device)
-    return step_schedule(q, k, k, table, config, beside_copies=False)
+    return step_schedule(q, k, k, table, config, beside_copies=beside_copies)
 
 
 @pytest.mark.parametrize(
@@ -223,3 +225,14 @@ def test_a_group_is_what_fits(
     assert got == (2 * num_heads, 2, num_heads, together)
     # Without columns the schedule avoids a division by zero.
     assert schedule((), 4, 2, l2_bytes=1000, programs_per_sm=1) == (0, 0, 4, 4)
+
+
+def test_a_persistent_grid_leaves_multiprocessors_to_copies_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "num_sms", lambda device: 132)
+    mask, sizes = Mask(8192, 8192), []
+    for beside in (False, True):
+        one = schedule(whole(mask), 32, 4, beside_copies=beside, programs_per_sm=1)
+        sizes.append(one.num_programs)
+    assert sizes == [132, 124]

@@ -6,6 +6,8 @@ memory starts as NaN.
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -13,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ring_attn import drivers
+from ring_attn.backends.base import Backend
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -150,3 +154,31 @@ def test_refused_before_anything_is_sent() -> None:
     calls = [replace(call, gradients=GradientPlan("kv", True)) for call in calls_of(case, 4)]
     with refused(NotImplementedError, "one order|got 'aten'"):
         run_calls(calls, case.build_inputs(), case.build_layouts(4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (RING, [True, True, True, False]),
+        # Rounds of two ranks: the next round's keys travel during a whole round.
+        (Strategy(inner_degree=2), [True, True, True, False]),
+        (Strategy(ulysses_degree=4), [False]),
+        (Strategy(ulysses_degree=2), [True, False]),
+    ],
+    ids=str,
+)
+def test_attention_knows_whether_copies_are_beside_it(
+    strategy: Strategy, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = defaultdict[int, list[bool]](list)
+    forward = Backend.forward
+
+    def noted(self: Backend, q: Tensor, *given: Any, beside_copies: bool, **options: Any) -> Any:
+        found[threading.get_ident()].append(beside_copies)
+        return forward(self, q, *given, **options)
+
+    monkeypatch.setattr(Backend, "forward", noted)
+    assert not run_all_ranks(
+        Case("full", "contiguous", strategy, heads=Heads(4, 2, 8, 8)), 4
+    ).failures
+    assert [*found.values()] == [expected] * 4
