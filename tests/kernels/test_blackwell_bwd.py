@@ -96,7 +96,7 @@ def test_products_are_issued_while_others_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128])
-def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int) -> None:
+def test_bits_do_not_depend_on_time_steps_grids_or_halves(headdim: int) -> None:
     """Tries several orders of CTAs and warpgroups, cut keys and rows, dq or dk and dv alone."""
     mask = Mask(264, 200, causal=True)
     inputs = grouped(mask, headdim, nheads=1)
@@ -104,6 +104,10 @@ def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int) -> None:
     config = configs.ONE_PASS["sm_100"][headdim]
     assert same(attend(inputs, [whole(mask)], config, seed=1), alone)
     assert same(attend(inputs, cut_keys(mask, 128), seed=2), alone)
+    other_grid = replace(SMALL, programs_per_sm=0, l2_bytes=1)
+    assert same(attend(inputs, [whole(mask)], forward=other_grid, seed=3), alone)
+    three_stages = replace(SMALL, num_stages=3)
+    assert same(attend(inputs, cut_keys(mask, 64, 128), forward=three_stages, seed=4), alone)
     assert same(attend(inputs, cut_rows(mask, 128, 256), seed=5), alone)
     with launching.executing("sm_100", 5):
         assert_halves_are_equal(TritonBackend({"one_pass": config}), inputs, mask, alone)
