@@ -89,13 +89,6 @@ def rounded_values(ring: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ring(q, k, v + (v.bfloat16().float() - v).detach())
 
 
-@pytest.mark.gloo
-def test_the_verdict_of_train_needs_exact_attention(ranks: Any) -> None:
-    assert ranks(2).run(verdict_with, right) == [True, True]
-    for wrong in (three_rows_without_the_first_key, rounded_values):
-        assert ranks(2).run(verdict_with, wrong) == [False, True]
-
-
 # -- mesh.py
 
 MESHES = ["pp=2,cp=2", "cp=2,tp=2", "dp=2,cp=2"]
@@ -137,12 +130,6 @@ def windowed(*args: Any, **kwargs: Any) -> Transformer:
     return model
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize("wrong", [without_the_sum_over_the_ring, with_a_window])
-def test_a_mistake_fails_the_mesh(ranks: Any, wrong: Callable[..., bool]) -> None:
-    assert ranks(2).run(wrong, settings("cp=2", steps=2)) == [False, True]
-
-
 def test_axes_in_any_order() -> None:
     assert mesh.axes_of("tp=2, cp=1,pp=3".replace(" ", "")) == (3, 1, 1, 2)
     for text in ("cp", "ep=2", "cp=x"):
@@ -165,12 +152,6 @@ def generated(wrong: bool) -> bool:
     return torch.equal(tokens, expected)
 
 
-@pytest.mark.gloo
-def test_the_split_cache_gives_the_bytes_of_one_process(ranks: Any) -> None:
-    assert ranks(2).run(generated, False) == [True, True]
-    assert ranks(2).run(generated, True) == [False, False]
-
-
 # -- hybrid.py
 
 
@@ -179,12 +160,6 @@ def trained_hybrid(every_rank_from_zeros: bool) -> bool:
         if every_rank_from_zeros:
             SPLITS["delta_rule"] = lambda function, place, *qkv, **rows: function(*qkv, **rows)
         return hybrid.main(Namespace(steps=2, seqlen=33), CPU)
-
-
-@pytest.mark.gloo
-def test_the_verdict_of_hybrid_needs_the_states(ranks: Any) -> None:
-    assert ranks(2).run(trained_hybrid, False) == [True, True]
-    assert ranks(2).run(trained_hybrid, True) == [False, True]
 
 
 # -- quickstart.py, own_mask.py, fsdp2.py
@@ -201,21 +176,34 @@ def with_another_window(main: Callable[..., bool], *args: Any) -> bool:
         return main(*args)
 
 
-OWN_MASK = Namespace(document=300)
+# -- the verdicts of the examples, right and with a mistake
+
+ONE_RING = settings("cp=2", steps=2)
+OF_FSDP2 = Namespace(cp=2, steps=3, seqlen=33, batch=2)
+PASSES, FAILS, FAILS_ON_RANK_0 = [True, True], [False, False], [False, True]
+VERDICTS: dict[str, tuple[Callable[..., bool], tuple[Any, ...], list[bool]]] = {
+    "train": (verdict_with, (right,), PASSES),
+    "train, a window": (verdict_with, (three_rows_without_the_first_key,), FAILS_ON_RANK_0),
+    "train, rounded": (verdict_with, (rounded_values,), FAILS_ON_RANK_0),
+    "mesh, no sum": (without_the_sum_over_the_ring, (ONE_RING,), FAILS_ON_RANK_0),
+    "mesh, a window": (with_a_window, (ONE_RING,), FAILS_ON_RANK_0),
+    "generate": (generated, (False,), PASSES),
+    "generate, late": (generated, (True,), FAILS),
+    "hybrid": (trained_hybrid, (False,), PASSES),
+    "hybrid, from zeros": (trained_hybrid, (True,), FAILS_ON_RANK_0),
+    "quickstart": (quickstart.main, (), PASSES),
+    "quickstart, a window": (with_another_window, (quickstart.main,), FAILS),
+    "own_mask": (own_mask.main, (Namespace(document=300), CPU), PASSES),
+    "fsdp2": (fsdp2.main, (OF_FSDP2, CPU), PASSES),
+    "fsdp2, a window": (with_another_window, (fsdp2.main, OF_FSDP2, CPU), FAILS_ON_RANK_0),
+}
 
 
 @pytest.mark.gloo
-def test_quickstart_and_own_mask(ranks: Any) -> None:
-    assert ranks(2).run(quickstart.main) == [True, True]
-    assert ranks(2).run(with_another_window, quickstart.main) == [False, False]
-    assert ranks(2).run(own_mask.main, OWN_MASK, CPU) == [True, True]
-
-
-@pytest.mark.gloo
-def test_fsdp2(ranks: Any) -> None:
-    args = Namespace(cp=2, steps=3, seqlen=33, batch=2)
-    assert ranks(2).run(fsdp2.main, args, CPU) == [True, True]
-    assert ranks(2).run(with_another_window, fsdp2.main, args, CPU) == [False, True]
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts_need_exact_attention(ranks: Any, name: str) -> None:
+    example, args, expected = VERDICTS[name]
+    assert ranks(2).run(example, *args) == expected
 
 
 # -- Hugging Face

@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_time_steps_grids_or_halves(headdim: int) -> None:
     other_grid = replace(SMALL, programs_per_sm=0, l2_bytes=1)
     assert same(attend(inputs, [whole(mask)], forward=other_grid, seed=3), alone)
     three_stages = replace(SMALL, num_stages=3)
-    assert same(attend(inputs, cut_keys(mask, 64, 128), forward=three_stages, seed=4), alone)
+    assert same(attend(inputs, cut_keys(mask, 128), forward=three_stages, seed=4), alone)
     assert same(attend(inputs, cut_rows(mask, 128, 256), seed=5), alone)
     with launching.executing("sm_100", 5):
         assert_halves_are_equal(TritonBackend({"one_pass": config}), inputs, mask, alone)
