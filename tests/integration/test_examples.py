@@ -101,7 +101,7 @@ def settings(words: str, steps: int = 3) -> Namespace:
 @pytest.mark.parametrize("words", MESHES)
 @pytest.mark.sweep(3)
 def test_meshes_train_as_one_process_does(ranks: Any, words: str) -> None:
-    assert ranks(4).run(mesh.main, settings(words), CPU) == [True] * 4
+    assert ranks(4).run(mesh.main, settings(words, steps=2), CPU) == [True] * 4
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ def attend(inputs: Inputs, steps: list[Step], config: Config) -> Expected:
 @pytest.mark.parametrize(
     "dtype", [DTYPES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DTYPES[1:])]
 )
+@pytest.mark.sweep(2)
 def test_masks(name: str, dtype: torch.dtype) -> None:
     """Every mask has one of the shapes of blocks, grouped heads, and a head dim that is padded."""
     mask, number = SMALL_MASKS[name], list(SMALL_MASKS).index(name)
