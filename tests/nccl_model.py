@@ -281,12 +281,3 @@ def deadlock(
         rows = states.view(np.dtype((np.void, states.shape[1])))
         states = states[np.unique(rows, return_index=True)[1]]
     return None
-
-
-def places_needed(lines: Sequence[Line]) -> int:
-    """The least number of places with which no order ends in a deadlock."""
-    most = max(len({launch.communicator for launch in line.launches}) for line in lines)
-    for places in range(most, 0, -1):
-        if deadlock(lines, places) is not None:
-            return places + 1
-    return 1

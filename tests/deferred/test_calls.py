@@ -10,15 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, tree_decode
 from ring_attn.backends.reference import ReferenceBackend
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
 from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
-from ring_attn.testing.ranks import TRANSPORT
 from ring_attn.transport import streams
 from ring_attn.transport.p2p import P2PTransport
 from ring_attn.transport.ranks.media import Lane
@@ -71,71 +68,6 @@ def test_every_strategy(strategy: str) -> None:
 def test_two_layers_are_under_way(strategy: str) -> None:
     """The second call reuses buffers of the first, which is still running on the device."""
     check(Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2))
-
-
-def entries_of(communicator: Any, log: list[str]) -> Any:
-    """Notes what torch's flight recorder does: each operation, and the end of each group."""
-
-    class Recorded(communicator):
-        def start(self, *given: Any) -> Any:
-            log.append("operation")
-            return super().start(*given)
-
-        def _end_coalescing(self) -> Any:
-            log.append("group")
-            return super()._end_coalescing()
-
-    return Recorded
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_entries_of_the_flight_recorder(strategy: str) -> None:
-    """A hop has three; a collective has one, and in a call's first one two of its headers."""
-    log: list[str] = []
-
-    def work(rank: int, recorder: Recorder) -> None:
-        recorded = entries_of(dist.ProcessGroupNCCL, log)
-        with mock.patch.object(dist, "ProcessGroupNCCL", recorded):
-            Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2)(rank, recorder)
-
-    transfers = [x for rank in record(2, work).ranks for x in rank.nodes if isinstance(x, Transfer)]
-    entries = Counter(log)
-    if strategy == "ring":
-        assert entries == {"operation": 2 * len(transfers), "group": len(transfers)}
-    else:
-        # Forward and backward of two layers have a first collective on each channel.
-        assert entries["group"] < len(transfers)
-        assert entries["operation"] == len(transfers) + entries["group"]
-
-
-class Decoding:
-    """Decodes a token over 7 rows; if not `told` the layout, ranks exchange their lengths."""
-
-    def __init__(self, *, told: bool) -> None:
-        self.layout, self.told = SequenceLayout.contiguous(7, 3), told
-        q, k, v = (torch.randn(1, rows, heads, 16) for rows, heads in ((1, 4), (7, 2), (7, 2)))
-        self.shards = [(q, *(self.layout.shard(x, rank) for x in (k, v))) for rank in range(3)]
-
-    def __call__(self, rank: int, recorder: Recorder) -> None:
-        q, k, v = (x.clone() for x in self.shards[rank])
-        recorder.given(q, k, v)
-        layout = self.layout if self.told else None
-        options: dict[str, Any] = {"window_size": (4, -1), "transport": TRANSPORT}
-        out = tree_decode(q, k, v, layout=layout, backend="reference", **options)
-        recorder.result("out", out)
-
-
-def test_decode() -> None:
-    program = record(3, Decoding(told=True))
-    assert program.races() == [] and program.stuck() == []
-    results = program.run(in_host_order)
-    assert all(results[0]["out"].equal(one["out"]) for one in results)
-    assert all(same(results, program.run(at_random(seed))) for seed in range(3))
-
-
-def test_decode_that_asks_for_lengths_waits() -> None:
-    with pytest.raises(HostSyncError):
-        record(3, Decoding(told=False))
 
 
 @pytest.mark.parametrize(

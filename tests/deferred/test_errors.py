@@ -104,10 +104,7 @@ def cut_off(program: Program, channel: str, seed: int) -> Schedule:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_channels_are_aborted_one_after_the_other(check: bool) -> None:
-    """If a rank fails at the end of its backward, ranks with wrong gradients pass no check.
-
-    Once its shards are cut off, its device goes on, and sends gradients of missing shards.
-    """
+    """If a rank fails at the end of its backward, ranks with wrong gradients pass no check."""
     layers = partial(checked, Layers(case_of("ring", "causal"), RANKS), check=check)
     ranks = [record_rank(rank, RANKS, layers) for rank in range(RANKS)]
     right, wrong, tried = Program(ranks).run(in_host_order), set[int](), 0

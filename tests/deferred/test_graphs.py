@@ -23,7 +23,7 @@ from ring_attn.testing.ranks import TRANSPORT, arguments_of
 from ring_attn.transport import capture, streams
 from ring_attn.transport.ranks import group, headers, media
 from ring_attn.transport.ranks.group import rank_group
-from tests.deferred.cuda import CaptureError, Event
+from tests.deferred.cuda import CaptureError, Event, HostSyncError
 from tests.deferred.device import Recorder
 from tests.deferred.graphs import Graph
 from tests.deferred.program import at_random, in_host_order, same
@@ -146,14 +146,14 @@ class DecodingPages(Replays):
 
 
 def check(world_size: int, captured: Replays, plain: Replays) -> None:
-    """Asserts that replays race with nothing, and have the bits of the same calls not captured."""
-    program = record(world_size, captured)
-    assert program.races() == []
-    assert program.stuck() == [] and not program.unmatched
-    results = program.run(in_host_order)
+    """Asserts that replays and calls race with nothing, and have the same bits in any order."""
+    results = record(world_size, plain).run(in_host_order)
     assert len(results[0]) >= REPLAYS
-    assert same(results, record(world_size, plain).run(in_host_order))
-    assert same(results, program.run(at_random(0)))
+    for program in (record(world_size, one) for one in (captured, plain)):
+        assert program.races() == []
+        assert program.stuck() == [] and not program.unmatched
+        assert same(results, program.run(in_host_order))
+        assert same(results, program.run(at_random(0)))
 
 
 @pytest.mark.parametrize("strategy", [
@@ -170,6 +170,11 @@ def test_a_graph_of_forward_and_backward(strategy: str) -> None:
 def test_a_graph_of_decoding() -> None:
     check(3, Decoding(), Decoding(captured=False))
     check(3, DecodingPages(captured=True), DecodingPages(captured=False))
+
+
+def test_decoding_that_asks_for_lengths_waits() -> None:
+    with pytest.raises(HostSyncError):
+        record(3, Decoding(captured=False, told=False))
 
 
 NEVER = SimpleNamespace(is_on=lambda: False, refuse=lambda why: None)

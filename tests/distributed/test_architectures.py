@@ -20,11 +20,9 @@ OWN_CODE, OWN_POSITIONS = "computes attention by code of its own", "takes no pos
 SOME = {
     "LlamaForCausalLM": "right",
     "RobertaForCausalLM": "right",
-    "DistilBertForMaskedLM": "right",
     "BloomForCausalLM": OWN_CODE,
     "BartForCausalLM": OWN_POSITIONS,
     "RecurrentGemmaForCausalLM": "of 2 recurrent layers 0 are known",
-    "GraniteMoeHybridForCausalLM": "right",
     "MobileBertForMaskedLM": "trigram_input",
     "T5ForConditionalGeneration": "an encoder and a decoder",
 }

@@ -107,10 +107,7 @@ def test_auto_is_exact_and_agrees_once(
 
 @on_ranks(4)
 def test_the_planner_hears_of_nodes() -> None:
-    """The first rank of each ring plans, with the number of its ring's ranks that share a node.
-
-    The machine has two nodes of two ranks.
-    """
+    """The first rank of each ring plans, with the number of its ring's ranks that share a node."""
     mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu")), dist.get_rank()
     q = torch.randn(1, 8, 4, 8)
     for axes, is_first, node_size in (

@@ -391,10 +391,7 @@ def test_no_process_group(call: partial[object]) -> None:
 
 
 def test_bad_tensors_without_a_process_group() -> None:
-    """Bad tensors are reported first, so that finding the mistake needs no launcher.
-
-    `select_backend` also reports why the named backend cannot run the call.
-    """
+    """Bad tensors are reported first, so that finding the mistake needs no launcher."""
     with forward_ad.dual_level():
         for bad in TENSORS:
             assert_refused(ATTEND, bad)

@@ -273,11 +273,7 @@ PACKED.append(LLAMA3)
 def test_functions_over_documents_stand_between_graphs(
     use: Use, inside: bool, backend: str, scalars: bool
 ) -> None:
-    """All batches share two graphs; the graph before the call is remade if a size is a symbol.
-
-    Each batch has the bits of eager, gradients too. llama3's arguments are also made inside the
-    compiled function; with `capture_scalar_outputs` dynamo traces numbers read from tensors.
-    """
+    """All batches share two graphs; the graph before the call is remade if a size is a symbol."""
     rank, seqlen = dist.get_rank(), use.seqlen
 
     def layer(x: list[Tensor], cu: Tensor, arguments: list[Any] | None) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from ring_attn import ContextParallel, SequenceLayout, Strategy, TransportOptions, parallelize
 from ring_attn.core.layout import Layouts
@@ -28,7 +28,7 @@ from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds
 from tests.cold import assert_compiles
-from tests.distributed.pool import everyone, mesh_of, on_ranks
+from tests.distributed.pool import mesh_of, on_ranks
 from tests.refusals import says
 
 pytestmark = pytest.mark.gloo  # code around calls; others run calls on streams
@@ -248,42 +248,12 @@ def test_a_module_compiles_with_a_new_layout(
     assert_compiles(core, [qkv], "aot_eager", fullgraph=True)
 
 
-class Eager(Core):
-    """Attention without an attention function of torch, with repeated kv heads."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-        rows = torch.arange(q.size(2))
-        scores = (q @ k.mT * SCALE).masked_fill(rows[:, None] < rows, float("-inf"))
-        return scores.softmax(-1) @ v
-
-
-@on_ranks(2)
-def test_torchs_exchange_of_heads_for_rows_runs_any_module() -> None:
-    """What style.py says to do with a module that a ring cannot run."""
-    rows, heads = Shard(1), Shard(2)
-    style = PrepareModuleInputOutput(
-        input_layouts=(rows,) * 3, desired_input_layouts=(heads,) * 3, use_local_input=True,
-        output_layouts=heads, desired_output_layouts=rows,
-    )  # fmt: skip
-    case, way = causal(), Way()
-    module = parallelize_module(Eager(), mesh_of(2), style)
-    found = run_module(module, case, mesh_of(2), way)
-    assert module.seen == (2, SEQLEN, 2, 8)
-    layout = case.build_layouts(2)[0]
-    whole = {name: layout.unshard(everyone(x)) for name, x in found.items()}
-    assert_holds(whole, *expected(case), way)
-
-
 # -- beside tensor parallelism
 
 
 @on_ranks(4)
 def test_rows_and_heads_over_two_axes() -> None:
-    """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other.
-
-    A kv head on only one of the ranks is refused.
-    """
+    """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     core = parallelize_module(Core("BHSD"), mesh["cp"], ContextParallel(seq_dim=2, head_dim=1))
     cp, tp = mesh.get_coordinate()

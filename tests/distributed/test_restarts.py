@@ -58,10 +58,11 @@ def torchrun(folder: Path, ranks_by_node: tuple[int, ...], when: str, victims: s
     ("when", "victims"),
     [
         ("before", "1"),
-        pytest.param("refused", "0", marks=pytest.mark.slow),
-        pytest.param("refused", "1", marks=pytest.mark.slow),
+        ("refused", "0"),
+        ("refused", "1"),
     ],
 )
+@pytest.mark.slow
 def test_every_start_forms_its_ring(tmp_path: Path, when: str, victims: str) -> None:
     """`test_faults` has deaths within the calls."""
     ranks = 2 if when == "before" else 3

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -249,35 +248,6 @@ def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) 
     oracle, plain = both(yardstick("qwen3"), lambda model: model(ids).logits)
     for got in ranks(2).run(own_loop, rows, embeddings):
         assert_close("logits", got, oracle, plain)
-
-
-def ids_and_encoder(implementation: str) -> tuple[Tensor, Any]:
-    """A random encoder of sentences, and ids as many as it can read."""
-    config = transformers.BertConfig(
-        vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=128, max_position_embeddings=512,
-        attn_implementation=implementation,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.BertModel(config).eval()
-    return torch.randint(97, (1, 512)), model
-
-
-@torch.no_grad()
-def sharded_states() -> Tensor:
-    with register(layout="zigzag"):
-        ids, model = ids_and_encoder("ring_attn")
-        layout = SequenceLayout.zigzag(ids.size(1), dist.get_world_size())
-        part = shard_batch({"input_ids": ids}, layout, dist.get_rank())
-        return model(**part, sequence_layout=layout).last_hidden_state
-
-
-@pytest.mark.gloo
-def test_an_encoder_of_sentences(ranks: Pools) -> None:
-    ids, model = ids_and_encoder("sdpa")
-    oracle, plain = both(model, lambda model: model(ids).last_hidden_state)
-    got = SequenceLayout.zigzag(512, 2).unshard(ranks(2).run(sharded_states))
-    assert_close("states", got, oracle, plain)
 
 
 @on_ranks(2)

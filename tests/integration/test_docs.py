@@ -113,16 +113,6 @@ def test_a_fault_of_a_page_is_found(two_ranks: Pools, tmp_path: Path, fault: str
         on_two_ranks(two_ranks, Page(tmp_path / "broken.md", FAULTS[fault]))
 
 
-def test_blocks_are_found_with_their_output() -> None:
-    page = Page(Path("x.md"), START + "```output\nx\n```\n```sh\nmake a \\\n  b  # c\n```\n")
-    assert [(block.language, block.line, block.output) for block in page.blocks] == [
-        ("python", 4, "x\n"), ("output", 10, None), ("sh", 13, None)
-    ]  # fmt: skip
-    assert page.shell_lines() == [("make a    b", None)]
-    with pytest.raises(AssertionError, match="x.md:1"):
-        Page(Path("x.md"), "```\ncode\n```\n").blocks  # noqa: B018
-
-
 # -- commands
 
 

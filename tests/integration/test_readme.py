@@ -13,7 +13,6 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ring_attn
-from ring_attn.cli import main as cli
 from ring_attn.planning.devices import builtin_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -113,17 +112,6 @@ def test_hugging_face_lines(tmp_path: Path, under_torchrun: Any) -> None:
     )
     printed = under_torchrun(2, runpy.run_path, str(example))
     assert [text.splitlines()[-1] for text in printed] == ["1", "1"]
-
-
-def test_commands_exist_and_have_help(capsys: pytest.CaptureFixture[str]) -> None:
-    named = re.findall(r"^(ring-attn .+)|`(ring-attn [^`]+)`", BOTH, re.MULTILINE)
-    assert named
-    known = {one.name.split()[0] for one in cli.COMMANDS}
-    assert {(one or two).split()[1] for one, two in named} <= known
-    for command in cli.COMMANDS:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*command.name.split(), "--help"])
-        assert ended.value.code == 0 and command.name in capsys.readouterr().out
 
 
 def test_targets_and_their_arguments_exist() -> None:

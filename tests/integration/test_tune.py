@@ -14,7 +14,6 @@ from ring_attn.bench.implementations import Kernels
 from ring_attn.bench.judge import OracleJudge
 from ring_attn.cli import tune
 from ring_attn.cli.tune import TuneRow, Tuning, best, label
-from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
@@ -123,36 +122,6 @@ def test_a_kind_that_fails_and_a_wrong_frozen_config_are_failures(
     wrong, failed = report["failures"]
     assert failed == "fwd failed: out of memory" and wrong.startswith("fwd_whole, ")
     assert "OutOfMemoryError" in capsys.readouterr().err
-
-
-def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = tuning(f"{TINY} --budget 1e-9", monkeypatch)
-    bench.run()
-    assert bench.rows == [] and bench.summary()[-1].startswith("0 configs")
-    bench = tuning(TINY, monkeypatch, SMALL)
-    bench._search("dq", 0.0)
-    assert [row.note for row in bench.rows] == ["", "not built: there was no time left"]
-    assert [row.speed for row in bench.rows] == [1.0, None]
-    monkeypatch.setattr(tune, "build", lambda task: "")
-    bench._search("dkdv", 0.0)
-    assert bench.rows[-1].note == "not checked: there was no time left"
-
-
-def test_forwards_in_gluon_are_candidates_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = tuning(f"{TINY} --kernels fwd --head-dim 64", monkeypatch, SMALL)
-    bench._arch = "sm_90"
-    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    frozen = configs.frozen("fwd", "sm_90", 64, torch.float32)
-    assert [one.name for one in bench._candidates("fwd")] == [label(frozen), "32x32 4w 1s"]
-    bench.setting = replace(bench.setting, dtype=torch.bfloat16)
-    found = bench._candidates("fwd_whole")
-    gluon = [one for one in found if one.gluon]
-    assert gluon and all(set(tune.configs_of(one)) == {tune.GLUON} for one in gluon)
-    assert [one for one in found if one.frozen] == found[:1] == gluon[:1]
-    monkeypatch.undo()
-    one = setting(TINY).problem_of("fwd")
-    with pytest.raises(NotImplementedError, match="gluon"):
-        Kernels(one, one.data(), tune.configs_of(gluon[0])).forward()
 
 
 def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -75,23 +74,6 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
     assert set(aot.variants("sm_80", "128")) == portable | own["turns"]
     assert set(aot.variants("sm_90", "64")) == portable | own["hopper"]
     assert set(aot.variants("sm_100", "64")) == portable | own["blackwell"]
-
-
-@pytest.mark.slow
-def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
-    path = tmp_path / "aot.json"
-    words = ["aot", "--quick", "--kernel", "delta", "merge", "merge_tree"]
-    printed = run_compiling("-m", "dev", *words, "--json", str(path))
-    report = json.loads(path.read_text())
-    assert report["command"] == f"python -m dev {' '.join(words)}"
-    found = {(row["arch"], row["head_dim"], row["dtype"]) for row in report["rows"]}
-    assert found == {("sm_90", 64, "bfloat16")}
-    assert {row["kernel"] for row in report["rows"]} == set(words[3:])
-    for row in report["rows"]:
-        assert row["failures"] == [] and row["report"]["spill_bytes"] == 0
-        assert row["report"]["registers"] > 0
-        assert row["tile"] in printed
-    assert f"{len(report['rows'])} cells" in printed and "0 failed" in printed
 
 
 GOOD = Compiled(255, 0, 1024, 512, dict.fromkeys(OPCODES, 1), (), 1.0)

@@ -1,7 +1,8 @@
 """The forward in Gluon of sm_100: its PTX, executed in random orders of warpgroups and CTAs.
 
 Blocks are so short that every buffer is used again and again. Results are compared with float64.
-test_ptx.py plants faults; test_ptx_instructions.py has each instruction of tcgen05 alone.
+test_blackwell_bwd.py has masks and bits, of the forward, too; test_ptx.py plants faults;
+test_ptx_instructions.py has each instruction of tcgen05 alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from tests.bounds import assert_holds, expect, whole
 from tests.kernels.calls import Step, cut_keys, frozen, grouped, in_interpreter
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.races import Clocks
-from tests.kernels.test_hopper import MASKS
 
 SMALL = Config(256, 32, 4, 2, programs_per_sm=1)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -52,19 +52,6 @@ def attend(
         out, lse = backend.finalize(state, q.dtype)
     assert [x.kernel.fn.__name__ for x in executed] == ["blackwell_fwd_kernel"] * len(steps)
     return {"out": out, "lse": lse}
-
-
-QUICK = ("documents of other lengths",)
-
-
-@in_interpreter
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
-)
-def test_masks(name: str) -> None:
-    mask, number = MASKS[name], list(MASKS).index(name)
-    inputs = grouped(mask, (64, 128)[number % 2], dtype=DTYPES[number // 2 % 2])
-    assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
 
 
 @contextmanager
@@ -122,22 +109,6 @@ def test_capped_scores_and_sinks_in_steps(headdim: int) -> None:
     inputs, scores = grouped(mask, headdim), {"softcap": 5.0, "sinks": random_sinks(2)}
     got = attend(inputs, cut_keys(mask, 64, 128), **scores)
     assert_holds(got, *expect(inputs, mask, **scores))
-
-
-@in_interpreter
-@pytest.mark.slow
-@pytest.mark.parametrize("headdim", [64, 128])
-def test_bits_do_not_depend_on_time_steps_or_grids(headdim: int) -> None:
-    mask = Mask(264, 200, causal=True)
-    inputs = grouped(mask, headdim, nheads=1)
-    alone = attend(inputs, [whole(mask)], seed=None)
-    for steps, config, seed in (
-        ([whole(mask)], replace(SMALL, programs_per_sm=0, l2_bytes=1), 1),
-        (cut_keys(mask, 128), SMALL, 2),
-        (cut_keys(mask, 64, 128), replace(SMALL, num_stages=3), 3),
-    ):
-        got = attend(inputs, steps, config, seed=seed)
-        assert all(torch.equal(got[x], alone[x]) for x in alone)
 
 
 def test_which_calls_take_it() -> None:

@@ -21,7 +21,15 @@ from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.testing import Expected, Inputs
 from tests.bounds import assert_holds, expect, run, whole
-from tests.kernels.calls import Step, cut_keys, cut_rows, grouped, in_interpreter, same
+from tests.kernels.calls import (
+    Step,
+    assert_halves_are_equal,
+    cut_keys,
+    cut_rows,
+    grouped,
+    in_interpreter,
+    same,
+)
 from tests.kernels.ptx import launching
 from tests.kernels.test_blackwell import DTYPES, SMALL, unfinished_products
 from tests.kernels.test_hopper import MASKS
@@ -88,7 +96,7 @@ def test_products_are_issued_while_others_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128])
-def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int) -> None:
+def test_bits_do_not_depend_on_time_steps_grids_or_halves(headdim: int) -> None:
     """Tries several orders of CTAs and warpgroups, cut keys and rows, dq or dk and dv alone."""
     mask = Mask(264, 200, causal=True)
     inputs = grouped(mask, headdim, nheads=1)
@@ -96,22 +104,13 @@ def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int) -> None:
     config = configs.ONE_PASS["sm_100"][headdim]
     assert same(attend(inputs, [whole(mask)], config, seed=1), alone)
     assert same(attend(inputs, cut_keys(mask, 128), seed=2), alone)
-    dq, dk, dv = (torch.zeros(x.shape) for x in inputs[:3])
-    backend, scores = TritonBackend({"one_pass": config}), Scores(headdim**-0.5)
-    for tiles, some in (
-        ([whole(mask)], ((dq, None, None), (None, dk, dv))),
-        (cut_rows(mask, 128, 256), ((dq, dk, dv),)),
-    ):
-        for x in (dq, dk, dv):
-            x.zero_()
-        with launching.executing("sm_100", 5):
-            stats = backend.row_statistics(alone.out, inputs.dout, alone.lse)
-            for step in tiles:
-                for grads in some:
-                    backend.backward(BackwardInputs(*inputs, *stats), step, grads, scores=scores)
-        scaled = (dq * headdim**-0.5, alone.dq), (dk * headdim**-0.5, alone.dk), (dv, alone.dv)
-        for x, y in scaled:
-            assert torch.equal(x.to(y.dtype), y)
+    other_grid = replace(SMALL, programs_per_sm=0, l2_bytes=1)
+    assert same(attend(inputs, [whole(mask)], forward=other_grid, seed=3), alone)
+    three_stages = replace(SMALL, num_stages=3)
+    assert same(attend(inputs, cut_keys(mask, 128), forward=three_stages, seed=4), alone)
+    assert same(attend(inputs, cut_rows(mask, 128, 256), seed=5), alone)
+    with launching.executing("sm_100", 5):
+        assert_halves_are_equal(TritonBackend({"one_pass": config}), inputs, mask, alone)
 
 
 @pytest.mark.slow

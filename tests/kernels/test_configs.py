@@ -20,7 +20,7 @@ from ring_attn.kernels import configs, tasks, tuned
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, step_schedule
 from tests.bounds import whole
-from tests.kernels.calls import DEVICE, Step, blocks, cut_keys, in_interpreter
+from tests.kernels.calls import DEVICE, Step, blocks
 
 HEADDIMS = (16, 64, 80, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,26 +54,6 @@ def test_kernels_for_few_programs_or_in_gluon_have_the_same_columns() -> None:
             assert configs.filling(config, programs, 132, other) == config
     config = configs.frozen("dkdv_softcap", "sm_90", 128, torch.bfloat16)
     assert configs.filling(config, 1, 132, configs.FEW_PROGRAMS["sm_90", 64]) == config
-
-
-@pytest.mark.parametrize("arch", configs.ARCHITECTURES)
-@pytest.mark.parametrize("kind", [*KINDS, "decode"])
-def test_what_is_searched(kind: str, arch: str) -> None:
-    """The search tries tiles first, then, on Hopper, the orders of their tasks."""
-    for headdim in HEADDIMS[1:]:
-        found = configs.search_space(kind, arch, headdim, torch.bfloat16)
-        assert found[0] == configs.frozen(kind, arch, headdim, torch.bfloat16)
-        assert len(set(found)) == len(found) <= 16
-        orders = [config.l2_bytes for config in found]
-        reordered = arch == "sm_90" and kind != "decode"
-        assert orders == sorted(orders) and set(orders) == {0, reordered * configs.L2_BYTES}
-        assert not any(config.programs_per_sm for config in found)
-        assert kind != "decode" or {config.BLOCK_M for config in found} == {16}
-    assert len(found) > 2
-    for other, dtype in ((kind, torch.float32), ("delta", torch.float16)):
-        if other != "decode":
-            alone = configs.search_space(other, arch, 128, dtype)
-            assert alone == (configs.frozen(other, arch, 128, dtype),)
 
 
 # -- the file of `ring-attn tune`
@@ -243,18 +223,8 @@ def test_a_group_is_what_fits(
 ) -> None:
     got = schedule(whole(MASK), num_heads, heads_per_kv, l2_bytes=int(kilobytes * 1000))
     assert got == (2 * num_heads, 2, num_heads, together)
-
-
-@in_interpreter
-def test_what_a_schedule_depends_on() -> None:
-    # Only the columns of the step count: a zigzag ring sees half of each shard.
-    steps = (whole(MASK), *cut_keys(MASK, 48))
-    assert [schedule(x, 4, 1, l2_bytes=9800).heads_together for x in steps] == [1, 2, 2]
     # Without columns the schedule avoids a division by zero.
     assert schedule((), 4, 2, l2_bytes=1000, programs_per_sm=1) == (0, 0, 4, 4)
-    # A persistent grid has no more programs than tasks.
-    found = [schedule(whole(MASK), 4, 1, programs_per_sm=n).num_programs for n in range(4)]
-    assert found == [8, 3, 6, 8]
 
 
 def test_a_persistent_grid_leaves_multiprocessors_to_copies_only(

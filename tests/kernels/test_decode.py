@@ -20,7 +20,7 @@ from ring_attn.kernels import configs, decode, tasks
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs, poisoned_empty, random_sinks
 from tests import caches as cache
-from tests.bounds import assert_close, assert_holds, expect, same_bits, whole
+from tests.bounds import assert_close, assert_holds, expect, same_bits
 from tests.kernels import calls
 from tests.kernels.calls import DEVICE, DTYPES, inputs_for
 
@@ -120,23 +120,6 @@ def test_any_number_of_parts(seqlen_k: int, sms: int, monkeypatch: pytest.Monkey
     blocks = -(-seqlen_k // SHORT)
     # Parts of as many blocks, but the last.
     assert made == [-(-blocks // -(-blocks // wanted))] * 2
-
-
-def test_many_queries_are_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "decode_launch", None)
-    mask = Mask(33, 97, causal=True)
-    inputs = inputs_for(mask, nheads=4, nheads_kv=2)  # 66 rows
-    check(inputs, mask, *TritonBackend().decode(*inputs[:3], whole(mask), scores=Scores(0.3)))
-
-
-def test_what_rows_see_is_read_once() -> None:
-    """Queries of a causal mask or of stripes share runs; documents far apart do not."""
-    causal = decode.seen_runs(((0, 3, 0, 9, None, 6),), 3)
-    assert causal == [[(0, 0), (7, 8), (7, 9)], [(0, 7)] * 3]
-    stripes = [(i, i + 1, 0, 5 + i, None, None) for i in range(3)]
-    assert decode.seen_runs(stripes, 3) == [[(0, 5), (0, 6), (0, 7)]]
-    far = [(0, 1, 0, 5, None, None), (1, 3, 500, 505, None, None)]
-    assert decode.seen_runs(far, 3) == [[(0, 0), (500, 505), (500, 505)], [(0, 5), (0, 0), (0, 0)]]
 
 
 # -- sequences of unlike lengths, in test_cache's places

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,6 @@ from tests.kernels.calls import (
     same,
 )
 from tests.kernels.ptx import launching
-from tests.kernels.test_aot import run_compiling
 
 CPU = torch.device("cpu")
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
@@ -120,10 +118,7 @@ def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, lis
 @pytest.mark.parametrize("block_rows", [16, 128])
 @pytest.mark.parametrize("block_cols", [8, 64])
 def test_a_visit_waits_for_the_one_before(block_rows: int, block_cols: int) -> None:
-    """Each visit waits for a visit of an earlier task, or of the same task: no deadlock.
-
-    The visits hold every visible pair once.
-    """
+    """Each visit waits for a visit of an earlier task, or of the same task: no deadlock."""
     for name, mask in ALL_MASKS.items():
         tiles = whole(mask)
         table = table_of(tiles, block_cols, block_rows)
@@ -289,31 +284,6 @@ def test_what_bulk_copies_cannot_take_is_copied() -> None:
 
 
 # -- compiled
-
-
-COMPILE = """
-import dataclasses, json
-from dev import aot
-variant = aot.Variant("hopper_fwd", "{}", first=True, last=True)
-cell = next(x for x in aot.cells("sm_90", "64", "bfloat16") if x.variant == variant)
-print(json.dumps(dataclasses.asdict(aot.compile_cell(cell))))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("band", "loops"), [("causal", 1), ("shifted", 2)])
-def test_it_compiles_as_it_is_meant_to(band: str, loops: int) -> None:
-    """Compiles on any machine: no spills, specialised, every exponential beside a product."""
-    row = json.loads(run_compiling("-c", COMPILE.format(band)))
-    assert row["failures"] == []
-    opcodes = row["report"]["opcodes"]
-    assert opcodes["USETMAXREG"] and opcodes["UTMALDG"] and opcodes["HGMMA"]
-    # In each of two consumers a loop for whole blocks, and one for masked blocks where a diagonal
-    # may cross several: 64 rows x 128 columns over 128 threads.
-    inner = [x for x in row["report"]["loops"] if x["products"] and not x["around"]]
-    assert len(inner) == 2 * loops and all(
-        x["exponentials"] >= 64 and not x["exposed"] for x in inner
-    )
 
 
 def kernels_in_gluon() -> list[str]:

@@ -48,23 +48,16 @@ def calls(draw: st.DrawFn) -> tuple[Case, int, tuple[int, int]]:
     return case, shards[0].world_size, draw(st.sampled_from(SMALL_BLOCKS if large else BLOCKS))
 
 
-def exercise(case: Case, world_size: int, shape: tuple[int, int]) -> None:
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=8 if DEVICE == "cpu" else 30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(calls())
+def test_any_call(call: tuple[Case, int, tuple[int, int]]) -> None:
+    """`make fuzz` draws many more."""
+    case, world_size, shape = call
     with pytest.MonkeyPatch.context() as monkeypatch:
         patched_select(monkeypatch, blocks(*shape))
         assert not run_all_ranks(case, world_size, device=DEVICE).failures
-
-
-USUAL = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-
-
-@settings(USUAL, max_examples=12 if DEVICE == "cpu" else 3)
-@given(calls())
-def test_any_call(call: tuple[Case, int, tuple[int, int]]) -> None:
-    exercise(*call)
-
-
-@pytest.mark.slow
-@settings(USUAL, max_examples=40 if DEVICE == "cpu" else 30)
-@given(calls())
-def test_many_calls(call: tuple[Case, int, tuple[int, int]]) -> None:
-    exercise(*call)

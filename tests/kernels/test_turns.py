@@ -42,6 +42,7 @@ def attend(inputs: Inputs, steps: list[Step], config: Config) -> Expected:
 @pytest.mark.parametrize(
     "dtype", [DTYPES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DTYPES[1:])]
 )
+@pytest.mark.sweep(2)
 def test_masks(name: str, dtype: torch.dtype) -> None:
     """Every mask has one of the shapes of blocks, grouped heads, and a head dim that is padded."""
     mask, number = SMALL_MASKS[name], list(SMALL_MASKS).index(name)
@@ -77,14 +78,11 @@ def test_what_a_document_holds_does_not_reach_its_neighbours() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow)])
 def test_executed_in_any_order(arch: str) -> None:
-    """Programs run by turns in a drawn order, and so do warps: the same bits, whole and in steps.
-
-    Keys, queries and documents end within blocks.
-    """
+    """Programs and warps run in a drawn order: the same bits, whole and in steps."""
     mask = Mask(193, 193, True, (150, -1), (0, 90, 193), (0, 90, 193))
     inputs = grouped(mask, 128, dtype=torch.bfloat16)
     config, found = configs.ONE_PASS[arch][128], []
-    for steps, seed in (([whole(mask)], None), ([whole(mask)], 1), (cut_keys(mask, 64, 128), 2)):
+    for steps, seed in (([whole(mask)], None), (cut_keys(mask, 64, 128), 2)):
         with launching.executing(arch, seed):
             found.append(attend(inputs, steps, config))
     assert_holds(found[0], *expect(inputs, mask))

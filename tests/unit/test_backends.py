@@ -121,23 +121,6 @@ def test_every_mask(name: str, mask: Mask, operators: emulated_cuda.TorchOnCuda 
         assert ("cudnn" in called) == (kind == "cudnn" and not all(windows))
 
 
-@pytest.mark.parametrize("edge", [1, 2, 3, 16])
-def test_torchs_cpu_operator_masks_only_edges(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator takes a mask or top-left causal, never both."""
-    monkeypatch.setattr(aten, "EDGE", edge)
-    for tile in (tile for mask in MASKS.values() for cut in CUTS for tile in grid(mask, *cut)):
-        pieces = list(get_backend("aten").pieces(tile, "cpu"))
-        assert tile.kind is MaskKind.WINDOW or len(pieces) <= 2
-        for piece in pieces:
-            if piece.kind is MaskKind.CAUSAL:
-                assert piece.corner_band == (None, 0)
-            if piece.kind is MaskKind.WINDOW:
-                lo, hi = tile.lo, tile.hi
-                assert lo is not None
-                width = (tile.kv.stop - tile.q.start if hi is None else hi) - lo + 1
-                assert piece.rows <= edge and piece.cols <= 2 * edge + max(0, width - edge)
-
-
 def test_pieces_for_flash_are_windows_that_it_can_state() -> None:
     bounds = (None, *range(-8, 9))
     for rows, cols, lo, hi in product((1, 2, 5, 7), (1, 3, 6), bounds, bounds):

@@ -1,6 +1,5 @@
 """Layouts from content: as good as the best of all partitions; refusals name the numbers."""
 
-import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import accumulate, combinations_with_replacement, pairwise, product
@@ -211,22 +210,6 @@ def test_long_sequences_are_searched_in_part(
     assert costs[list(layout.cuts or ())].sum() <= costs[list(balanced.cuts or ())].sum()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(30)
-def test_a_million_tokens_on_thousands_of_ranks() -> None:
-    rng = random.Random(0)
-    seqlen, world_size = 1 << 20, 4096
-    cu = [0]
-    while cu[-1] < seqlen:
-        cu.append(min(seqlen, cu[-1] + 1 + int(rng.expovariate(1 / 2000))))
-    mask = Mask(seqlen, seqlen, True, (-1, -1), tuple(cu), tuple(cu))
-    layout = by_documents(torch.tensor(cu, dtype=torch.int32), world_size, causal=True)
-    balanced = by_area(mask, world_size)
-    assert balance_of(layout, mask).of_work <= 1.05
-    costs = crossing_rows(mask)
-    assert costs[list(layout.cuts or ())].sum() < costs[list(balanced.cuts or ())].sum()
-
-
 # -- by_memory, least_world_size
 
 
@@ -289,20 +272,6 @@ def test_the_halo_is_what_travels(cu: tuple[int, ...], window: Window) -> None:
         }
         before, after = halo_rows(LAYOUT, mask, rank)
         assert {*range(first - before, first), *range(last, last + after)} == needed
-
-
-def test_shorter_overlaps_are_taken() -> None:
-    check_halo(LAYOUT, Mask(97, 97, window_size=(14, 14)))
-    # Documents that each lie on one rank overlap nothing, however long.
-    cu = (0, 20, 45, 60, 97)
-    check_halo(LAYOUT, Mask(97, 97, True, (-1, -1), cu, cu))
-    # An empty shard needs nothing.
-    empty = SequenceLayout.boundaries([0, 4, 4, 12])
-    assert [halo_rows(empty, Mask(12, 12, True), rank) for rank in range(3)] == [
-        (0, 0),
-        (0, 0),
-        (4, 0),
-    ]
 
 
 # -- local_rows

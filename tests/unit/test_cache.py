@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from ring_attn.core.cache import Sequences, tiles_of
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.mask import Mask
 from ring_attn.decode_refusals import check_sequences
 from ring_attn.testing import random_qkv, random_sinks
-from tests.bounds import painted
 from tests.caches import ROOM, Cache, assert_exact, decoded
 
 LENGTHS = (0, 1, 5, 17, 64, 97)
@@ -47,48 +43,7 @@ def test_against_float64(place: str, backend: str) -> None:
         assert_exact(got, whole, LENGTHS, window, sinks=sinks)
 
 
-def test_sizes_of_mla_and_softcap() -> None:
-    lengths = (33, 0, 7)
-    sizes = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
-    whole = random_qkv(batch=3, seqlen_q=1, seqlen_k=ROOM, **sizes)
-    cache = Cache(whole, lengths, 2, 16, None)
-    for backend in ("aten", "reference"):
-        assert_exact(decoded(cache, whole.q, backend), whole, lengths, (-1, 0))
-    got = decoded(cache, whole.q, "reference", softcap=1.5)
-    assert_exact(got, whole, lengths, (-1, 0), softcap=1.5)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_the_rows_of_all_ranks_are_the_sequence(place: str) -> None:
-    """Counts every pair of a query and a position once, on the rank that has its row."""
-    world_size, page_size, layout = PLACES[place]
-    for window in WINDOWS.values():
-        for length in LENGTHS:
-            count, total = torch.zeros(3, ROOM, dtype=torch.int64), 0
-            for rank in range(world_size):
-                rows = ROOM if page_size else (layout.shard_len(rank) if layout else ROOM)
-                k = torch.empty(1, page_size or rows, 1, 1)
-                table = torch.zeros(1, -(-rows // page_size)) if page_size else None
-                sequences = check_sequences(k, table, layout, window, rank, world_size)
-                (seen,) = sequences.seen(torch.tensor([length]), 3).tolist()
-                assert all(tile.area for tile in tiles_of(seen))
-                area = painted(tiles_of(seen), 3, ROOM)
-                assert area.max() <= 1 and [*area.sum(1)] == [b - a for a, b in seen]
-                total += int(area.sum())
-                positions = _positions(sequences, ROOM)
-                keep = positions < ROOM
-                count[:, positions[keep]] += area[:, keep]
-            mask = Mask(3, length, window_size=window).dense() if length else torch.zeros(3, 0)
-            assert torch.equal(count[:, :length], mask.long()) and int(count.sum()) == total
-
-
 def test_what_is_no_page_stands_for_one() -> None:
     sequences = check_sequences(torch.empty(2, 4, 1, 1), torch.zeros(1, 3), None, (-1, 0), 0, 1)
     rows = sequences.gathered(torch.arange(8.0).view(2, 4, 1, 1), torch.tensor([[1, -1, 2]]))
     assert rows.shape == (1, 12, 1, 1) and rows[0, :4].flatten().tolist() == [4, 5, 6, 7]
-
-
-def _positions(sequences: Sequences, rows: int) -> Tensor:
-    j = torch.arange(rows)
-    run = max(sequences.run, 1)
-    return sequences.start + j // run * sequences.period + j % run

@@ -90,12 +90,6 @@ def test_signature(module: Any, name: str, signature: str) -> None:
     assert function.__name__ == function.__qualname__ == name
 
 
-def test_flash_attns_signatures_are_still_those() -> None:
-    theirs = pytest.importorskip("flash_attn")
-    for name, signature in FLASH_ATTN_2_8.items():
-        assert plain_signature(getattr(theirs, name)) == signature.replace(f", {OURS}", "")
-
-
 def test_torchs_signatures() -> None:
     from torch.distributed.tensor.experimental import _attention as theirs
 

@@ -63,6 +63,7 @@ LENGTHS = {
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_size": (1000, 0)}], ids=str)
+@pytest.mark.sweep(2)
 def test_work_and_rows_are_even(
     lengths: list[int], world_size: int, options: dict[str, Any]
 ) -> None:

@@ -75,14 +75,3 @@ def test_programs_are_checked_and_drawn(
     assert str(fault) in capsys.readouterr().out and (tmp_path / "plan.json").exists()
     assert cli.main(["plan", "--seqlen", "1M", "--world-size", "4096", "--check"]) != 0
     assert "128" in capsys.readouterr().err
-
-
-def test_what_is_hopeless_is_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--seqlen", "16k", "--world-size", "8", "--cluster", "h100"]
-    assert cli.main(words) == 0
-    short = capsys.readouterr().out
-    assert max(map(len, short.splitlines())) <= 80
-    assert cli.main([*words, "--verbose"]) == 0
-    long = capsys.readouterr().out
-    assert "others are slower" in short and "left out" not in short
-    assert "left out" in long and len(long) > len(short)

@@ -21,7 +21,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import NO_TILES, Grid, Traveller
 from ring_attn.machines.check import _add_work, check
 from ring_attn.machines.count import bytes_sent
-from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.planning.balance import by_area
 from ring_attn.planning.devices import Rate, cpu_cluster
@@ -279,13 +278,3 @@ def test_plain_data_is_on_the_host() -> None:
 
 
 # -- pictures
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_every_exchange_is_drawn(backward: bool) -> None:
-    for strategy in strategies(4):
-        for call in calls_of(strategy, MASKS["causal"], "contiguous", 4):
-            program = program_of(call, backward=backward)
-            text = draw(program)
-            assert text.startswith(f"rank {call.rank} of 4")
-            assert text.count("post ") == len([*program.posts()])

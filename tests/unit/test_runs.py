@@ -90,22 +90,9 @@ def test_rounds_and_bytes_of_both_ways(backward: bool) -> None:
     assert [scan.sent(r) for r in ranks] == [1, 4, 4, 4, 3, 3, 2, 0]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_documents_that_start_with_runs_send_nothing(way: str, backward: bool) -> None:
-    layout = SequenceLayout.contiguous(12, 3)
-    assert not by_way(way, layout, (0, 4, 8, 12), backward=backward).rounds
-    one = by_way(way, layout, (0, 4, 12), backward=backward)
-    assert [one.sent(rank) for rank in range(3)] == [0, *([0, 1] if backward else [1, 0])]
-
-
 def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
     cases = {(8, 1 << 19): "gather", (64, 1 << 10): "gather", (64, 1 << 22): "scan"}
     cases[9, int(runs.LATENCY_BYTES)] = "scan"  # 4 maps less, 3 rounds more
     for (world_size, nbytes), way in cases.items():
         layout = SequenceLayout.contiguous(world_size * 4, world_size)
         assert travel(layout, (0, layout.seqlen), nbytes).way == way
-
-
-def test_each_position_of_a_striped_layout_is_a_run() -> None:
-    assert runs.runs_of(SequenceLayout.striped(4, 2), 1) == [Segment(1, 1), Segment(3, 1)]

@@ -39,7 +39,7 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
 from tests.drawn import layouts_for, masks, reproducible
-from tests.unit.test_programs import calls_of, sent, spec_of
+from tests.unit.test_programs import calls_of
 
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
 
@@ -311,17 +311,6 @@ def test_few_turns() -> None:
     assert len(turns_of(layout, layout, from_dense(seen), "kv")) == 1
 
 
-def test_an_exchange_sends_no_more_than_is_needed() -> None:
-    """A document's first half goes to its second half."""
-    mask, layout = placed(8)
-    spec = spec_of(1, 1, torch.float32, 16, 16)
-    calls = calls_of(Strategy("exchange"), mask, (layout, layout), 8, spec, backend="aten")
-    nbytes = sum(one.nbytes for one in sent(calls))
-    apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
-    padding = nbytes - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
-    assert 0 <= padding < 128 * len(apart)
-
-
 # -- time
 
 
@@ -339,23 +328,6 @@ def test_work_of_many_ranks_or_documents_takes_no_time() -> None:
         work = pair_work(layout, layout, mask)
         assert time.thread_time() - start < 4
         assert int(work.area.sum()) == mask.area
-
-
-def test_the_sizes_of_one_of_many_ranks_need_no_table_of_all_pairs() -> None:
-    computed = []
-    for count in (1024, 2048):
-        layout, mask = SequenceLayout.zigzag(count * 8, count), Mask(count * 8, count * 8, True)
-        with mock.patch.object(module, "_tiles_of_pieces", wraps=module._tiles_of_pieces) as tiles:
-            sizes = [
-                module.sizes_with.__wrapped__(layout, layout, mask, count - 1, travels)
-                for travels in TRAVELLERS
-            ]
-        assert all(sum(one.area for one in line) > 0 for line in sizes)
-        # Arguments 3 and 4 are the runs of segments that each piece sees.
-        runs = [(call.args[4] - call.args[3]).clamp(min=0).sum() for call in tiles.mock_calls]
-        computed.append(int(sum(runs)))
-    assert computed[0] <= 2 * 4 * 1024  # two travellers, and 2 x 2 segments of a pair of ranks
-    assert computed[1] <= 2.1 * computed[0]
 
 
 @pytest.mark.parametrize("num_documents", [1, 2000])

@@ -216,12 +216,6 @@ def test_gradients_are_cleared_added_and_rounded(hops: int) -> None:
     assert each(found, "moves") == [packed + (3 + hops + 3 * hops + 3 * 2) * one] * (1 + hops)
 
 
-@pytest.mark.parametrize("field", ["device", "inside", "between"])
-def test_a_cluster_has_a_device_and_links(field: str) -> None:
-    with pytest.raises(TypeError, match=field):
-        replace(cluster(), **{field: 3})
-
-
 def test_every_second_of_a_rank_has_its_kind() -> None:
     for rank in simulated(cluster(inside=2e8), causal=True, backward=True).ranks:
         parts = rank.compute + rank.moves + rank.idle + rank.late + sum(rank.exposed)

@@ -13,11 +13,10 @@ from torch import Tensor
 from ring_attn import drivers
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
-from ring_attn.strategies.tree_decode import decode_tiles, make_call, program
+from ring_attn.strategies.tree_decode import decode_tiles, make_call
 from ring_attn.testing import dense_gradients, random_qkv
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import visible_pairs
@@ -76,16 +75,6 @@ def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
         assert ((out.double() - exact).abs() <= half * exact.abs()).all()
 
 
-def test_what_every_query_sees_is_one_tile() -> None:
-    layout = grown(997, 3)
-    assert len(layout.segments(0)) > 30
-    tiles = decode_tiles(layout.segments(0), Mask(1, 997, causal=True))
-    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
-    # The first key that all queries of a window see, 7, is the first of a run.
-    tiles = decode_tiles([Segment(7, 5), Segment(15, 3)], Mask(3, 23, True, (15, -1)))
-    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 3), slice(0, 8))]
-
-
 @reproducible
 @given(layouts(segments=True), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5))))
 def test_appended_positions_stand_behind_a_ranks_rows(
@@ -126,10 +115,3 @@ def test_the_next_rank_keeps_the_cache_even_in_blocks(block: int, world_size: in
     segments = [s for rank in range(world_size) for s in layout.segments(rank)]
     assert len(segments) <= -(-300 // block)
     assert all(s.length % block == 0 for s in segments if s.start + s.length < 300)
-
-
-def test_a_program_has_the_sizes_of_the_cache_and_one_exchange() -> None:
-    call = make_call(AttentionSpec("cpu", torch.float32, 2, 4, 2, 16, 8))
-    made = program(call, (), (1, 2, 5), 0, 3)
-    assert [made.arrays[name].shape for name in "kv"] == [(2, 5, 2, 16), (2, 5, 2, 8)]
-    assert [post.step for post in made.posts()] == [0]

@@ -6,7 +6,6 @@ This process uses Triton's interpreter (TRITON_INTERPRET=1), which cannot compil
 from __future__ import annotations
 
 import importlib
-import math
 import multiprocessing
 import os
 import struct
@@ -18,7 +17,6 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from ring_attn.kernels import configs
@@ -41,14 +39,12 @@ class Compiled:
     Attributes:
         signature: type of each argument by name; "constexpr" for compile-time constants.
         descriptors: box, swizzle and the like of each tensor descriptor, in order.
-        scratch_bytes: memory that each program of a sanitized kernel has for itself.
     """
 
     ptx: str
     shared_bytes: int
     signature: Mapping[str, str]
     descriptors: tuple[Mapping[str, Any], ...]
-    scratch_bytes: int = 0
 
 
 @contextmanager
@@ -85,8 +81,7 @@ def execute(
     """
     values = {**launch.args, **launch.constants}
     tensors = [x if isinstance(x, Tensor) else getattr(x, "base", None) for x in values.values()]
-    scratch = torch.full((code.scratch_bytes * math.prod(launch.grid),), 0xFF, dtype=torch.uint8)
-    memory = GlobalMemory([*(x for x in tensors if x is not None), scratch])
+    memory = GlobalMemory([x for x in tensors if x is not None])
     kernel = parse(edit(code.ptx))
     params = iter(kernel.params)
     args: dict[str, int] = {}
@@ -111,18 +106,9 @@ def execute(
                 struct.unpack("<I", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
             )
             args[next(params)] = bits & (1 << 64) - 1
-    # Scratch memory, which our kernels do not need, but a sanitizer; and memory for a profiler.
-    args[next(params)] = memory.address(scratch)
-    args |= dict.fromkeys(params, 0)
+    args |= dict.fromkeys(params, 0)  # scratch memory, which our kernels do not need
     missing = run_grid(
-        kernel,
-        args,
-        memory,
-        code.shared_bytes,
-        launch.grid,
-        tensor_maps=tensor_maps,
-        seed=seed,
-        noting=not code.scratch_bytes,
+        kernel, args, memory, code.shared_bytes, launch.grid, tensor_maps=tensor_maps, seed=seed
     )
     memory.write_back()
     return missing
@@ -131,14 +117,11 @@ def execute(
 # -- compiling
 
 
-def compiled(launch: Launch, arch: str, instrument: str = "") -> Compiled:
-    """Compiles a launch as Triton would for a GPU of this architecture.
-
-    Triton adds its sanitizer `instrument`: "consan" finds races in shared memory.
-    """
+def compiled(launch: Launch, arch: str) -> Compiled:
+    """Compiles a launch as Triton would for a GPU of this architecture."""
     kernel = launch.kernel.fn
     name = f"{kernel.__module__}:{kernel.__name__}"
-    return _compiler().submit(_compile, replace(launch, kernel=name), arch, instrument).result()
+    return _compiler().submit(_compile, replace(launch, kernel=name), arch).result()
 
 
 @cache
@@ -150,7 +133,7 @@ def _compiler() -> ProcessPoolExecutor:
     return pool
 
 
-def _compile(launch: Launch, arch: str, instrument: str) -> Compiled:
+def _compile(launch: Launch, arch: str) -> Compiled:
     """Compiles a launch as far as PTX; runs in the other process."""
     from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
@@ -164,10 +147,6 @@ def _compile(launch: Launch, arch: str, instrument: str) -> Compiled:
     with knobs.cache.scope(), knobs.compilation.scope(), no_machine_code:
         knobs.cache.dir = f"{knobs.cache.dir}-ptx"
         knobs.compilation.disable_line_info = True  # saves 15 % of the time
-        knobs.compilation.instrumentation_mode = instrument
         made = compiled_kernel(replace(launch, kernel=kernel), arch)
     metas = tuple(getattr(made.metadata, "tensordesc_meta", None) or ())
-    meta = made.metadata
-    return Compiled(
-        made.asm["ptx"], meta.shared, dict(made.src.signature), metas, meta.global_scratch_size
-    )
+    return Compiled(made.asm["ptx"], made.metadata.shared, dict(made.src.signature), metas)
