@@ -1,4 +1,4 @@
-"""`parse`: the statements of the one kernel in a module of PTX."""
+"""`parse`: the statements of the one kernel in a module of PTX; and `parse_functions`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 COMMENT = re.compile(r"//.*|^[ \t]*\.(?:loc|file|pragma)\b.*", re.MULTILINE)
 ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)([^{]*)\{")
+FUNCTION = re.compile(r"\.func\s+(?:\(([^)]*)\)\s*)?(\w+)\s*\(([^)]*)\)([^{;]*)\{")
 # A label, a brace of a scope, or a statement, in which braces hold operands.
 TOKEN = re.compile(r"([$\w]+):(?!:)|([{}])|([^\s{};][^;{}]*(?:\{[^{}]*\}[^;{}]*)*);")
 STATEMENT = re.compile(r"(?:@(\S+)\s+)?(\S+)\s*(.*)")
@@ -41,14 +42,29 @@ def parse(ptx: str) -> Code:
     entry = ENTRY.search(text)
     if entry is None:
         raise ValueError("no .entry in the PTX")
-    return _parse_body(text, entry.end(), Code(entry[1], entry[2], [], {}))
+    return _parse_body(text, entry.end(), Code(entry[1], entry[2], [], {}), 0)
 
 
-def _parse_body(text: str, start: int, code: Code) -> Code:
-    """Fills in the code of the body at `start`."""
+def parse_functions(ptx: str) -> dict[str, tuple[str, Code]]:
+    """The functions that a kernel calls: by name, the result's declaration, and the code.
+
+    Numbers of braces start at the function's place in the text.
+    """
+    text = COMMENT.sub("", ptx)
+    return {
+        found[2]: (
+            found[1] or "",
+            _parse_body(text, found.end(), Code(found[3], found[4], [], {}), found.start()),
+        )
+        for found in FUNCTION.finditer(text)
+    }
+
+
+def _parse_body(text: str, start: int, code: Code, num_scopes: int) -> Code:
+    """Fills in the code of the body at `start`; its inner braces count from `num_scopes`."""
     scopes_of = list[tuple[int, ...]]()  # the braces around each statement, outermost first
     local = set[tuple[int, str]]()
-    num_scopes, scopes = 0, [0]
+    scopes = [0]
     line, counted = 1, 0
     for token in TOKEN.finditer(text, start):
         line, counted = line + text.count("\n", counted, token.start()), token.start()

@@ -286,6 +286,33 @@ TENSOR_PRODUCTS = [
     (multiply(MMA + COMMIT, behind=WAIT + ZEROS), 128, 0, ""),
 ]
 
+# Arithmetic of sm_100: 1.5 and -2.0 with 0.5 and 3.0, packed; greatest numbers of three, and of 0.
+PAIRS = f"mov.b64 %rd3, {0xC0000000_3FC00000}; mov.b64 %rd4, {0x40400000_3F000000};"
+TRAP = "setp.ne.{0} %p1, {1}, {2}; @%p1 trap;"
+GREATEST = "mov.b32 %r1, 0x{:08X}; mov.b32 %r2, 0x{:08X}; mov.b32 %r3, 0x{:08X};"
+ARITHMETIC = [
+    *(
+        (f"{PAIRS} {op} %rd5, {sources}; {TRAP.format('b64', '%rd5', result)}", 32, 0, "")
+        for op, sources, result in (
+            ("add.f32x2", "%rd3, %rd4", 0x3F800000_40000000),
+            ("sub.f32x2", "%rd3, %rd4", 0xC0A00000_3F800000),
+            ("mul.f32x2", "%rd3, %rd4", 0xC0C00000_3F400000),
+            ("fma.rn.f32x2", "%rd3, %rd4, %rd3", 0xC1000000_40100000),
+        )
+    ),
+    *(
+        (f"{GREATEST.format(*x)} {op} {TRAP.format('b32', '%r4', result)}", 32, 0, "")
+        for op, x, result in (
+            # A number is greater than NaN.
+            ("max.f32 %r4, %r1, %r2, %r3;", (0x3F800000, 0x7FC00000, 0x40000000), 0x40000000),
+            ("max.f32 %r4, %r1, %r2, %r3;", (0x40400000, 0xC0000000, 0x40000000), 0x40400000),
+            ("max.relu.s32 %r4, %r1, %r2;", (0xFFFFFFFF, 0xFFFFFFFE, 0), 0),
+            ("max.relu.s32 %r4, %r1, %r2;", (0xFFFFFFFF, 7, 0), 7),
+        )
+    ),
+    (f"{PAIRS} add.f32x2 %rd5, %rd3, %rd4; {TRAP.format('b64', '%rd5', 1)}", 32, Fault, "executed"),
+]
+
 
 @pytest.mark.parametrize(
     ("body", "threads", "expected", "told"),
@@ -299,6 +326,7 @@ TENSOR_PRODUCTS = [
         *GLOBAL,
         *MOVES,
         *TENSOR_PRODUCTS,
+        *ARITHMETIC,
     ],
 )
 def test_faults_and_missing_fences(

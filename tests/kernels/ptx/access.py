@@ -148,7 +148,28 @@ def acquire(machine: Machine, ins: Instruction) -> ByLanes:
     return run
 
 
-UPDATE = r"(relaxed\.add|release\.add|release\.exch)"
+@handles(r"atom\.global\.acquire\.gpu\.cas\.b32")
+def compare_and_swap(machine: Machine, ins: Instruction) -> ByLanes:
+    """Waits until memory has the expected value: our kernels' sanitizer takes a lock so."""
+    target = machine.target(ins, ins.operands[0], "b32")
+    offsets = located(machine, ins, ins.operands[1], 4, "global")
+    expected, new = (machine.source(ins, x, "b32") for x in ins.operands[2:])
+
+    def run(lanes: Array) -> None:
+        words, [at, *others] = machine.grid.memory.words[4], offsets(lanes) // 4
+        if others:
+            raise Unsupported(ins, "by several threads")
+
+        def swap() -> None:
+            target[lanes] = words[at]
+            words[at] = new[lanes][0]
+
+        raise Wait(ins, lambda: words[at] == expected[lanes][0], swap, together=True)
+
+    return run
+
+
+UPDATE = r"(relaxed\.add|release\.add|release\.exch|acq_rel\.exch)"
 
 
 @handles(rf"atom\.global\.gpu\.{UPDATE}(?:\.v4)?\.(f32|u32|b32)")

@@ -11,10 +11,10 @@ from tests.kernels.ptx.parse import Instruction, Kernel
 Text = tuple[Instruction, ...]
 
 # Instructions that end a block: branches, and instructions that may wait.
-BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
+BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret|call\.uni")
 ENDING = re.compile(
     rf"{BRANCH.pattern}|(bar|barrier)\.sync|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
-    r"|ld\.global\.gpu\.acquire\..*"
+    r"|ld\.global\.gpu\.acquire\..*|atom\.global\.acquire\.gpu\.cas\..*"
 )
 
 
@@ -26,7 +26,7 @@ def cut(kernel: Kernel) -> tuple[list[Text], dict[str, int], frozenset[int]]:
         The blocks, each label's block, and the blocks with `wgmma`.
     """
     code, labels = kernel.instructions, kernel.labels
-    used = {x for ins in code if ins.opcode[:3] == "bra" for x in ins.operands}
+    used = {x for ins in code if ins.opcode[:3] in ("bra", "cal") for x in ins.operands}
     used = labels.keys() & used.union(*kernel.targets.values())
     ends = [i for i, ins in enumerate(code) if ENDING.fullmatch(ins.opcode)]
     starts = sorted({0, len(code), *(labels[x] for x in used), *(i + 1 for i in ends)})

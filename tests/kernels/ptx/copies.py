@@ -136,6 +136,21 @@ def initialise(machine: Machine, ins: Instruction) -> ByLanes:
     return run
 
 
+@handles(r"mbarrier\.inval\.shared::cta\.b64")
+def invalidate(machine: Machine, ins: Instruction) -> ByLanes:
+    """Ends an mbarrier's life; its memory may be used again."""
+    offsets = located(machine, ins, ins.operands[0], 8)
+
+    def run(lanes: Array) -> None:
+        at = offsets(lanes)
+        if lanes.size > 1 or int(at[0]) not in machine.mbarriers:
+            raise Fault(ins, f"no mbarrier at {int(at[0])}, or invalidated by several threads")
+        machine.shared.written_by(ins, at, 8, lanes)
+        machine.mbarriers.pop(int(at[0])).check_idle()
+
+    return run
+
+
 @handles(r"mbarrier\.arrive(\.expect_tx)?\.shared::cta\.b64")
 def arrive(machine: Machine, ins: Instruction, expects: str | None) -> ByLanes:
     """Each thread arrives once; expect_tx adds to the bytes that the phase lacks."""
@@ -184,9 +199,9 @@ def wait(machine: Machine, ins: Instruction) -> ByLanes:
 # -- bulk copies
 
 
-def swizzle(address: Array) -> Array:
-    """The address of a byte after swizzling of rows of 128 bytes."""
-    return address ^ (address >> 7 & 7) << 4
+def swizzle(address: Array, width: int) -> Array:
+    """The address of a byte after swizzling of rows of `width` bytes: 32, 64 or 128."""
+    return address ^ (address >> 7 & width // CHUNK - 1) << 4
 
 
 @dataclass(frozen=True)
@@ -237,12 +252,12 @@ def bulk_copy(machine: Machine, ins: Instruction) -> ByLanes:
         for lane in lanes[:, None]:
             tensor = machine.maps_by_address[int(descriptor(lane)[0])]
             values = tensor.read(machine, ins, [int(x[lane[0]]) for x in coords[::-1]], lane[0])
-            if not tensor.swizzle == tensor.box[-1] * tensor.width == 128:
+            if tensor.swizzle != tensor.box[-1] * tensor.width:
                 raise Unsupported(ins, f"of {tensor.box} swizzled in {tensor.swizzle} bytes")
             address = int(to(lane)[0])
             if address % 128:
                 raise Fault(ins, f"the copy's end {address:#x} is no multiple of 128")
-            first = swizzle(address + np.arange(0, values.nbytes, CHUNK))
+            first = swizzle(address + np.arange(0, values.nbytes, CHUNK), tensor.swizzle)
             at = machine.shared.locate(ins, first, CHUNK, np.full(first.shape, lane[0]))
             barrier = mbarrier(lane)
             machine.shared.landed(ins, at, lane, barrier.number, barrier.phase + 1)

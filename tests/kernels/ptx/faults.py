@@ -36,5 +36,9 @@ class NotFenced(Race):
     """An access by the asynchronous proxy that is ordered, but lacks a proxy fence."""
 
 
+class AssertFailed(Fault):
+    """The kernel's own assertion, as of a sanitizer that is compiled into it."""
+
+
 class Deadlock(Fault):
     """No thread can go on."""

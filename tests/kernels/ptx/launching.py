@@ -6,6 +6,7 @@ This process uses Triton's interpreter (TRITON_INTERPRET=1), which cannot compil
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import struct
@@ -17,6 +18,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from ring_attn.kernels import configs
@@ -39,12 +41,14 @@ class Compiled:
     Attributes:
         signature: type of each argument by name; "constexpr" for compile-time constants.
         descriptors: box, swizzle and the like of each tensor descriptor, in order.
+        scratch_bytes: memory that each program of a sanitized kernel has for itself.
     """
 
     ptx: str
     shared_bytes: int
     signature: Mapping[str, str]
     descriptors: tuple[Mapping[str, Any], ...]
+    scratch_bytes: int = 0
 
 
 @contextmanager
@@ -81,7 +85,8 @@ def execute(
     """
     values = {**launch.args, **launch.constants}
     tensors = [x if isinstance(x, Tensor) else getattr(x, "base", None) for x in values.values()]
-    memory = GlobalMemory([x for x in tensors if x is not None])
+    scratch = torch.full((code.scratch_bytes * math.prod(launch.grid),), 0xFF, dtype=torch.uint8)
+    memory = GlobalMemory([*(x for x in tensors if x is not None), scratch])
     kernel = parse(edit(code.ptx))
     params = iter(kernel.params)
     args: dict[str, int] = {}
@@ -106,9 +111,18 @@ def execute(
                 struct.unpack("<I", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
             )
             args[next(params)] = bits & (1 << 64) - 1
-    args |= dict.fromkeys(params, 0)  # scratch memory, which our kernels do not need
+    # Scratch memory, which our kernels do not need, but a sanitizer; and memory for a profiler.
+    args[next(params)] = memory.address(scratch)
+    args |= dict.fromkeys(params, 0)
     missing = run_grid(
-        kernel, args, memory, code.shared_bytes, launch.grid, tensor_maps=tensor_maps, seed=seed
+        kernel,
+        args,
+        memory,
+        code.shared_bytes,
+        launch.grid,
+        tensor_maps=tensor_maps,
+        seed=seed,
+        noting=not code.scratch_bytes,
     )
     memory.write_back()
     return missing
@@ -117,11 +131,14 @@ def execute(
 # -- compiling
 
 
-def compiled(launch: Launch, arch: str) -> Compiled:
-    """Compiles a launch as Triton would for a GPU of this architecture."""
+def compiled(launch: Launch, arch: str, instrument: str = "") -> Compiled:
+    """Compiles a launch as Triton would for a GPU of this architecture.
+
+    Triton adds its sanitizer `instrument`: "consan" finds races in shared memory.
+    """
     kernel = launch.kernel.fn
     name = f"{kernel.__module__}:{kernel.__name__}"
-    return _compiler().submit(_compile, replace(launch, kernel=name), arch).result()
+    return _compiler().submit(_compile, replace(launch, kernel=name), arch, instrument).result()
 
 
 @cache
@@ -133,7 +150,7 @@ def _compiler() -> ProcessPoolExecutor:
     return pool
 
 
-def _compile(launch: Launch, arch: str) -> Compiled:
+def _compile(launch: Launch, arch: str, instrument: str) -> Compiled:
     """Compiles a launch as far as PTX; runs in the other process."""
     from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
@@ -147,6 +164,10 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     with knobs.cache.scope(), knobs.compilation.scope(), no_machine_code:
         knobs.cache.dir = f"{knobs.cache.dir}-ptx"
         knobs.compilation.disable_line_info = True  # saves 15 % of the time
+        knobs.compilation.instrumentation_mode = instrument
         made = compiled_kernel(replace(launch, kernel=kernel), arch)
     metas = tuple(getattr(made.metadata, "tensordesc_meta", None) or ())
-    return Compiled(made.asm["ptx"], made.metadata.shared, dict(made.src.signature), metas)
+    meta = made.metadata
+    return Compiled(
+        made.asm["ptx"], meta.shared, dict(made.src.signature), metas, meta.global_scratch_size
+    )

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.kernels.ptx.blocks import BRANCH, Text, cut
-from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, Unsupported
+from tests.kernels.ptx.faults import AssertFailed, Deadlock, Fault, NotFenced, Unsupported
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import Instruction, Kernel, Operand
 from tests.kernels.ptx.races import LANES, SHARED_BASE, Clocks, GlobalRaces, SharedMemory
@@ -48,6 +48,7 @@ WARPGROUP = 128
 # Below 2**32, since compilers keep addresses of parameters in 32 bits.
 PARAM_BASE = 1 << 24
 PARAM_SIZE = 1 << 12
+TEXT_BASE = 1 << 20
 
 
 def handles(pattern: str) -> Callable[[Handler], Handler]:
@@ -65,12 +66,16 @@ def handles(pattern: str) -> Callable[[Handler], Handler]:
 
 @dataclass(eq=False)
 class Wait(Exception):
-    """Ends a group's turn until `ready()`; then `done()` runs, and the group goes on."""
+    """Ends a group's turn until `ready()`; then `done()` runs, and the group goes on.
+
+    If it is `together`, other lanes of its warps wait, too: they meet behind the wait.
+    """
 
     ins: Instruction
     ready: Callable[[], bool]
     done: Callable[[], None]
     missing: Callable[[], str] = str
+    together: bool = False
 
 
 @dataclass(eq=False)
@@ -256,11 +261,14 @@ class Machine:
         """Begins a CTA of a grid, by its number on each axis."""
         self.grid, self.kernel = grid, grid.kernel
         self.by_place.clear()
+        for name in grid.kernel.texts:
+            self.symbols.setdefault(name, TEXT_BASE + len(self.symbols))
         self.maps_by_address = {self.param_addresses[x]: y for x, y in grid.tensor_maps.items()}
         self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
         cta = number[0] + grid.ctas[0] * (number[1] + grid.ctas[1] * number[2])
         self.clocks = Clocks(self.num_warps, grid.acquiring * math.prod(grid.ctas), cta)
         self.shared = SharedMemory(grid.shared_bytes, self.clocks, grid.missing_fences)
+        self.shared.noting = grid.races.noting
         self.barriers: dict[int, list[Array]] = {}
         # For each barrier, the warps of its last use, and their clocks there.
         self.last_use: dict[int, tuple[Array, Array]] = {}
@@ -294,6 +302,10 @@ class Machine:
                     first.mask = first.mask | group.mask
                     self.groups.remove(group)
         found = list(by_place.values())
+        for group in self.groups:
+            if group.wait is not None and group.wait.together:
+                warps = np.unique(self.warp_of[group.mask])
+                found = [x for x in found if not np.isin(self.warp_of[x.mask], warps).any()]
         return found if self.grid.random is None else [x for x in found if self._fit(x).any()]
 
     def _fit(self, group: Group) -> Array:
@@ -387,18 +399,31 @@ class Machine:
         mask = self._guarded(ins)(group.mask)
         self.groups.remove(group)
         stays = group.mask & ~mask
-        for taken, at in ((stays, group.at), *self._targets(ins, mask)):
+        for taken, at in ((stays, group.at), *self._targets(ins, mask, group.at)):
             if taken.any():
                 self.groups.append(Group(taken, at))
+                if "__assertfail" in self.grid.texts[at][-1].operands:
+                    self._turn(self.groups[-1])  # before others of its warp wait for it
 
-    def _targets(self, ins: Instruction, mask: Array) -> Iterator[tuple[Array, int]]:
-        """Yields threads, and the block to which each branch."""
+    def _targets(self, ins: Instruction, mask: Array, at: int) -> Iterator[tuple[Array, int]]:
+        """Yields threads, and the block to which each branch; calls return to the block `at`."""
         if ins.opcode == "brx.idx":
             index = self.source(ins, ins.operands[0], "u32")
             labels = self.kernel.targets[str(ins.operands[1])]
             if (index[mask] >= len(labels)).any():
                 raise Fault(ins, f"an index of {index[mask].max()} into {len(labels)} labels")
             yield from ((mask & (index == i), self.grid.places[x]) for i, x in enumerate(labels))
+        elif ins.opcode == "call.uni":
+            name = str(ins.operands[1])
+            if name == "__assertfail":
+                told = int(self.register("%__assertfail:0+0")[mask][0])
+                text = next(x for x, address in self.symbols.items() if address == told)
+                raise AssertFailed(ins, self.kernel.texts[text])
+            self.register(f"%{name}:return")[mask] = at
+            yield mask, self.grid.places[name]
+        elif ins.opcode == "ret" and ins.operands:
+            back = self.register(str(ins.operands[0]))
+            yield from ((mask & (back == x), int(x)) for x in np.unique(back[mask]))
         elif ins.opcode != "ret":
             yield mask, self.grid.places[str(ins.operands[0])]
 
@@ -428,8 +453,11 @@ def run_grid(
     *,
     tensor_maps: Mapping[str, Any],
     seed: int | None = None,
+    noting: bool = True,
 ) -> list[NotFenced]:
     """Runs all CTAs of a grid, a few by turns in an order that the seed draws.
+
+    Without `noting`, races are not looked for: a sanitizer in the kernel does.
 
     Returns:
         The missing proxy fences, one for each instruction.
@@ -437,7 +465,7 @@ def run_grid(
     ctas = (*grid, 1, 1)[:3]
     numbers = [at[::-1] for at in product(*map(range, ctas[::-1]))]  # along axis x first
     drawn = None if seed is None else random.Random(seed)
-    races = GlobalRaces(memory)
+    races = GlobalRaces(memory, noting)
     acquiring = any("release" in ins.opcode for ins in kernel.instructions)
     shared = Grid(
         kernel, *cut(kernel), ctas, args, memory, races, acquiring, shared_bytes,

@@ -25,8 +25,8 @@ from tests.kernels.ptx.parse import Instruction, Operand
 from tests.kernels.ptx.scalar import bf16_to_f32
 
 DEPTH = 16  # columns of A that a product takes
-# Bytes of a swizzled row: bits 62 and 63 of a descriptor are 1.
-WIDTH = 128
+# Bytes of a swizzled row, by bits 62 and 63 of a descriptor.
+WIDTHS = {1: 128, 2: 64, 3: 32}
 
 
 def halves_to_f32(bits: Array, kind: str) -> Array:
@@ -120,13 +120,14 @@ def operand_addresses(descriptor: int, rows: int, transposed: bool) -> tuple[Arr
     next 8 steps, and the leading offset to the next rows of the matrix.
     """
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
-    elements = WIDTH // 2
+    width = WIDTHS[descriptor >> 62]
+    elements = width // 2
     row, k = np.arange(rows)[:, None], np.arange(DEPTH)[None, :]
     if transposed:
-        at = row // elements * leading + row % elements * 2 + k % 8 * WIDTH + k // 8 * stride
+        at = row // elements * leading + row % elements * 2 + k % 8 * width + k // 8 * stride
     else:
-        at = row // 8 * stride + row % 8 * WIDTH + k * 2
-    address = swizzle(start + at)
+        at = row // 8 * stride + row % 8 * width + k * 2
+    address = swizzle(start + at, width)
     return address, np.unique(address // CHUNK * CHUNK)
 
 
@@ -149,7 +150,7 @@ def multiply_async(machine: Machine, ins: Instruction, columns: str, kind: str) 
 
     def matrix(descriptors: Array, rows: int, transposed: bool, group: int) -> Array:
         known = np.unique(descriptors)
-        if known.size != 1 or int(known[0]) >> 62 != 1 or int(known[0]) >> 49 & 7:
+        if known.size != 1 or int(known[0]) >> 62 not in WIDTHS or int(known[0]) >> 49 & 7:
             raise Unsupported(ins, f"with descriptors {known}")
         address, chunks = operand_addresses(int(known[0]), rows, transposed)
         at = machine.shared.locate(ins, chunks, CHUNK, np.full(chunks.shape, group * WARPGROUP))

@@ -221,6 +221,7 @@ class SharedMemory(Memory):
         self.writes = np.zeros(granules, np.int64)
         self.reads = np.zeros((clocks.mbarriers, granules), np.int32)
         self.readers = np.zeros(clocks.mbarriers, np.bool_)
+        self.noting = True
 
     def read(
         self,
@@ -304,6 +305,8 @@ class SharedMemory(Memory):
         `strands`, `agents`, `clocks` and `tags` have an element for each offset, or rows of one for
         all.
         """
+        if not self.noting:
+            return
         steps = np.arange(-(-size // GRANULE))
         at = (offset[:, None] // GRANULE + steps).ravel()
         read = clocks << TAG_BITS | tags
@@ -398,7 +401,8 @@ class GlobalRaces:
         released: for each address that CTAs pass knowledge by, the clocks of all strands.
     """
 
-    def __init__(self, memory: GlobalMemory) -> None:
+    def __init__(self, memory: GlobalMemory, noting: bool) -> None:
+        self.noting = noting
         granules = -(-memory.bytes.size // GRANULE)
         self.writes, self.reads = np.zeros((2, granules), np.int64)
         self.tensor_at = memory.tensor_at
@@ -411,7 +415,7 @@ class GlobalRaces:
     def read(
         self, ins: Instruction, clocks: Clocks, offset: Array, size: int, threads: Array
     ) -> None:
-        if not offset.size:
+        if not offset.size or not self.noting:
             return
         at, strands, notes = self._noted(clocks, offset, size, threads)
         first, last = self._tensors(offset)
@@ -424,7 +428,7 @@ class GlobalRaces:
     def written_by(
         self, ins: Instruction, clocks: Clocks, offset: Array, size: int, threads: Array
     ) -> None:
-        if not offset.size:
+        if not offset.size or not self.noting:
             return
         at, strands, notes = self._noted(clocks, offset, size, threads)
         first, last = self._tensors(offset)

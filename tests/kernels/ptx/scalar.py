@@ -108,6 +108,19 @@ def extract(a: Array, start: Array, length: Array) -> Array:
     return value - (sign << taken)
 
 
+def permute(a: Array, b: Array, selector: Array) -> Array:
+    """prmt: each byte is one of the eight of b (lower) and a, or copies of that byte's sign."""
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(a)
+    for i in range(4):
+        choice = selector >> (4 * i) & 15
+        byte = (both >> (8 * (choice & 7)).astype(np.uint64) & np.uint64(255)).astype(np.uint32)
+        result |= np.where(choice & 8, np.where(byte & 128, 255, 0), byte).astype(np.uint32) << (
+            8 * i
+        )
+    return result
+
+
 # -- the table
 
 # Name, number of sources, their types, each of which is also the result's, and the function.
@@ -115,6 +128,8 @@ ALIKE: list[tuple[str, int, str, Callable[..., Array]]] = [
     ("mov", 1, "b8 b16 b32 b64 u16 u32 u64", np.positive),
     ("mov", 1, "pred", np.array),
     ("cvta.param", 1, "u64", np.positive),
+    ("cvta.global", 1, "u64", np.positive),
+    ("prmt", 3, "b32", permute),
     ("and", 2, "b16 b32 b64 pred", np.bitwise_and),
     ("or", 2, "b16 b32 b64 pred", np.bitwise_or),
     ("xor", 2, "b16 b32 b64 pred", np.bitwise_xor),
