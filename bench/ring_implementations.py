@@ -132,6 +132,8 @@ class TorchTemplate(Impl):
     @classmethod
     def reason_against(cls, setting: RingSetting) -> str | None:
         """The reason why torch's ring cannot run the setting, according to its source."""
+        if rank_device().type != "cpu":
+            return "is measured on CPUs alone"
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
         if setting.layout == "zigzag" and not setting.causal:
@@ -146,10 +148,9 @@ class TorchTemplate(Impl):
         self._private: Any = private
         self._group = check_group(None)
         private._cp_options.enable_load_balance = self.setting.layout == "zigzag"
-        self._cuda = rank_device().type == "cuda"
-        name = "_scaled_dot_product_flash_attention" + ("" if self._cuda else "_for_cpu")
-        self._operator = getattr(torch.ops.aten, name)
-        self._backward = getattr(torch.ops.aten, f"{name}_backward").default
+        aten = torch.ops.aten
+        self._operator: Any = aten._scaled_dot_product_flash_attention_for_cpu
+        self._backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         self._options: Any = {"is_causal": self.setting.causal, "dropout_p": 0.0, "scale": None}
         self._saved: tuple[Any, ...] = ()
         return self._operator
@@ -165,13 +166,11 @@ class TorchTemplate(Impl):
         self.out = self._saved[0].transpose(1, 2)
 
     def backward(self) -> None:
-        out, lse, *rest = self._saved
-        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-        extra = dict(zip(names, rest, strict=False)) if self._cuda else {}
+        out, lse = self._saved
         with torch.no_grad():
             grads = self._private._templated_ring_attention_backward(
                 self._group, 2, self._backward, self._dout, "grad_out", *self._leaves, out, lse,
-                **self._options, **extra,
+                **self._options,
             )  # fmt: skip
         self.grads = [x.transpose(1, 2) for x in grads[:3]]
 

@@ -25,7 +25,7 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.groups import check_group
-from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link, compute_seconds
+from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
 from ring_attn.planning import devices
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
@@ -64,7 +64,7 @@ class CalibrationSetting:
 
 @dataclass(frozen=True)
 class TileSample:
-    """Seconds of one tile, and its sizes for `compute_seconds`."""
+    """Seconds of one tile, and its sizes."""
 
     backward: bool
     kind: str
@@ -77,10 +77,6 @@ class TileSample:
     @property
     def window(self) -> bool:
         return self.kind == "window"
-
-    def predicted(self, rate: Rate) -> float:
-        shape = (self.area, self.rows, self.edge, self.per_pair)
-        return float(compute_seconds(rate, *shape))
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,11 @@ def run(args: argparse.Namespace) -> int:
         "samples": [asdict(sample) for sample in samples],
     })  # fmt: skip
     if not args.quiet:
-        print(*_fits(cluster, samples), sep="\n")
+        for (backward, window), name in KINDS.items():
+            rate = cluster.device.rate(backward=backward, window=window)
+            print(f"{name}: {rate.flops / 1e9:.1f} GFLOP/s")
+        for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
+            print(f"{name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency:.2g} s")
     return 0
 
 
@@ -305,20 +305,3 @@ class _Bench:
         transfer = self.seconds(self.exchange("shift", size))
         lost = self.seconds(self.exchange("shift", size, compute)) - alone
         return min(max(lost / transfer, 0.0), 0.9)
-
-
-def _fits(cluster: Cluster, samples: Samples) -> Iterator[str]:
-    """Lines: the speeds, and by how much a fit misses a sample at most."""
-    tiles = [x for x in samples if isinstance(x, TileSample)]
-    for (backward, window), name in KINDS.items():
-        rate = cluster.device.rate(backward=backward, window=window)
-        of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
-        error = f"off by {100 * largest_error(rate, of_kind):.0f} % at most"
-        yield f"{name}: {rate.flops / 1e9:.1f} GFLOP/s, {error}"
-    for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
-        yield f"{name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency:.2g} s"
-
-
-def largest_error(rate: Rate, samples: Sequence[TileSample]) -> float:
-    """The greatest relative error of a fitted rate."""
-    return max((abs(s.predicted(rate) / s.seconds - 1) for s in samples), default=0.0)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.text import Text
 
 from ring_attn import select_backend
 from ring_attn.backends import Purpose
@@ -56,9 +54,6 @@ HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
 }
 
-# Variables that name a file -> the command that writes one.
-FILES = {"RING_ATTN_CONFIGS": "ring-attn tune", "RING_ATTN_CLUSTER": "ring-attn calibrate"}
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -71,7 +66,7 @@ class Finding:
 
 
 def run(args: argparse.Namespace) -> int:
-    world_size = env_int("WORLD_SIZE", RANKS) if under_torchrun() else RANKS
+    world_size = env_int("WORLD_SIZE", RANKS)
     device = checked_device(None, world_size)
     here = machine()
     found = [*_machine(here, device), *_backends(device), *_nccl(here)]
@@ -103,11 +98,6 @@ def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
     versions = ", ".join(f"{n} {here['versions'][n]}" for n in names if here["versions"][n])
     yield Finding("versions", "ok", versions)
     yield Finding("machine", "ok", f"{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB")
-    for name, command in FILES.items():
-        path = os.environ.get(name)
-        if path and not os.path.isfile(path):
-            mend = f"unset {name}, or {command} --json {path}"
-            yield Finding(name, "wrong", f"there is no file {path}", mend)
     if not here["devices"]:
         built = here["versions"]["cuda"] or here["versions"]["rocm"]
         mend = "" if built else "install a torch for your GPU, if there is one: pytorch.org"
@@ -182,16 +172,11 @@ def _differences(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
                 yield Finding(name, state, text, "make all ranks alike")
 
 
-STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
-
-
 def _show(found: list[Finding], *, quiet: bool) -> None:
-    console = Console(highlight=False)
     for finding in found:
-        if quiet and finding.state == "ok":
-            continue
-        mend = f"\n      -> {finding.mend}" if finding.mend else ""
-        line = f"{finding.state:<5} {finding.name}: {finding.text}{mend}"
-        console.print(Text.assemble((line[:5], STYLES[finding.state]), line[5:]))
+        if not quiet or finding.state != "ok":
+            print(f"{finding.state:<5} {finding.name}: {finding.text}")
+            if finding.mend:
+                print(f"      -> {finding.mend}")
     wrong = sum(finding.state == "wrong" for finding in found)
     print(f"{wrong} wrong" if wrong else "ready")

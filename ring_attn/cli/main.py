@@ -17,7 +17,7 @@ from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from ring_attn.cli.arguments import is_first_rank, narrow, signs_of_life
+from ring_attn.cli.arguments import is_first_rank, narrow
 from ring_attn.version import __version__
 
 PROG = "ring-attn"
@@ -90,7 +90,17 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((c for c in commands if c.words == words[: len(c.words)]), None)
     if command is None:
-        _without_command(words, prog, commands)
+        parser = Parser(
+            prog=prog,
+            description="Exact attention over a sequence that is split across ranks.",
+            epilog=f"{prog} COMMAND --help shows a command's options.",
+        )
+        parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
+        named = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        for one in commands:
+            named.add_parser(one.name, help=one.help)
+        parser.parse_args(words)  # prints help, the version or an error, and exits
+        raise AssertionError("words without a command were parsed")
     try:
         return _run(prog, command, words[len(command.words) :])
     except KeyboardInterrupt:
@@ -104,10 +114,6 @@ def main(
 def _run(prog: str, command: Command, options: list[str]) -> int:
     parser = command.parser(prog)
     try:
-        for word in options:
-            if word.endswith("=--"):
-                # argparse would ignore the value.
-                parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
         args = parser.parse_args(options)
         load()
         module = import_module(command.module)
@@ -116,8 +122,6 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
                 # Under torchrun every rank runs the command; only rank 0 prints.
                 nothing = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nothing))
-            if not getattr(args, "quiet", False):
-                stack.enter_context(signs_of_life(parser.prog))
             status: int = module.run(args)
     except USER_ERRORS as error:
         if os.environ.get("RING_ATTN_DEBUG", "") not in ("", "0"):
@@ -134,26 +138,3 @@ def load() -> None:
     if not hasattr(package, "__all__"):
         assert package.__spec__ is not None and package.__spec__.loader is not None
         package.__spec__.loader.exec_module(package)
-
-
-def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> NoReturn:
-    """Prints help or the version; else an error that lists the commands.
-
-    The first word of some commands, as in "bench --help", has its own.
-    """
-    of_word = [command for command in commands if command.words[:-1] == words[:1]]
-    if words and of_word:
-        prog, words = f"{prog} {words[0]}", words[1:]
-        commands = [one._replace(name=one.words[-1]) for one in of_word]
-    parser = Parser(
-        prog=prog,
-        description="Exact attention over a sequence that is split across ranks.",
-        usage=f"{prog} COMMAND [options]",
-        epilog=f"{prog} COMMAND --help shows a command's options.",
-    )
-    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
-    named = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in commands:
-        named.add_parser(command.name, help=command.help)
-    parser.parse_args(words)
-    parser.error(f"needs a command: one of {', '.join(command.name for command in commands)}")

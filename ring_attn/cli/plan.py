@@ -46,8 +46,8 @@ MAX_ROWS, MAX_ROW = 1 << 31, 1 << 26
 # MAX_MEETINGS limits documents x ranks^2: every striped shard has rows of every document.
 MAX_HEADS, MAX_DOCUMENTS, MAX_MEETINGS = 4096, 1 << 16, 1 << 25
 
-# Most ranks whose programs --check checks, and most lines to print of a program or of faults.
-MAX_CHECKED, MAX_LINES = 128, 60
+# Most ranks whose programs --check checks, and most faults to print.
+MAX_CHECKED, MAX_FAULTS = 128, 60
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,18 +87,11 @@ def checked(choice: Choice, *, quiet: bool) -> bool:
         count += sum(len(program.ops) for program in programs)
         faults += check(programs, calls[0])
         if not quiet:
-            print(shortened_lines(draw(programs[0]), MAX_LINES))
-    for fault in faults[:MAX_LINES]:
+            print(draw(programs[0]))
+    for fault in faults[:MAX_FAULTS]:
         print(fault)
     print(f"checked {count} ops of {len(calls)} ranks: {len(faults)} faults")
     return not faults
-
-
-def shortened_lines(text: str, most: int) -> str:
-    """The first `most` lines of a text, and the number of further lines."""
-    lines = text.splitlines()
-    more = [f"... {len(lines) - most} more lines"] if len(lines) > most else []
-    return "\n".join([*lines[:most], *more, ""])
 
 
 def check_bounds(args: argparse.Namespace) -> None:
@@ -117,7 +110,6 @@ def check_bounds(args: argparse.Namespace) -> None:
         ("--seqlen", args.seqlen, MAX_ROWS),
         ("--heads", args.nheads, MAX_HEADS),
         ("--batch x heads x head dim", heads * args.headdim, MAX_ROW),
-        ("--batch x heads x head dim of v", heads * (args.headdim_v or 0), MAX_ROW),
         ("documents", documents, MAX_DOCUMENTS),
     ):
         if value > most:

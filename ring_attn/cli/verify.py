@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import random
 import re
 import time
 import traceback
@@ -17,12 +16,7 @@ import torch.distributed as dist
 from ring_attn import select_backend
 from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import backend_reasons, machine
-from ring_attn.cli.launch import (
-    checked_device,
-    rank_device,
-    run_ranks,
-    under_torchrun,
-)  # fmt: skip
+from ring_attn.cli.launch import checked_device, rank_device, run_ranks
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
 from ring_attn.core.values import check_one_of, env_int
 from ring_attn.testing import (
@@ -100,23 +94,20 @@ def run(args: argparse.Namespace) -> int:
     for name in args.backend or ():
         check_one_of("--backend", name, [*backend_reasons()])
     backends = args.backend or usable_backends(device)
-    if args.all and (args.quick or args.seed is not None):
-        raise ValueError("--all is every case: leave out --quick and --seed")
-    seed = args.seed
-    if seed is None:  # torchrun's ranks must draw the same cases
-        seed = 0 if under_torchrun() else random.randrange(1 << 16)
+    if args.all and args.quick:
+        raise ValueError("--all is every case: leave out --quick")
     wanted = every = cases(
         backends=backends,
         layouts=args.layout or LAYOUTS,
         strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
     if not args.all:
-        wanted = sample(every, QUICK if args.quick else SAMPLE, seed)
+        wanted = sample(every, QUICK if args.quick else SAMPLE, args.seed)
     started = time.perf_counter()
     results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=device)[0]
     report = _payload(results, world_size, device, time.perf_counter() - started)
     if not args.all:
-        report["seed"] = seed
+        report["seed"] = args.seed
         report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}
     write_json(args.json, report)
     _show(results, report, quiet=args.quiet)
@@ -219,10 +210,7 @@ def _payload(
                 **asdict(result.case),
                 "status": result.status,
                 "reason": result.refused or result.error,
-                "results": {
-                    v.name: {"error": v.error, "bound": v.bound, "ok": v.ok}
-                    for v in result.verdicts
-                },
+                "results": {verdict.name: asdict(verdict) for verdict in result.verdicts},
             }
             for result in results
         ],

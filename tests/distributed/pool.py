@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -156,12 +156,8 @@ class Pool:
         *,
         group_timeout: float = GROUP_TIMEOUT,
         queued: bool = False,
-        enter: Sequence[Callable[[], str]] = (),
     ) -> None:
-        """Starts the processes, with CPU tensors as CUDA's if `queued`; does not wait for them.
-
-        Each rank first calls its function of `enter`, which returns rank 0's address as a host.
-        """
+        """Starts the processes, with CPU tensors as CUDA's if `queued`; does not wait for them."""
         self.world_size = world_size
         context = forkserver()
         # The store lives here: its port is known before any rank starts, and it outlives them all.
@@ -170,8 +166,7 @@ class Pool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            first = enter[rank] if enter else None
-            args = (rank, world_size, self._store.port, group_timeout, queued, first, theirs)
+            args = (rank, world_size, self._store.port, group_timeout, queued, theirs)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -281,12 +276,10 @@ def _work(
     port: int,
     group_timeout: float,
     queued: bool,
-    enter: Callable[[], str] | None,
     pipe: Connection,
 ) -> None:
     """Main function of a rank: joins the group, then runs the calls it receives until None."""
     torch.set_num_threads(1)
-    host = "127.0.0.1" if enter is None else enter()
     # The host's name need not resolve to an address that reaches this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not torch.cuda.is_available():
@@ -294,9 +287,7 @@ def _work(
         os.environ.setdefault("TRITON_INTERPRET", "1")
     dist.init_process_group(
         "gloo",
-        store=dist.TCPStore(
-            host, port, is_master=bool(enter) and rank == 0, wait_for_workers=False
-        ),
+        store=dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=group_timeout),

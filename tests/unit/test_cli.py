@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import ring_attn
 from dev import __main__ as makers
 from ring_attn import testing
-from ring_attn.cli import arguments, env, verify
+from ring_attn.cli import env, verify
 from ring_attn.cli import main as cli
 from ring_attn.cli.arguments import (
     command_line,
@@ -37,9 +36,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sizes_and_dtypes() -> None:
-    for text, size in (("113", 113), ("8K", 8192), ("1.5k", 1536), (" 2g ", 2 << 30)):
+    for text, size in (("113", 113), ("8K", 8192), (" 2g ", 2 << 30)):
         assert parse_size(text) == size == parse_size(format_size(size))
-    for text in ("", "0", "-1", "8kb", "1.3", "1e3", "8 192", "nan", 400 * "9", "1125899906842625"):
+    for text in (
+        "",
+        "0",
+        "-1",
+        "8kb",
+        "1.5k",
+        "1e3",
+        "8 192",
+        "nan",
+        400 * "9",
+        "1125899906842625",
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             parse_size(text)
     assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16
@@ -71,24 +81,6 @@ def test_a_report_is_whole_though_writing_ends_early(
     assert json.loads(path.read_text()) == {"rows": [1]}
 
 
-def test_a_command_says_how_long_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(arguments, "LINE_S", 0.05)
-
-    def until(text: str) -> str:
-        said = ""
-        for _ in range(200):
-            said += capsys.readouterr().err
-            if text in said:
-                return said
-            time.sleep(0.05)
-        raise AssertionError(said)
-
-    with arguments.signs_of_life("ring-attn audit"):
-        assert until("s\n").startswith("ring-attn audit: runs for 0 s\n")
-
-
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--quick"]
     monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", *words])
@@ -113,7 +105,7 @@ def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("command", ["", "bench", *(c.name for c in cli.COMMANDS)])
+@pytest.mark.parametrize("command", ["", *(c.name for c in cli.COMMANDS)])
 def test_help_does_not_wait_for_torch(command: str) -> None:
     done = without_torch(*command.split(), "--help")
     assert done.returncode == 0 and f"usage: ring-attn {command}" in done.stdout
@@ -125,16 +117,6 @@ def test_the_version_and_a_wrong_option_do_not_wait_for_torch() -> None:
     assert without_torch("--version").stdout.startswith(f"ring-attn {ring_attn.__version__}")
     done = without_torch("plan", *PLAN, "--layout", "spiral")
     assert done.returncode == cli.EXIT_USAGE and "spiral" in done.stderr
-
-
-def test_the_help_of_a_group_of_commands_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: ring-attn bench COMMAND")
-    for command in cli.COMMANDS:
-        assert (command.help in text) == command.name.startswith("bench ")
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
@@ -163,17 +145,17 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "needs a command: one of doctor, env"),
+        ([], "arguments are required: COMMAND"),
+        (["bench"], "invalid choice: 'bench' (choose from "),
         (["nothing", "here"], "invalid choice: 'nothing' (choose from "),
         (["env", "--nope"], "unrecognized arguments: --nope"),
         (["verify", "--backend", "magic"], "--backend must be one of"),
-        (["verify", "--all", "--seed", "1"], "--all is every case"),
+        (["verify", "--all", "--quick"], "--all is every case"),
         (["verify", "--world-size", "0"], "argument --world-size: '0' is not a size"),
         (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
         (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
-        (["env", "--json", "/"], "argument --json: '/' is a folder"),
+        (["env", "--json", "/"], "argument --json: '/' is not a file"),
         (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
-        (["verify", "--device=--"], "argument --device: '--' is not a value"),
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--window", "4k"], "is not a window"),
         (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
@@ -184,12 +166,10 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["plan", *PLAN, "--cluster", "/"], "--cluster '/' is a folder"),
         (["bench", "ring", "--heads", "-1"], "argument --heads: '-1' is not a size"),
         (["bench", "ring", "--baseline", "sparse"], "--baseline: must be of"),
-        (["bench", "kernel", "--implementations", "ours,sparse"], "'ours,sparse'"),
-        (["bench", "kernel", "--device", "cpu", "--implementations", ","], "--implementations"),
         (["bench", "kernel", "--device", "cpu", "--heads", "8/3"], "8/3"),
         (["tune", "--kernels", "bwd"], "'bwd'"),
         (["tune"], "has no GPU that torch can use"),
-        (["tune", "--budget", "nan"], "argument --budget: 'nan' is not a number of seconds"),
+        (["tune", "--budget", "one"], "argument --budget: invalid float value"),
         (["tune", "--device", "cpu", "--heads", "4/2,8/2"], "--heads"),
         (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
     ],
@@ -340,7 +320,9 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("signum", "text"), [(0, "of rank 1 is wrong"), (15, "ended by SIGTERM")])
+@pytest.mark.parametrize(
+    ("signum", "text"), [(0, "of rank 1 is wrong"), (15, "with signal SIGTERM")]
+)
 def test_run_ranks_tells_which_rank_failed(signum: int, text: str) -> None:
     with pytest.raises(RuntimeError, match=rf"(?s)rank 1 of 2 failed.*{text}"):
         run_ranks(partial(fail_in_rank_1, signum), 2, threads=1, device="cpu")
@@ -357,15 +339,6 @@ def test_a_process_that_dies_loses_its_item_alone() -> None:
     results = map_in_processes(die_at_3, range(7), 2, lambda item: -item)
     assert list(results) == [0, 1, 4, -3, 16, 25, 36]
     assert list(map_in_processes(die_at_3, [], 2, lambda item: -item)) == []
-
-
-@pytest.mark.dist
-def test_processes_end_with_their_results() -> None:
-    before = {*multiprocessing.active_children()}
-    results = map_in_processes(time.sleep, [0.0, 600.0, 600.0], 2, lambda _: None)
-    next(results)
-    results.close()
-    assert {*multiprocessing.active_children()} <= before
 
 
 def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
