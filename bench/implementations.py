@@ -7,6 +7,7 @@ under autograd, ours as a backend is called.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,9 +137,7 @@ def reason(error: Exception) -> str:
     """The reason of an error in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= REASON_CHARS else f"{text[: REASON_CHARS - 3]}..."
+    return textwrap.shorten(f"{type(error).__name__}: {error}", REASON_CHARS)
 
 
 class Ours(Implementation):

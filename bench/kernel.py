@@ -53,12 +53,11 @@ class CellSetting:
     dtype: torch.dtype
     iters: int
     tokens: int  # of a batch of shorter sequences
-    backend: str = "auto"  # of ours
     device: torch.device = torch.device("cpu")
     budget: float | None = None
 
     def problems(self) -> Iterator[Shape]:
-        """Every cell; cells of one table are consecutive."""
+        """Every cell."""
         for (heads, kv_heads), head_dim, causal, seqlen in product(
             self.heads, self.head_dims, (True, False), self.seqlens
         ):
@@ -114,11 +113,9 @@ class Cells(Report[CellSetting, CellRow]):
             self.save()
 
     def remarks(self) -> list[str]:
-        """Lines for below the table: notes; the last one counts cells."""
+        """Lines for below the table: notes, the time, and the number of failures."""
         lines = [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
-        cells = {(title(row), row.impl) for row in self.rows if row.samples}
-        counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
-        return [*lines, f"{counts}, {len(self.failures)} failures"]
+        return [*lines, f"{self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _measured(self, problem: Shape) -> list[CellRow]:
         """Builds, checks, then times all implementations that can run a cell."""
@@ -136,7 +133,7 @@ class Cells(Report[CellSetting, CellRow]):
 
         judge, data = OracleJudge(problem), problem.data()
         for name in IMPLEMENTATIONS:
-            build = partial(make, name, self.setting.backend)
+            build = partial(make, name)
             try:
                 ratio, wrong = judge.verdict(build)
                 attention = build(problem, data)
@@ -156,10 +153,11 @@ class Cells(Report[CellSetting, CellRow]):
         return [row for of_name in timed for row in of_name]
 
 
-def make(name: str, backend: str, problem: Shape, data: Inputs) -> Implementation:
-    """One of IMPLEMENTATIONS on a problem's data; `backend` is that of ours."""
+def make(name: str, problem: Shape, data: Inputs) -> Implementation:
+    """One of IMPLEMENTATIONS on a problem's data; on a CPU triton would be interpreted."""
     if name == "torch-flash":
         return TorchFlash(problem, data)
+    backend = "auto" if problem.device.type == "cpu" else "triton"
     chosen = choose_backend(problem.spec, backend, Purpose(backward=True)).name
     return Ours(problem, data, get_backend(chosen))
 
@@ -198,19 +196,11 @@ def title(what: Any) -> str:
 
 
 def table(rows: Sequence[CellRow]) -> Table:
-    """A line per cell and implementation."""
-    figures = [name for mode in STAGES for name in (f"{mode} ms", "TFLOP/s")]
-    made = new_table("medians", ("cell", ""), (*figures, "error/bound"))
-    by_cell: dict[tuple[str, str], dict[str, CellRow]] = {}
+    """A line per cell, implementation and mode."""
+    made = new_table("medians", ("cell", "", "mode"), ("ms", "TFLOP/s", "error/bound"))
     for row in rows:
-        by_cell.setdefault((title(row), row.impl), {})[row.mode] = row
-    for cell, by_mode in by_cell.items():
-        texts = []
-        for mode in STAGES:
-            timed = by_mode.get(mode)
-            texts += [show(timed.median_ms, ".4g"), show(timed.rate, ".3g")] if timed else ["", ""]
-        ratio = show(next(iter(by_mode.values())).max_ratio, ".2f")
-        made.add_row(*cell, *texts, ratio)
+        figures = show(row.median_ms, ".4g"), show(row.rate, ".3g"), show(row.max_ratio, ".2f")
+        made.add_row(title(row), row.impl, row.mode, *figures)
     return made
 
 
@@ -224,20 +214,18 @@ FULL = CellSetting(
     dtype=torch.bfloat16,
     tokens=16384,
     iters=KERNEL_ITERS,
-    backend="triton",
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
 ON_CPU = CellSetting((256, 512), (64,), ((4, 2),), torch.float32, tokens=512, iters=3)
-QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 
 def setting_of(args: argparse.Namespace) -> CellSetting:
     """The options that are given, and the rest of the default for --quick and the device."""
     device = parse_device(args.device)
-    gpu, cpu = (QUICK, QUICK_ON_CPU) if args.quick else (FULL, ON_CPU)
+    default = ON_CPU if device.type == "cpu" else QUICK if args.quick else FULL
     names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    return replace(cpu if device.type == "cpu" else gpu, **given | {"device": device})
+    return replace(default, **given | {"device": device})
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -37,16 +37,11 @@ class RingSetting:
     mode: str
     threads: int
     iters: int
-    warmup: int
     baselines: tuple[str, ...]
 
     @property
     def sequence(self) -> SequenceLayout:
         return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
-
-    @property
-    def all_threads(self) -> int:
-        return self.threads * self.world_size
 
 
 class Impl(Differentiable):
@@ -103,6 +98,7 @@ class Dense(Impl):
 
     def attention(self) -> Attend:
         self._is_first = dist.get_rank() == 0
+        self._threads = self.setting.threads * self.setting.world_size
         setting, attend = self.setting, F.scaled_dot_product_attention
         grouped = setting.kv_heads != setting.heads
         return partial(attend, is_causal=setting.causal, enable_gqa=grouped)
@@ -111,14 +107,15 @@ class Dense(Impl):
         return x.transpose(1, 2)
 
     def forward(self) -> None:
-        if self._is_first:
-            with num_threads(self.setting.all_threads):
-                super().forward()
+        self._alone(super().forward)
 
     def backward(self) -> None:
+        self._alone(super().backward)
+
+    def _alone(self, stage: Callable[[], None]) -> None:
         if self._is_first:
-            with num_threads(self.setting.all_threads):
-                super().backward()
+            with num_threads(self._threads):
+                stage()
 
     def whole(self) -> list[Tensor]:
         return [x.transpose(1, 2) for x in self.results()] if self._is_first else []

@@ -34,9 +34,8 @@ SPIN_CYCLES_PER_MS = 2_000_000
 # The kernel spins for this multiple of the host's time, within these bounds: a first call compiles.
 HEAD_START_FACTOR, LEAST_HEAD_START_MS, MAX_HEAD_START_MS = 1.5, 1.0, 100.0
 
-# Repetitions end at the time limit, but there are at least LEAST_ITERS. The first only warms up,
-# unless it takes longer than SLOW_MS, so that start-up costs are negligible.
-LEAST_ITERS, SLOW_MS = 2, 500.0
+# Repetitions end at the time limit, but there are at least LEAST_ITERS after the first, a warm-up.
+LEAST_ITERS = 2
 
 
 class Watch:
@@ -69,11 +68,6 @@ class Watch:
             torch.cuda.synchronize()
 
 
-def head_start_ms(host_ms: float) -> float:
-    """Milliseconds that keep the host ahead in a call that it enqueues in `host_ms`."""
-    return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MAX_HEAD_START_MS)
-
-
 class TimedCall(NamedTuple):
     """Stages to time one by one, and an untimed function that cleans up after them."""
 
@@ -90,7 +84,7 @@ class Timing(NamedTuple):
 
 def time_call(watch: Watch, call: TimedCall, host_ms: float) -> Timing:
     """Times a call that the host enqueued in `host_ms` the last time."""
-    watch.ready(head_start_ms(host_ms))
+    watch.ready(min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MAX_HEAD_START_MS))
     start = time.perf_counter()
     marks = [watch.mark()]
     for stage in call.stages:
@@ -132,7 +126,7 @@ def time_in_turn(
                 samples[name] = []
                 continue
             host_ms[name] = sample.host_ms
-            if repetition >= 0 or sum(sample.ms) > SLOW_MS:
+            if repetition >= 0:
                 samples[name].append(sample)
     return samples
 

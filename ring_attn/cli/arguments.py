@@ -17,6 +17,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,15 +41,10 @@ def parse_size(text: str) -> int:
     size = int(match[1]) * SUFFIXES[match[2]] if match else 0
     if not 1 <= size <= MAX_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{shortened(text)} is not a size: give a positive number such as 113, 8k (8192) or "
+            f"{text!r} is not a size: give a positive number such as 113, 8k (8192) or "
             f"1M (1048576), up to {format_size(MAX_SIZE)}"
         )
     return size
-
-
-def shortened(text: str) -> str:
-    """The text in quotes; long texts lose their middle."""
-    return repr(text) if len(text) <= 60 else f"{text[:25]!r}...{text[-25:]!r}"
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -87,14 +83,6 @@ def narrow(paragraph: str) -> str:
     return textwrap.fill(paragraph, TEXT_WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
-def table_console() -> Any:
-    """A rich console; at least `TABLE_WIDTH` wide when its output goes to a file."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
-
-
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     """An empty table: columns of text, columns of figures."""
     from rich import box
@@ -127,7 +115,7 @@ def parse_report(text: str) -> Path:
     if not is_first_rank():
         return path  # other ranks do not write, and may be on another machine
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is not a file that may be written")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file that may be written")
     return path
 
 
@@ -170,9 +158,9 @@ def is_first_rank() -> bool:
 def write_json(path: Path | None, payload: dict[str, Any]) -> None:
     """Writes a report on the first rank, unless the path is None; its folder must exist.
 
-    Infinities and NaN become null, as JSON has neither. Each entry, and each item of a list, is on
-    its own line, so that diffs show rows. The file is whole at any time, even if the process is
-    killed.
+    Infinities and NaN become null, as JSON has neither, and dtypes texts. Each entry, and each item
+    of a list, is on its own line, so that diffs show rows. The file is whole at any time, even if
+    the process is killed.
     """
     if path is None or not is_first_rank():
         return
@@ -187,9 +175,10 @@ def write_json(path: Path | None, payload: dict[str, Any]) -> None:
 
 
 def _lines(value: Any) -> str:
+    dump = partial(json.dumps, allow_nan=False, default=str)
     if not isinstance(value, list) or not value:
-        return json.dumps(value, allow_nan=False)
-    return "[\n" + ",\n".join(f"    {json.dumps(x, allow_nan=False)}" for x in value) + "\n  ]"
+        return dump(value)
+    return "[\n" + ",\n".join(f"    {dump(x)}" for x in value) + "\n  ]"
 
 
 def _finite(value: Any) -> Any:

@@ -37,8 +37,9 @@ MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 
 REPEATS, QUICK_REPEATS, MESSAGE_REPEATS, MAX_REPEATS = 3, 2, 15, 15
 COPIED = 1 << 22
 
-# The overlapped transfer of `slowdown` takes about this share of the compute's time.
-OVERLAPPED_SHARE = 0.3
+# The share of its speed that compute on a CPU loses during transfers, which need the same core: of
+# ranks with one thread it was measured to be at least that (bench/results/strategies_cpu.json).
+CPU_SLOWDOWN = 0.9
 
 # Kinds of tiles with separate rates, by (backward, window).
 KINDS = {
@@ -73,10 +74,6 @@ class TileSample:
     edge: int
     per_pair: int
     seconds: float
-
-    @property
-    def window(self) -> bool:
-        return self.kind == "window"
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,11 @@ def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
     chosen = choose_backend(spec, args.backend, Purpose(backward=True)).name
     setting = CalibrationSetting(spec, chosen, *sizes)
     ranks = run_ranks(measure, world_size, setting, threads=args.threads, device=kind)
-    tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
-    rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
+    tiles, messages, bandwidth = ranks[0]  # the same on every rank
+    by_kind = {kind: list[TileSample]() for kind in KINDS}
+    for tile in tiles:
+        by_kind[tile.backward, tile.kind == "window"].append(tile)
+    rates = {kind: fit_rate(found) for kind, found in by_kind.items()}
     ops = dict.fromkeys(m.op for m in messages)
     links = {op: fit_link(op, [m for m in messages if m.op == op]) for op in ops}
     inside = links.pop("shift", Link("alone", 0.0, bandwidth))
@@ -136,6 +136,7 @@ def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
     )
     host = devices.HOST if gpu else Host()
     copies = Copies() if gpu else None
+    slowdown = devices.SLOWDOWN if gpu else CPU_SLOWDOWN
     cluster = Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
     return cluster, [*tiles, *messages]
 
@@ -178,18 +179,14 @@ def _nonnegative(
 # -- within a rank
 
 
-def measure(
-    setting: CalibrationSetting,
-) -> tuple[list[TileSample], list[MessageSample], float, float]:
-    """Samples, bytes/s of a copy, and the slowdown of compute by transfers."""
-    bench = _Bench(setting)
+def measure(setting: CalibrationSetting) -> tuple[list[TileSample], list[MessageSample], float]:
+    """Samples, and bytes/s of a copy."""
+    bench, messages = _Bench(setting), list[MessageSample]()
     tiles = [*bench.tiles()]
-    if bench.world_size == 1:
-        return tiles, [], bench.memory_bandwidth(), 0.0
-    with bench.transport.call("calibrate", Agreement({}), bench.device):
-        messages = [*bench.messages()]
-        slowdown = bench.slowdown()
-    return tiles, messages, bench.memory_bandwidth(), slowdown
+    if bench.world_size > 1:
+        with bench.transport.call("calibrate", Agreement({}), bench.device):
+            messages += bench.messages()
+    return tiles, messages, bench.memory_bandwidth()
 
 
 class _Bench:
@@ -261,10 +258,8 @@ class _Bench:
                 seconds = self.seconds(self.exchange(op, part), MESSAGE_REPEATS)
                 yield MessageSample(op, leaving, seconds)
 
-    def exchange(
-        self, op: str, part: int, meanwhile: Callable[[], object] | None = None
-    ) -> Callable[[], None]:
-        """A call that posts an exchange of `part` bytes per rank, runs `meanwhile`, and waits."""
+    def exchange(self, op: str, part: int) -> Callable[[], None]:
+        """A call that posts an exchange of `part` bytes per rank, and waits."""
         ranks, transport = self.world_size, self.transport
         part += transport.pool(self.device).header if op == "shift" else 0
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
@@ -279,8 +274,6 @@ class _Bench:
         def both() -> None:
             new = torch.empty(size, dtype=torch.uint8, device=self.device)
             transport.post("shards", 0, route, send, new)
-            if meanwhile is not None:
-                meanwhile()
             transport.wait("shards")
 
         return both
@@ -289,19 +282,3 @@ class _Bench:
         """Bytes/s, read and written, of a copy of half the heads of some rows."""
         x = torch.zeros(COPIED // 512, 2, 64, device=self.device)
         return COPIED / self.seconds(lambda: x[:, :1].contiguous(), MESSAGE_REPEATS)
-
-    def slowdown(self) -> float:
-        """The share of its speed that compute loses during a transfer."""
-        rows = self.setting.rows[-2]
-        tile = Tile(0, rows, 0, rows)
-        compute, _ = self.calls(tile)
-        alone = self.seconds(compute)
-        size = self.setting.messages[-1]
-        transfer = self.seconds(self.exchange("shift", size))
-        # All ranks must send as much as rank 0.
-        share = torch.tensor(OVERLAPPED_SHARE * alone / transfer, device=self.device)
-        dist.broadcast(share, 0)
-        size = max(int(size * float(share)) // 64 * 64, 64)
-        transfer = self.seconds(self.exchange("shift", size))
-        lost = self.seconds(self.exchange("shift", size, compute)) - alone
-        return min(max(lost / transfer, 0.0), 0.9)

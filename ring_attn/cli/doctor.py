@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = env_int("WORLD_SIZE", RANKS)
     device = checked_device(None, world_size)
     here = machine()
-    found = [*_machine(here, device), *_backends(device), *_nccl(here)]
+    found = [*_machine(here), *_backends(device), *_nccl(here)]
     if not args.quick:
         found += _ranks(world_size, device)
     write_json(args.json, {
@@ -93,7 +93,7 @@ def _ranks(world_size: int, device: str) -> Iterator[Finding]:
         yield from _differences([told for told, _ in ranks])
 
 
-def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
+def _machine(here: dict[str, Any]) -> Iterator[Finding]:
     names = ("ring_attn", "python", "torch", "cuda", "rocm", "triton", "flash_attn")
     versions = ", ".join(f"{n} {here['versions'][n]}" for n in names if here["versions"][n])
     yield Finding("versions", "ok", versions)
@@ -105,8 +105,6 @@ def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
         return
     for gpu in here["devices"]:
         yield Finding("GPU", "ok", f"{gpu['name']}, compute capability {gpu['capability']}")
-    if device == "cpu":
-        yield Finding("ranks", "note", f"{len(here['devices'])} GPUs: the ring below is on the CPU")
 
 
 def _backends(device: str) -> Iterator[Finding]:
@@ -150,8 +148,7 @@ def _ring(result: CaseResult, world_size: int, device: str, seconds: float) -> F
     where = f"{world_size} ranks on {device}, {seconds:.1f} s"
     if result.status != "passed":
         wrong = [str(verdict) for verdict in result.verdicts if not verdict.ok]
-        rank, _, trace = (result.error or "").partition("Traceback")
-        text = rank + trace.strip().rpartition("\n")[2] or result.refused or "; ".join(wrong)
+        text = (result.error or result.refused or "; ".join(wrong)).strip().splitlines()[-1]
         mend = "ring-attn verify --quick shows all of it"
         return Finding("ring", "wrong", f"{where}: {text}", mend)
     most = max(verdict.ratio for verdict in result.verdicts)

@@ -53,7 +53,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "devices": _gpus(),
-        "distributed": _distributed_backends(),
+        "distributed": [x for x in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{x}_available")()],
     }
 
 
@@ -76,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
     write_json(args.json, {"command": "env", **report})
-    if args.quiet:
-        print(" ".join(f"{n}={v}" for n, v in report["machine"]["versions"].items() if v))
-    else:
+    if not args.quiet:
         print(json.dumps(report, indent=2))
     return 0
 
@@ -112,8 +110,3 @@ def _gpus() -> list[dict[str, Any]]:
         }
         for properties in map(torch.cuda.get_device_properties, range(count))
     ]
-
-
-def _distributed_backends() -> list[str]:
-    names = ("gloo", "nccl", "mpi")
-    return [name for name in names if getattr(dist, f"is_{name}_available")()]

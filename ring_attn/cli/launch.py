@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, resource_tracker
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -169,23 +169,20 @@ START_METHOD = "spawn"  # CUDA does not survive a fork
 
 
 def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> list[Any]:
-    # This process holds the store, so that it outlives rank 0.
-    # It listens on the loopback only: anyone who reaches it could write to it.
+    # It listens on the loopback only: anyone who reaches the store could write to it.
     server = socket.create_server((LOOPBACK, 0))
-    store = dist.TCPStore(
-        LOOPBACK,
-        server.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
-    given = (work, nproc, store.port)
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)), children_ignore_interrupts():
+    port = server.getsockname()[1]
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)), signals_wait():
         ranks = start_processes(
-            _run_rank, given, nproc, join=False, daemon=True, start_method=START_METHOD
-        )
+            _run_rank, (work, nproc, port), nproc, join=False, daemon=True,
+            start_method=START_METHOD,
+        )  # fmt: skip
     end = math.inf if timeout is None else time.monotonic() + timeout
     try:
+        # This process holds the store, so that it outlives rank 0. Its threads would take signals.
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
         while not ranks.join(None if timeout is None else max(0.0, end - time.monotonic())):
             if time.monotonic() >= end:
                 names = ", ".join(map(str, sorted(ranks.sentinels.values())))
@@ -204,8 +201,7 @@ def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> lis
 
 
 def _run_rank(rank: int, work: bytes, nproc: int, port: int) -> None:
-    _end_with_parent()
-    faulthandler.enable()
+    _begin()
     os.environ.update({
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
@@ -241,9 +237,9 @@ def map_in_processes(
     """
     left = [*items]
     while left:
-        pool = ProcessPoolExecutor(jobs, get_context(START_METHOD), _end_with_parent)
+        pool = ProcessPoolExecutor(jobs, get_context(START_METHOD), _begin)
         try:
-            with children_ignore_interrupts():
+            with signals_wait():
                 futures = [pool.submit(function, item) for item in left]
             for future in futures:
                 result = future.result()
@@ -259,20 +255,26 @@ def map_in_processes(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-@contextmanager
-def children_ignore_interrupts() -> Iterator[None]:
-    """A context in which processes start that ignore ^C; so does this process meanwhile.
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
-    ^C reaches all processes of a terminal. In one that begins it would print a traceback.
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """A context at whose end signals arrive; a process that is started within has them blocked.
+
+    Half started, a process would print multiprocessing's EOFError.
     """
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # it unblocks signals
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _end_with_parent() -> None:
+def _begin() -> None:
+    """Lets signals but ^C end this process, and the end of its parent."""
+
     def wait() -> None:
         parent = parent_process()
         assert parent is not None, "this process was started by multiprocessing"
@@ -280,6 +282,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGINT})
+    faulthandler.enable()
 
 
 def _run_in_place(

@@ -50,8 +50,8 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         torchrun --nproc-per-node 8 -m ring_attn doctor    names ranks that differ
 
     It runs a ring of two ranks here and compares it with attention in float64, says which backend
-    takes each kind of call and why, and looks at files and settings of NCCL. Under torchrun its
-    ranks are the ring; --quick leaves the ring out. The exit status is 1 if something is wrong.
+    takes each kind of call and why, and looks at settings of NCCL. Under torchrun its ranks are the
+    ring; --quick leaves the ring out. The exit status is 1 if something is wrong.
     """
     add_common(parser)
 
@@ -93,12 +93,9 @@ def verify(parser: argparse.ArgumentParser) -> None:
     add("--backend", nargs="+", metavar="NAME", help="some by name (default: all that can run)")
     layouts = f"some of {', '.join(TESTED_LAYOUTS)} (default: all)"
     add("--layout", nargs="+", choices=TESTED_LAYOUTS, metavar="NAME", help=layouts)
-    every = "every case of the table; a sample says how long they take"
-    add("--all", action="store_true", help=every)
+    add("--all", action="store_true", help="every case of the table; a sample says how many")
     add("--seed", type=int, default=0, metavar="N", help="of the sample (default: 0)")
     add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
-    threads = "CPU threads of each rank (default: cores / ranks)"
-    add("--threads", type=parse_size, metavar="N", help=threads)
     add_common(parser)
 
 
@@ -194,7 +191,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
         ours             ring_attn.ring_attention on the ranks
         dense            torch's, in one process with all the ranks' threads
-        torch-template   torch's private ring and its backward on the same ranks
+        torch-template   torch's private ring and its backward on the same ranks, on CPUs
     """
     add = parser.add_argument
     add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
@@ -272,7 +269,7 @@ def tune(parser: argparse.ArgumentParser) -> None:
 
         built      by a process per core, which run each config once and so fill
                    triton's cache; one that crashes loses only its own row
-        checked    against float64 (`judge`); several runs are equal bit for bit
+        checked    against float64 on at most 1024 rows; several runs are equal bit for bit
         timed      alternately within every repetition
 
     A config that is wrong, or differs between two runs, is reported, never recommended. Kernels

@@ -16,7 +16,6 @@ from ring_attn.cli.arguments import (
     command_line,
     format_size,
     narrow,
-    shortened,
     with_options,
     write_json,
 )
@@ -53,8 +52,6 @@ MAX_CHECKED, MAX_FAULTS = 128, 60
 def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.load is not None:
-            if not args.load.is_file():
-                raise ValueError(f"--load: there is no file {str(args.load)!r}")
             for value in runpy.run_path(str(args.load)).values():
                 if isinstance(value, StrategyCode):
                     stack.enter_context(registered(value))
@@ -158,13 +155,11 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
         cluster = find_cluster(None, world_size) if known else builtin_cluster("H100")
     elif name.upper() in DEVICES:
         cluster = builtin_cluster(name.upper())
-    elif os.path.isdir(name):
-        raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
-    elif os.path.exists(name):
+    elif os.path.isfile(name):
         cluster = load_cluster(name)
     else:
         known = ", ".join(DEVICES).lower()
-        raise ValueError(f"--cluster must be one of {known}, or a file; got {shortened(name)}")
+        raise ValueError(f"--cluster must be one of {known}, or a file; got {name!r}")
     if node_size is None:
         return cluster
     return replace(cluster, node_size=node_size, ports=None)

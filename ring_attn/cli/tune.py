@@ -118,12 +118,6 @@ class TuneSetting:
         return Shape(*sizes, not whole, self.dtype, self.device)
 
 
-def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> TuneRow:
-    """The row of a config before it is built; `frozen` is None if another kernel is the default."""
-    name = f"gluon {config}" if gluon else str(config)
-    return TuneRow(kind, name, config, gluon, config == frozen)
-
-
 class Tuning(Report[TuneSetting, TuneRow]):
     """Searches one kind after another, and saves the report after each."""
 
@@ -180,9 +174,10 @@ class Tuning(Report[TuneSetting, TuneRow]):
         default: Config | None = frozen
         if kernel_of(kind) == "fwd" and takes_gluon(x, setting.head_dim):
             gluon, default = configs.search_space(GLUON, *sizes), None
-            in_gluon = [candidate(kind, config, gluon[0], gluon=True) for config in gluon]
+            in_gluon = [TuneRow(kind, f"gluon {c}", c, True, c == gluon[0]) for c in gluon]
         space = [frozen, *configs.search_space(kind, *sizes)]
-        return in_gluon + list(dict.fromkeys(candidate(kind, c, default) for c in space))
+        rows = (TuneRow(kind, str(c), c, frozen=c == default) for c in space)
+        return in_gluon + list(dict.fromkeys(rows))
 
     def _built(self, problem: Shape, rows: Sequence[TuneRow], deadline: float) -> list[TuneRow]:
         """Builds all configs; notes those that do not compile or crash their process."""

@@ -104,16 +104,13 @@ def run(args: argparse.Namespace) -> int:
     if not args.all:
         wanted = sample(every, QUICK if args.quick else SAMPLE, args.seed)
     started = time.perf_counter()
-    results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=device)[0]
+    results = run_ranks(run_cases, world_size, wanted, device=device)[0]
     report = _payload(results, world_size, device, time.perf_counter() - started)
     if not args.all:
         report["seed"] = args.seed
-        report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}
+        report["all"] = len(every)
     write_json(args.json, report)
     _show(results, report, quiet=args.quiet)
-    for name, reasons in () if args.backend or args.quiet else backend_reasons().items():
-        if name not in backends:
-            print(f"not tried: {name}: {next(filter(None, reasons.values()))}")
     return 1 if report["summary"]["failed"] or not report["summary"]["passed"] else 0
 
 
@@ -166,15 +163,10 @@ def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
         ratios = [verdict.ratio for result in mine for verdict in result.verdicts]
         greatest = f": error / bound at most {max(ratios):.2f}" if ratios else ""
         yield f"{strategy}: {', '.join(f'{n} {status}' for status, n in counts.items())}{greatest}"
-    refused: dict[str, list[Case]] = {}
-    for result in results:
-        if result.refused is not None:
-            # Without what was given, which differs from case to case.
-            reason = re.sub(r", got [^;]*;", ";", result.refused)
-            refused.setdefault(reason, []).append(result.case)
-    for reason, found in refused.items():
-        names = ", ".join(sorted({f"{case.strategy} {case.backend}" for case in found}))
-        yield f"refused: {len(found)} cases of {names}: {reason}"
+    # Without what was given, which differs from case to case.
+    reasons = (re.sub(r", got [^;]*;", ";", x.refused) for x in results if x.refused is not None)
+    for reason, count in Counter(reasons).items():
+        yield f"refused: {count} cases: {reason}"
 
 
 def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
@@ -184,9 +176,7 @@ def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
         f"{report['seconds']:.1f} s"
     )
     if "seed" in report:
-        minutes = report["all"]["s"] / 60
-        text += f"; a sample with --seed {report['seed']}; "
-        text += f"--all has {report['all']['cases']} cases, about {minutes:.0f} min"
+        text += f"; a sample with --seed {report['seed']}; --all has {report['all']} cases"
     judged = [(v.ratio, v.name, r.case) for r in results for v in r.verdicts]
     if not judged:
         return text

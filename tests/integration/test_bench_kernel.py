@@ -80,7 +80,9 @@ def test_the_device_waits_for_as_long_as_the_host_needs(
         clock.now += 1e-3 * host_ms
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
-    samples = timing.time_in_turn({"ours": timing.TimedCall([enqueue])}, clock, 2)["ours"]
+    samples = timing.time_in_turn({"ours": timing.TimedCall([enqueue])}, clock, 2, failed=print)[
+        "ours"
+    ]
     assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
     # The warm-up is not among the samples.
     assert [sample.host_ms for sample in samples] == pytest.approx([host_ms] * 2)
@@ -112,9 +114,13 @@ def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
 def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Steps()
     monkeypatch.setattr(timing.time, "monotonic", lambda: len(clock.head_starts))
-    samples = timing.time_in_turn({"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=4.5)
+    samples = timing.time_in_turn(
+        {"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=4.5, failed=print
+    )
     assert len(samples["a"]) == 4
-    samples = timing.time_in_turn({"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=0.0)
+    samples = timing.time_in_turn(
+        {"a": timing.TimedCall([lambda: None])}, clock, 50, seconds=0.0, failed=print
+    )
     assert len(samples["a"]) == timing.LEAST_ITERS
 
 
@@ -171,7 +177,6 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
 
 
 def test_sizes_by_device_and_option() -> None:
-    assert setting("--device cpu --quick") == kernel.QUICK_ON_CPU
     given = setting("--device cpu --seqlen 1k,2k --heads 8 --dtype fp16 --budget 3")
     assert given.seqlens == (1024, 2048) and given.heads == ((8, 8),)
     assert given.dtype == torch.float16 and given.head_dims == kernel.ON_CPU.head_dims

@@ -153,17 +153,17 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["verify", "--all", "--quick"], "--all is every case"),
         (["verify", "--world-size", "0"], "argument --world-size: '0' is not a size"),
         (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
-        (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
+        (["bench", "ring", "--threads", "1G"], "threads must be at least 1 and at m"),
         (["env", "--json", "/"], "argument --json: '/' is not a file"),
         (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--window", "4k"], "is not a window"),
-        (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
+        (["plan", *PLAN, "--load", "nope.py"], "nope.py'"),
         (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),
         (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "give --layout zigzag"),
-        (["plan", *PLAN, "--cluster", "/"], "--cluster '/' is a folder"),
+        (["plan", *PLAN, "--cluster", "/"], "or a file; got '/'"),
         (["bench", "ring", "--heads", "-1"], "argument --heads: '-1' is not a size"),
         (["bench", "ring", "--baseline", "sparse"], "--baseline: must be of"),
         (["bench", "kernel", "--device", "cpu", "--heads", "8/3"], "8/3"),
@@ -237,7 +237,7 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         if case["strategy"] == "all_gather":
             assert set(case["results"]) == set(RESULTS_WITH_SINKS if case["sinks"] else RESULTS)
     said = capsys.readouterr().out
-    assert "0 failed" in said and "--seed 3" in said and "cases of hybrid reference: " in said
+    assert "0 failed" in said and "--seed 3" in said and f"refused: {refused} cases: " in said
 
 
 @pytest.mark.dist
@@ -246,9 +246,8 @@ def test_verify_of_a_backend_that_cannot_run_is_no_success(
 ) -> None:
     words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--strategy", "ring"]
     assert cli.main([*words, "--backend", "flash_attn"]) == 1
-    assert "cases of ring flash_attn: " in capsys.readouterr().out
+    assert " refused: " in capsys.readouterr().out
     assert cli.main(words) == 0
-    assert "not tried: flash_attn: " in capsys.readouterr().out
 
 
 def wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
