@@ -72,7 +72,6 @@ class CellRow:
 
     Attributes:
         rate: TFLOP/s.
-        host_ms: median of the host's time to enqueue forward (and backward).
         max_ratio: greatest error / bound of the results; above 1 is wrong.
         note: why there is no time, or what is wrong.
     """
@@ -90,7 +89,6 @@ class CellRow:
     p80_ms: float | None = None
     samples: int = 0
     rate: float | None = None
-    host_ms: float | None = None
     max_ratio: float | None = None
     note: str = ""
 
@@ -174,12 +172,10 @@ def timed_rows(row: CellRow, problem: Shape, samples: Sequence[Timing]) -> list[
     rows = []
     for mode, stages in STAGES.items() if samples else ():
         p20, median, p80 = quantiles([sum(sample.ms[stages]) for sample in samples])
-        rate = problem.flops(mode) * 1e-9 / median
-        host_ms = quantiles([sample.host_ms for sample in samples])[1]
         rows.append(
             replace(
                 row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
-                rate=rate, host_ms=host_ms,
+                rate=problem.flops(mode) * 1e-9 / median,
             )
         )  # fmt: skip
     return rows or [row]

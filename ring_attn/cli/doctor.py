@@ -41,9 +41,7 @@ CALLS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("training on packed documents", "bfloat16", True, {"mask": DOCUMENTS}),
     ("training with softcap", "bfloat16", True, {"softcap": 30.0}),
     ("inference", "bfloat16", False, {}),
-    ("inference in float16", "float16", False, {}),
     ("training in float32", "float32", True, {}),
-    ("training in float64", "float64", True, {}),
 )
 
 # Variables of NCCL -> a value that slows or breaks a ring, and why.

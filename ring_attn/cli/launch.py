@@ -18,8 +18,10 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,8 +32,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
-from torch.multiprocessing.spawn import ProcessException
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from ring_attn.core.names import DEVICES
 from ring_attn.core.values import check_one_of, env_int
@@ -165,6 +166,9 @@ def checked_device(device: str | None, nproc: int) -> str:
 # The address of the ranks' store, and the size of a message to it: torch's allows 8 MiB.
 LOOPBACK, STORED_BYTES = "127.0.0.1", 4 << 20
 
+# Key of the first error in the store.
+FAILED = "failed"
+
 START_METHOD = "spawn"  # CUDA does not survive a fork
 
 
@@ -191,8 +195,11 @@ def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> lis
             if not store.check([str(rank)]):
                 raise RuntimeError(f"rank {rank} of {nproc} failed: it ended before its result")
         return [pickle.loads(store.get(str(rank))) for rank in range(nproc)]
-    except ProcessException as error:
-        raise RuntimeError(f"rank {error.error_index} of {nproc} failed: {error.msg}") from None
+    except ProcessExitedException as error:
+        text = f"rank {error.error_index} of {nproc} failed: {error.msg}"
+        if error.exit_code > 0 and store.check([FAILED]):  # else a signal has ended the rank
+            text = store.get(FAILED).decode()
+        raise RuntimeError(text) from None
     finally:
         for process in ranks.processes:
             process.kill()
@@ -202,6 +209,7 @@ def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> lis
 
 def _run_rank(rank: int, work: bytes, nproc: int, port: int) -> None:
     _begin()
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
     os.environ.update({
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
@@ -211,13 +219,19 @@ def _run_rank(rank: int, work: bytes, nproc: int, port: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
     })  # fmt: skip
-    fn, args, threads, device = pickle.loads(work)
-    torch.set_num_threads(threads)
-    _join(device)
-    result = pickle.dumps(fn(*args))
-    dist.barrier()
-    dist.destroy_process_group()
-    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    try:
+        fn, args, threads, device = pickle.loads(work)
+        torch.set_num_threads(threads)
+        _join(device)
+        result = pickle.dumps(fn(*args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        # The store keeps the first error: other ranks raise when they lose their connections.
+        text = f"rank {rank} of {nproc} failed:\n{traceback.format_exc().rstrip()}"
+        store.compare_set(FAILED, "", text)
+        sys.stdout.flush()
+        os._exit(1)  # the end of an interpreter may wait for what other ranks do not send
     for start in range(0, len(result), STORED_BYTES):
         part = result[start : start + STORED_BYTES]
         store.append(str(rank), part)  # type: ignore[attr-defined]  # torch's stub lacks it

@@ -152,7 +152,7 @@ def _show(results: Sequence[CaseResult], report: dict[str, Any], *, quiet: bool)
         wrong = [str(verdict) for verdict in result.verdicts if not verdict.ok]
         if result.status == "failed":
             print(f"\nFAILED {result.case}\n{result.error or '; '.join(wrong)}")
-    print(_summary(results, report))
+    print(_summary(report))
 
 
 def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
@@ -169,7 +169,7 @@ def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
         yield f"refused: {count} cases: {reason}"
 
 
-def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
+def _summary(report: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {status}" for status, count in report["summary"].items())
     text = (
         f"{counts}: world size {report['world_size']} on {report['device']}, "
@@ -177,11 +177,7 @@ def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
     )
     if "seed" in report:
         text += f"; a sample with --seed {report['seed']}; --all has {report['all']} cases"
-    judged = [(v.ratio, v.name, r.case) for r in results for v in r.verdicts]
-    if not judged:
-        return text
-    ratio, name, case = max(judged, key=lambda entry: entry[0])
-    return f"{text}\nlargest error / bound: {ratio:.2f} ({name} of {case})"
+    return text
 
 
 def _payload(

@@ -134,7 +134,7 @@ def test_report_and_table(report_of: Any, capsys: pytest.CaptureFixture[str]) ->
             for causal in (True, False):
                 row = rows[impl, mode, causal]
                 assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
-                assert row["rate"] > 0 and row["host_ms"] > 0
+                assert row["rate"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (64, 8, 2)
     assert "4/2 heads of 16, causal" in capsys.readouterr().out
