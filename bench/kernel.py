@@ -129,12 +129,12 @@ class Cells(Report[CellSetting, CellRow]):
                 self.failures.append(f"ours, {title(problem)}: {reason(error)}")
             free_memory(self.setting.device)
 
-        judge, data = OracleJudge(problem), problem.data()
+        judge = OracleJudge(problem)
         for name in IMPLEMENTATIONS:
             build = partial(make, name)
             try:
                 ratio, wrong = judge.verdict(build)
-                attention = build(problem, data)
+                attention = build(problem, problem.data())
             except Exception as error:
                 failed(name, error)
                 continue

@@ -191,7 +191,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
         ours             ring_attn.ring_attention on the ranks
         dense            torch's, in one process with all the ranks' threads
-        torch-template   torch's private ring and its backward on the same ranks, on CPUs
+        torch-template   torch's private ring and its backward, of ranks on CPUs
     """
     add = parser.add_argument
     add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
@@ -269,7 +269,7 @@ def tune(parser: argparse.ArgumentParser) -> None:
 
         built      by a process per core, which run each config once and so fill
                    triton's cache; one that crashes loses only its own row
-        checked    against float64 on at most 1024 rows; several runs are equal bit for bit
+        checked    against float64 on at most 1024 rows; runs are equal bit for bit
         timed      alternately within every repetition
 
     A config that is wrong, or differs between two runs, is reported, never recommended. Kernels
