@@ -1,4 +1,4 @@
-"""`ring-attn bench kernel`: time of our attention kernels on one device, beside other packages'.
+"""`ring-attn bench kernel`: time of our attention kernels on one device, beside torch's.
 
 `Cells` checks and times implementations of attention on one problem after another.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ring_attn.bench.implementations import Implementation, Shape, make, reason
-from ring_attn.bench.judge import OracleJudge, worst_of
+from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.bench.implementations import Implementation, Ours, Shape, TorchFlash, reason
+from ring_attn.bench.judge import OracleJudge
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import (
     STAGES,
@@ -30,8 +31,10 @@ from ring_attn.bench.timing import (
     time_in_turn,
 )
 from ring_attn.cli.arguments import format_size, new_table, show
-from ring_attn.cli.options import IMPLEMENTATIONS, KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS, MODES
+from ring_attn.cli.options import KERNEL_HEADS, KERNEL_ITERS, KERNEL_SEQLENS
 from ring_attn.testing import Inputs
+
+IMPLEMENTATIONS = ("ours", "torch-flash")
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
@@ -50,17 +53,13 @@ class CellSetting:
     dtype: torch.dtype
     iters: int
     tokens: int  # of a batch of shorter sequences
-    causal: tuple[bool, ...] = (True, False)
-    mode: str = "fwd_bwd"
-    implementations: tuple[str, ...] = IMPLEMENTATIONS
-    backend: str = "auto"  # of ours
     device: torch.device = torch.device("cpu")
     budget: float | None = None
 
     def problems(self) -> Iterator[Shape]:
-        """Every cell; cells of one table are consecutive."""
+        """Every cell."""
         for (heads, kv_heads), head_dim, causal, seqlen in product(
-            self.heads, self.head_dims, self.causal, self.seqlens
+            self.heads, self.head_dims, (True, False), self.seqlens
         ):
             batch = max(1, self.tokens // seqlen)
             sizes = batch, seqlen, heads, kv_heads, head_dim
@@ -73,7 +72,6 @@ class CellRow:
 
     Attributes:
         rate: TFLOP/s.
-        host_ms: median of the host's time to enqueue forward (and backward).
         max_ratio: greatest error / bound of the results; above 1 is wrong.
         note: why there is no time, or what is wrong.
     """
@@ -91,7 +89,6 @@ class CellRow:
     p80_ms: float | None = None
     samples: int = 0
     rate: float | None = None
-    host_ms: float | None = None
     max_ratio: float | None = None
     note: str = ""
 
@@ -101,8 +98,6 @@ class Cells(Report[CellSetting, CellRow]):
 
     def __init__(self, setting: CellSetting, path: Path | None = None) -> None:
         super().__init__(setting, path)
-        self._names = setting.implementations
-        self._backward = setting.mode != "fwd"
         self._watch = Watch(setting.device)
 
     def run(self) -> None:
@@ -112,89 +107,78 @@ class Cells(Report[CellSetting, CellRow]):
                 self.rows += self._measured(problem)
             else:
                 note = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                self.rows += self._noted(problem, note)
+                self.rows += [row_of(name, problem, note) for name in IMPLEMENTATIONS]
             self.save()
 
     def remarks(self) -> list[str]:
-        """Lines for below the table: notes; the last one counts cells."""
+        """Lines for below the table: notes, the time, and the number of failures."""
         lines = [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
-        cells = {(title(row), row.impl) for row in self.rows if row.samples}
-        counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
-        return [*lines, f"{counts}, {len(self.failures)} failures"]
-
-    def _noted(self, problem: Shape, note: str) -> list[CellRow]:
-        p = problem
-        sizes = p.heads, p.kv_heads, p.head_dim, p.causal, p.seqlen, p.batch
-        return [CellRow(name, self.setting.mode, *sizes, note=note) for name in self._names]
+        return [*lines, f"{self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _measured(self, problem: Shape) -> list[CellRow]:
         """Builds, checks, then times all implementations that can run a cell."""
         free_memory(self.setting.device)
-        try:
-            data = problem.data()
-            judge = OracleJudge(problem, data, backward=self._backward)
-        except torch.OutOfMemoryError as error:
-            return self._noted(problem, f"cannot be judged: {reason(error)}")
-        rows, calls = {row.impl: row for row in self._noted(problem, "")}, {}
-        for name in self._names:
-            rows[name], attention = self._judge(rows[name], problem, data, judge)
-            if attention is not None:
-                stages = [attention.forward, attention.backward]
-                calls[name] = TimedCall(stages[: 1 + self._backward], attention.release)
-        del judge
+        rows = {name: row_of(name, problem) for name in IMPLEMENTATIONS}
+        calls = dict[str, TimedCall]()
 
         def failed(name: str, error: Exception) -> None:
-            rows[name] = replace(rows[name], note=self._failed(rows[name], error, []))
+            rows[name] = replace(rows[name], note=f"cannot run: {reason(error)}")
+            # Ours may be refused or lack memory; other errors are failures.
+            if name == "ours" and not isinstance(error, REFUSALS):
+                traceback.print_exception(error)
+                self.failures.append(f"ours, {title(problem)}: {reason(error)}")
+            free_memory(self.setting.device)
 
+        judge = OracleJudge(problem)
+        for name in IMPLEMENTATIONS:
+            build = partial(make, name)
+            try:
+                ratio, wrong = judge.verdict(build)
+                attention = build(problem, problem.data())
+            except Exception as error:
+                failed(name, error)
+                continue
+            if wrong and name == "ours":
+                self.failures.append(f"ours, {title(problem)}: {wrong}")
+            note = f"wrong: {wrong}" if wrong else ""
+            rows[name] = replace(rows[name], max_ratio=ratio, note=note)
+            calls[name] = TimedCall([attention.forward, attention.backward], attention.release)
+        del judge
         samples = time_in_turn(
             calls, self._watch, self.setting.iters, seconds=CELL_SECONDS, failed=failed
         )
-        timed = (self._timed(row, problem, samples.get(name, [])) for name, row in rows.items())
+        timed = (timed_rows(row, problem, samples.get(name, [])) for name, row in rows.items())
         return [row for of_name in timed for row in of_name]
 
-    def _judge(
-        self, row: CellRow, problem: Shape, data: Inputs, judge: OracleJudge
-    ) -> tuple[CellRow, Implementation | None]:
-        """Checks an implementation, and builds it."""
 
-        def build(problem: Shape, data: Inputs) -> Implementation:
-            backend = self.setting.backend
-            return make(row.impl, problem, data, backend=backend, backward=self._backward)
+def make(name: str, problem: Shape, data: Inputs) -> Implementation:
+    """One of IMPLEMENTATIONS on a problem's data; on a CPU triton would be interpreted."""
+    if name == "torch-flash":
+        return TorchFlash(problem, data)
+    backend = "auto" if problem.device.type == "cpu" else "triton"
+    chosen = choose_backend(problem.spec, backend, Purpose(backward=True)).name
+    return Ours(problem, data, get_backend(chosen))
 
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            try:
-                ratio, wrong = worst_of(judge.verdicts(build))
-                if wrong and row.impl == "ours":
-                    self.failures.append(f"{row.impl}, {title(row)}: {wrong}")
-                note = f"wrong: {wrong}" if wrong else ""
-                return replace(row, max_ratio=ratio, note=note), build(problem, data)
-            except Exception as error:
-                return replace(row, note=self._failed(row, error, warned)), None
 
-    def _timed(self, row: CellRow, problem: Shape, samples: Sequence[Timing]) -> list[CellRow]:
-        """The rows of each mode; the row itself without samples."""
-        rows = []
-        for mode in MODES[self.setting.mode] if samples else ():
-            p20, median, p80 = quantiles([sum(sample.ms[STAGES[mode]]) for sample in samples])
-            rate = problem.flops(mode) * 1e-9 / median
-            host_ms = quantiles([sample.host_ms for sample in samples])[1]
-            rows.append(
-                replace(
-                    row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
-                    rate=rate, host_ms=host_ms,
-                )
-            )  # fmt: skip
-        return rows or [row]
+def row_of(impl: str, problem: Shape, note: str = "") -> CellRow:
+    """The row of an implementation without times."""
+    p = problem
+    sizes = p.heads, p.kv_heads, p.head_dim, p.causal, p.seqlen, p.batch
+    return CellRow(impl, "fwd_bwd", *sizes, note=note)
 
-    def _failed(self, row: CellRow, error: Exception, warned: Sequence[Any]) -> str:
-        """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
-        why = reason(error, [str(warning.message) for warning in warned])
-        if row.impl == "ours" and not isinstance(error, REFUSALS):
-            traceback.print_exception(error)
-            self.failures.append(f"{row.impl}, {title(row)}: {why}")
-        free_memory(self.setting.device)
-        return f"cannot run: {why}"
+
+def timed_rows(row: CellRow, problem: Shape, samples: Sequence[Timing]) -> list[CellRow]:
+    """The rows of each mode; the row itself without samples."""
+    rows = []
+    for mode, stages in STAGES.items() if samples else ():
+        p20, median, p80 = quantiles([sum(sample.ms[stages]) for sample in samples])
+        rows.append(
+            replace(
+                row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+                rate=problem.flops(mode) * 1e-9 / median,
+            )
+        )  # fmt: skip
+    return rows or [row]
 
 
 # -- the table
@@ -208,19 +192,11 @@ def title(what: Any) -> str:
 
 
 def table(rows: Sequence[CellRow]) -> Table:
-    """A line per cell and implementation."""
-    figures = [name for mode in STAGES for name in (f"{mode} ms", "TFLOP/s")]
-    made = new_table("medians", ("cell", ""), (*figures, "error/bound"))
-    by_cell: dict[tuple[str, str], dict[str, CellRow]] = {}
+    """A line per cell, implementation and mode."""
+    made = new_table("medians", ("cell", "", "mode"), ("ms", "TFLOP/s", "error/bound"))
     for row in rows:
-        by_cell.setdefault((title(row), row.impl), {})[row.mode] = row
-    for cell, by_mode in by_cell.items():
-        texts = []
-        for mode in STAGES:
-            timed = by_mode.get(mode)
-            texts += [show(timed.median_ms, ".4g"), show(timed.rate, ".3g")] if timed else ["", ""]
-        ratio = show(next(iter(by_mode.values())).max_ratio, ".2f")
-        made.add_row(*cell, *texts, ratio)
+        figures = show(row.median_ms, ".4g"), show(row.rate, ".3g"), show(row.max_ratio, ".2f")
+        made.add_row(title(row), row.impl, row.mode, *figures)
     return made
 
 
@@ -234,22 +210,18 @@ FULL = CellSetting(
     dtype=torch.bfloat16,
     tokens=16384,
     iters=KERNEL_ITERS,
-    backend="triton",
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
 ON_CPU = CellSetting((256, 512), (64,), ((4, 2),), torch.float32, tokens=512, iters=3)
-QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 
 def setting_of(args: argparse.Namespace) -> CellSetting:
     """The options that are given, and the rest of the default for --quick and the device."""
     device = parse_device(args.device)
-    gpu, cpu = (QUICK, QUICK_ON_CPU) if args.quick else (FULL, ON_CPU)
+    default = ON_CPU if device.type == "cpu" else QUICK if args.quick else FULL
     names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    if args.one_mask is not None:
-        given["causal"] = (args.one_mask,)
-    return replace(cpu if device.type == "cpu" else gpu, **given | {"device": device})
+    return replace(default, **given | {"device": device})
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -9,12 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
+from rich.console import Console
 from rich.table import Table
 
-from ring_attn.cli.arguments import command_line, table_console, write_json
+from ring_attn.cli.arguments import TABLE_WIDTH, command_line, write_json
 from ring_attn.cli.env import machine
-from ring_attn.core.dtypes import dtype_name
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -43,7 +42,7 @@ class Report(Generic[S, R]):
         return {
             "machine": self._machine,
             "command": command_line(),
-            "setting": _plain(asdict(setting)),
+            "setting": asdict(setting),
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
             "seconds": self.seconds,
@@ -64,19 +63,12 @@ class Report(Generic[S, R]):
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Prints tables, failures and last lines; the exit status is 1 if a result is wrong."""
-        console = table_console()
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=TABLE_WIDTH)
         console.print(*tables)
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
         for line in last_lines:
             console.print(line, markup=False, soft_wrap=True)  # no line breaks, for copy and paste
         return 1 if self.failures else 0
-
-
-def _plain(value: Any) -> Any:
-    """Replaces dtypes and devices by their names, within dictionaries too."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    return value.type if isinstance(value, torch.device) else value

@@ -58,9 +58,8 @@ def run(args: argparse.Namespace) -> int:
     )
     bench.rows, bench.failures = ranks[0]
     bench.save()
-    notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
-    lines = [note for note in notes if "cannot run" in note or "wrong" in note]
-    return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
+    lines = [f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note]
+    return bench.finish([], []) if args.quiet else bench.finish([_table(bench)], lines)
 
 
 def setting_of(args: argparse.Namespace) -> RingSetting:
@@ -71,14 +70,16 @@ def setting_of(args: argparse.Namespace) -> RingSetting:
         seqlen=args.seqlen or seqlen,
         kv_heads=args.kv_heads or args.heads,
         iters=args.iters or iters,
-        warmup=WARMUP,
         baselines=args.baseline,
     )
 
 
 def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
     """Measures on every rank; returns rows and failures."""
-    inputs = _inputs(setting)
+    inputs = random_qkv(  # the same on every rank
+        seqlen_q=setting.seqlen, nheads=setting.heads, nheads_kv=setting.kv_heads,
+        headdim=setting.head_dim, dtype=setting.dtype, device=rank_device(),
+    )  # fmt: skip
     rows: list[RingRow] = []
     impls: list[Impl] = [Ours(setting, inputs)]
     for name in setting.baselines:
@@ -90,27 +91,35 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
     verdicts = _verdicts(impls, setting, inputs)
     times = _timed(impls, setting)
     for impl in impls:
-        peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
-        for mode in MODES[setting.mode]:
-            rows.append(_row(impl, mode, setting, times, peaks.get(mode), verdicts[impl.name]))
+        ours = impl.name == "ours"
+        for mode, figures in times[impl.name].items():
+            ms, waits, sent = zip(*figures, strict=True)
+            p20, median, p80 = quantiles(ms)
+            judged = verdicts[impl.name][: 1 if mode == "fwd" else None]
+            rows.append(
+                RingRow(
+                    impl.name,
+                    mode,
+                    median_ms=median,
+                    p20_ms=p20,
+                    p80_ms=p80,
+                    wait_ms=statistics.median(waits) if ours else None,
+                    bytes_sent=sent[0] if ours else None,
+                    peak_bytes=None if mode == "bwd" else _peak(impl, mode),
+                    max_error=max(verdict.error for verdict in judged),
+                    note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
+                )
+            )
     return rows, [f"ours: {verdict}" for verdict in verdicts["ours"] if not verdict.ok]
-
-
-def _inputs(setting: RingSetting) -> Inputs:
-    """The whole sequence's, the same on every rank."""
-    return random_qkv(
-        seqlen_q=setting.seqlen, nheads=setting.heads, nheads_kv=setting.kv_heads,
-        headdim=setting.head_dim, dtype=setting.dtype, device=rank_device(),
-    )  # fmt: skip
 
 
 def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, list[Any]]]:
     """Figures of `_one` for each repetition, by implementation and mode."""
     by_impl: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
-    for repetition in range(setting.warmup + setting.iters):
+    for repetition in range(WARMUP + setting.iters):
         for impl in turned(impls, repetition):
             sample = _one(impl, setting.mode)
-            if repetition >= setting.warmup:
+            if repetition >= WARMUP:
                 for mode, figures in sample.items():
                     by_impl[impl.name].setdefault(mode, []).append(figures)
     return by_impl
@@ -174,58 +183,25 @@ def _verdicts(
     return by_impl
 
 
-def _row(
-    impl: Impl,
-    mode: str,
-    setting: RingSetting,
-    times: dict[str, dict[str, list[Any]]],
-    peak: int | None,
-    verdicts: Sequence[Verdict],
-) -> RingRow:
-    ms, waits, sent = (list(x) for x in zip(*times[impl.name][mode], strict=True))
-    p20, median, p80 = quantiles(ms)
-    ours = impl.name == "ours"
-    judged = verdicts[: 1 if mode == "fwd" else None]
-    return RingRow(
-        impl.name,
-        mode,
-        median_ms=median,
-        p20_ms=p20,
-        p80_ms=p80,
-        wait_ms=statistics.median(waits) if ours else None,
-        bytes_sent=sent[0] if ours else None,
-        peak_bytes=peak,
-        max_error=max(verdict.error for verdict in judged),
-        note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
-    )
-
-
-def _tables(bench: Report[RingSetting, RingRow]) -> list[Table]:
-    """Two tables that fit a terminal: times, and bytes held and sent."""
+def _table(bench: Report[RingSetting, RingRow]) -> Table:
+    """Times, and bytes that a call holds beyond its inputs and sends."""
     each, rows = bench.setting, bench.rows
     dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
-    columns = ("impl", "mode")
-    times = new_table(
+    table = new_table(
         f"{each.seqlen} rows on {each.world_size} ranks with {each.threads} threads, "
         f"{each.heads}/{each.kv_heads} heads of {each.head_dim}, {dtype_name(each.dtype)}, "
         f"{'causal' if each.causal else 'full'}, {each.layout}",
-        columns,
-        ("ms", "p20 .. p80", "x dense", "wait ms"),
-    )
-    sizes = new_table(
-        "bytes of a call beyond its inputs, and correctness",
-        columns,
-        ("peak MB", "sent MB", "max error"),
+        ("impl", "mode"),
+        ("ms", "p20", "p80", "x dense", "wait ms", "peak MB", "sent MB", "max error"),
     )
     for row in rows:
-        if row.median_ms is None:
-            continue
-        key, whole = (row.impl, row.mode), dense.get(row.mode)
-        ratio = row.median_ms / whole if whole else None
-        spread = f"{show(row.p20_ms, '.1f')} .. {show(row.p80_ms, '.1f')}"
-        figures = (show(ratio, ".3f"), show(row.wait_ms, ".2f"))
-        times.add_row(*key, show(row.median_ms, ".1f"), spread, *figures)
-        megabytes = (None if x is None else 1e-6 * x for x in (row.peak_bytes, row.bytes_sent))
-        errors = show(row.max_error, ".1e")
-        sizes.add_row(*key, *(show(x, ".2f") for x in megabytes), errors)
-    return [times, sizes]
+        if row.median_ms is not None:
+            whole = dense.get(row.mode)
+            megabytes = (None if x is None else 1e-6 * x for x in (row.peak_bytes, row.bytes_sent))
+            times = (show(x, ".1f") for x in (row.median_ms, row.p20_ms, row.p80_ms))
+            table.add_row(
+                row.impl, row.mode, *times, show(row.median_ms / whole if whole else None, ".3f"),
+                show(row.wait_ms, ".2f"),
+                *(show(x, ".2f") for x in megabytes), show(row.max_error, ".1e"),
+            )  # fmt: skip
+    return table

@@ -37,16 +37,11 @@ class RingSetting:
     mode: str
     threads: int
     iters: int
-    warmup: int
     baselines: tuple[str, ...]
 
     @property
     def sequence(self) -> SequenceLayout:
         return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
-
-    @property
-    def all_threads(self) -> int:
-        return self.threads * self.world_size
 
 
 class Impl(Differentiable):
@@ -103,6 +98,7 @@ class Dense(Impl):
 
     def attention(self) -> Attend:
         self._is_first = dist.get_rank() == 0
+        self._threads = self.setting.threads * self.setting.world_size
         setting, attend = self.setting, F.scaled_dot_product_attention
         grouped = setting.kv_heads != setting.heads
         return partial(attend, is_causal=setting.causal, enable_gqa=grouped)
@@ -111,14 +107,15 @@ class Dense(Impl):
         return x.transpose(1, 2)
 
     def forward(self) -> None:
-        if self._is_first:
-            with num_threads(self.setting.all_threads):
-                super().forward()
+        self._alone(super().forward)
 
     def backward(self) -> None:
+        self._alone(super().backward)
+
+    def _alone(self, stage: Callable[[], None]) -> None:
         if self._is_first:
-            with num_threads(self.setting.all_threads):
-                super().backward()
+            with num_threads(self._threads):
+                stage()
 
     def whole(self) -> list[Tensor]:
         return [x.transpose(1, 2) for x in self.results()] if self._is_first else []
@@ -132,6 +129,8 @@ class TorchTemplate(Impl):
     @classmethod
     def reason_against(cls, setting: RingSetting) -> str | None:
         """The reason why torch's ring cannot run the setting, according to its source."""
+        if rank_device().type != "cpu":
+            return "is measured on CPUs alone"
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
         if setting.layout == "zigzag" and not setting.causal:
@@ -146,10 +145,9 @@ class TorchTemplate(Impl):
         self._private: Any = private
         self._group = check_group(None)
         private._cp_options.enable_load_balance = self.setting.layout == "zigzag"
-        self._cuda = rank_device().type == "cuda"
-        name = "_scaled_dot_product_flash_attention" + ("" if self._cuda else "_for_cpu")
-        self._operator = getattr(torch.ops.aten, name)
-        self._backward = getattr(torch.ops.aten, f"{name}_backward").default
+        aten = torch.ops.aten
+        self._operator: Any = aten._scaled_dot_product_flash_attention_for_cpu
+        self._backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         self._options: Any = {"is_causal": self.setting.causal, "dropout_p": 0.0, "scale": None}
         self._saved: tuple[Any, ...] = ()
         return self._operator
@@ -165,13 +163,11 @@ class TorchTemplate(Impl):
         self.out = self._saved[0].transpose(1, 2)
 
     def backward(self) -> None:
-        out, lse, *rest = self._saved
-        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-        extra = dict(zip(names, rest, strict=False)) if self._cuda else {}
+        out, lse = self._saved
         with torch.no_grad():
             grads = self._private._templated_ring_attention_backward(
                 self._group, 2, self._backward, self._dout, "grad_out", *self._leaves, out, lse,
-                **self._options, **extra,
+                **self._options,
             )  # fmt: skip
         self.grads = [x.transpose(1, 2) for x in grads[:3]]
 

@@ -12,7 +12,6 @@ p20, median and p80 are over the repetitions.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -35,9 +34,8 @@ SPIN_CYCLES_PER_MS = 2_000_000
 # The kernel spins for this multiple of the host's time, within these bounds: a first call compiles.
 HEAD_START_FACTOR, LEAST_HEAD_START_MS, MAX_HEAD_START_MS = 1.5, 1.0, 100.0
 
-# Repetitions end at the time limit, but there are at least LEAST_ITERS. The first only warms up,
-# unless it takes longer than SLOW_MS, so that start-up costs are negligible.
-LEAST_ITERS, SLOW_MS = 2, 500.0
+# Repetitions end at the time limit, but there are at least LEAST_ITERS after the first, a warm-up.
+LEAST_ITERS = 2
 
 
 class Watch:
@@ -70,11 +68,6 @@ class Watch:
             torch.cuda.synchronize()
 
 
-def head_start_ms(host_ms: float) -> float:
-    """Milliseconds that keep the host ahead in a call that it enqueues in `host_ms`."""
-    return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MAX_HEAD_START_MS)
-
-
 class TimedCall(NamedTuple):
     """Stages to time one by one, and an untimed function that cleans up after them."""
 
@@ -91,7 +84,7 @@ class Timing(NamedTuple):
 
 def time_call(watch: Watch, call: TimedCall, host_ms: float) -> Timing:
     """Times a call that the host enqueued in `host_ms` the last time."""
-    watch.ready(head_start_ms(host_ms))
+    watch.ready(min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MAX_HEAD_START_MS))
     start = time.perf_counter()
     marks = [watch.mark()]
     for stage in call.stages:
@@ -108,14 +101,14 @@ def time_in_turn(
     watch: Watch,
     iters: int,
     *,
+    failed: Callable[[str, Exception], None],
     seconds: float = float("inf"),
-    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[Timing]]:
     """Times all calls alternately within every repetition.
 
     `iters` repetitions follow the warm-up; after `seconds` none starts, except the first
     LEAST_ITERS. `failed` is called with the name and the error of a call that raises, which then
-    has no samples; None lets the error pass.
+    has no samples.
     """
     samples: dict[str, list[Timing]] = {name: [] for name in calls}
     host_ms = dict.fromkeys(calls, 0.0)
@@ -128,14 +121,12 @@ def time_in_turn(
             try:
                 sample = time_call(watch, calls[name], host_ms[name])
             except Exception as error:
-                if failed is None:
-                    raise
                 failed(name, error)
                 del host_ms[name]
                 samples[name] = []
                 continue
             host_ms[name] = sample.host_ms
-            if repetition >= 0 or sum(sample.ms) > SLOW_MS:
+            if repetition >= 0:
                 samples[name].append(sample)
     return samples
 
@@ -154,7 +145,6 @@ def free_memory(device: torch.device) -> None:
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """p20, median, p80."""
-    if len(samples) == 1:
-        return samples[0], samples[0], samples[0]
-    cuts = statistics.quantiles(samples, n=10, method="inclusive")
-    return cuts[1], statistics.median(samples), cuts[7]
+    cuts = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    p20, median, p80 = torch.tensor(samples, dtype=torch.float64).quantile(cuts).tolist()
+    return p20, median, p80

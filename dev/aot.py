@@ -18,13 +18,12 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from dev.code_rules import SHARED_BYTES, Limits, failures, other_orders
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.bench.report import Report
-from ring_attn.cli.arguments import add_common, new_table, parse_dtype, parse_size
+from ring_attn.cli.arguments import add_common, parse_dtype, parse_size
 from ring_attn.cli.launch import map_in_processes
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
@@ -444,7 +443,7 @@ class Selection:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles, prints the table and the failures, writes the JSON; 1 if a cell failed."""
+    """Compiles, prints cells and failures, writes the JSON; 1 if a cell failed."""
     import triton
 
     if interpreting():
@@ -460,13 +459,16 @@ def run(args: argparse.Namespace) -> int:
     bench = Report[Selection, CompiledRow](setting, args.json)
     for row in compile_all(chosen, args.jobs):
         bench.rows.append(row)
+        if row.report is not None and not args.quiet:
+            got = row.report
+            sizes = f"{got.registers} registers, bytes spilled {got.spill_bytes}"
+            print(f"{_name(row)}: {sizes}, shared {got.shared_bytes}, {got.seconds:.1f} s")
         if row.failures:
             bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
     bench.failures += [f"FAIL {_name(row)}: {text}" for row, text in other_orders(bench.rows)]
     bench.save()
     counts = f"{len(bench.rows)} cells in {bench.seconds:.0f} s, {len(bench.failures)} failed"
-    tables = [] if args.quiet else [_results(bench.rows)]
-    return bench.finish(tables, [f"triton {triton.__version__}: {counts}"])
+    return bench.finish([], [f"triton {triton.__version__}: {counts}"])
 
 
 def _name(row: CompiledRow) -> str:
@@ -474,24 +476,3 @@ def _name(row: CompiledRow) -> str:
         f"{row.arch} {row.kernel} {row.variant} head_dim {row.head_dims} {row.dtype} "
         f"{row.tile} {row.num_warps} warps {row.num_stages} stages"
     )
-
-
-def _results(rows: Sequence[CompiledRow]) -> Table:
-    """One line per cell; the JSON also counts the instructions."""
-    table = new_table(
-        "compiled",
-        ("arch", "kernel", "variant", "dtype", "tile"),
-        ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
-    )
-    for row in rows:
-        figures = ["", "", "", ""]
-        if row.report is not None:
-            report = row.report
-            sizes = (report.registers, report.spill_bytes, report.shared_bytes)
-            figures = [*map(str, sizes), f"{report.seconds:.1f}"]
-        names = (row.arch, row.kernel, row.variant, row.dtype, row.tile)
-        numbers = (row.head_dims, row.num_warps, row.num_stages)
-        failed = bool(row.failures)
-        cells = (*names, *map(str, numbers), *figures, "FAIL" if failed else "")
-        table.add_row(*cells, style="red" if failed else "")
-    return table

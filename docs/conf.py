@@ -55,7 +55,7 @@ WRONG = {
     "audit": "nothing.py:step",
     "plan": "--seqlen 1M --world-size 8 --cluster nothing",
     "bench ring": "--world-size 2 --baseline magic",
-    "bench kernel": "--implementations magic",
+    "bench kernel": "--heads 8/3",
     "calibrate": "--device tpu",
     "tune": "--device tpu",
 }

@@ -83,7 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes commands fork their processes, which is ten times faster; one test undoes the patch."""
-    monkeypatch.setattr(launch, "get_context", lambda method: forkserver())
+    forkserver()
+    monkeypatch.setattr(launch, "START_METHOD", "forkserver")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,26 +42,15 @@ SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k"."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmg]?)", text.strip().lower())
-    size = Fraction(match[1]) * SUFFIXES[match[2]] if match else Fraction(0)
-    if not 1 <= size <= MAX_SIZE or size.denominator != 1:
+    """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576)."""
+    match = re.fullmatch(r"([0-9]{1,18})([kmg]?)", text.strip().lower())
+    size = int(match[1]) * SUFFIXES[match[2]] if match else 0
+    if not 1 <= size <= MAX_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{shortened(text)} is not a size: give a positive number such as 113, 8k (8192) or "
+            f"{text!r} is not a size: give a positive number such as 113, 8k (8192) or "
             f"1M (1048576), up to {format_size(MAX_SIZE)}"
         )
-    return size.numerator
-
-
-def parse_seconds(text: str) -> float:
-    """A number of seconds, at least 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0.0:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is not a number of seconds such as 60")
-    return seconds
+    return size
 
 
 def shortened(text: str) -> str:
@@ -74,16 +63,13 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(parse_size(part) for part in text.split(","))
 
 
-def names_of(known: Iterable[str], *, least: int = 0) -> Callable[[str], tuple[str, ...]]:
-    """A parser of at least so many comma-separated names, each one of `known`."""
+def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names, each one of `known`."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name for name in text.split(",") if name))
-        wrong = [name for name in names if name not in known]
-        if wrong or len(names) < least:
-            raise argparse.ArgumentTypeError(
-                f"must be of {', '.join(known)}{f', at least {least}' * (least > 0)}, got {text!r}"
-            )
+        if not {*names} <= {*known}:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {text!r}")
         return names
 
     return parse
@@ -106,14 +92,6 @@ def narrow(paragraph: str) -> str:
     if paragraph.startswith(" "):
         return paragraph
     return textwrap.fill(paragraph, TEXT_WIDTH, break_on_hyphens=False, break_long_words=False)
-
-
-def table_console() -> Any:
-    """A rich console; at least `TABLE_WIDTH` wide when its output goes to a file."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
 
 
 @contextmanager
@@ -164,10 +142,8 @@ def parse_report(text: str) -> Path:
     path = Path(text)
     if not is_first_rank():
         return path  # other ranks do not write, and may be on another machine
-    if os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is a folder: give a file")
-    if not os.access(path if os.path.exists(text) else path.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{shortened(text)} may not be written there")
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file that may be written")
     return path
 
 
@@ -195,18 +171,14 @@ def with_options(make: Callable[..., T], args: argparse.Namespace, **others: Any
 
 
 def command_line() -> str:
-    """The command as typed, without --json, which does not change the measurements."""
-    words = iter(sys.argv[1:])
-    kept = []
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name != "--json":
-            kept.append(word)
-        elif not equals:
-            next(words, None)
-    program = Path(sys.argv[0])
-    module = ("python", "-m", program.parent.name)
-    return shlex.join([*(module if program.name == "__main__.py" else ("ring-attn",)), *kept])
+    """The command as typed, without --json PATH, which does not change the measurements."""
+    program, *words = sys.argv
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    path = Path(program)
+    module = ("python", "-m", path.parent.name)
+    return shlex.join([*(module if path.name == "__main__.py" else ("ring-attn",)), *words])
 
 
 def is_first_rank() -> bool:
@@ -217,16 +189,15 @@ def is_first_rank() -> bool:
 def write_json(path: Path | None, payload: dict[str, Any]) -> None:
     """Writes a report on the first rank, unless the path is None; its folder must exist.
 
-    Infinities and NaN become null, as JSON has neither. Each entry, and each item of a list, is on
-    its own line, so that diffs show rows. The file is whole at any time, even if the process is
-    killed.
+    Infinities and NaN become null, as JSON has neither, and dtypes texts. Each entry, and each item
+    of a list, is on its own line, so that diffs show rows. The file is whole at any time, even if
+    the process is killed.
     """
     if path is None or not is_first_rank():
         return
     entries = [f"  {json.dumps(name)}: {_lines(value)}" for name, value in _finite(payload).items()]
     text = "{\n" + ",\n".join(entries) + "\n}\n"
-    replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
-    if not replaceable or not os.access(path.parent, os.W_OK):  # such as /dev/stdout
+    if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_text(text, encoding="utf-8")
         return
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -235,9 +206,10 @@ def write_json(path: Path | None, payload: dict[str, Any]) -> None:
 
 
 def _lines(value: Any) -> str:
+    dump = partial(json.dumps, allow_nan=False, default=str)
     if not isinstance(value, list) or not value:
-        return json.dumps(value, allow_nan=False)
-    return "[\n" + ",\n".join(f"    {json.dumps(x, allow_nan=False)}" for x in value) + "\n  ]"
+        return dump(value)
+    return "[\n" + ",\n".join(f"    {dump(x)}" for x in value) + "\n  ]"
 
 
 def _finite(value: Any) -> Any:

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import math
 import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process, resource_tracker
-from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from ring_attn.core.names import DEVICES
 from ring_attn.core.values import check_one_of, env_int
@@ -159,185 +163,141 @@ def checked_device(device: str | None, nproc: int) -> str:
     return device
 
 
-# The address of the ranks' store.
-LOOPBACK = "127.0.0.1"
+# The address of the ranks' store, and the size of a message to it: torch's allows 8 MiB.
+LOOPBACK, STORED_BYTES = "127.0.0.1", 4 << 20
+
+# Key of the first error in the store.
+FAILED = "failed"
+
+START_METHOD = "spawn"  # CUDA does not survive a fork
 
 
 def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> list[Any]:
-    # This process holds the store, so that it outlives rank 0.
-    # It listens on the loopback only: anyone who reaches it could write to it.
+    # It listens on the loopback only: anyone who reaches the store could write to it.
     server = socket.create_server((LOOPBACK, 0))
-    store = dist.TCPStore(
-        LOOPBACK,
-        server.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
-    ranks = list[Worker]()
+    port = server.getsockname()[1]
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)), signals_wait():
+        ranks = start_processes(
+            _run_rank, (work, nproc, port), nproc, join=False, daemon=True,
+            start_method=START_METHOD,
+        )  # fmt: skip
+    end = math.inf if timeout is None else time.monotonic() + timeout
     try:
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
-            for rank in range(nproc):
-                variables = {
-                    **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-                    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
-                    "MASTER_ADDR": LOOPBACK,
-                    "MASTER_PORT": str(store.port),
-                    # The store exists already: rank 0 must not open another.
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
-                }
-                ranks.append(_start(_run_rank, variables, work))
-        results = _results(ranks, timeout)
-        for _, process in ranks:
-            process.join()
-        return results
+        # This process holds the store, so that it outlives rank 0. Its threads would take signals.
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        while not ranks.join(None if timeout is None else max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                names = ", ".join(map(str, sorted(ranks.sentinels.values())))
+                raise TimeoutError(f"ranks {names} of {nproc} have no result after {timeout:g} s")
+        for rank in range(nproc):
+            if not store.check([str(rank)]):
+                raise RuntimeError(f"rank {rank} of {nproc} failed: it ended before its result")
+        return [pickle.loads(store.get(str(rank))) for rank in range(nproc)]
+    except ProcessExitedException as error:
+        text = f"rank {error.error_index} of {nproc} failed: {error.msg}"
+        if error.exit_code > 0 and store.check([FAILED]):  # else a signal has ended the rank
+            text = store.get(FAILED).decode()
+        raise RuntimeError(text) from None
     finally:
-        _end(ranks)
+        for process in ranks.processes:
+            process.kill()
+        for process in ranks.processes:
+            process.join()
+
+
+def _run_rank(rank: int, work: bytes, nproc: int, port: int) -> None:
+    _begin()
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    os.environ.update({
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # The store exists already: rank 0 must not open another.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
+    })  # fmt: skip
+    try:
+        fn, args, threads, device = pickle.loads(work)
+        torch.set_num_threads(threads)
+        _join(device)
+        result = pickle.dumps(fn(*args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        # The store keeps the first error: other ranks raise when they lose their connections.
+        text = f"rank {rank} of {nproc} failed:\n{traceback.format_exc().rstrip()}"
+        store.compare_set(FAILED, "", text)
+        sys.stdout.flush()
+        os._exit(1)  # the end of an interpreter may wait for what other ranks do not send
+    for start in range(0, len(result), STORED_BYTES):
+        part = result[start : start + STORED_BYTES]
+        store.append(str(rank), part)  # type: ignore[attr-defined]  # torch's stub lacks it
+    store.check([str(rank)])  # its answer comes when all parts have arrived
 
 
 def map_in_processes(
     function: Callable[[T], R], items: Sequence[T], jobs: int, lost: Callable[[T], R]
-) -> Generator[R, None, None]:
+) -> Iterator[R]:
     """Results of `function(item)`, in the order of the items.
 
     Args:
         function: defined at the top level of a module; items and results are pickled.
         items: arguments of the calls.
         jobs: number of processes; each takes many items.
-        lost: makes the result of an item whose process died; a new process replaces it.
+        lost: makes the result of an item whose process dies, also if the item is alone.
     """
-    results = dict[int, R]()
-    idle, busy = list[Worker](), dict[Connection, tuple[int, Worker]]()
-    given = 0
-    try:
-        for index in range(len(items)):
-            while index not in results:
-                while given < len(items) and len(busy) < jobs:
-                    worker = idle.pop() if idle else _start(_run_items, function)
-                    busy[worker[0]] = given, worker
-                    worker[0].send(items[given])
-                    given += 1
-                for pipe in wait([*busy]):
-                    assert isinstance(pipe, Connection), "only pipes are waited for"
-                    at, worker = busy.pop(pipe)
-                    try:
-                        results[at] = pipe.recv()
-                        idle.append(worker)
-                    except (EOFError, ConnectionError):
-                        results[at] = lost(items[at])
-            yield results.pop(index)
-    finally:
-        _end([*idle, *(worker for _, worker in busy.values())])
+    left = [*items]
+    while left:
+        pool = ProcessPoolExecutor(jobs, get_context(START_METHOD), _begin)
+        try:
+            with signals_wait():
+                futures = [pool.submit(function, item) for item in left]
+            for future in futures:
+                result = future.result()
+                left.pop(0)
+                yield result
+        except BrokenProcessPool:
+            # It is not known whose process died: one item after another is tried alone.
+            if jobs == 1 and len(left) == 1:
+                yield lost(left.pop())
+            else:
+                yield from map_in_processes(function, [left.pop(0)], 1, lost)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
-# Our end of a pipe, and the process at the other end.
-Worker = tuple[Connection, Any]
-
-
-def _start(run: Callable[..., None], *args: Any) -> Worker:
-    """Starts a process that calls `run(pipe, *args)`."""
-    context = get_context("spawn")  # CUDA does not survive a fork
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run_process, args=(run, theirs, *args), daemon=True)
-    with _signals_held_back():
-        process.start()
-    theirs.close()
-    return ours, process
-
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Raises signals at the end of the block; a process that is started within has them blocked.
+def signals_wait() -> Iterator[None]:
+    """A context at whose end signals arrive; a process that is started within has them blocked.
 
     Half started, a process would print multiprocessing's EOFError.
     """
-    held = list[int]()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    caught = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
     resource_tracker.ensure_running()  # it unblocks signals
-    # Handlers as well as the mask: threads of torch's store take signals that this one blocks.
-    for number in caught:
-        signal.signal(number, lambda number, _: held.append(number))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for number in caught:
-            signal.signal(number, handlers[number])
-        for taken in held:
-            signal.raise_signal(taken)
 
 
-def _run_process(run: Callable[..., None], pipe: Connection, *args: Any) -> None:
-    def end_with_parent() -> None:
+def _begin() -> None:
+    """Lets signals but ^C end this process, and the end of its parent."""
+
+    def wait() -> None:
         parent = parent_process()
         assert parent is not None, "this process was started by multiprocessing"
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # SIGINT stays blocked.
+    threading.Thread(target=wait, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGINT})
     faulthandler.enable()
-    run(pipe, *args)
-
-
-def _run_items(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    while True:
-        pipe.send(function(pipe.recv()))
-
-
-def _end(workers: Sequence[Worker]) -> None:
-    for _, process in workers:
-        process.kill()
-    for _, process in workers:
-        process.join()
-
-
-def _results(ranks: Sequence[Worker], timeout: float | None) -> list[Any]:
-    results: dict[int, Any] = {}
-    end = None if timeout is None else time.monotonic() + timeout
-    while len(results) < len(ranks):
-        waiting = {pipe: rank for rank, (pipe, _) in enumerate(ranks) if rank not in results}
-        arrived = wait([*waiting], None if end is None else max(0.0, end - time.monotonic()))
-        if not arrived:
-            names = ", ".join(map(str, waiting.values()))
-            raise TimeoutError(f"ranks {names} of {len(ranks)} have no result after {timeout:g} s")
-        for pipe in arrived:
-            assert isinstance(pipe, Connection), "only pipes are waited for"
-            rank = waiting[pipe]
-            try:
-                results[rank], error = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionError):
-                error = f" {_ending(ranks[rank][1])}"
-            if error:
-                raise RuntimeError(f"rank {rank} of {len(ranks)} failed:{error}")
-    return [results[rank] for rank in range(len(ranks))]
-
-
-def _ending(process: Any) -> str:
-    process.join()
-    if process.exitcode < 0:
-        return f"it was ended by {signal.Signals(-process.exitcode).name}"
-    return f"it ended with status {process.exitcode} before it had a result"
-
-
-def _run_rank(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
-    os.environ.update(variables)
-    try:
-        fn, args, threads, device = pickle.loads(work)
-        torch.set_num_threads(threads)
-        _join(device)
-        report = pickle.dumps((fn(*args), ""))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:
-        report = pickle.dumps((None, f"\n{traceback.format_exc().rstrip()}"))
-    pipe.send_bytes(report)
 
 
 def _run_in_place(

@@ -11,7 +11,6 @@ from ring_attn.cli.arguments import (
     format_size,
     names_of,
     parse_dtype,
-    parse_seconds,
     parse_size,
     parse_sizes,
 )
@@ -33,15 +32,6 @@ HEADS, HEADDIM = 32, 128
 SEQLEN, RING_ITERS = 8192, 9
 BASELINES = ("dense", "torch-template")
 
-# Implementations in other packages, and torch's backends, by their names in `bench kernel`.
-FLASH_PACKAGES = {
-    "flash-attn": "flash_attn",
-    "flash-attn-3": "flash_attn_interface",
-    "flash-attn-4": "flash_attn.cute",
-}
-SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, *FLASH_PACKAGES)
-
 # Sizes of `bench kernel` on a GPU.
 KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15
 KERNEL_HEADS = ((32, 8), (64, 8))
@@ -50,7 +40,7 @@ KERNEL_HEADS = ((32, 8), (64, 8))
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
 # The kernels that `tune` times.
-KERNELS = ("fwd", "dkdv", "dq", "decode")
+KERNELS = ("fwd", "dkdv", "dq")
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:
@@ -212,7 +202,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
         ours             ring_attn.ring_attention on the ranks
         dense            torch's, in one process with all the ranks' threads
-        torch-template   torch's private ring and its backward on the same ranks
+        torch-template   torch's private ring and its backward, of ranks on CPUs
     """
     add = parser.add_argument
     add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
@@ -234,30 +224,21 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_kernel(parser: argparse.ArgumentParser) -> None:
-    """Time of our attention kernels on one device, beside torch's and flash-attn's.
+    """Time of our attention kernels on one device, beside torch's.
 
-    All implementations alternate within every repetition, so that clock drift affects all alike;
-    each is checked against float64 before the timing. As in FlashAttention's papers, the batch is
-    --tokens (16k) / length, at least 1. Times are the device's, between events, with a cold L2 and
-    the host ahead; medians, p20 and p80 are over the repetitions. Unless --mode fwd, a forward
-    saves tensors for its backward. FLOPs are 4 x visible pairs x head_dim per head forward, 2.5
-    times that backward.
+    Both implementations alternate within every repetition, so that clock drift affects them alike;
+    each is checked against float64 before the timing, on at most 1024 rows. As in FlashAttention's
+    papers, the batch is 16k / length, at least 1. Times are the device's, between events, with a
+    cold L2 and the host ahead; medians, p20 and p80 are over the repetitions. A forward saves
+    tensors for its backward. FLOPs are 4 x visible pairs x head_dim per head forward, 2.5 times
+    that backward.
 
         ours           triton (on a CPU auto), deterministic, as a ring of one rank
         torch-flash    scaled_dot_product_attention with FlashAttention 2
-        cudnn          scaled_dot_product_attention with cuDNN
-        flash-attn     flash_attn, if installed; so flash-attn-3, flash-attn-4
 
     The exit status is 1 if a result of ours is wrong or a call of ours failed.
     """
     add = parser.add_argument
-    both = argparse.BooleanOptionalAction
-    add("--causal", dest="one_mask", action=both, help="only one of them; default: both")
-    add("--tokens", type=parse_size, help="tokens of a batch of shorter sequences (default: 16k)")
-    mode = "forward alone, or backward too (default: fwd_bwd)"
-    add("--mode", choices=MODES, default="fwd_bwd", help=mode)
-    names = f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)"
-    add("--implementations", type=names_of(IMPLEMENTATIONS, least=1), help=names)
     lens = ",".join(map(format_size, KERNEL_SEQLENS))
     add("--seqlen", dest="seqlens", type=parse_sizes, help=f"lengths, as 1k,8k (default: {lens})")
     add("--iters", type=parse_size, help=f"most repetitions of a cell (default: {KERNEL_ITERS})")
@@ -299,11 +280,11 @@ def tune(parser: argparse.ArgumentParser) -> None:
 
         built      by a process per core, which run each config once and so fill
                    triton's cache; one that crashes loses only its own row
-        checked    against float64 (`judge`); several runs are equal bit for bit
+        checked    against float64 on at most 1024 rows; runs are equal bit for bit
         timed      alternately within every repetition
 
     A config that is wrong, or differs between two runs, is reported, never recommended. Kernels
-    take 32k causal rows or 16k without a mask (--quick a quarter, on a CPU 128), decoding one.
+    take 32k causal rows or 16k without a mask (--quick a quarter, on a CPU 128).
     The exit status is 1 if a frozen config is wrong.
     """
     add = parser.add_argument
@@ -320,7 +301,7 @@ def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -
     add("--head-dim", dest="head_dims", type=parse_sizes, help="default: 128; on a CPU 16 or 64")
     add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
     budget = "start no measurement after this time (default: no limit)"
-    add("--budget", type=parse_seconds, metavar="SECONDS", help=budget)
+    add("--budget", type=float, metavar="SECONDS", help=budget)
     add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
     add_common(parser)
 

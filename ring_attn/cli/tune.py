@@ -7,19 +7,17 @@ import math
 import os
 import statistics
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attn.backends import get_backend
-from ring_attn.bench.implementations import Kernels, Shape, reason
-from ring_attn.bench.judge import OracleJudge, worst_of
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.bench.implementations import Ours, Shape, reason
+from ring_attn.bench.judge import OracleJudge
 from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, Watch, free_memory, time_in_turn
@@ -32,7 +30,7 @@ from ring_attn.testing import Inputs
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.
-KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
+KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
 
 # Number of timed runs of a config, and of runs whose bits must be equal.
 ITERS, REPEATS = 12, 20
@@ -70,6 +68,19 @@ class TuneRow:
         """Tells whether the config ran, and its results are wrong."""
         return self.max_ratio is not None and bool(self.note)
 
+    @property
+    def kind_of_backend(self) -> str:
+        """The kind under which the backend takes the config."""
+        return GLUON if self.gluon else self.kind
+
+    def kernels(self, problem: Shape, data: Inputs) -> Ours:
+        """Attention in which the kind has this config."""
+        return Ours(problem, data, TritonBackend({self.kind_of_backend: self.config}))
+
+    def call(self, problem: Shape, data: Inputs) -> Callable[[], list[Tensor]]:
+        """A call of the kind's kernel alone."""
+        return self.kernels(problem, data).one(kernel_of(self.kind))
+
 
 def kernel_of(kind: str) -> str:
     """The kernel of a kind: "dkdv" of "dkdv_whole"."""
@@ -100,22 +111,11 @@ class TuneSetting:
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
     def problem_of(self, kind: str) -> Shape:
-        """The problem of a kind: with a causal mask, without a mask, or one token."""
-        decodes, whole = kind == "decode", kind.endswith("_whole")
+        """The problem of a kind: with a causal mask, or half as long and without a mask."""
+        whole = kind.endswith("_whole")
         rows = self.rows // 2 if whole else self.rows
-        sizes = 1, rows, self.heads, self.kv_heads, self.head_dim, not (decodes or whole)
-        return Shape(*sizes, self.dtype, self.device, 1 if decodes else None)
-
-
-def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> TuneRow:
-    """The row of a config before it is built; `frozen` is None if another kernel is the default."""
-    name = f"gluon {label(config)}" if gluon else label(config)
-    return TuneRow(kind, name, config, gluon, config == frozen)
-
-
-def configs_of(row: TuneRow) -> dict[str, Config]:
-    """The config of a row, by the kind's name in the backend."""
-    return {GLUON if row.gluon else row.kind: row.config}
+        sizes = 1, rows, self.heads, self.kv_heads, self.head_dim
+        return Shape(*sizes, not whole, self.dtype, self.device)
 
 
 class Tuning(Report[TuneSetting, TuneRow]):
@@ -130,46 +130,33 @@ class Tuning(Report[TuneSetting, TuneRow]):
         """Searches kinds while time is left; later kinds get unused time."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            left = self.left()
-            if left <= 0.0:
-                break
-            try:
+            if (left := self.left()) > 0.0:
                 self._search(kind, left / (len(kinds) - index))
-            except Exception as error:  # the other kinds continue
-                traceback.print_exception(error)
-                self.failures.append(f"{kind} failed: {reason(error)}")
             free_memory(self.setting.device)
             self.save()
-        self.save()
 
     def to_json(self) -> dict[str, Any]:
         """Adds the configs in the form that RING_ATTN_CONFIGS reads."""
         setting = self.setting
-        chosen: dict[str, Config] = {}
-        for row in best(self.rows):
-            chosen |= configs_of(row)
+        chosen = {row.kind_of_backend: row.config for row in best(self.rows)}
         table = section(setting.device, setting.head_dim, setting.dtype, chosen)
         return super().to_json() | {"configs": table}
 
     def summary(self) -> list[str]:
         """Lines: speeds, wrong configs, how to use the file, and counts."""
-        chosen, path = best(self.rows), self._path
-        lines = [
-            f"{r.kind}: {r.name} is {show(r.speed, '.3f')} x the frozen config" for r in chosen
-        ]
+        chosen = best(self.rows)
+        lines = [f"{r.kind}: {r.name}, {show(r.speed, '.3f')} x the frozen config" for r in chosen]
         lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in self.rows if row.wrong]
-        file = "--json PATH writes the file that RING_ATTN_CONFIGS reads"
-        if path is not None:
-            file = f"{CONFIGS_VARIABLE}={path} on every rank uses these configs"
+        file = f"{CONFIGS_VARIABLE}=PATH on every rank uses these configs, PATH of --json"
         timed, wrong = sum(bool(r.speed) for r in self.rows), sum(r.wrong for r in self.rows)
         return [*lines, file, f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"]
 
     def _search(self, kind: str, seconds: float) -> None:
         """Builds, checks and times candidates of one kind, the frozen config first."""
         start, problem = time.monotonic(), self.setting.problem_of(kind)
-        deadline, data = start + CHECK_SHARE * seconds, problem.data()
+        deadline = start + CHECK_SHARE * seconds
         rows = self._built(problem, self._candidates(kind), deadline)
-        judge = OracleJudge(problem, data, backward=kind != "decode")
+        judge, data = OracleJudge(problem), problem.data()
         rows = [self._checked(row, problem, data, judge, deadline) for row in rows]
         del judge
         rows = self._timed(problem, data, rows, start + seconds)
@@ -187,9 +174,10 @@ class Tuning(Report[TuneSetting, TuneRow]):
         default: Config | None = frozen
         if kernel_of(kind) == "fwd" and takes_gluon(x, setting.head_dim):
             gluon, default = configs.search_space(GLUON, *sizes), None
-            in_gluon = [candidate(kind, config, gluon[0], gluon=True) for config in gluon]
+            in_gluon = [TuneRow(kind, f"gluon {c}", c, True, c == gluon[0]) for c in gluon]
         space = [frozen, *configs.search_space(kind, *sizes)]
-        return in_gluon + list(dict.fromkeys(candidate(kind, c, default) for c in space))
+        rows = (TuneRow(kind, str(c), c, frozen=c == default) for c in space)
+        return in_gluon + list(dict.fromkeys(rows))
 
     def _built(self, problem: Shape, rows: Sequence[TuneRow], deadline: float) -> list[TuneRow]:
         """Builds all configs; notes those that do not compile or crash their process."""
@@ -211,19 +199,12 @@ class Tuning(Report[TuneSetting, TuneRow]):
             return row
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
-
-        def build(problem: Shape, data: Inputs) -> Kernels:
-            return Kernels(problem, data, configs_of(row))
-
-        def results() -> list[Tensor]:
-            return build(problem, data).one(kernel_of(row.kind))()
-
         try:
-            ratio, note = worst_of(judge.verdicts(build))
-            first = [] if note else results()
-            for repeat in range(1, self.setting.repeats):
-                if not note and not all(map(torch.equal, first, results())):
-                    note = f"other bits after {repeat} equal runs of {self.setting.repeats}"
+            ratio, note = judge.verdict(row.kernels)
+            runs = (row.call(problem, data)() for _ in range(self.setting.repeats))
+            first = next(runs)
+            if not note and not all(all(map(torch.equal, first, other)) for other in runs):
+                note = f"other bits in one of {self.setting.repeats} equal runs"
         except Exception as error:
             return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
@@ -232,15 +213,11 @@ class Tuning(Report[TuneSetting, TuneRow]):
         self, problem: Shape, data: Inputs, rows: Sequence[TuneRow], end: float
     ) -> list[TuneRow]:
         """Times all rows without a note."""
-        right = {row.name: row for row in rows if not row.note}
-        calls = {
-            name: TimedCall([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
-            for name, row in right.items()
-        }
-        notes: dict[str, str] = {}
+        found = {row.name: row for row in rows}
+        calls = {row.name: TimedCall([row.call(problem, data)]) for row in rows if not row.note}
 
         def failed(name: str, error: Exception) -> None:
-            notes[name] = f"cannot run: {reason(error)}"
+            found[name] = replace(found[name], note=f"cannot run: {reason(error)}")
 
         samples = time_in_turn(
             calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
@@ -251,13 +228,11 @@ class Tuning(Report[TuneSetting, TuneRow]):
             for name, of_name in samples.items()
             if of_name
         }
-        frozen, found = medians.get(rows[0].name), []
-        for row in rows:
-            row = replace(row, note=notes.get(row.name, row.note))
-            if median := medians.get(row.name):
-                row = replace(row, median_ms=median, speed=frozen and frozen / median)
-            found.append(row)
-        return found
+        frozen = medians.get(rows[0].name)
+        for name, median in medians.items():
+            speed = frozen and frozen / median
+            found[name] = replace(found[name], median_ms=median, speed=speed)
+        return [*found.values()]
 
 
 def build(task: tuple[Shape, TuneRow, float]) -> str:
@@ -266,7 +241,7 @@ def build(task: tuple[Shape, TuneRow, float]) -> str:
     if time.monotonic() > deadline:  # all processes share this clock
         return "there was no time left"
     try:
-        Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
+        row.call(problem, problem.data())()
     except Exception as error:
         return reason(error)
     return ""
@@ -278,34 +253,25 @@ def best(rows: Sequence[TuneRow]) -> list[TuneRow]:
     For that, the kinds of a kernel must fold blocks of one length; a kind that was not timed keeps
     its frozen config, and so its length. Both kinds of the forward in Gluon share one config.
     """
-    decoding = [row for row in rows if row.kind == "decode" and row.speed]
-    fastest: list[TuneRow] = []
+    fastest = list[TuneRow]()
     for kernel, block in FOLDED.items():
         of_kernel = [row for row in rows if kernel_of(row.kind) == kernel]
-        kinds = {kind: [r for r in of_kernel if r.kind == kind and r.speed] for kind in KINDS}
-        timed = [of_kind for of_kind in kinds.values() if of_kind]
-        lengths = {row.name: getattr(row.config, block) for row in of_kernel}
-        frozen = {lengths[row.name] for row in of_kernel if row.frozen}
-        options = [
-            option
-            for option in product(*timed)
-            if len({(lengths[row.name], row.gluon and row.name) for row in option}) == 1
-            and (len(timed) == 2 or lengths[option[0].name] in frozen)
+        frozen = {getattr(row.config, block) for row in of_kernel if row.frozen}
+        timed = sorted((r for r in of_kernel if r.speed), key=lambda row: row.speed or 0.0)
+        # Kind -> the fastest row, of those that fold blocks of one length.
+        options = dict[tuple[int, object], dict[str, TuneRow]]()
+        for row in timed:
+            alike = getattr(row.config, block), row.gluon and row.name
+            options.setdefault(alike, {})[row.kind] = row
+        kinds = {row.kind for row in timed}
+        usable = [
+            [*of_kinds.values()]
+            for (length, _), of_kinds in options.items()
+            if of_kinds.keys() == kinds and (len(kinds) == 2 or length in frozen)
         ]
-        if options:
-            fastest += max(options, key=lambda rows: math.prod(row.speed or 0.0 for row in rows))
-    return fastest + sorted(decoding, key=lambda row: -(row.speed or 0.0))[:1]
-
-
-def label(config: Config) -> str:
-    """A config as text: tile, warps, stages, and fields that differ from their defaults."""
-    tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
-    others = (
-        f"{field.name}={getattr(config, field.name)}"
-        for field in fields(config)
-        if field.default not in (MISSING, getattr(config, field.name))
-    )
-    return " ".join([tile, *others])
+        if usable:
+            fastest += max(usable, key=lambda rows: math.prod(row.speed or 0.0 for row in rows))
+    return fastest
 
 
 def setting_of(args: argparse.Namespace) -> TuneSetting:
@@ -335,7 +301,7 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
         iters=ITERS if gpu else 1,
         repeats=REPEATS if gpu else 2,
     )
-    refused = get_backend("triton").supports(setting.problem_of("fwd").spec, explicit=True)
+    refused = TritonBackend().supports(setting.problem_of("fwd").spec, explicit=True)
     if refused is not None:
         raise ValueError(f"backend triton {refused}")
     return setting
