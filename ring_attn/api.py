@@ -260,7 +260,7 @@ def _with_strategy(
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
         choice = {"strategy": "auto", "same_bits": call.same_bits}
-        ends.compare({}, q.device, Agreement(call.facts() | choice))
+        ends.compare(Agreement(call.facts() | choice).report, q.device)
     strategy = agreed_strategy(
         spec,
         call.layouts,

@@ -26,11 +26,6 @@ from tests.stand_in import Parts, StandIn
 class Moment:
     """A stream, an event or a group of operations: nothing is left to be waited for."""
 
-    stream_id = 0
-
-    def __init__(self) -> None:
-        self.event = self
-
     def wait(self, *_: object) -> bool:
         return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,10 +168,7 @@ def largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds of the largest case of a kind."""
     purpose = Purpose(decoding=True) if kind == "decode" else EVERYTHING
     use = next(use for use in uses("reference", LARGEST, purpose) if use.kind == kind)
-    heads, group = use.spec.nheads_kv, use.spec.nheads // use.spec.nheads_kv
-    # Results are checked for one kv head after the other.
-    one = replace(use, spec=replace(use.spec, nheads=group, nheads_kv=1))
-    return heads * seconds_of(one, monkeypatch)
+    return seconds_of(use, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "decode"])

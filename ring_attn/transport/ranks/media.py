@@ -27,7 +27,7 @@ from ring_attn.core.program import Channel
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.options import MAX_CTAS, TransportOptions
+from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import (
     RollCall,
@@ -49,26 +49,8 @@ GRACE_S = 10.0
 ABORT_S = 10.0
 
 
-class Medium:
-    """Connections between the ranks of a group; a peer is its rank in that group."""
-
-    def late(self, seconds: float | None = None) -> Late | None:
-        """An exchange under way for longer than that, by default than its time limit; else None.
-
-        Only of a medium where the host does not wait.
-        """
-        return None
-
-    def close(self) -> None:
-        """Ends all connections at once, from any thread; pending waits raise."""
-        raise NotImplementedError
-
-    def finish(self, seconds: float) -> None:
-        """Ends all connections after their last exchange, together with the other ranks."""
-
-
-class Gloo(Medium):
-    """Tagged messages between all ranks of a group."""
+class Gloo:
+    """Tagged messages between all ranks of a group; a peer is its rank in that group."""
 
     def __init__(
         self,
@@ -81,12 +63,10 @@ class Gloo(Medium):
     ) -> None:
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         me = global_ranks[rank]
-        self.gloo: Any = connect_gloo(
-            store, meeting, me, global_ranks, seconds, board.bell, board.failure
-        )
+        self.gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds, board.failure)
 
     def close(self) -> None:
-        """See `Medium`.
+        """Ends all connections at once, from any thread; pending waits raise.
 
         gloo cannot close its connections while a thread waits, but a wait that times out closes
         all connections of its rank. So `close` waits for a message that nobody sends.
@@ -95,6 +75,12 @@ class Gloo(Medium):
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
                 self.gloo.recv([torch.empty(1)], peer, CLOSING_TAG).wait(at_once)
+
+    def finish(self, seconds: float) -> None:
+        """Leaves the connections to the last reference's end, as no exchange is under way."""
+
+    def late(self, seconds: float | None = None) -> None:
+        """No exchange is late here: the host waits for each with a time limit."""
 
 
 # A message has this tag only by accident, with a chance of one in 2^31.
@@ -141,7 +127,6 @@ class Lane:
         self.communicator = communicator
         self._members, self._channel, self._seconds = members, channel, seconds
         self._device, self._stream = device, streams.new(device)
-        self._waits = streams.Waits(self._stream)
         self._posted: deque[Posted] = deque()
 
     def run(
@@ -158,7 +143,8 @@ class Lane:
         """
         moments = [streams.record(self._device)] if after is None else after
         with streams.use(self._stream):
-            self._waits.add(moments)
+            for moment in moments:
+                moment.wait(self._stream)
             start()
             end = streams.record_on(self._stream)
         if not capture.is_on():  # nobody watches replays
@@ -166,7 +152,7 @@ class Lane:
         return end
 
     def late(self, limit: float | None = None) -> Late | None:
-        """The oldest exchange under way, if it has passed a limit in seconds; see `Medium.late`.
+        """The oldest exchange under way, if it has passed a limit in seconds; see `Nccl.late`.
 
         With a limit of the caller, the exchange may have ended in a call that has not.
         """
@@ -178,7 +164,7 @@ class Lane:
             seconds = time.monotonic() - first.since
             if seconds <= (self._seconds if limit is None else limit):
                 return None
-            if limit is not None or not first.end.event.query():
+            if limit is not None or not first.end.query():
                 return Late(first.step, self._channel, self._members[first.peer], seconds)
             posted.popleft()
         return None
@@ -211,32 +197,30 @@ class Ending(threading.Thread):
             logger.error("%s of NCCL's communicator %s failed: %s", how, self._of, error)
 
 
-class Nccl(Medium):
+class Nccl:
     """NCCL's communicators, each made by its members together at its first use."""
 
     def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
-        self._lanes: dict[tuple[Ranks, Channel, int | None], Lane] = {}
+        self._lanes: dict[tuple[Ranks, Channel], Lane] = {}
         self._endings: list[Ending] = []
 
     def lane(
         self,
         members: Ranks,
         channel: Channel,
-        options: TransportOptions,
         seconds: float,
         device: torch.device,
     ) -> Lane:
         """The lane of a channel among `members`, numbered in that order; made at its first use."""
-        key = members, channel, options.nccl_max_ctas
+        key = members, channel
         if key not in self._lanes:
-            name = f"{self._meeting}/{hashed(members)}/{channel}/{options.nccl_max_ctas}"
+            name = f"{self._meeting}/{hashed(members)}/{channel}"
             everyone = [self._global_ranks[member] for member in members]
             me = self._global_ranks[self._rank]
             meet(RollCall(self._store, name, me, everyone), seconds)
-            ctas = options.nccl_max_ctas or MAX_CTAS
-            nccl = nccl_options(name, seconds + GRACE_S, ctas, everyone)
+            nccl = nccl_options(name, seconds + GRACE_S, MAX_CTAS, everyone)
             store, rank = PrefixStore(name, self._store), members.index(self._rank)
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             self._endings.append(Ending(communicator, name))
@@ -252,14 +236,16 @@ class Nccl(Medium):
         return self._lanes[key]
 
     def late(self, seconds: float | None = None) -> Late | None:
+        """An exchange under way for longer than that, by default than its time limit; else None."""
         late_ones = (lane.late(seconds) for lane in list(self._lanes.values()))
         return next((late for late in late_ones if late is not None), None)
 
     def close(self) -> None:
+        """Ends all connections at once, from any thread."""
         self._end("abort", ABORT_S)
 
     def finish(self, seconds: float) -> None:
-        """See `Medium`; a shutdown is a collective among the communicator's ranks of a node."""
+        """Ends all connections after their last exchange, together with the node's other ranks."""
         self._end("shutdown", seconds)
 
     def _end(self, how: How, seconds: float) -> None:
@@ -272,3 +258,6 @@ class Nccl(Medium):
         if late:
             told = late, len(self._endings), how, seconds
             logger.error("%d of %d communicators have not ended by %s within %g s", *told)
+
+
+Medium = Gloo | Nccl
