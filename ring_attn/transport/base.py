@@ -99,16 +99,9 @@ def as_facts(texts: Mapping[str, str]) -> Facts:
 def difference(reports: Mapping[int, Facts]) -> str | None:
     """A sentence for each differing fact, with the ranks' values; None if all are equal.
 
-    `reports` are facts by global rank. A rank that refuses a call reports its "error" only.
-    Different calls have other arguments, which are not compared.
+    `reports` are facts by global rank. Different calls have other arguments, which are not
+    compared.
     """
-    errors = [
-        f"{rank_name(rank)} raised {report['error'][0]}"
-        for rank, report in reports.items()
-        if "error" in report
-    ]
-    if errors:
-        return "; ".join(errors)
     differences = []
     for name in ["call", *sorted({name for report in reports.values() for name in report})]:
         values = {rank: tuple(report.get(name, ("",) * 2)) for rank, report in reports.items()}

@@ -53,8 +53,11 @@ class _Exchange:
             return
         if any((key in self.sent) == sent for (_, key), sent in waits):
             return
-        told = [f"rank {rank} on channel {key[1]!r}" for rank, key in self._waits]
-        self.failed = RuntimeError(f"no rank of the local ring can go on: {', '.join(told)} waits")
+        told = [
+            f"rank {rank} waits for a message from rank {sender} to rank {receiver} on {channel!r}"
+            for rank, (_, channel, sender, receiver) in sorted(self._waits)
+        ]
+        self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(told)}")
         self.turn.notify_all()
 
 

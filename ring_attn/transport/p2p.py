@@ -45,7 +45,7 @@ from ring_attn.transport.base import (
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
+from ring_attn.transport.ranks.errors import describe_error, mark_counted
 from ring_attn.transport.ranks.group import NOTHING, RankGroup, Waiting, rank_group
 from ring_attn.transport.ranks.identity import (
     Identity,
@@ -60,8 +60,6 @@ from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
 PREPARE_S = 600.0
-
-ONE_BACKEND = "compute by one backend (a rank that leaves one out has warned why: pass backend=...)"
 
 # Calls that compare what other calls would send.
 COMPARING = Agreement({"compares": True})
@@ -228,9 +226,9 @@ class P2PTransport(Transport):
         shared = self._shared
         if (kind, backend) in shared.prepared:
             return
-        here, ready = shared.roll_call("come"), shared.roll_call("get ready")
+        here, ready = shared.roll_call(), shared.roll_call()
         here.come(as_facts({"backend": backend}))
-        here.wait(self._timeout_s, ONE_BACKEND)
+        here.wait(self._timeout_s)
         counts = vars(self.stats).copy()
         try:
             prepare()
@@ -455,33 +453,20 @@ def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport
     return P2PTransport(rank_group(group), options.timeout or group_timeout(group))
 
 
-def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
-    """Tells the other ranks that this rank has refused a call; group and options are unchecked.
-
-    The other ranks may be in that call, so it is counted: this rank's next call must not be
-    mistaken for it. With RING_ATTN_DEBUG, takes part in the comparison: then all other ranks raise
-    at once, and name this rank. Does nothing without a group, or if the call was counted before.
-    """
-    process_group = None
-    with suppress(Exception):
-        process_group = groups.check_group(cast(Any, group))
-    if process_group is None or was_counted(error):
-        return
-    device = group_device(process_group)
-    if debug_enabled() and isinstance(error, Exception) and not capture.captures(device):
-        known = options if isinstance(options, TransportOptions) else TransportOptions()
-        with suppress(ValueError):
-            report = as_facts({"error": f"{type(error).__name__}: {error}"})
-            new_p2p(process_group, known).compare(report, device)
-        mark_counted(error)
-    rank_group(process_group).refuse(error)
-
-
 @contextmanager
 def telling(group: object) -> Iterator[None]:
-    """A context that tells the other ranks of an error by which this rank refuses a call."""
+    """A context that tells the other ranks of an error by which this rank refuses a call.
+
+    The other ranks may be in that call, so it is counted: this rank's next call must not be
+    mistaken for it. Does nothing without a group, which is unchecked, or if the call was counted
+    before.
+    """
     try:
         yield
     except BaseException as error:
-        tell_refusal(error, group)
+        process_group = None
+        with suppress(Exception):
+            process_group = groups.check_group(cast(Any, group))
+        if process_group is not None:
+            rank_group(process_group).refuse(error)
         raise

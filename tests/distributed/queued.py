@@ -45,7 +45,7 @@ class Communicator(StandIn):
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options)
         place, seconds = (store, "communicator", rank), options._timeout.total_seconds()
-        self._gloo = Gloo(*place, tuple(range(size)), seconds, Board(*place))
+        self._gloo = Gloo(*place, tuple(range(size)), seconds, Board(*place).failure)
         self._sent, self._received = [0] * size, [0] * size
 
     def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Moment:

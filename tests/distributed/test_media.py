@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,7 @@ from ring_attn.transport.ranks.formation import MissingRanksError, RollCall, has
 from ring_attn.transport.ranks.group import NOTHING, rank_group
 from ring_attn.transport.ranks.headers import UNKNOWN, Compared
 from ring_attn.transport.ranks.identity import Identity
-from ring_attn.transport.ranks.media import Lane, Late
+from ring_attn.transport.ranks.media import Lane, Posted
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.refusals import says
@@ -146,7 +147,7 @@ def test_a_late_exchange_is_named() -> None:
         late = lane.late(60.0)
         assert late is None and not any(end.query.called for end in ends)
         late = lane.late()
-        assert late is not None and late[:3] == (0, "gradients", 6)
+        assert late is not None and (late.step, late.channel, late.peer) == (0, "gradients", 6)
         ends[0].query.return_value = True
         assert lane.late()[0] == 1
         calls[0].result.fill_(0)
@@ -166,7 +167,7 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     assert shared._board is not None
     texts = []
     if rank == 0:
-        late = Late(3, "shards", 1, 47.0)
+        late = Posted(3, "shards", 1, time.monotonic() - 47.0, mock.Mock(), mock.Mock())
         # Only the medium of this group: the watch looks at other groups meanwhile.
         with (
             mock.patch.object(ranks_group.logger, "error") as said,

@@ -176,11 +176,6 @@ def test_a_case_takes_two_seconds_at_most(kind: str, monkeypatch: pytest.MonkeyP
     assert largest(kind, monkeypatch) < 2.0
 
 
-def test_a_case_of_too_many_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "KV_HEADS", 64)
-    assert largest("decode", monkeypatch) > 2.0
-
-
 # -- once in a process
 
 USE = Use("triton", "forward", SPEC, ())

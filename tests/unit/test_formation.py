@@ -52,7 +52,7 @@ def meet(
 
         time.sleep(gap * order.index(rank))
         try:
-            Meetings(store, rank, members).attend(seconds, told(rank), "be alike", arrive)
+            Meetings(store, rank, members).attend(seconds, told(rank) or {}, arrive)
         except (MissingRanksError, DifferentError) as error:
             met[rank].why = str(error)
 
@@ -124,7 +124,7 @@ def test_missing_ranks_are_named(missing: tuple[int, ...], before: tuple[int, ..
 
 def test_ranks_that_tell_different_texts() -> None:
     met = meet(dist.HashStore(), MEMBERS, told=lambda rank: {"x": 2 * ("ab"[rank == 7],)})
-    text = "all ranks must be alike, got x: global rank 7 has b, the other 2 have a"
+    text = "all ranks must have the same values, got x: global rank 7 has b, the other 2 have a"
     assert {one.why for one in met.values()} == {text}
 
 

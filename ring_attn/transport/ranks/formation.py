@@ -62,9 +62,8 @@ class MovedError(RuntimeError):
 class DifferentError(RuntimeError):
     """Ranks told different facts; `told` has them with the ranks."""
 
-    def __init__(self, rule: str, told: str) -> None:
-        """Makes the error of ranks that must all keep a rule."""
-        super().__init__(f"all ranks must {rule}, got {told}")
+    def __init__(self, told: str) -> None:
+        super().__init__(f"all ranks must have the same values, got {told}")
         self.told = told
 
 
@@ -127,15 +126,9 @@ class RollCall:
     that all have told; the first rank whose time is up names the missing ranks.
     """
 
-    def __init__(
-        self, store: Store, name: str, rank: int, members: Sequence[int], verb: str = "come"
-    ) -> None:
-        """Prepares a roll-call of global ranks, by a key `name` never used before.
-
-        `verb` is for messages.
-        """
-        self._store, self._name, self._rank = store, name, rank
-        self._members, self._verb = members, verb
+    def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
+        """Prepares a roll-call of global ranks, by a key `name` never used before."""
+        self._store, self._name, self._rank, self._members = store, name, rank, members
 
     def come(self, told: Facts | None = None) -> None:
         append(self._store, f"{self._name}/here", json.dumps([self._rank, told or {}]) + "\n")
@@ -147,7 +140,7 @@ class RollCall:
         """Ends the roll-call on all ranks that have not seen everyone come."""
         self.answer("missing", f"{rank_name(self._rank)} has given up: {why}")
 
-    def wait(self, seconds: float, rule: str = "", in_vain: InVain | None = None) -> None:
+    def wait(self, seconds: float, in_vain: InVain | None = None) -> None:
         """Waits until all members have come; else names the missing ranks, or who gave up.
 
         `in_vain` says why some member will not come, if that is known.
@@ -166,7 +159,7 @@ class RollCall:
         assert answer is not None, "this rank or another one has answered"
         kind, text = answer
         if kind == "differ":
-            raise DifferentError(rule, text)
+            raise DifferentError(text)
         if kind == "moved":
             raise MovedError("another group of the same ranks meets at the same place of the store")
         if kind == "missing":
@@ -199,7 +192,7 @@ class RollCall:
         told = self._told()
         missing = [rank for rank in self._members if rank not in told or rank in lost]
         if missing:
-            self.give_up(f"{rank_name(missing)} did not {self._verb} {when}")
+            self.give_up(f"{rank_name(missing)} did not come {when}")
         else:
             self._compare()
 
@@ -263,9 +256,7 @@ class Meetings:
         opened = poll(lambda: self._store.add(self._place, 0) - number, seconds)
         return self._name(number + opened) if opened else None
 
-    def attend(
-        self, seconds: float, told: Facts, rule: str, arrive: Callable[[str], InVain]
-    ) -> None:
+    def attend(self, seconds: float, told: Facts, arrive: Callable[[str], InVain]) -> None:
         """Waits until all members have come to one meeting, as `RollCall.wait`.
 
         Calls `arrive` with the name of each meeting to which this rank comes: the lead of the first
@@ -277,7 +268,7 @@ class Meetings:
             in_vain = arrive(name)
             meeting.come(told)
             try:
-                return meeting.wait(deadline - time.monotonic(), rule, in_vain)
+                return meeting.wait(deadline - time.monotonic(), in_vain)
             except MovedError:
                 if self._opened:
                     raise
@@ -303,14 +294,13 @@ def meet(
     roll_call: RollCall,
     seconds: float,
     told: Facts | None = None,
-    rule: str = "",
     in_vain: InVain | None = None,
 ) -> None:
     """Comes to a roll-call and waits there, as `RollCall.wait`."""
 
     def come_and_wait() -> None:
         roll_call.come(told)
-        roll_call.wait(seconds, rule, in_vain)
+        roll_call.wait(seconds, in_vain)
 
     answered(come_and_wait, seconds)
 
@@ -351,7 +341,7 @@ def connect_gloo(
 
     A rank that has met the others may yet leave its call: then `in_vain` says so.
     """
-    connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect")
+    connected = RollCall(store, f"{meeting}/connected", rank, everyone)
     connections: list[dist.ProcessGroupGloo] = []
     polling, place, size = PollingStore(store), everyone.index(rank), len(everyone)
 
@@ -369,7 +359,7 @@ def connect_gloo(
     # a thread that takes too long is abandoned.
     threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
-        answered(lambda: connected.wait(seconds, in_vain=in_vain), seconds)
+        answered(lambda: connected.wait(seconds, in_vain), seconds)
     except RuntimeError as error:
         if (reason := in_vain()) is not None:
             raise MissingRanksError(reason) from error

@@ -31,7 +31,7 @@ from ring_attn.transport.base import Agreement, as_facts, rank_name
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE, ONE_FILE, hash_of_configs
+from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE, hash_of_configs
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import (
     DifferentError,
@@ -45,7 +45,7 @@ from ring_attn.transport.ranks.formation import (
 )
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import REFUSED, Identity
-from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
+from ring_attn.transport.ranks.media import Gloo, Medium, Nccl, Posted
 from ring_attn.transport.ranks.watch import PERIOD_S
 from ring_attn.transport.streams import Stream
 
@@ -233,11 +233,11 @@ class RankGroup:
             watch.add(self)
         return self._media[device.type]
 
-    def roll_call(self, verb: str) -> RollCall:
+    def roll_call(self) -> RollCall:
         """The next roll-call of all ranks, which are connected already."""
         self._roll_calls += 1
         place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
-        return RollCall(self._store, *place, verb)
+        return RollCall(self._store, *place)
 
     def agree(self, told: Facts, seconds: float) -> str | None:
         """What differs in the facts that ranks of the call under way tell; keeps the ring alive."""
@@ -246,7 +246,7 @@ class RankGroup:
         self._tell_calls(board, calls, None)
         try:
             in_vain = lambda: board.failure() or board.refused(calls)  # noqa: E731
-            meet(self.roll_call("come"), seconds, told, in_vain=in_vain)
+            meet(self.roll_call(), seconds, told, in_vain)
             return None
         except DifferentError as error:
             return error.told
@@ -381,15 +381,15 @@ class RankGroup:
         board.tell_calls(calls, waits_for)
         self._reported = calls[-1].sequence, waits_for
 
-    def _tell_late(self, late: Late, board: Board) -> None:
+    def _tell_late(self, late: Posted, board: Board) -> None:
         """Reports an exchange that has not ended, before torch's watchdog ends the process.
 
         Keeps the connections: without them the device would go on with data that has not arrived.
         """
-        peer = self.global_ranks[late.peer]
+        peer, seconds = self.global_ranks[late.peer], time.monotonic() - late.since
         text = (
             f"ring step {late.step}: {rank_name(self.global_rank)} posted an exchange with "
-            f"{rank_name(peer)} on channel {late.channel!r} {late.seconds:.0f} s ago, and it has "
+            f"{rank_name(peer)} on channel {late.channel!r} {seconds:.0f} s ago, and it has "
             "not ended; one of the two devices has not come to it, or cannot reach the other"
         )
         reason = board.why(self._calls, peer)
@@ -443,14 +443,13 @@ class RankGroup:
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._met:
             configs = as_facts({CONFIGS_VARIABLE: hash_of_configs()})
-            place = seconds, configs, ONE_FILE, self._arrive
-            answered(partial(self._meetings.attend, *place), seconds)
+            answered(partial(self._meetings.attend, seconds, configs, self._arrive), seconds)
             self._met = True
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank, self.global_ranks)
         assert self._board is not None, "the ranks have met"
         met = self._store, self._meeting, self.rank, self.global_ranks
-        return Gloo(*met, seconds, self._board)
+        return Gloo(*met, seconds, self._board.failure)
 
     def _arrive(self, meeting: str) -> Callable[[], str | None]:
         """Takes a meeting for the ranks' own; returns what says why some rank will not come."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,8 @@ from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
 from ring_attn.transport.options import MAX_CTAS
-from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import (
+    InVain,
     RollCall,
     bounded,
     connect_gloo,
@@ -59,11 +59,11 @@ class Gloo:
         rank: int,
         global_ranks: Ranks,
         seconds: float,
-        board: Board,
+        in_vain: InVain,
     ) -> None:
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         me = global_ranks[rank]
-        self.gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds, board.failure)
+        self.gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds, in_vain)
 
     def close(self) -> None:
         """Ends all connections at once, from any thread; pending waits raise.
@@ -87,21 +87,13 @@ class Gloo:
 CLOSING_TAG = 0x7FFFFFFF
 
 
-class Late(NamedTuple):
-    """An exchange that has not ended in time."""
-
-    step: int
-    channel: Channel
-    peer: int  # the sender's rank in the group
-    seconds: float  # since the post
-
-
 @dataclass(slots=True, eq=False)
 class Posted:
     """An exchange that has not ended."""
 
     step: int
-    peer: int  # index of the sender among the channel's ranks
+    channel: Channel
+    peer: int  # the sender's rank in the group
     since: float  # time of the post, of `time.monotonic`
     end: Event
     call: Compared
@@ -148,10 +140,11 @@ class Lane:
             start()
             end = streams.record_on(self._stream)
         if not capture.is_on():  # nobody watches replays
-            self._posted.append(Posted(step, peer, time.monotonic(), end, call))
+            sender, now = self._members[peer], time.monotonic()
+            self._posted.append(Posted(step, self._channel, sender, now, end, call))
         return end
 
-    def late(self, limit: float | None = None) -> Late | None:
+    def late(self, limit: float | None = None) -> Posted | None:
         """The oldest exchange under way, if it has passed a limit in seconds; see `Nccl.late`.
 
         With a limit of the caller, the exchange may have ended in a call that has not.
@@ -161,11 +154,10 @@ class Lane:
             posted.popleft()
         while posted:
             first = posted[0]
-            seconds = time.monotonic() - first.since
-            if seconds <= (self._seconds if limit is None else limit):
+            if time.monotonic() - first.since <= (self._seconds if limit is None else limit):
                 return None
             if limit is not None or not first.end.query():
-                return Late(first.step, self._channel, self._members[first.peer], seconds)
+                return first
             posted.popleft()
         return None
 
@@ -235,7 +227,7 @@ class Nccl:
             self._lanes[key] = Lane(members, channel, seconds, communicator, device)
         return self._lanes[key]
 
-    def late(self, seconds: float | None = None) -> Late | None:
+    def late(self, seconds: float | None = None) -> Posted | None:
         """An exchange under way for longer than that, by default than its time limit; else None."""
         late_ones = (lane.late(seconds) for lane in list(self._lanes.values()))
         return next((late for late in late_ones if late is not None), None)
