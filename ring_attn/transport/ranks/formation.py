@@ -184,7 +184,7 @@ class RollCall:
         told = self._told()
         if len(told) < len(self._members):
             return
-        differs = difference(told)
+        differs = difference({member: told[member] for member in self._members})
         self.answer("alike" if differs is None else "differ", differs or "")
 
     def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:

@@ -104,7 +104,7 @@ class Identity:
 
     def report(self) -> Facts:
         """The call by argument, for other ranks."""
-        # A rank that refuses a forward takes no number for it, as the other ranks do.
+        # Not numbered: a rank that refuses a call does not know whether it is a backward.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
         texts = told(self.step, {"sinks": self.values} if self.values else {})
         return {"call": (f"{call}{self.note}", call), **as_facts(texts), **self.agreement.report}
