@@ -34,7 +34,7 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, tell_refusal
+from ring_attn.transport.p2p import open_p2p, telling
 from ring_attn.transport.ranks.identity import debug_enabled
 
 
@@ -182,7 +182,7 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
-    try:
+    with telling(group):
         if unknown:
             refusals.check_options("ring_attention", unknown, AttentionOptions)
         refusals.check_results(return_lse, return_max_logits, dropout_p)
@@ -226,10 +226,7 @@ def ring_attention(
         if packed:
             out, lse = out[0], lse[0]
         results = (out, *((lse,) * return_lse), *((most,) * return_max_logits))
-        return results if len(results) > 1 else out
-    except BaseException as error:
-        tell_refusal(error, group, transport)
-        raise
+    return results if len(results) > 1 else out
 
 
 @left_out_of_graphs(
@@ -260,7 +257,7 @@ def _with_strategy(
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
         choice = {"strategy": "auto", "same_bits": call.same_bits}
-        ends.compare({}, q.device, Agreement(call.facts() | choice))
+        ends.compare(Agreement(call.facts() | choice).report, q.device)
     strategy = agreed_strategy(
         spec,
         call.layouts,
@@ -386,7 +383,7 @@ def tree_decode(
         torch.Size([1, 1, 8, 64])
     """
     sizes_known = not (k is None and v is None)
-    try:
+    with telling(group):
         if unknown:
             refusals.check_options("tree_decode", unknown, DecodeOptions)
         several = cache_seqlens is not None or block_table is not None
@@ -412,10 +409,7 @@ def tree_decode(
             out, lse = decode.attend_sequences(q, k, v, sinks, *tables, layout, call, process_group)
         else:
             out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group, sizes_known)
-        return (out, lse) if return_lse else out
-    except BaseException as error:
-        tell_refusal(error, group, transport)
-        raise
+    return (out, lse) if return_lse else out
 
 
 @capture.a_call

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.compiling import remembered
-from ring_attn.core.values import check_int, check_number, check_type
+from ring_attn.core.values import check_number, check_type
 from ring_attn.torch_private import flattened, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
 
@@ -134,7 +134,7 @@ def _check_backend(backend: str, device_type: str) -> None:
 def check_transport(options: object) -> TransportOptions:
     check_type("transport", options, TransportOptions, "TransportOptions")
     options = cast(TransportOptions, options)
-    timeout, max_ctas = options.timeout, options.nccl_max_ctas
+    timeout = options.timeout
     if timeout is not None:
         check_number("timeout", timeout)
         if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
@@ -142,17 +142,7 @@ def check_transport(options: object) -> TransportOptions:
                 f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
                 f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None takes the group's timeout"
             )
-    if max_ctas is not None:
-        check_int("nccl_max_ctas", max_ctas, least=1)
     return options
-
-
-def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
-    """Refuses `nccl_max_ctas` on a group without NCCL."""
-    if options.nccl_max_ctas is not None and "nccl" not in dist.get_backend_config(group):
-        raise ValueError(
-            f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
-        )
 
 
 def from_owner(x: Tensor, group: dist.ProcessGroup, owner: int) -> None:

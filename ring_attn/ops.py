@@ -37,7 +37,7 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.torch_private import below_autograd
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.p2p import open_p2p, tell_refusal
+from ring_attn.transport.p2p import open_p2p, telling
 
 # `Arguments`; only the numbers of layouts may be symbols.
 _ARGUMENTS = (
@@ -121,7 +121,7 @@ def _attention(
     """
     arguments = Arguments(*fields)
     group, call = arguments.asked()
-    try:
+    with telling(group):
         shapes = q.shape, k.shape, v.shape
         call, agreement = _prepare(arguments, call, q.device, q.dtype, shapes, sinks)
         transport = open_p2p(group, call.transport)
@@ -129,9 +129,6 @@ def _attention(
             transport.check_even((q.size(1), k.size(1)), q.device)
         with transport.call("forward", agreement, q.device, sinks=sinks) as number:
             out, lse, saved, max_logits = drivers.forward(call, q, k, v, transport, sinks)
-    except BaseException as error:
-        tell_refusal(error, group, call.transport)
-        raise
     if not call.differentiated:
         return out.contiguous(), lse.contiguous(), max_logits, []
     known = set(map(id, (q, k, v, out, lse)))
@@ -255,7 +252,7 @@ def _attention_backward(
     arguments = Arguments(*fields)
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
     group, call = arguments.asked()
-    try:
+    with telling(group):
         kv = batch, rows_kv, nheads_kv
         shapes = (batch, rows, nheads, headdim), (*kv, headdim), (*kv, headdim_v)
         call, agreement = _prepare(arguments, call, dout.device, dout.dtype, shapes, sinks)
@@ -264,9 +261,6 @@ def _attention_backward(
         forward = int(number.item() / _NUMBER_UNIT)
         with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
             grads = drivers.backward(call, tensors, dout.contiguous(), transport, sinks)
-    except BaseException as error:
-        tell_refusal(error, group, call.transport)
-        raise
     dsinks = dout.new_empty(0) if grads.dsinks is None else grads.dsinks
     return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks
 

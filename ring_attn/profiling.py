@@ -55,36 +55,25 @@ class Figures:
         seconds: from the call's beginning to its end.
         compute_s: time in attention, without copies into and out of messages.
         wait_s: time in waits for transfers, which compute did not hide.
-        post_s: host time spent on starting transfers.
         in_flight_s: from each transfer's start to the end of its wait, summed over transfers: an
             upper bound of the time that they took.
         bytes_sent: bytes that left this rank; in a collective, the bytes meant for other ranks.
         bytes_received: bytes that came from other ranks.
         messages: exchanges; a collective counts as one.
-        start_bytes: bytes that torch had allocated on the GPU when the call began; None on CPU,
-            where `profiling.peak_bytes` counts a call's.
-        peak_bytes: most bytes that torch had allocated during the call, or None.
+        peak_bytes: most bytes that torch had allocated during the call; None on CPU, where
+            `profiling.peak_bytes` counts a call's.
         device_bytes: memory of the GPU, or None.
     """
 
     seconds: float
     compute_s: float
     wait_s: float
-    post_s: float
     in_flight_s: float
     bytes_sent: int
     bytes_received: int
     messages: int
-    start_bytes: int | None
     peak_bytes: int | None
     device_bytes: int | None
-
-    @property
-    def call_bytes(self) -> int | None:
-        """Peak memory of the call beyond the memory held before it."""
-        if self.peak_bytes is None or self.start_bytes is None:
-            return None
-        return self.peak_bytes - self.start_bytes
 
     @property
     def pressure(self) -> float | None:
@@ -211,8 +200,6 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 Moment = Any
 Span = tuple[Moment, Moment]
 
-_HOST = torch.device("cpu")
-
 
 class Observer:
     """Names the parts of one call on one rank; with a device also measures them."""
@@ -227,12 +214,10 @@ class Observer:
         """Opens the range of a part of the call: one of `COMPUTE`, "post" or "wait"."""
         step = "" if self.step is None else f"step{self.step}."
         with _named(f"ring_attn::{step}{what}"):
-            # A post takes host time, on CUDA too.
-            device = _HOST if what == "post" and self._device else self._device
-            start = None if device is None else _now(device)
+            start = self.mark()
             yield
-            if device is not None:
-                self.spans[what].append((start, _now(device)))
+            if self._device is not None:
+                self.spans[what].append((start, _now(self._device)))
 
     def mark(self) -> Moment:
         """This moment on the device's clock; None where nothing is measured."""
@@ -255,10 +240,9 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
             yield Observer()
         return
     collected.forget(direction)
-    start_bytes = peak = device_bytes = None
+    peak = device_bytes = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        start_bytes = torch.cuda.memory_allocated(device)
     observer, before = Observer(device), replace(sent)
     with _named(f"ring_attn::{direction}"):
         start = _now(device)
@@ -275,12 +259,10 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
             seconds=_seconds(start, end),
             compute_s=sum(_total(observer.spans[name]) for name in COMPUTE),
             wait_s=_total(observer.spans["wait"]),
-            post_s=_total(observer.spans["post"]),
             in_flight_s=_total(observer.spans["flight"]),
             bytes_sent=after.bytes_sent - before.bytes_sent,
             bytes_received=after.bytes_received - before.bytes_received,
             messages=after.messages - before.messages,
-            start_bytes=start_bytes,
             peak_bytes=peak,
             device_bytes=device_bytes,
         )

@@ -6,7 +6,7 @@ torch.distributed. All tensors are flat; a channel has at most one exchange unde
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.facts import Facts, digest, facts, shown
+from ring_attn.core.facts import Facts, digest, shown
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport import streams
 from ring_attn.transport.buffers import Pool
@@ -90,12 +90,38 @@ class Agreement:
         """A hash of the facts of all values, 16 bytes."""
         return bytes.fromhex(digest(self.values))
 
-    def details(self) -> str:
-        """The facts of layouts and masks as JSON, to find where they differ."""
-        layouts = self.values.get("layout")
-        several = layouts if isinstance(layouts, tuple) else (layouts,)
-        known = {"layout": several, "mask": (self.values.get("mask"),)}
-        return json.dumps({name: facts([x for x in xs if x]) for name, xs in known.items()})
+
+def as_facts(texts: Mapping[str, str]) -> Facts:
+    """Texts by name that are equal on two ranks exactly when what they tell is."""
+    return {name: (text, text) for name, text in texts.items()}
+
+
+def difference(reports: Mapping[int, Facts]) -> str | None:
+    """A sentence for each differing fact, with the ranks' values; None if all are equal.
+
+    `reports` are facts by global rank. Different calls have other arguments, which are not
+    compared.
+    """
+    differences = []
+    for name in ["call", *sorted({name for report in reports.values() for name in report})]:
+        values = {rank: tuple(report.get(name, ("",) * 2)) for rank, report in reports.items()}
+        (usual, fact), _ = Counter(values.values()).most_common(1)[0]
+        odd: dict[str, list[int]] = {}
+        for rank, (text, other) in values.items():
+            if other != fact:
+                # Texts of long layouts and masks are cut.
+                odd.setdefault(f"another {text}" if text == usual else text, []).append(rank)
+        if not odd:
+            continue
+        told = [
+            f"{rank_name(ranks if len(ranks) > 1 else ranks[0])} has {text}"
+            for text, ranks in odd.items()
+        ]
+        rest = len(values) - sum(map(len, odd.values()))
+        differences.append(f"{name}: {', '.join(told)}, the other {rest} have {usual}")
+        if name == "call":
+            break
+    return "; ".join(differences) or None
 
 
 class Transport:

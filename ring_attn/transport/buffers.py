@@ -26,58 +26,27 @@ from ring_attn.transport.streams import Event
 # Bytes before a message on NCCL, for the identity of its call; see `ranks.headers`.
 HEADER_BYTES = 64
 
-# Messages whose views a buffer keeps: more than a few programs have.
-MAX_MESSAGES = 32
-
-
-@dataclass(slots=True, eq=False)
-class Views:
-    """A message in a buffer; made once, since to make them takes longer than to launch a copy."""
-
-    message: Message
-    bytes: Tensor
-    framed: Tensor  # with the header in front
-    tensors: tuple[Tensor, ...] | None = None
-
 
 @dataclass(slots=True, eq=False)
 class Block:
     """A message buffer and its last uses."""
 
-    data: Tensor  # (nbytes,) uint8, after the header
+    whole: Tensor  # (header + nbytes,) uint8
     header: int  # bytes of the header
-    # After the last operator on `data`, or the last exchange into it.
+    # After the last operator on the buffer, or the last exchange into it.
     written: Event | None = None
-    # Ends of the exchanges that have sent `data` since then.
+    # Ends of the exchanges that have sent it since then.
     sent: list[Event] = field(default_factory=list)
-    # Of the message that the buffer holds now, and its bytes without and with the header.
-    views: Views = field(init=False)
+    # Of the message that the buffer holds now: its bytes without and with the header, its tensors.
     bytes: Tensor = field(init=False)
     framed: Tensor = field(init=False)
-    _known: dict[int, Views] = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = field(init=False)
 
     def hold(self, message: Message) -> None:
         """Makes the buffer hold a message."""
-        views = self._known.get(id(message))
-        # A message that is kept here keeps its id.
-        if views is None or views.message is not message:
-            if len(self._known) > MAX_MESSAGES:
-                self._known.clear()
-            start, nbytes, header = self.data.storage_offset(), message.nbytes, self.header
-            part = self.data[:nbytes]
-            framed = part
-            if header:
-                framed = part.as_strided((header + nbytes,), (1,), start - header)
-            views = self._known[id(message)] = Views(message, part, framed)
-        self.views, self.bytes, self.framed = views, views.bytes, views.framed
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the message, to compute with."""
-        views = self.views
-        if views.tensors is None:
-            views.tensors = views.message.views(views.bytes)
-        return views.tensors
+        self.framed = self.whole[: self.header + message.nbytes]
+        self.bytes = self.framed[self.header :]
+        self.tensors = message.views(self.bytes)
 
 
 def last_uses(send: Block, recv: Block) -> list[Event]:
@@ -114,8 +83,8 @@ class Pool:
         whole = torch.empty(self.header + nbytes, dtype=torch.uint8, device=self._device)
         # Queued operators may still use the memory.
         written = streams.record(self._device) if self.lasts else None
-        return Block(whole[self.header :], self.header, written)
+        return Block(whole, self.header, written)
 
     def give(self, block: Block) -> None:
         """Takes back a buffer; its recorded uses may still run."""
-        self._free.setdefault(block.data.nbytes, deque()).append(block)
+        self._free.setdefault(block.whole.nbytes - self.header, deque()).append(block)

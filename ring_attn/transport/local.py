@@ -48,16 +48,14 @@ class _Exchange:
 
     def _check_some_can_run(self) -> None:
         """Fails the ring if every rank that has not ended waits, and none for what has come."""
-        waits = sorted(self._waits.items(), key=lambda wait: wait[0][0])
+        waits = self._waits.items()
         if self.failed is not None or len(waits) < self._running or not waits:
             return
         if any((key in self.sent) == sent for (_, key), sent in waits):
             return
         told = [
-            f"rank {rank} waits for "
-            + (f"a message of rank {key[2]}" if sent else f"rank {key[3]} to receive its message")
-            + f" on channel {key[1]!r}"
-            for (rank, key), sent in waits
+            f"rank {rank} waits for a message from rank {sender} to rank {receiver} on {channel!r}"
+            for rank, (_, channel, sender, receiver) in sorted(self._waits)
         ]
         self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(told)}")
         self.turn.notify_all()

@@ -21,7 +21,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import groups, refusals
+from ring_attn.core.facts import Facts
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import capture, streams
@@ -40,22 +41,29 @@ from ring_attn.transport.base import (
     Ranks,
     Transport,
     TransportStats,
+    as_facts,
     rank_name,
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
-from ring_attn.transport.debug import COMPARING, compared, texts_of
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
-from ring_attn.transport.ranks.formation import DifferentError
+from ring_attn.transport.ranks.errors import describe_error, mark_counted
 from ring_attn.transport.ranks.group import NOTHING, RankGroup, Waiting, rank_group
-from ring_attn.transport.ranks.identity import Identity, checksum, debug_enabled, message_tag
+from ring_attn.transport.ranks.identity import (
+    Identity,
+    checksum,
+    current_step,
+    debug_enabled,
+    message_tag,
+    told,
+)
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
 from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
 PREPARE_S = 600.0
 
-ONE_BACKEND = "compute by one backend (a rank that leaves one out has warned why: pass backend=...)"
+# Calls that compare what other calls would send.
+COMPARING = Agreement({"compares": True})
 
 # Kinds of calls for which the host does not wait, and which a CUDA graph may hold.
 CAPTURED = ("forward", "backward", "decode")
@@ -73,14 +81,13 @@ class P2PTransport(Transport):
     def __init__(
         self,
         shared: RankGroup,
-        options: TransportOptions,
         timeout_s: float,
         members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
         """Makes no connections: the ranks, all or `members`, make them at the first call."""
         super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
-        self._shared, self._options, self._timeout_s = shared, options, timeout_s
+        self._shared, self._timeout_s = shared, timeout_s
         self.global_ranks = tuple(shared.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
         self._lanes: dict[Channel, Lane] = {}
@@ -107,7 +114,10 @@ class P2PTransport(Transport):
             self._check_captured(kind, agreement)
         if debug_enabled() and agreement is not COMPARING:
             values = {"q": queries, "sinks": sinks}
-            self.compare(texts_of(kind, number, values), device, agreement)
+            sums = {name: int(checksum(x)) for name, x in values.items() if x is not None}
+            call = kind if number is None else f"{kind} {number}"
+            texts = {"call": call, **told(current_step(), sums)}
+            self.compare(as_facts(texts) | agreement.report, device)
         shared.refuse_fork()
         shared.refuse_other_device(device)
         shared.occupy()
@@ -146,31 +156,26 @@ class P2PTransport(Transport):
         if (kind, agreement.digest) not in self._made:
             capture.refuse(f"make the same {kind} call once before the capture")
 
-    def compare(
-        self, texts: Mapping[str, str], device: torch.device, agreement: Agreement = NOTHING
-    ) -> None:
-        """Compares all ranks' calls, by texts and an agreement; see `debug.difference`."""
-        # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
-        transport = P2PTransport(self._shared, TransportOptions(), self._timeout_s)
-        error = compared(transport, texts, device, agreement)
-        if error is not None:
+    def compare(self, report: Facts, device: torch.device) -> None:
+        """Refuses ranks whose calls differ, on every rank, before they send a message."""
+        differs = self._difference("arguments", report, device)
+        if differs is not None:
+            error = ValueError(f"ranks disagree on the call; {differs}")
             self._shared.refuse(error)
             raise error
 
-    def check_even(self, rows: tuple[int, int], device: torch.device) -> None:
-        """Refuses ranks with different numbers of rows of q and k; asks once for each numbers.
+    def _difference(self, what: str, report: Facts, device: torch.device) -> str | None:
+        """The difference of facts that all ranks tell through the store, without a message."""
+        with self.call(f"compare {what}", COMPARING, device):
+            return self._shared.agree(report, self._timeout_s)
 
-        Ranks ask through the store, and send no message.
-        """
+    def check_even(self, rows: tuple[int, int], device: torch.device) -> None:
+        """Refuses ranks with different numbers of rows of q and k; asks once for each numbers."""
         shared = self._shared
         if rows in shared.even_rows or self.world_size == 1 or debug_enabled():
             return
-        told, uneven = f"{rows[0]} rows of q and {rows[1]} of k", None
-        with self.call("compare rows", NOTHING, device):
-            try:
-                shared.agree(told, "pass equally many rows", self._timeout_s)
-            except DifferentError as error:
-                uneven = error.told
+        here = as_facts({"rows": f"{rows[0]} rows of q and {rows[1]} of k"})
+        uneven = self._difference("rows", here, device)
         if uneven is not None:
             raise refusals.uneven_rows(uneven)
         shared.even_rows.add(rows)
@@ -222,9 +227,9 @@ class P2PTransport(Transport):
         shared = self._shared
         if (kind, backend) in shared.prepared:
             return
-        here, ready = shared.roll_call("come"), shared.roll_call("get ready")
-        here.come(backend)
-        here.wait(self._timeout_s, ONE_BACKEND)
+        here, ready = shared.roll_call(), shared.roll_call()
+        here.come(as_facts({"backend": backend}))
+        here.wait(self._timeout_s)
         counts = vars(self.stats).copy()
         try:
             prepare()
@@ -237,7 +242,7 @@ class P2PTransport(Transport):
         shared.prepared.add((kind, backend))
 
     def _among(self, members: Ranks) -> P2PTransport:
-        return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
+        return P2PTransport(self._shared, self._timeout_s, members, self.stats)
 
     def post(
         self,
@@ -352,8 +357,7 @@ class P2PTransport(Transport):
         if channel not in self._lanes or self._shared.failed is not None:
             medium = self._shared.medium(device, self._timeout_s)
             assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
-            options, seconds = self._options, self._timeout_s
-            self._lanes[channel] = medium.lane(self._members, channel, options, seconds, device)
+            self._lanes[channel] = medium.lane(self._members, channel, self._timeout_s, device)
         return self._lanes[channel]
 
     def _start(
@@ -412,7 +416,6 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
     """The transport of a group and options; all ranks connect together at its first call."""
     by_options = _transports.get(group, {})
     if options not in by_options:
-        groups.check_max_ctas(options, group)
         by_options = _transports.setdefault(group, by_options)
         by_options[options] = new_p2p(group, options)
     return by_options[options]
@@ -463,36 +466,23 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """A transport with new statistics, over the group's shared connections."""
-    return P2PTransport(rank_group(group), options, options.timeout or group_timeout(group))
-
-
-def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
-    """Tells the other ranks that this rank has refused a call; group and options are unchecked.
-
-    The other ranks may be in that call, so it is counted: this rank's next call must not be
-    mistaken for it. With RING_ATTN_DEBUG, takes part in the comparison: then all other ranks raise
-    at once, and name this rank. Does nothing without a group, or if the call was counted before.
-    """
-    process_group = None
-    with suppress(Exception):
-        process_group = groups.check_group(cast(Any, group))
-    if process_group is None or was_counted(error):
-        return
-    device = group_device(process_group)
-    if debug_enabled() and isinstance(error, Exception) and not capture.captures(device):
-        known = options if isinstance(options, TransportOptions) else TransportOptions()
-        with suppress(ValueError):
-            report = {"error": f"{type(error).__name__}: {error}"}
-            new_p2p(process_group, known).compare(report, device)
-        mark_counted(error)
-    rank_group(process_group).refuse(error)
+    return P2PTransport(rank_group(group), options.timeout or group_timeout(group))
 
 
 @contextmanager
 def telling(group: object) -> Iterator[None]:
-    """A context that tells the other ranks of an error by which this rank refuses a call."""
+    """A context that tells the other ranks of an error by which this rank refuses a call.
+
+    The other ranks may be in that call, so it is counted: this rank's next call must not be
+    mistaken for it. Does nothing without a group, which is unchecked, or if the call was counted
+    before.
+    """
     try:
         yield
     except BaseException as error:
-        tell_refusal(error, group)
+        process_group = None
+        with suppress(Exception):
+            process_group = groups.check_group(cast(Any, group))
+        if process_group is not None:
+            rank_group(process_group).refuse(error)
         raise

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import count
 
 import torch
 from torch import Tensor
 
 Stream = torch.cuda.Stream
+Event = torch.cuda.Event
 Work = Callable[[], object]
-
-_numbers = count()
-
-
-@dataclass(slots=True, eq=False)
-class Event:
-    """A moment of a stream; later moments of one stream have greater numbers."""
-
-    event: torch.cuda.Event
-    stream_id: int
-    number: int
-
 
 # torch has so many streams a device, and gives them out in a circle.
 POOL = 32
@@ -85,10 +72,10 @@ def record_on(stream: Stream) -> Event:
     """An event after all work queued so far on a stream."""
     event = torch.cuda.Event()
     event.record(stream)
-    return Event(event, stream.stream_id, next(_numbers))
+    return event
 
 
-def moment(stream: Stream) -> torch.cuda.Event:
+def moment(stream: Stream) -> Event:
     """An event on a stream that notes the time."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
@@ -97,24 +84,7 @@ def moment(stream: Stream) -> torch.cuda.Event:
 
 def wait(event: Event, device: torch.device) -> None:
     """Makes the device's current stream wait for an event."""
-    event.event.wait(current(device))
-
-
-class Waits:
-    """Waits of a stream for events, without those that an earlier wait implies."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        # By other stream: the number of the last event of it.
-        self._last: dict[int, int] = {}
-
-    def add(self, events: Iterable[Event]) -> None:
-        """Makes the stream wait for events of its device."""
-        for event in events:
-            other = event.stream_id
-            if other != self._stream.stream_id and event.number > self._last.get(other, -1):
-                event.event.wait(self._stream)
-                self._last[other] = event.number
+    event.wait(current(device))
 
 
 def side_by_side(device: torch.device, side: Stream | None, first: Work, *others: Work) -> None:

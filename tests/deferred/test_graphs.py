@@ -201,8 +201,9 @@ def test_a_graph_has_buffers_of_its_own() -> None:
         graph.replay()
 
     assert record(3, work).races() == []
-    with mock.patch.object(group, "capture", NEVER):
-        assert record(3, work).races()
+    outside = pytest.raises(CaptureError, match="outside of it")
+    with mock.patch.object(group, "capture", NEVER), outside:
+        record(3, work)
 
 
 def test_nobody_watches_captured_exchanges() -> None:

@@ -64,7 +64,6 @@ TESTS: list[Callable[[], None]] = [
     lambda: with_recorder(test_streams.test_every_event_is_of_the_tensors_device),
     lambda: with_recorder(test_streams.test_no_two_callers_hold_one_stream),
     lambda: with_recorder(test_streams.test_works_run_side_by_side),
-    lambda: with_recorder(test_streams.test_a_stream_waits_once_for_what_is_implied),
     lambda: with_recorder(test_streams.test_two_threads_hold_two_streams),
     lambda: test_cached.test_other_streams_wait_for_what_is_cached("tables"),
     test_calls.test_dq_runs_beside_dk_and_dv,
@@ -89,7 +88,6 @@ def test_a_change_of_any_line_is_found() -> None:
         made = {"mock": mock}
         exec(compile(source, "mutant", "exec"), made)
         functions = {x: f for x, f in made.items() if x in vars(streams) and inspect.isfunction(f)}
-        functions["Waits"] = made["Waits"]
         del functions["are_used"]
         tried += 1
         with mock.patch.multiple(streams, **functions):

@@ -16,7 +16,7 @@ from ring_attn.backends import kept_launches
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.group import rank_group
-from tests.deferred.cuda import HOME, OTHER, POOL, Event, Stream
+from tests.deferred.cuda import HOME, OTHER, POOL, Stream
 from tests.deferred.device import Recorder
 from tests.deferred.ranks import Layers, device_of, rank_of, record_rank
 from tests.deferred.test_calls import case_of, in_halves
@@ -39,14 +39,14 @@ def test_every_event_is_of_the_tensors_device(recorder: Recorder) -> None:
     side = streams.new(GPU)
     assert streams.current(GPU).queue is recorder.cuda.home is not side.queue
     event = streams.record(GPU)
-    assert [node.what for node in event.event.after] == ["aten.add_.Tensor"]
+    assert [node.what for node in event.after] == ["aten.add_.Tensor"]
     with streams.use(side):
         assert streams.current(GPU) == side
         streams.wait(event, GPU)
-        assert streams.record(GPU).event.after == side.queue.tail == event.event.after
+        assert streams.record(GPU).after == side.queue.tail == event.after
         x.add_(1)
     moment = streams.moment(side)
-    assert moment.enable_timing and moment.after == side.queue.tail != event.event.after
+    assert moment.enable_timing and moment.after == side.queue.tail != event.after
     assert recorder.cuda.current == OTHER
     for device, current in ((GPU, HOME), (torch.device("cpu"), OTHER)):
         with streams.on(device):
@@ -104,24 +104,6 @@ def test_works_run_side_by_side(recorder: Recorder) -> None:
     assert (first.stream, second.stream) == (compute, side.queue)
     assert first.after == second.after == (before,)
     assert set(compute.tail) == {first, second}
-
-
-def test_a_stream_waits_once_for_what_is_implied(recorder: Recorder) -> None:
-    x, lane, side = torch.ones(2), streams.new(GPU), streams.new(GPU)
-    recorder.given(x)
-    waits, before = streams.Waits(lane), streams.record(GPU)
-    x.add_(1)
-    after = streams.record(GPU)
-    with streams.use(side):
-        x.add_(1)
-        beside = streams.record(GPU)
-    asked = list[Stream]()
-    with mock.patch.object(Event, "wait", lambda self, stream: asked.append(stream)):
-        waits.add([after, before, beside, beside, streams.record_on(lane)])
-        waits.add([after, streams.record(GPU)])
-    assert asked == 3 * [lane]
-    waits.add([streams.record(GPU), streams.record_on(side)])
-    assert lane.queue.tail == (*after.event.after, *beside.event.after)
 
 
 def test_dq_has_one_stream_that_is_no_channels() -> None:

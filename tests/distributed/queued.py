@@ -26,11 +26,6 @@ from tests.stand_in import Parts, StandIn
 class Moment:
     """A stream, an event or a group of operations: nothing is left to be waited for."""
 
-    stream_id = 0
-
-    def __init__(self) -> None:
-        self.event = self
-
     def wait(self, *_: object) -> bool:
         return True
 
@@ -50,7 +45,7 @@ class Communicator(StandIn):
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options)
         place, seconds = (store, "communicator", rank), options._timeout.total_seconds()
-        self._gloo = Gloo(*place, tuple(range(size)), seconds, Board(*place))
+        self._gloo = Gloo(*place, tuple(range(size)), seconds, Board(*place).failure)
         self._sent, self._received = [0] * size, [0] * size
 
     def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Moment:

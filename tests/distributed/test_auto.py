@@ -129,8 +129,10 @@ def test_debug_tells_an_error_of_one_rank_to_the_others() -> None:
     """Rank 1 raises when "auto" checks the whole call; rank 0 is told of rank 1's error."""
     q = torch.randn(1, 8 - dist.get_rank(), 4, 8)
     documents = torch.tensor([0, 16], dtype=torch.int32)
-    told = ("rank 1 raised ValueError|7", "7")[dist.get_rank()]
-    with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"), refused(ValueError, told):
+    error, told = ((RuntimeError, "rank 1 has refused by ValueError|7"), (ValueError, "7"))[
+        dist.get_rank()
+    ]
+    with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"), refused(error, told):
         ring_attn.ring_attention(
             q[0], q[0], q[0], cu_seqlens=documents, group=dist.new_group(), strategy="auto"
         )

@@ -27,7 +27,6 @@ from ring_attn import (
     TransportOptions,
     halo,
     masks,
-    prepare,
     ring_attention,
     select_backend,
     sync_gradients,
@@ -181,7 +180,6 @@ BOTH: list[Bad] = [
     type_error("scale", scale=0.5),
     value_error("1000000000000000", transport(timeout=1e15)),
     value_error("timeout|1e-12", transport(timeout=1e-12)),
-    value_error("nccl_max_ctas|gloo", transport(nccl_max_ctas=4)),
     value_error("world_size=3|the group, 2", layout=zigzag(SEQLEN, 3)),
     value_error(
         "must have 6 rows|pass this rank's shard",
@@ -282,11 +280,6 @@ DECODE: list[Bad] = [
     value_error("k of the group's rank", cache_seqlens=3, layout=SequenceLayout.contiguous(20, 2)),
 ]
 
-PREPARE: list[Bad] = [
-    *(value_error("strategy", strategy=name) for name in ("auto", "hybrid", "no such")),
-    type_error("strategy", strategy=3),
-]
-
 UNSHARD: list[Bad] = [
     value_error("must have 6 rows|got 7", x=x(1, ROWS + 1, 4)),
     value_error("world_size=4|the group, 2", layout=zigzag(SEQLEN, 4)),
@@ -333,7 +326,6 @@ def test_bad_arguments() -> None:
     both = (*TENSORS, *BACKENDS, *BOTH)
     tables = (
         (ATTEND, (*both, *ATTENTION)), (DECODED, (*both, *DECODE)), (WHOLE, UNSHARD),
-        (partial(prepare, group=None), PREPARE),
     )  # fmt: skip
     with forward_ad.dual_level(), no_communication():
         for call, table in tables:

@@ -172,7 +172,7 @@ def fails_while_another_waits() -> float:
     else:
         lane = next(iter(shared._media["cpu"]._lanes.values()))  # type: ignore[attr-defined]
         never: Any = SimpleNamespace(differs=lambda: None)
-        lane._posted.append(Posted(0, ODD, time.monotonic(), end=never, call=never))
+        lane._posted.append(Posted(0, "shards", ODD, time.monotonic(), never, never))
         while shared.failed is None and time.monotonic() - start < TIMEOUT:
             time.sleep(0.1)
         assert "out of memory" in ended(lambda: call(None, x)).text

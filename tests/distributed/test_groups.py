@@ -321,7 +321,7 @@ def test_calls_are_the_same_behind_prepare(name: str) -> None:
     for prepared in (True, False):
         group = dist.new_group()
         if prepared:
-            prepare(group, strategy, transport=OPTIONS)
+            prepare(group, transport=OPTIONS)
             assert list(rank_group(group)._media) == ["cpu"]
         rows = layout.shard_len(dist.get_rank())
         torch.manual_seed(dist.get_rank())
@@ -333,11 +333,3 @@ def test_calls_are_the_same_behind_prepare(name: str) -> None:
         dist.destroy_process_group(group)
     assert outs[0][1] == outs[1][1] > 0, "what prepares is not counted"
     assert torch.equal(outs[0][0], outs[1][0])
-
-
-@pytest.mark.gloo
-@on_ranks(2)
-def test_ranks_that_prepare_for_another_strategy_are_told() -> None:
-    name = ("ring", "all_gather")[dist.get_rank()]
-    with refused(RuntimeError, "all_gather"):
-        prepare(dist.new_group(), name, transport=OPTIONS)

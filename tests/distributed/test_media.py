@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import TransportOptions, ring_attention
+from ring_attn import ring_attention
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.testing.cases import strategy_of
 from ring_attn.torch_private import coalesced
@@ -24,7 +25,7 @@ from ring_attn.transport.ranks.formation import MissingRanksError, RollCall, has
 from ring_attn.transport.ranks.group import NOTHING, rank_group
 from ring_attn.transport.ranks.headers import UNKNOWN, Compared
 from ring_attn.transport.ranks.identity import Identity
-from ring_attn.transport.ranks.media import Lane, Late
+from ring_attn.transport.ranks.media import Lane, Posted
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
 from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.refusals import says
@@ -52,28 +53,27 @@ def in_place_of_nccl(make: Callable[..., Any]) -> Iterator[list[Any]]:
 
 
 def test_communicators_from_their_options_to_their_end() -> None:
-    """A communicator for each channel and option, aborted or shut down as its owner ends."""
+    """A communicator for each channel, aborted or shut down as its owner ends."""
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
     connected = mock.call.eager_connect_single_device(GPU)
     with in_place_of_nccl(lambda *given: mock.Mock(given=given)) as made:
         nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2))
         for channel in channels:
-            nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
-        nccl.lane((0,), "shards", TransportOptions(nccl_max_ctas=4), 1.0, GPU)
+            nccl.lane((0,), channel, 1.0, GPU)
         names = set()
-        for one, ctas in zip(made, (MAX_CTAS, MAX_CTAS, 4), strict=True):
+        for one in made:
             _, rank, size, options = one.given
             assert (rank, size, one.method_calls) == (0, 1, [connected])
-            assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
+            assert (options.config.max_ctas, options.config.cga_cluster_size) == (MAX_CTAS, 0)
             # It is not split off another one.
             assert options.is_high_priority_stream and not hasattr(options, "split_from")
             # torch's flight recorder names global ranks.
             assert options.global_ranks_in_group == [5]
             names.add(options.group_name)
-        assert len(names) == 3
+        assert len(names) == len(made) == 2
         nccl.close()
         assert all(one.method_calls == [connected, mock.call.abort()] for one in made)
-        other.lane((0,), "shards", TransportOptions(), 1.0, GPU)
+        other.lane((0,), "shards", 1.0, GPU)
         other.finish(1.0)
         assert made[-1].method_calls == [connected, mock.call.shutdown()]
 
@@ -85,7 +85,7 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
     with in_place_of_nccl(make), mock.patch.object(media, "meet"):
         nccl = media.Nccl(dist.HashStore(), "meeting", 0, tuple(range(5000)))
         for members in groups:
-            nccl.lane(members, "shards", TransportOptions(), 1.0, GPU)
+            nccl.lane(members, "shards", 1.0, GPU)
     names = [call.args[3].group_name for call in make.call_args_list]
     assert len(set(names)) == len(groups) and len({len(name) for name in names}) == 1
 
@@ -95,7 +95,7 @@ def test_all_communicators_are_aborted_at_once() -> None:
     with in_place_of_nccl(StandIn) as made:
         nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1))
         for channel in CHANNELS:
-            nccl.lane((0,), channel, TransportOptions(), 1.0, GPU)
+            nccl.lane((0,), channel, 1.0, GPU)
     for one in made:
         one.behind = [other for other in made if other is not one]
     assert len(made) > 1 and ended(nccl.close).seconds < FOREVER / 4
@@ -125,10 +125,10 @@ def test_a_communicator_that_is_never_made() -> None:
     store, ended_at_last = dist.HashStore(), threading.Event()
     connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait(20.0))
     nccl = media.Nccl(store, "meeting", 0, (5, 7))
-    name = f"meeting/{hashed((0, 1))}/shards/None"
+    name = f"meeting/{hashed((0, 1))}/shards"
     threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), 5.0)).start()
     with in_place_of_nccl(lambda *_: connects):
-        end = ended(lambda: nccl.lane((0, 1), "shards", TransportOptions(), 0.5, GPU))
+        end = ended(lambda: nccl.lane((0, 1), "shards", 0.5, GPU))
     ended_at_last.set()
     assert end.error is MissingRanksError and end.seconds < 10.0, end
     assert says(end.text, "could not connect|ranks [7] did not come"), end
@@ -136,7 +136,7 @@ def test_a_communicator_that_is_never_made() -> None:
 
 def test_a_late_exchange_is_named() -> None:
     """Exchanges end with their call, and only one that is late in a call under way is asked for."""
-    ends = [mock.Mock(**{"event.query.return_value": False}) for _ in range(4)]
+    ends = [mock.Mock(**{"query.return_value": False}) for _ in range(4)]
     calls = [Compared(Identity(n, n, "forward", NOTHING), torch.tensor(UNKNOWN)) for n in (1, 2)]
     places = {"new": mock.Mock(), "use": mock.MagicMock(), "record_on": mock.Mock(side_effect=ends)}
     with mock.patch.multiple(media.streams, **places):
@@ -145,14 +145,14 @@ def test_a_late_exchange_is_named() -> None:
         for step in range(4):
             lane.run(step, 2, mock.Mock(), (), calls[step // 2])
         late = lane.late(60.0)
-        assert late is None and not any(end.event.query.called for end in ends)
+        assert late is None and not any(end.query.called for end in ends)
         late = lane.late()
-        assert late is not None and late[:3] == (0, "gradients", 6)
-        ends[0].event.query.return_value = True
-        assert lane.late()[0] == 1
+        assert late is not None and (late.step, late.channel, late.peer) == (0, "gradients", 6)
+        ends[0].query.return_value = True
+        assert lane.late().step == 1
         calls[0].result.fill_(0)
-        ends[1].event.query.side_effect = AssertionError("its call has ended")
-        assert lane.late()[0] == 2
+        ends[1].query.side_effect = AssertionError("its call has ended")
+        assert lane.late().step == 2
         calls[1].result.fill_(0)
         assert lane.late() is None
 
@@ -167,7 +167,7 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     assert shared._board is not None
     texts = []
     if rank == 0:
-        late = Late(3, "shards", 1, 47.0)
+        late = Posted(3, "shards", 1, time.monotonic() - 47.0, mock.Mock(), mock.Mock())
         # Only the medium of this group: the watch looks at other groups meanwhile.
         with (
             mock.patch.object(ranks_group.logger, "error") as said,

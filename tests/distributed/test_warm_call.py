@@ -77,5 +77,5 @@ def test_a_warm_call_is_short_and_goes_down() -> None:
         outs[1].sum().backward()
         backward = path_of(lambda: outs[2].sum().backward())
     assert len(backward.modules) <= 260
-    assert len(set(backward.modules)) <= 18, sorted(set(backward.modules))
+    assert len(set(backward.modules)) <= 19, sorted(set(backward.modules))
     assert len(backward.climbs) <= 4, backward.climbs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,20 +168,12 @@ def largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds of the largest case of a kind."""
     purpose = Purpose(decoding=True) if kind == "decode" else EVERYTHING
     use = next(use for use in uses("reference", LARGEST, purpose) if use.kind == kind)
-    heads, group = use.spec.nheads_kv, use.spec.nheads // use.spec.nheads_kv
-    # Results are checked for one kv head after the other.
-    one = replace(use, spec=replace(use.spec, nheads=group, nheads_kv=1))
-    return heads * seconds_of(one, monkeypatch)
+    return seconds_of(use, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "decode"])
 def test_a_case_takes_two_seconds_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest(kind, monkeypatch) < 2.0
-
-
-def test_a_case_of_too_many_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "KV_HEADS", 64)
-    assert largest("decode", monkeypatch) > 2.0
 
 
 # -- once in a process

@@ -12,6 +12,7 @@ from itertools import permutations
 import pytest
 import torch.distributed as dist
 
+from ring_attn.core.facts import Facts
 from ring_attn.transport.ranks import formation
 from ring_attn.transport.ranks.formation import DifferentError, Meeting, Meetings, MissingRanksError
 
@@ -38,7 +39,7 @@ def meet(
     order: Sequence[int],
     members: Sequence[int] = MEMBERS,
     seconds: float = SECONDS,
-    told: Callable[[int], str] = lambda rank: "",
+    told: Callable[[int], Facts | None] = lambda rank: None,
     gap: float = 0.01,
 ) -> dict[int, Met]:
     """Lets ranks come in this order, each a little after the one before."""
@@ -51,7 +52,7 @@ def meet(
 
         time.sleep(gap * order.index(rank))
         try:
-            Meetings(store, rank, members).attend(seconds, told(rank), "be alike", arrive)
+            Meetings(store, rank, members).attend(seconds, told(rank) or {}, arrive)
         except (MissingRanksError, DifferentError) as error:
             met[rank].why = str(error)
 
@@ -122,8 +123,8 @@ def test_missing_ranks_are_named(missing: tuple[int, ...], before: tuple[int, ..
 
 
 def test_ranks_that_tell_different_texts() -> None:
-    met = meet(dist.HashStore(), MEMBERS, told=lambda rank: "a" if rank == 7 else "b")
-    text = "all ranks must be alike, got global ranks [4, 0]: b; global ranks [7]: a"
+    met = meet(dist.HashStore(), MEMBERS, told=lambda rank: {"x": 2 * ("ab"[rank == 7],)})
+    text = "all ranks must have the same values, got x: global rank 7 has b, the other 2 have a"
     assert {one.why for one in met.values()} == {text}
 
 

@@ -55,7 +55,7 @@ def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
     assert measured.forward is not None and measured.backward is not None
     for figures in (measured.forward, measured.backward):
         assert 0.0 < figures.compute_s <= figures.seconds
-        assert (figures.wait_s, figures.post_s, figures.in_flight_s) == (0,) * 3
+        assert figures.wait_s == figures.in_flight_s == 0
         assert (figures.messages, figures.bytes_sent, figures.bytes_received) == (0, 0, 0)
     assert measured.gradient_sync_s is not None and measured.gradient_sync_s >= 0.02
     with collect():
@@ -105,7 +105,7 @@ def test_on_a_cpu_memory_is_not_told() -> None:
         call_alone(backward=False)
     figures = stats().forward
     assert figures is not None
-    assert figures.peak_bytes is figures.call_bytes is figures.pressure is None
+    assert figures.peak_bytes is figures.pressure is None
 
 
 @pytest.mark.gpu
@@ -130,5 +130,5 @@ def test_on_cuda_times_are_those_of_the_device() -> None:
     assert 0.01 < figures.compute_s <= figures.seconds < 10.0
     assert figures.wait_s < 0.01 * figures.compute_s
     assert 0.05 * figures.compute_s < sync_s < 0.2 * figures.compute_s
-    assert figures.call_bytes == held.nbytes
+    assert figures.peak_bytes is not None and figures.peak_bytes >= held.nbytes
     assert figures.device_bytes == torch.cuda.get_device_properties(device).total_memory

@@ -13,9 +13,8 @@ from itertools import islice, product
 from typing import Any
 
 from ring_attn.torch_private import Store
-from ring_attn.transport.base import rank_name
-from ring_attn.transport.debug import difference
-from ring_attn.transport.ranks.formation import Bell, append
+from ring_attn.transport.base import difference, rank_name
+from ring_attn.transport.ranks.formation import append
 from ring_attn.transport.ranks.identity import Identity
 
 # A note holds at most this many characters of an error's text.
@@ -30,11 +29,10 @@ class Board:
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
-        self.bell = Bell(store, meeting)
 
     def tell_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
         """Writes down this rank's last calls, and the rank for which it waits."""
-        reports = [(call.sequence, call.last, call.report()) for call in calls]
+        reports = [(call.sequence, call.report()) for call in calls]
         note = json.dumps({"calls": reports, "waits_for": waits_for})
         self._store.set(f"{self._prefix}/calls/{self._rank}", note)
 
@@ -58,7 +56,6 @@ class Board:
         """Writes down this rank's calls, of which it has refused the last one."""
         self.tell_calls(calls)
         append(self._store, f"{self._prefix}/refused", f"{self._rank}\n")
-        self.bell.ring()
 
     def refusals(self) -> list[int]:
         """The ranks that have told a refused call, as often as each one has told it."""
@@ -82,14 +79,13 @@ class Board:
         """The difference of a peer's calls from these; None if unknown."""
         note = self._read(f"calls/{peer}")
         reports = note["calls"] if note else []
-        for call, (first, last, theirs) in product(calls, reports):
-            if call.last < first or last < call.sequence:
+        for call, (sequence, theirs) in product(calls, reports):
+            if call.sequence != sequence:
                 continue
             differs = difference({self._rank: call.report(), peer: theirs})
             if differs is not None:
-                told = "; ".join(differs.values())
                 ours = rank_name(self._rank)
-                return f"{rank_name(peer)}'s call differs from {ours}'s; {told}"
+                return f"{rank_name(peer)}'s call differs from {ours}'s; {differs}"
         return None
 
     def tell_failure(self, text: str) -> bool:
@@ -98,7 +94,6 @@ class Board:
             return False
         note = json.dumps({"rank": self._rank, "text": text[:MAX_CHARACTERS]})
         self._store.set(f"{self._prefix}/failed", note)
-        self.bell.ring()
         return True
 
     def failure(self) -> str | None:

@@ -8,7 +8,6 @@ import os
 from ring_attn.core.values import regular_file
 
 CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
-ONE_FILE = f"use the same file of configs, which {CONFIGS_VARIABLE} names"
 
 
 def hash_of_configs() -> str:

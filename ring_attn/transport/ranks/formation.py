@@ -24,8 +24,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ring_attn.core.facts import Facts
 from ring_attn.torch_private import PrefixStore, Store
-from ring_attn.transport.base import rank_name
+from ring_attn.transport.base import difference, rank_name
 
 T = TypeVar("T")
 
@@ -35,14 +36,14 @@ ASKED_AGAIN_S = 1.0
 # Seconds that the store may take to answer, beyond the ranks' own time limit.
 STORE_S = 1.0
 
-# Seconds that ranks wait, after their time limit, for the rank that finds out who is missing; more
-# than that rank's longest pause.
+# Seconds that ranks wait, after their time limit, for the lead of their meeting to find out who is
+# missing; more than its longest pause.
 ANSWER_S = 3.0
 
 # A rank that waits asks the store again after pauses, each a share of the time waited so far: 8,192
-# ranks make 4,096 requests a second. A wait within the store would block this process's connection
+# ranks make 12,288 requests a second. A wait within the store would block this process's connection
 # for other threads, and prints two warnings when its time is up.
-FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE = 0.001, 2.0, 1 / 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE = 0.005, 2.0, 1 / 2
 
 NO_LIMIT = datetime.timedelta.max
 
@@ -59,11 +60,10 @@ class MovedError(RuntimeError):
 
 
 class DifferentError(RuntimeError):
-    """Ranks told different texts; `told` has the texts with the ranks."""
+    """Ranks told different facts; `told` has them with the ranks."""
 
-    def __init__(self, rule: str, told: str) -> None:
-        """Makes the error of ranks that must all keep a rule."""
-        super().__init__(f"all ranks must {rule}, got {told}")
+    def __init__(self, told: str) -> None:
+        super().__init__(f"all ranks must have the same values, got {told}")
         self.told = told
 
 
@@ -95,7 +95,7 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
 def answered(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, which waits in the store for other ranks for at most `seconds`."""
     try:
-        return bounded(work, seconds + 3 * ANSWER_S + STORE_S)
+        return bounded(work, seconds + 2 * ANSWER_S + STORE_S)
     except TimeoutError as error:
         raise MissingRanksError(f"the group's store does not answer: {error}") from error
 
@@ -119,53 +119,19 @@ def hashed(members: Sequence[int]) -> str:
     return hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]
 
 
-class Bell:
-    """Wakes the ranks that wait in the store, when there is news for them."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, f"{name}/bell"
-
-    def ring(self) -> None:
-        self._store.add(self._name, 1)
-
-    def wait(self, look: Callable[[], T | None], seconds: float) -> T | None:
-        """The first answer of `look`, which is asked at once and after each ring."""
-        heard = -1
-
-        def listen() -> T | None:
-            nonlocal heard
-            before, heard = heard, self._store.add(self._name, 0)
-            return look() if heard != before else None
-
-        return poll(listen, seconds)
-
-
 class RollCall:
     """Ranks that wait for each other: each rank comes, or gives up for all and says why.
 
-    One rank answers for all, and the first answer holds. The last rank to come compares what all
-    have told; the first rank whose time is up names the missing ranks.
+    One rank answers for all, and the first answer holds. The last rank to come compares the facts
+    that all have told; the first rank whose time is up names the missing ranks.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        members: Sequence[int],
-        verb: str = "come",
-        bell: Bell | None = None,
-    ) -> None:
-        """Prepares a roll-call of global ranks, by a key `name` never used before.
+    def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
+        """Prepares a roll-call of global ranks, by a key `name` never used before."""
+        self._store, self._name, self._rank, self._members = store, name, rank, members
 
-        `verb` is for messages; `bell` is one that also rings for other news.
-        """
-        self._store, self._name, self._rank = store, name, rank
-        self._members, self._verb = members, verb
-        self._bell = bell or Bell(store, name)
-
-    def come(self, told: str = "") -> None:
-        append(self._store, f"{self._name}/here", json.dumps([self._rank, told]) + "\n")
+    def come(self, told: Facts | None = None) -> None:
+        append(self._store, f"{self._name}/here", json.dumps([self._rank, told or {}]) + "\n")
         # More than all, if a rank has left and come again.
         if self._store.add(f"{self._name}/count", 1) >= len(self._members):
             self._compare()
@@ -174,10 +140,10 @@ class RollCall:
         """Ends the roll-call on all ranks that have not seen everyone come."""
         self.answer("missing", f"{rank_name(self._rank)} has given up: {why}")
 
-    def wait(self, seconds: float, rule: str = "", in_vain: InVain | None = None) -> None:
+    def wait(self, seconds: float, in_vain: InVain | None = None) -> None:
         """Waits until all members have come; else names the missing ranks, or who gave up.
 
-        `in_vain` says why some member will not come, if that is known; it is asked at each ring.
+        `in_vain` says why some member will not come, if that is known.
         """
 
         def news() -> Answer | None:
@@ -186,18 +152,14 @@ class RollCall:
                 return "missing", reason
             return answer
 
-        answer = self._bell.wait(news, seconds)
+        answer = poll(news, seconds)
         if answer is None:
-            asks = json.dumps([self._rank, f"within {round(seconds, 1):g} s"])
-            if self._store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
-                self._name_missing(f"within {round(seconds, 1):g} s")
-            answer = self._bell.wait(news, 2 * ANSWER_S)
-        kind, text = answer or (
-            "missing",
-            f"no rank has named the missing ones in {round(seconds, 1):g} s",
-        )
+            self._name_missing(f"within {round(seconds, 1):g} s")
+            answer = self.look()
+        assert answer is not None, "this rank or another one has answered"
+        kind, text = answer
         if kind == "differ":
-            raise DifferentError(rule, text)
+            raise DifferentError(text)
         if kind == "moved":
             raise MovedError("another group of the same ranks meets at the same place of the store")
         if kind == "missing":
@@ -205,9 +167,7 @@ class RollCall:
 
     def answer(self, kind: str, text: str = "") -> None:
         """Ends the roll-call on all ranks, unless a rank has answered before."""
-        answer = json.dumps([kind, text])
-        if self._store.compare_set(f"{self._name}/answer", "", answer).decode() == answer:
-            self._bell.ring()
+        self._store.compare_set(f"{self._name}/answer", "", json.dumps([kind, text]))
 
     def is_answered(self) -> bool:
         return self._store.check([f"{self._name}/answer"])
@@ -224,22 +184,19 @@ class RollCall:
         told = self._told()
         if len(told) < len(self._members):
             return
-        ranks: dict[str, list[int]] = {}
-        for member in self._members:
-            ranks.setdefault(told[member], []).append(member)
-        shown = "; ".join(f"{rank_name(some)}: {text}" for text, some in ranks.items())
-        self.answer(*(("alike",) if len(ranks) == 1 else ("differ", shown)))
+        differs = difference({member: told[member] for member in self._members})
+        self.answer("alike" if differs is None else "differ", differs or "")
 
     def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:
         """Gives up: the ranks `lost` and those that have not come are missing."""
         told = self._told()
         missing = [rank for rank in self._members if rank not in told or rank in lost]
         if missing:
-            self.give_up(f"{rank_name(missing)} did not {self._verb} {when}")
+            self.give_up(f"{rank_name(missing)} did not come {when}")
         else:
             self._compare()
 
-    def _told(self) -> dict[int, str]:
+    def _told(self) -> dict[int, Facts]:
         if not self._store.check([f"{self._name}/here"]):
             return {}
         lines = self._store.get(f"{self._name}/here").decode().splitlines()
@@ -252,8 +209,6 @@ class Meeting(RollCall):
     def _compare(self) -> None:
         if self._rank == self._members[0]:
             super()._compare()
-        else:
-            self._bell.ring()
 
     def look(self) -> Answer | None:
         answer = super().look()
@@ -261,16 +216,15 @@ class Meeting(RollCall):
             if self._store.add(f"{self._name}/count", 0) >= len(self._members):
                 self._compare()
             if self._store.check([f"{self._name}/asks"]):
-                _, when = json.loads(self._store.get(f"{self._name}/asks"))
-                self._name_missing(when)
+                self._name_missing(self._store.get(f"{self._name}/asks").decode())
             answer = super().look()
         return answer
 
     def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:
         lead = self._members[0]
         if self._rank != lead:
-            self._bell.ring()
-            if self._bell.wait(self.look, ANSWER_S) is not None:
+            self._store.set(f"{self._name}/asks", when)
+            if poll(self.look, ANSWER_S) is not None:
                 return
             lost = [lead]
         super()._name_missing(when, lost)
@@ -302,7 +256,7 @@ class Meetings:
         opened = poll(lambda: self._store.add(self._place, 0) - number, seconds)
         return self._name(number + opened) if opened else None
 
-    def attend(self, seconds: float, told: str, rule: str, arrive: Callable[[str], InVain]) -> None:
+    def attend(self, seconds: float, told: Facts, arrive: Callable[[str], InVain]) -> None:
         """Waits until all members have come to one meeting, as `RollCall.wait`.
 
         Calls `arrive` with the name of each meeting to which this rank comes: the lead of the first
@@ -314,7 +268,7 @@ class Meetings:
             in_vain = arrive(name)
             meeting.come(told)
             try:
-                return meeting.wait(deadline - time.monotonic(), rule, in_vain)
+                return meeting.wait(deadline - time.monotonic(), in_vain)
             except MovedError:
                 if self._opened:
                     raise
@@ -339,15 +293,14 @@ class Meetings:
 def meet(
     roll_call: RollCall,
     seconds: float,
-    told: str = "",
-    rule: str = "",
+    told: Facts | None = None,
     in_vain: InVain | None = None,
 ) -> None:
     """Comes to a roll-call and waits there, as `RollCall.wait`."""
 
     def come_and_wait() -> None:
         roll_call.come(told)
-        roll_call.wait(seconds, rule, in_vain)
+        roll_call.wait(seconds, in_vain)
 
     answered(come_and_wait, seconds)
 
@@ -382,14 +335,13 @@ def connect_gloo(
     rank: int,
     everyone: Sequence[int],
     seconds: float,
-    bell: Bell,
     in_vain: InVain,
 ) -> dist.ProcessGroupGloo:
     """gloo's connections between all ranks, by global ranks; returns when all are connected.
 
-    A rank that has met the others may yet leave its call: then `bell` rings, and `in_vain` says so.
+    A rank that has met the others may yet leave its call: then `in_vain` says so.
     """
-    connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect", bell)
+    connected = RollCall(store, f"{meeting}/connected", rank, everyone)
     connections: list[dist.ProcessGroupGloo] = []
     polling, place, size = PollingStore(store), everyone.index(rank), len(everyone)
 
@@ -407,7 +359,7 @@ def connect_gloo(
     # a thread that takes too long is abandoned.
     threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
-        answered(lambda: connected.wait(seconds, in_vain=in_vain), seconds)
+        answered(lambda: connected.wait(seconds, in_vain), seconds)
     except RuntimeError as error:
         if (reason := in_vain()) is not None:
             raise MissingRanksError(reason) from error

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -24,15 +24,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ring_attn.core.facts import Facts
 from ring_attn.torch_private import group_store, group_timeout
 from ring_attn.transport import capture, streams
-from ring_attn.transport.base import Agreement, rank_name
+from ring_attn.transport.base import Agreement, as_facts, rank_name
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.configs import ONE_FILE, hash_of_configs
+from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE, hash_of_configs
 from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.formation import (
+    DifferentError,
     Meetings,
     MissingRanksError,
     RollCall,
@@ -43,7 +45,7 @@ from ring_attn.transport.ranks.formation import (
 )
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import REFUSED, Identity
-from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
+from ring_attn.transport.ranks.media import Gloo, Medium, Nccl, Posted
 from ring_attn.transport.ranks.watch import PERIOD_S
 from ring_attn.transport.streams import Stream
 
@@ -53,8 +55,8 @@ logger = logging.getLogger("ring_attn")
 
 NOTHING = Agreement({})
 
-# A rank reports this many of its last calls.
-CALLS_REPORTED = 8
+# A rank reports this many of its last calls: one that refuses more in a row hides calls before.
+CALLS_REPORTED = 32
 
 # A long wait is looked at after PERIOD_S; each pause before a further look doubles, to LONGEST_S.
 LONGEST_S = 5.0
@@ -198,16 +200,11 @@ class RankGroup:
         note = f" by {describe_error(error)}"
         with self._lock:
             call = Identity(next(self.sequence), next(self.numbers), REFUSED, NOTHING, note=note)
-            before = self._calls[-1] if self._calls else None
-            if before and before.kind == REFUSED and before.last == call.sequence - 1:
-                # One after another, they must not push out the calls that other ranks compare.
-                self._calls[-1] = replace(before, times=before.times + 1)
-            else:
-                self._calls.append(call)
+            self._calls.append(call)
         calls = list(self._calls)
         if self.failed is None and self.world_size > 1 and not _forked:
             self._in_time(self._tell_refusal)
-            self._reported = calls[-1].last, None
+            self._reported = calls[-1].sequence, None
             if not self._met:
                 self._refused = Waiting(time.monotonic(), self.global_ranks[0])
                 watch.add(self)
@@ -236,21 +233,23 @@ class RankGroup:
             watch.add(self)
         return self._media[device.type]
 
-    def roll_call(self, verb: str) -> RollCall:
+    def roll_call(self) -> RollCall:
         """The next roll-call of all ranks, which are connected already."""
         self._roll_calls += 1
         place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
-        assert self._board is not None, "the ranks have met"
-        return RollCall(self._store, *place, verb, self._board.bell)
+        return RollCall(self._store, *place)
 
-    def agree(self, told: str, rule: str, seconds: float) -> None:
-        """Refuses ranks of the call under way that tell different texts; keeps the ring alive."""
+    def agree(self, told: Facts, seconds: float) -> str | None:
+        """What differs in the facts that ranks of the call under way tell; keeps the ring alive."""
         board, calls = self._board, list(self._calls)
         assert board is not None, "the ranks have met"
         self._tell_calls(board, calls, None)
         try:
             in_vain = lambda: board.failure() or board.refused(calls)  # noqa: E731
-            meet(self.roll_call("come"), seconds, told, rule, in_vain)
+            meet(self.roll_call(), seconds, told, in_vain)
+            return None
+        except DifferentError as error:
+            return error.told
         except MissingRanksError as error:
             text = f"{rank_name(self.global_rank)} could not compare its call with all ranks, "
             raise RuntimeError(f"{text}timeout {seconds:g} s: {error}") from error
@@ -372,7 +371,7 @@ class RankGroup:
             if waited_for is not None and (waiting is None or waiting.peer != waited_for):
                 self._tell_calls(board, calls, None)
             return
-        if self._reported != (calls[-1].last, waiting.peer):
+        if self._reported != (calls[-1].sequence, waiting.peer):
             self._tell_calls(board, calls, waiting.peer)
         reason = board.why(calls, waiting.peer)
         if reason is not None:
@@ -380,17 +379,17 @@ class RankGroup:
 
     def _tell_calls(self, board: Board, calls: list[Identity], waits_for: int | None) -> None:
         board.tell_calls(calls, waits_for)
-        self._reported = calls[-1].last, waits_for
+        self._reported = calls[-1].sequence, waits_for
 
-    def _tell_late(self, late: Late, board: Board) -> None:
+    def _tell_late(self, late: Posted, board: Board) -> None:
         """Reports an exchange that has not ended, before torch's watchdog ends the process.
 
         Keeps the connections: without them the device would go on with data that has not arrived.
         """
-        peer = self.global_ranks[late.peer]
+        peer, seconds = self.global_ranks[late.peer], time.monotonic() - late.since
         text = (
             f"ring step {late.step}: {rank_name(self.global_rank)} posted an exchange with "
-            f"{rank_name(peer)} on channel {late.channel!r} {late.seconds:.0f} s ago, and it has "
+            f"{rank_name(peer)} on channel {late.channel!r} {seconds:.0f} s ago, and it has "
             "not ended; one of the two devices has not come to it, or cannot reach the other"
         )
         reason = board.why(self._calls, peer)
@@ -443,14 +442,14 @@ class RankGroup:
 
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._met:
-            place = seconds, hash_of_configs(), ONE_FILE, self._arrive
-            answered(partial(self._meetings.attend, *place), seconds)
+            configs = as_facts({CONFIGS_VARIABLE: hash_of_configs()})
+            answered(partial(self._meetings.attend, seconds, configs, self._arrive), seconds)
             self._met = True
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank, self.global_ranks)
         assert self._board is not None, "the ranks have met"
         met = self._store, self._meeting, self.rank, self.global_ranks
-        return Gloo(*met, seconds, self._board)
+        return Gloo(*met, seconds, self._board.failure)
 
     def _arrive(self, meeting: str) -> Callable[[], str | None]:
         """Takes a meeting for the ranks' own; returns what says why some rank will not come."""

@@ -132,17 +132,15 @@ class Headers:
                 self.ready.append(block.written)
         taken = self._rows[-1]
         self._rows[-1] += count
-        return self._blocks[-1].data.view(-1, HEADER_BYTES)[taken : taken + count]
+        return _rows(self._blocks[-1])[taken : taken + count]
 
     def end(self) -> None:
         """Compares all headers on the device, after the waits for all exchanges of a call."""
         self._marked.clear()
         if not self._blocks:
             return
-        rows = [
-            block.data.view(-1, HEADER_BYTES)[:taken]
-            for block, taken in zip(self._blocks, self._rows, strict=True)
-        ]
+        taken = zip(self._blocks, self._rows, strict=True)
+        rows = [_rows(block)[:count] for block, count in taken]
         found = rows[0] if len(rows) == 1 else torch.cat(rows)
         differs = found.ne(self.outgoing).any()
         if capture.is_on():
@@ -174,3 +172,8 @@ class Headers:
             if differs:
                 return f"{call} met messages of another call"
         return None
+
+
+def _rows(block: Block) -> Tensor:
+    """The headers in a buffer, whose own header is not used: (rows, 64)."""
+    return block.whole.view(-1, HEADER_BYTES)[1:]

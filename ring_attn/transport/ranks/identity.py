@@ -29,7 +29,7 @@ from torch import Tensor
 from ring_attn.core.facts import Facts
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.core.values import as_int
-from ring_attn.transport.base import Agreement
+from ring_attn.transport.base import Agreement, as_facts
 
 # gloo's tags are 32 bits, of which torch takes the lower 31.
 TAG_BITS = 0x7FFFFFFF
@@ -87,7 +87,6 @@ class Identity:
     values: int = 0  # 0 on CUDA, where only the device knows the checksum
     step: int | None = field(default_factory=current_step)
     note: str = ""  # for error messages of other ranks; need not be equal
-    times: int = 1  # calls refused one after another are one identity, with the first one's note
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
@@ -103,18 +102,12 @@ class Identity:
         """A hash of the call: its message tags are computed from it, and graphs send it."""
         return zlib.crc32(struct.pack("<7q", *self.words(), self.values))
 
-    @property
-    def last(self) -> int:
-        """Sequence of the last call that this identity stands for."""
-        return self.sequence + self.times - 1
-
     def report(self) -> Facts:
         """The call by argument, for other ranks."""
-        # Not numbered: of calls refused one after another, any may meet a peer's call.
+        # Not numbered: a rank that refuses a call does not know whether it is a backward.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
         texts = told(self.step, {"sinks": self.values} if self.values else {})
-        pairs = {name: (text, text) for name, text in texts.items()}
-        return {"call": (f"{call}{self.note}", call), **pairs, **self.agreement.report}
+        return {"call": (f"{call}{self.note}", call), **as_facts(texts), **self.agreement.report}
 
 
 def told(step: int | None, checksums: Mapping[str, int]) -> dict[str, str]:

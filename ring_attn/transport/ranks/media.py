@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,9 @@ from ring_attn.core.program import Channel
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.options import MAX_CTAS, TransportOptions
-from ring_attn.transport.ranks.board import Board
+from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.ranks.formation import (
+    InVain,
     RollCall,
     bounded,
     connect_gloo,
@@ -49,26 +49,8 @@ GRACE_S = 10.0
 ABORT_S = 10.0
 
 
-class Medium:
-    """Connections between the ranks of a group; a peer is its rank in that group."""
-
-    def late(self, seconds: float | None = None) -> Late | None:
-        """An exchange under way for longer than that, by default than its time limit; else None.
-
-        Only of a medium where the host does not wait.
-        """
-        return None
-
-    def close(self) -> None:
-        """Ends all connections at once, from any thread; pending waits raise."""
-        raise NotImplementedError
-
-    def finish(self, seconds: float) -> None:
-        """Ends all connections after their last exchange, together with the other ranks."""
-
-
-class Gloo(Medium):
-    """Tagged messages between all ranks of a group."""
+class Gloo:
+    """Tagged messages between all ranks of a group; a peer is its rank in that group."""
 
     def __init__(
         self,
@@ -77,16 +59,14 @@ class Gloo(Medium):
         rank: int,
         global_ranks: Ranks,
         seconds: float,
-        board: Board,
+        in_vain: InVain,
     ) -> None:
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         me = global_ranks[rank]
-        self.gloo: Any = connect_gloo(
-            store, meeting, me, global_ranks, seconds, board.bell, board.failure
-        )
+        self.gloo: Any = connect_gloo(store, meeting, me, global_ranks, seconds, in_vain)
 
     def close(self) -> None:
-        """See `Medium`.
+        """Ends all connections at once, from any thread; pending waits raise.
 
         gloo cannot close its connections while a thread waits, but a wait that times out closes
         all connections of its rank. So `close` waits for a message that nobody sends.
@@ -96,18 +76,15 @@ class Gloo(Medium):
             with contextlib.suppress(RuntimeError):
                 self.gloo.recv([torch.empty(1)], peer, CLOSING_TAG).wait(at_once)
 
+    def finish(self, seconds: float) -> None:
+        """Leaves the connections to the last reference's end, as no exchange is under way."""
+
+    def late(self, seconds: float | None = None) -> None:
+        """No exchange is late here: the host waits for each with a time limit."""
+
 
 # A message has this tag only by accident, with a chance of one in 2^31.
 CLOSING_TAG = 0x7FFFFFFF
-
-
-class Late(NamedTuple):
-    """An exchange that has not ended in time."""
-
-    step: int
-    channel: Channel
-    peer: int  # the sender's rank in the group
-    seconds: float  # since the post
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +92,8 @@ class Posted:
     """An exchange that has not ended."""
 
     step: int
-    peer: int  # index of the sender among the channel's ranks
+    channel: Channel
+    peer: int  # the sender's rank in the group
     since: float  # time of the post, of `time.monotonic`
     end: Event
     call: Compared
@@ -141,7 +119,6 @@ class Lane:
         self.communicator = communicator
         self._members, self._channel, self._seconds = members, channel, seconds
         self._device, self._stream = device, streams.new(device)
-        self._waits = streams.Waits(self._stream)
         self._posted: deque[Posted] = deque()
 
     def run(
@@ -158,15 +135,17 @@ class Lane:
         """
         moments = [streams.record(self._device)] if after is None else after
         with streams.use(self._stream):
-            self._waits.add(moments)
+            for moment in moments:
+                moment.wait(self._stream)
             start()
             end = streams.record_on(self._stream)
         if not capture.is_on():  # nobody watches replays
-            self._posted.append(Posted(step, peer, time.monotonic(), end, call))
+            sender, now = self._members[peer], time.monotonic()
+            self._posted.append(Posted(step, self._channel, sender, now, end, call))
         return end
 
-    def late(self, limit: float | None = None) -> Late | None:
-        """The oldest exchange under way, if it has passed a limit in seconds; see `Medium.late`.
+    def late(self, limit: float | None = None) -> Posted | None:
+        """The oldest exchange under way, if it has passed a limit in seconds; see `Nccl.late`.
 
         With a limit of the caller, the exchange may have ended in a call that has not.
         """
@@ -175,11 +154,10 @@ class Lane:
             posted.popleft()
         while posted:
             first = posted[0]
-            seconds = time.monotonic() - first.since
-            if seconds <= (self._seconds if limit is None else limit):
+            if time.monotonic() - first.since <= (self._seconds if limit is None else limit):
                 return None
-            if limit is not None or not first.end.event.query():
-                return Late(first.step, self._channel, self._members[first.peer], seconds)
+            if limit is not None or not first.end.query():
+                return first
             posted.popleft()
         return None
 
@@ -211,32 +189,30 @@ class Ending(threading.Thread):
             logger.error("%s of NCCL's communicator %s failed: %s", how, self._of, error)
 
 
-class Nccl(Medium):
+class Nccl:
     """NCCL's communicators, each made by its members together at its first use."""
 
     def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
-        self._lanes: dict[tuple[Ranks, Channel, int | None], Lane] = {}
+        self._lanes: dict[tuple[Ranks, Channel], Lane] = {}
         self._endings: list[Ending] = []
 
     def lane(
         self,
         members: Ranks,
         channel: Channel,
-        options: TransportOptions,
         seconds: float,
         device: torch.device,
     ) -> Lane:
         """The lane of a channel among `members`, numbered in that order; made at its first use."""
-        key = members, channel, options.nccl_max_ctas
+        key = members, channel
         if key not in self._lanes:
-            name = f"{self._meeting}/{hashed(members)}/{channel}/{options.nccl_max_ctas}"
+            name = f"{self._meeting}/{hashed(members)}/{channel}"
             everyone = [self._global_ranks[member] for member in members]
             me = self._global_ranks[self._rank]
             meet(RollCall(self._store, name, me, everyone), seconds)
-            ctas = options.nccl_max_ctas or MAX_CTAS
-            nccl = nccl_options(name, seconds + GRACE_S, ctas, everyone)
+            nccl = nccl_options(name, seconds + GRACE_S, MAX_CTAS, everyone)
             store, rank = PrefixStore(name, self._store), members.index(self._rank)
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             self._endings.append(Ending(communicator, name))
@@ -251,15 +227,17 @@ class Nccl(Medium):
             self._lanes[key] = Lane(members, channel, seconds, communicator, device)
         return self._lanes[key]
 
-    def late(self, seconds: float | None = None) -> Late | None:
+    def late(self, seconds: float | None = None) -> Posted | None:
+        """An exchange under way for longer than that, by default than its time limit; else None."""
         late_ones = (lane.late(seconds) for lane in list(self._lanes.values()))
         return next((late for late in late_ones if late is not None), None)
 
     def close(self) -> None:
+        """Ends all connections at once, from any thread."""
         self._end("abort", ABORT_S)
 
     def finish(self, seconds: float) -> None:
-        """See `Medium`; a shutdown is a collective among the communicator's ranks of a node."""
+        """Ends all connections after their last exchange, together with the node's other ranks."""
         self._end("shutdown", seconds)
 
     def _end(self, how: How, seconds: float) -> None:
@@ -272,3 +250,6 @@ class Nccl(Medium):
         if late:
             told = late, len(self._endings), how, seconds
             logger.error("%d of %d communicators have not ended by %s within %g s", *told)
+
+
+Medium = Gloo | Nccl
