@@ -26,6 +26,9 @@ from ring_attn.transport.streams import Event
 # Bytes before a message on NCCL, for the identity of its call; see `ranks.headers`.
 HEADER_BYTES = 64
 
+# Messages whose views a buffer keeps: more than a few programs have.
+MAX_MESSAGES = 32
+
 
 @dataclass(slots=True, eq=False)
 class Block:
@@ -41,12 +44,22 @@ class Block:
     bytes: Tensor = field(init=False)
     framed: Tensor = field(init=False)
     tensors: tuple[Tensor, ...] = field(init=False)
+    # Views of messages by their ids: to make them takes longer than to launch a copy.
+    _kept: dict[int, tuple[Message, Tensor, Tensor, tuple[Tensor, ...]]] = field(
+        default_factory=dict
+    )
 
     def hold(self, message: Message) -> None:
         """Makes the buffer hold a message."""
-        self.framed = self.whole[: self.header + message.nbytes]
-        self.bytes = self.framed[self.header :]
-        self.tensors = message.views(self.bytes)
+        kept = self._kept.get(id(message))
+        # A message that is kept here keeps its id.
+        if kept is None or kept[0] is not message:
+            if len(self._kept) >= MAX_MESSAGES:
+                self._kept.clear()
+            framed = self.whole[: self.header + message.nbytes]
+            part = framed[self.header :]
+            kept = self._kept[id(message)] = message, part, framed, message.views(part)
+        _, self.bytes, self.framed, self.tensors = kept
 
 
 def last_uses(send: Block, recv: Block) -> list[Event]:

@@ -95,7 +95,7 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
 def answered(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, which waits in the store for other ranks for at most `seconds`."""
     try:
-        return bounded(work, seconds + 2 * ANSWER_S + STORE_S)
+        return bounded(work, seconds + 3 * ANSWER_S + STORE_S)
     except TimeoutError as error:
         raise MissingRanksError(f"the group's store does not answer: {error}") from error
 
@@ -152,12 +152,13 @@ class RollCall:
                 return "missing", reason
             return answer
 
-        answer = poll(news, seconds)
+        answer, when = poll(news, seconds), f"within {round(seconds, 1):g} s"
         if answer is None:
-            self._name_missing(f"within {round(seconds, 1):g} s")
-            answer = self.look()
-        assert answer is not None, "this rank or another one has answered"
-        kind, text = answer
+            asks = json.dumps([self._rank, when])
+            if self._store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
+                self._name_missing(when)
+            answer = poll(news, 2 * ANSWER_S)
+        kind, text = answer or ("missing", f"no rank has named the missing ones {when}")
         if kind == "differ":
             raise DifferentError(text)
         if kind == "moved":
@@ -216,14 +217,14 @@ class Meeting(RollCall):
             if self._store.add(f"{self._name}/count", 0) >= len(self._members):
                 self._compare()
             if self._store.check([f"{self._name}/asks"]):
-                self._name_missing(self._store.get(f"{self._name}/asks").decode())
+                _, when = json.loads(self._store.get(f"{self._name}/asks"))
+                self._name_missing(when)
             answer = super().look()
         return answer
 
     def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:
         lead = self._members[0]
         if self._rank != lead:
-            self._store.set(f"{self._name}/asks", when)
             if poll(self.look, ANSWER_S) is not None:
                 return
             lost = [lead]
