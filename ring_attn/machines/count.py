@@ -13,52 +13,11 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.transport.options import MAX_CTAS
 
 
 def bytes_sent(program: Program) -> int:
     """Bytes that leave a rank."""
     return sum(post.nbytes for post in program.posts())
-
-
-# Bytes of the buffers with which NCCL receives from one rank on one channel, for its protocols LL,
-# LL128 and Simple: the defaults of NCCL 2.30. A communicator has at most MAX_CTAS channels.
-CONNECTION_BYTES = 524_288 + 4_915_200 + 4_194_304
-
-Members = tuple[int, ...]
-Sources = dict[tuple[Members, ops.Channel], set[int | None]]
-
-
-def communicator_bytes(programs: Sequence[Program], rank: int, world_size: int) -> int:
-    """Bytes that NCCL's communicators of the rank's programs take, estimated by CONNECTION_BYTES.
-
-    The first calls allocate the bytes, and all later calls and layers share them.
-    """
-    sources: Sources = {}
-    for program in programs:
-        _add_sources(program, rank, tuple(range(world_size)), sources)
-    return MAX_CTAS * CONNECTION_BYTES * sum(map(len, sources.values()))
-
-
-def _add_sources(program: Program, rank: int, members: Members, sources: Sources) -> None:
-    """Adds the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
-
-    A communicator has one channel and some ranks, as in `transport.ranks.media.Nccl`.
-    """
-    for op in program.ops:
-        if not isinstance(op, ops.Post | ops.Inner):
-            continue
-        some = members if op.ranks is None else tuple(members[index] for index in op.ranks)
-        if isinstance(op, ops.Inner):
-            _add_sources(op.program, rank, some, sources)
-            continue
-        found = sources.setdefault((some, op.channel), set())
-        if isinstance(op.route, ops.Hop):
-            found.add(some[op.route.recv_from])
-        elif op.route.op == "all_to_all":
-            found.update(member for member in some if member != rank)
-        else:
-            found.add(None)
 
 
 def peak_bytes(programs: Sequence[Program], call: Call) -> int:

@@ -14,7 +14,7 @@ begins when its receive buffer (of three) is free, a gradient's when the gradien
 A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
 port follow one another in the order of the program. Messages of one exchange share the port, and
 end together. A rank's waiting time is divided into waits for its host, for late peers (imbalance),
-and for bytes (exposed communication), the last by kind of link.
+and for bytes (exposed communication).
 
 All ranks can be walked, or some (`sampled_ranks`): runs of consecutive ranks. A peer that is not
 walked is taken to be as late as a rank of the same run, as if the run were a ring by itself.
@@ -36,7 +36,7 @@ from ring_attn.core.program import Program, part_of_heads
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster, Link, compute_seconds
-from ring_attn.machines.timeline import Pending, Simulation, Timeline, Usage
+from ring_attn.machines.timeline import Pending, Simulation, Timeline
 
 # Most ranks of a node in a sample.
 RUN = 8
@@ -110,11 +110,8 @@ class _Run:
         self.ports_per_node = self.cluster.ports or self.cluster.node_size
         self.ranks = {p.rank: Timeline(p.rank) for p in self.programs}
         self.groups: dict[tuple[int, ...], _Group] = {}
-        # By port, which is a kind of link and a number: time at which it is free, out and in;
-        # seconds that it was sending; sender and receiver of its last message.
+        # Time at which a port, which is a kind of link and a number, is free, out and in.
         self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
-        self.busy: dict[tuple[int, int], float] = defaultdict(float)
-        self.last: dict[tuple[int, int], tuple[int, int | None]] = {}
 
     def port(self, crosses: bool, rank: int) -> tuple[int, int]:
         if not crosses:
@@ -143,24 +140,12 @@ class _Run:
                 f"the programs of ranks {stuck} do not end: other ranks post fewer exchanges; "
                 "`ring-attn plan --check` says which"
             )
-        return Simulation(tuple(self.ranks.values()), self._slowest_link())
+        return Simulation(tuple(self.ranks.values()))
 
     def group(self, members: tuple[int, ...]) -> _Group:
         if members not in self.groups:
             self.groups[members] = _Group(members, self.ranks, self.cluster.node_size)
         return self.groups[members]
-
-    def _slowest_link(self) -> Usage | None:
-        """The kind of link with the longest waits, and its busiest port."""
-        links = []
-        for kind, name in enumerate(("inside", "between")):
-            ports = [port for port in self.busy if port[0] == kind]
-            if ports:
-                worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
-                exposed = max(rank.exposed[kind] for rank in self.ranks.values())
-                busy, ends = self.busy[worst], self.last[worst]
-                links.append(Usage(name, self.links[kind].name, busy, *ends, exposed))
-        return max(links, key=lambda usage: (usage.exposed, usage.busy), default=None)
 
     # -- exchanges
 
@@ -189,49 +174,40 @@ class _Run:
         ready = {rank.rank: when for rank, _, when in posts}
         hops = [op.route for _, op, _ in posts if isinstance(op.route, ops.Hop)]
         node_size, members = self.cluster.node_size, group.members
-        # By sender: begin and end of its message, and whether it crosses nodes.
-        begun: dict[int, tuple[float, float, bool]] = {}
+        begun: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
         loads: dict[Any, int] = defaultdict(int)
         ways = {}
         for (rank, op, _), hop in zip(posts, hops, strict=True):
             me, to = rank.rank, members[hop.send_to]
             crosses = me // node_size != to // node_size
             like = group.like(hop.send_to, me)
-            ways[me] = like, crosses, self.port(crosses, me), self.port(crosses, to)
+            ways[me] = like, self.links[crosses], self.port(crosses, me), self.port(crosses, to)
             loads["out", ways[me][2]] += op.nbytes
             loads["in", ways[me][3]] += op.nbytes
         for rank, _, when in posts:
-            like, crosses, out, into = ways[rank.rank]
+            like, link, out, into = ways[rank.rank]
             begin = max(when, ready.get(like, 0.0), self.free[0][out], self.free[1][into])
             load = max(loads["out", out], loads["in", into])
-            link = self.links[crosses]
-            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth, crosses
-        taken: dict[tuple[int, int], float] = defaultdict(float)
-        for (rank, _, _), hop in zip(posts, hops, strict=True):
-            begin, end, crosses = begun[rank.rank]
-            _, _, out, into = ways[rank.rank]
+            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth
+        for rank, _, _ in posts:
+            _, link, out, into = ways[rank.rank]
             # While a message travels its ports take the next one.
-            left = end - self.links[crosses].latency
+            left = begun[rank.rank][1] - link.latency
             self.free[0][out] = max(self.free[0][out], left)
             self.free[1][into] = max(self.free[1][into], left)
-            taken[out] = max(taken[out], end - begin)
-            self.last[out] = rank.rank, members[hop.send_to]
-        for out, seconds in taken.items():
-            self.busy[out] += seconds
         for (rank, op, when), hop in zip(posts, hops, strict=True):
             # For a rank it lasts from the first beginning to the last end of its two messages.
-            begin, end, crosses = begun[rank.rank]
+            begin, end = begun[rank.rank]
             source = members[hop.recv_from]
             if source in begun:
-                other_begin, other_end, other_crosses = begun[source]
+                other_begin, other_end = begun[source]
             else:
                 like = group.like(hop.recv_from, rank.rank)
-                other_crosses = source // node_size != rank.rank // node_size
-                link = self.links[other_crosses]
+                link = self.links[source // node_size != rank.rank // node_size]
                 other_begin = begun[like][0] if like in begun else when
                 other_end = other_begin + link.latency + op.message.nbytes / link.bandwidth
             start, stop = max(min(begin, other_begin), when), max(end, other_end)
-            yield Pending(rank.host, start, stop, crosses if end >= stop else other_crosses)
+            yield Pending(rank.host, start, stop)
 
     def _collective(
         self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
@@ -272,11 +248,8 @@ class _Run:
             for port in dict.fromkeys(ports[kind]):
                 for free in self.free:
                     free[port] = max(free[port], end)
-                self.busy[port] += seconds[kind]
-            for (rank, _, _), port in zip(posts, ports[kind], strict=True):
-                self.last[port] = rank.rank, None
         for rank, _, _ in posts:
-            yield Pending(rank.host, begin, end, seconds[1] > seconds[0])
+            yield Pending(rank.host, begin, end)
 
 
 def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
@@ -422,7 +395,7 @@ class _Walk:
         begun = max(min(exchange.start, stop) - start, idle)
         me.idle += idle
         me.late += begun - idle
-        me.exposed[exchange.crosses] += waited - begun
+        me.exposed += waited - begun
         me.clock += waited
 
     def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:

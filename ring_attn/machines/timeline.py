@@ -1,44 +1,19 @@
-"""Results of a simulation: the timeline of each walked rank, and the use of the links."""
+"""Results of a simulation: the timeline of each walked rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ring_attn.core.program import Channel
 
 
 class Pending(NamedTuple):
-    """An exchange of a rank under way: when its host posted it, its begin and end, its link."""
+    """An exchange of a rank under way: when its host posted it, its begin and end."""
 
     posted: float
     start: float
     stop: float
-    crosses: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Usage:
-    """Use of the links of one kind: "inside" a node, or "between" nodes.
-
-    Attributes:
-        busy: seconds that the busiest port was sending.
-        sender: rank that last sent through the busiest port.
-        receiver: its receiver; None for collectives.
-        exposed: longest time in seconds that a rank waited for bytes over these links.
-    """
-
-    link: str
-    name: str
-    busy: float
-    sender: int
-    receiver: int | None
-    exposed: float
-
-    def __str__(self) -> str:
-        where = f"{self.name} between nodes" if self.link == "between" else f"{self.name} in a node"
-        to = "" if self.receiver is None else f" -> rank {self.receiver}"
-        return f"{where}, rank {self.sender}{to}"
 
 
 @dataclass(eq=False)
@@ -51,7 +26,7 @@ class Timeline:
         compute: time in attention itself.
         moves: time in packing, adding and rounding.
         idle, late: time waiting for the rank's host, for late peers.
-        exposed: time waiting for bytes, inside nodes and between nodes.
+        exposed: time waiting for bytes.
         sent, messages: bytes and exchanges.
     """
 
@@ -62,7 +37,7 @@ class Timeline:
     moves: float = 0.0
     idle: float = 0.0
     late: float = 0.0
-    exposed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    exposed: float = 0.0
     sent: int = 0
     messages: int = 0
 
@@ -83,13 +58,9 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Results of a simulation: the timeline of each walked rank, and the slowest link.
-
-    `slowest_link` is the kind of link with the longest waits; None if nothing is sent.
-    """
+    """Results of a simulation: the timeline of each walked rank."""
 
     ranks: tuple[Timeline, ...]
-    slowest_link: Usage | None
 
     @property
     def seconds(self) -> float:

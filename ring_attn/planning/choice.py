@@ -7,8 +7,9 @@ Choice      the best candidate and all others; as text a table that ends with th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
+from operator import add
 from typing import Any
 
 from ring_attn.core.dtypes import dtype_name
@@ -37,8 +38,7 @@ class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
 
     Times but `seconds` are those of the rank with the longest, and so are bytes and messages (a
-    collective is one). `steps` are those with any compute. `slowest_link` is the link whose bytes
-    ranks wait for longest, `slowest_exposed` the time; None if nothing is sent.
+    collective is one). `steps` are those with any compute.
     """
 
     seconds: float
@@ -50,34 +50,24 @@ class DirectionCost:
     late: float
     bytes_sent: int
     messages: int
-    slowest_link: str | None
-    slowest_exposed: float
 
     def __add__(self, other: DirectionCost) -> DirectionCost:
-        """Adds all but the slowest link: the slower of the two links remains."""
-        slowest = max(self, other, key=lambda direction: direction.slowest_exposed)
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
-                if not f.name.startswith("slowest")}  # fmt: skip
-        return DirectionCost(
-            **sums, slowest_link=slowest.slowest_link, slowest_exposed=slowest.slowest_exposed
-        )
+        return DirectionCost(*map(add, astuple(self), astuple(other)))
 
     @classmethod
     def of(cls, simulation: Simulation) -> DirectionCost:
         """Costs of a simulation: of each time, the greatest over the ranks."""
-        worst, ranks = simulation.slowest_link, simulation.ranks
+        ranks = simulation.ranks
         return cls(
             seconds=simulation.seconds,
             steps=simulation.num_steps,
             compute=max(rank.compute for rank in ranks),
             moves=max(rank.moves for rank in ranks),
             host=max(rank.idle for rank in ranks),
-            exposed=max(sum(rank.exposed) for rank in ranks),
+            exposed=max(rank.exposed for rank in ranks),
             late=max(rank.late for rank in ranks),
             bytes_sent=max(rank.sent for rank in ranks),
             messages=max(rank.messages for rank in ranks),
-            slowest_link=None if worst is None else str(worst),
-            slowest_exposed=0.0 if worst is None else worst.exposed,
         )
 
 
@@ -135,7 +125,6 @@ class Candidate:
         busiest: a rank that computes longest.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
-        communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
         prediction: None if refused (it cannot run as asked) or not simulated.
         reason: why the candidate is refused or was not simulated; else None.
         ruled_out: whether it was not simulated because `at_least` is above the best time.
@@ -152,7 +141,6 @@ class Candidate:
     busiest: int = 0
     steps: int = 1
     peak_bytes: int = 0
-    communicator_bytes: int = 0
     prediction: Prediction | None = None
     reason: str | None = None
     refused: bool = False
@@ -188,7 +176,6 @@ class Candidate:
             "travels": self.travels,
             "at_least_s": self.at_least,
             "peak_bytes": self.peak_bytes,
-            "communicator_bytes": self.communicator_bytes,
             "seconds": None if self.prediction is None else self.seconds,
             "prediction": None if self.prediction is None else asdict(self.prediction),
             "reason": self.reason,
@@ -254,15 +241,6 @@ class Choice:
         return [text + f"{way.way} in {len(way.rounds)} rounds"]
 
     @property
-    def communicators(self) -> list[str]:
-        """The memory of the best candidate's communicators in a line; empty without NCCL."""
-        nbytes = self.best.communicator_bytes
-        if not nbytes:
-            return []
-        text = "NCCL's communicators: about {} on a rank, for all layers, by NCCL 2.30's defaults"
-        return [text.format(format_bytes(nbytes))]
-
-    @property
     def rates(self) -> str:
         """The source of the kernels' speeds."""
         return f"kernels' speed: {self.problem.cluster.device.source}"
@@ -286,7 +264,7 @@ class Choice:
             cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(cells).rstrip())
-        rest = [*others, *self.traffic, *self.communicators, self.rates, self.reason]
+        rest = [*others, *self.traffic, self.rates, self.reason]
         return "\n".join([*lines, *rest])
 
     def left_out(self) -> list[str]:
@@ -392,7 +370,7 @@ def _main_difference(best: Candidate, other: Candidate) -> str:
         worst = "compute"
     amount = format_seconds(more[worst])
     return {
-        "exposed": f"which waits {amount} longer for bytes ({theirs.slowest_link})",
+        "exposed": f"which waits {amount} longer for bytes",
         "late": f"whose ranks wait {amount} longer for one another",
         "compute": f"whose busiest rank computes {amount} longer",
         "moves": f"which packs, adds and rounds {amount} longer",

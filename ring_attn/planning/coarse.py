@@ -109,11 +109,11 @@ def whole_count(found: Sequence[World], values: Sequence[int]) -> int:
 
 def whole_cost(found: Sequence[World], costs: Sequence[DirectionCost]) -> DirectionCost:
     values: dict[str, Any] = {}
-    for name in (f.name for f in fields(DirectionCost) if f.name != "slowest_link"):
+    for name in (f.name for f in fields(DirectionCost)):
         numbers = [getattr(cost, name) for cost in costs]
         if name in ("steps", "messages"):
             values[name] = whole_count(found, numbers)
         else:
             value = whole(found, numbers)
             values[name] = round(value) if name == "bytes_sent" else value
-    return replace(costs[0], **values)
+    return DirectionCost(**values)

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from ring_attn.call import Call
-from ring_attn.machines.count import communicator_bytes, peak_bytes
+from ring_attn.machines.count import peak_bytes
 from ring_attn.strategies.registry import both_programs, code_of
 
 # Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
 MAX_COUNTED = 16
 
 
-class Peak(NamedTuple):
-    """Bytes on the rank that holds most: of a call beyond its inputs, and of NCCL for all calls."""
-
-    call: int
-    communicators: int
-
-
-def peak_of(call: Call, *, backward: bool = True) -> Peak:
+def peak_of(call: Call, *, backward: bool = True) -> int:
+    """Bytes of a call beyond its inputs, on the rank that holds most."""
     few = call.world_size <= MAX_COUNTED and len(call.mask.slices) <= MAX_COUNTED
     peaks = []
     for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
-        both = both_programs(of_rank, backward=backward)
-        on_nccl = both if call.spec.device_type == "cuda" else []
-        nccl = communicator_bytes(on_nccl, rank, call.world_size)
-        peaks.append(Peak(peak_bytes(both, of_rank), nccl))
-    return Peak(*map(max, zip(*peaks, strict=True)))
+        peaks.append(peak_bytes(both_programs(of_rank, backward=backward), of_rank))
+    return max(peaks)

@@ -46,22 +46,8 @@ from ring_attn.refusals import check_window
 # Most of a rank that one document may fill; the next value is tried if a placement is unbalanced.
 MAX_SHARES = tuple(Fraction(1, n) for n in (1, 2, 4, 8, 16))
 
-# Up to this many documents x ranks, every document over all ranks is tried too.
-MAX_EXHAUSTIVE = 1 << 12
-
-# A document that needs at least this many ranks gets as many as its pairs / the mean: sending to
-# one more rank costs little, and filling ranks up to the bound would leave others without work.
-SPREAD_FROM = 8
-
-# Most documents per rank that are cut only because no rank has room for them. Further documents
-# stay whole, even above the bounds, and the placement counts as unbalanced.
-MAX_FORCED = 2
-
 # The time grows with documents x ranks: 2,000 documents take 22 s on 4,096 ranks.
 MAX_RANKS = 1 << 14
-
-# Fraction of the tolerance (bound - mean) that a rank may miss to have one run instead of two.
-RUN_TOLERANCE = Fraction(1, 8)
 
 Window = tuple[int, int]
 RowRange = tuple[int, int]
@@ -144,18 +130,15 @@ def pack(
     check_max_balance(max_balance)
     left, right = check_window(window_size, causal)
     window = left, 0 if causal else right
-    most_rows = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
     pairs_of = {n: pairs_before(n, window, n) for n in set(rows)}
     pairs = [pairs_of[n] for n in rows]
+    most_rows = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
     mean = Fraction(sum(pairs), world_size)
     most_pairs = max(math.floor(Fraction(max_balance) * mean), math.ceil(mean))
-    miss = int((most_pairs - mean) * RUN_TOLERANCE)
-    bounds = _Bounds(most_pairs, most_rows, mean, miss, world_size)
     documents = sorted((i for i, n in enumerate(rows) if n), key=lambda i: (-pairs[i], -rows[i], i))
-    shares = (*MAX_SHARES, Fraction(0)) if len(rows) * world_size <= MAX_EXHAUSTIVE else MAX_SHARES
     best: _Placement | None = None
-    for share in shares:
-        placed = _Placement(bounds, window, share)
+    for share in MAX_SHARES:
+        placed = _Placement(world_size, mean, most_pairs, most_rows, window, share)
         for index in documents:
             placed.add(index, rows[index], pairs[index])
             if best is not None and placed.excess >= best.excess:
@@ -185,17 +168,6 @@ def pairs_before(length: int, window: Window, row: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Bounds:
-    """Most pairs and rows of a rank, mean pairs, and the pairs that a share may miss its aim by."""
-
-    pairs: int
-    rows: int
-    mean: Fraction
-    miss: int
-    world_size: int
-
-
-@dataclass(frozen=True)
 class _Cut:
     """A document that several ranks share: its index, and each rank's rows as runs."""
 
@@ -207,52 +179,56 @@ class _Cut:
 class _Placement:
     """The documents that are placed so far, and each rank's share of them."""
 
-    def __init__(self, bounds: _Bounds, window: Window, share: Fraction) -> None:
-        size = bounds.world_size
-        self.bounds, self.window = bounds, window
-        # Most pairs, rows and mean pairs that one rank may have of one document.
-        self._share = [int(share * most) for most in (bounds.pairs, bounds.rows, bounds.mean)]
-        self.pairs, self.rows = [0] * size, [0] * size
-        self.whole: list[list[int]] = [[] for _ in range(size)]
+    def __init__(
+        self,
+        world_size: int,
+        mean: Fraction,
+        most_pairs: int,
+        most_rows: int,
+        window: Window,
+        share: Fraction,
+    ) -> None:
+        self.mean, self.most_pairs, self.most_rows = mean, most_pairs, most_rows
+        self.window, self.share = window, share
+        self.pairs, self.rows = [0] * world_size, [0] * world_size
+        self.whole: list[list[int]] = [[] for _ in range(world_size)]
         self.cut: list[_Cut] = []
-        self.num_forced = 0
         # All ranks, the emptiest first.
-        self._levels = [(0.0, rank) for rank in range(size)]
+        self._levels = [(0.0, rank) for rank in range(world_size)]
 
     @property
     def excess(self) -> tuple[int, int]:
         """Rows and pairs of the fullest ranks beyond the bounds."""
-        rows, pairs = self.bounds.rows, self.bounds.pairs
-        return max(0, max(self.rows) - rows), max(0, max(self.pairs) - pairs)
+        return max(0, max(self.rows) - self.most_rows), max(0, max(self.pairs) - self.most_pairs)
 
     def add(self, index: int, rows: int, pairs: int) -> None:
-        ranks = self.bounds.world_size
-        most_pairs, most_rows, mean = self._share
-        needed = max(_parts(pairs, most_pairs), _parts(rows, most_rows))
-        if needed >= SPREAD_FROM:
-            needed = max(needed, _parts(pairs, mean))
-        if needed <= 1 or min(ranks, rows) == 1:
-            rank = self._rank_for(rows, pairs)
-            if rank is None and self.num_forced >= MAX_FORCED * ranks:
-                rank = self._rank_for(rows, -sum(self.pairs))
-            if rank is None and min(ranks, rows) == 1:
-                rank = self._levels[0][1]
-            if rank is not None:
-                self.whole[rank].append(index)
-                self._fill(rank, rows, pairs)
-                return
-            self.num_forced += 1
-        least = max(2, min(needed, ranks, rows))
-        self._add_shared(index, rows, pairs, self._ranks_for(rows, pairs, least))
+        """Places a document: whole on the emptiest rank with room, else shared by several ranks."""
+        ranks = min(len(self.rows), rows)
+        needed = max(
+            _parts(pairs, int(self.share * self.most_pairs)),
+            _parts(rows, int(self.share * self.most_rows)),
+        )
+        rank = self._rank_for(rows, pairs) if needed <= 1 else None
+        if needed > 1:
+            # Ranks that are filled up to the bound would leave others without work.
+            needed = max(needed, _parts(pairs, int(self.share * self.mean)))
+        if rank is None and ranks == 1:
+            rank = self._levels[0][1]
+        if rank is None:
+            least = max(2, min(needed, ranks))
+            self._add_shared(index, rows, pairs, self._ranks_for(rows, pairs, least))
+        else:
+            self.whole[rank].append(index)
+            self._fill(rank, rows, pairs)
 
     def _level(self, rank: int) -> float:
         """Fill of a rank relative to its bounds, by pairs or by rows, whichever is greater."""
         return max(
-            self.pairs[rank] / max(self.bounds.pairs, 1), self.rows[rank] / max(self.bounds.rows, 1)
+            self.pairs[rank] / max(self.most_pairs, 1), self.rows[rank] / max(self.most_rows, 1)
         )
 
     def _rank_for(self, rows: int, pairs: int) -> int | None:
-        most_pairs, most_rows = self.bounds.pairs - pairs, self.bounds.rows - rows
+        most_pairs, most_rows = self.most_pairs - pairs, self.most_rows - rows
         for _, rank in self._levels:
             if self.pairs[rank] <= most_pairs and self.rows[rank] <= most_rows:
                 return rank
@@ -270,9 +246,9 @@ class _Placement:
         Neighbours lie within an aligned run of 2, 4, 8 ... ranks, so that they share a node if a
         node has room.
         """
-        size = self.bounds.world_size
+        size = len(self.rows)
         room = [
-            (max(0, self.bounds.pairs - self.pairs[r]), max(0, self.bounds.rows - self.rows[r]))
+            (max(0, self.most_pairs - self.pairs[r]), max(0, self.most_rows - self.rows[r]))
             for r in range(size)
         ]
         before = [list(accumulate((of_rank[i] for of_rank in room), initial=0)) for i in (0, 1)]
@@ -294,7 +270,7 @@ class _Placement:
         return list(range(size))
 
     def _add_shared(self, index: int, rows: int, pairs: int, ranks: list[int]) -> None:
-        room = [max(0, self.bounds.rows - self.rows[r]) for r in ranks]
+        room = [max(0, self.most_rows - self.rows[r]) for r in ranks]
         if sum(room) < rows:
             room = [rows] * len(ranks)
         document = _Document(rows, self.window)
@@ -302,7 +278,7 @@ class _Placement:
         ends = [sorted((document.pairs(0, n), document.pairs(rows - n, rows))) for n in counts]
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
-        runs = document.shared(counts, aims, self.bounds.miss)
+        runs = document.shared(counts, aims)
         by_rank = {rank: of_rank for rank, of_rank in zip(ranks, runs, strict=True) if of_rank}
         for rank, of_rank in by_rank.items():
             num_rows = sum(stop - start for start, stop in of_rank)
@@ -317,8 +293,7 @@ class _Placement:
 
         So the rows that other ranks may need are the first rows of a shard.
         """
-        size = self.bounds.world_size
-        parts: list[list[Segment]] = [[] for _ in range(size)]
+        parts: list[list[Segment]] = [[] for _ in self.rows]
         order: list[int] = []
         start = 0
         for cut in sorted(self.cut, key=lambda cut: (min(cut.runs), cut.index)):
@@ -353,7 +328,7 @@ class _Document:
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
 
-    def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
+    def shared(self, counts: Sequence[int], aims: Sequence[int]) -> list[list[RowRange]]:
         """Each rank's runs: `counts` rows with about `aims` pairs.
 
         The ranks whose pairs per row are farthest from the mean choose first.
@@ -367,7 +342,7 @@ class _Document:
             head = counts[i]
             if i != ranks[-1]:
                 left = self.pairs(start, stop)
-                head = self._head(start, stop, head, aims[i] * left // wanted, miss)
+                head = self._head(start, stop, head, aims[i] * left // wanted)
             wanted = max(1, wanted - aims[i])
             tail = stop - (counts[i] - head)
             runs = [(start, start + head), (tail, stop)]
@@ -375,7 +350,7 @@ class _Document:
             start, stop = start + head, tail
         return shares
 
-    def _head(self, start: int, stop: int, count: int, aim: int, miss: int) -> int:
+    def _head(self, start: int, stop: int, count: int, aim: int) -> int:
         """Number of rows to take from the head of `[start, stop)`; the rest come from its tail.
 
         More rows from the head mean fewer pairs.
@@ -384,9 +359,6 @@ class _Document:
         def off(head: int) -> int:
             return self.pairs(start, start + head) + self.pairs(stop - (count - head), stop) - aim
 
-        for one_run in (count, 0):
-            if abs(off(one_run)) <= miss:
-                return one_run
         low = bisect_left(range(count), True, key=lambda head: off(head) <= 0)
         return min((low, max(0, low - 1)), key=lambda head: abs(off(head)))
 

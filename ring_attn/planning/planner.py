@@ -52,9 +52,9 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.coarse import is_rough, whole, whole_cost, whole_count, worlds
+from ring_attn.planning.coarse import is_rough, whole, whole_cost, worlds
 from ring_attn.planning.devices import find_cluster, with_backend
-from ring_attn.planning.memory import Peak, peak_of
+from ring_attn.planning.memory import peak_of
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
@@ -291,16 +291,14 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     inputs = _input_bytes(problem, candidate.layouts)
     found = worlds(problem, candidate)
     peaks = [peak_of(call_of(*world), backward=problem.backward) for world in found]
-    peak = Peak(round(whole(found, [x.call for x in peaks])),
-                whole_count(found, [x.communicators for x in peaks]))  # fmt: skip
-    if len(found) > 1 and sum(peak) + inputs > NEARLY * problem.memory_bytes:
+    peak = round(whole(found, peaks))
+    if len(found) > 1 and peak + inputs > NEARLY * problem.memory_bytes:
         peak = peak_of(call_of(problem, candidate), backward=problem.backward)
-    candidate = replace(candidate, peak_bytes=peak.call, communicator_bytes=peak.communicators)
-    if sum(peak) + inputs <= problem.memory_bytes:
+    candidate = replace(candidate, peak_bytes=peak)
+    if peak + inputs <= problem.memory_bytes:
         return candidate
-    nccl = f" and {format_bytes(peak.communicators)} of NCCL's" if peak.communicators else ""
     reason = (
-        f"needs {format_bytes(peak.call)} besides {format_bytes(inputs)} of inputs{nccl}, a rank "
+        f"needs {format_bytes(peak)} besides {format_bytes(inputs)} of inputs, a rank "
         f"has {format_bytes(int(problem.memory_bytes))}"
     )
     return replace(candidate, reason=reason, refused=True)

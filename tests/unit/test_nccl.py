@@ -14,11 +14,9 @@ import pytest
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
 from ring_attn.core.tiles import Traveller
-from ring_attn.machines.count import CONNECTION_BYTES, communicator_bytes
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport.options import MAX_CTAS
 from tests.nccl_model import Line, Ranks, deadlock, places_needed
 from tests.unit.test_programs import calls_of, spec_of
 
@@ -190,26 +188,6 @@ def test_places(job: Callable[[], list[Line]], places: int) -> None:
     lines = job()
     assert places_needed(lines) == places
     assert deadlock(lines, 1, in_order=True) is None
-
-
-# Ranks from which rank 0 of 4 receives, over its communicators, in a forward and with a backward.
-# NCCL gathers and sums in a ring, from one rank.
-SOURCES = {
-    "ring, KV travels": (1, 2),
-    "double ring": (2, 4),
-    "exchange": (3, 6),
-    "all_gather": (1, 2),
-    "q_exchange": (2, 3),
-    "hybrid": (2, 4),
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_memory_of_communicators(name: str) -> None:
-    forward, backward = directions(name, 4)[0]
-    for programs, sources in zip(([forward], [forward, backward]), SOURCES[name], strict=True):
-        nbytes = communicator_bytes(programs, rank=0, world_size=4)
-        assert nbytes == sources * MAX_CTAS * CONNECTION_BYTES
 
 
 # -- planted faults
