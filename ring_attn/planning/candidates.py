@@ -105,8 +105,6 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
         )
     if layout != "auto":
         names = [layout]
-    elif problem.recurrent:
-        names.remove("striped")  # where a state travels for each row
     return {name: _named(name, problem) for name in names}
 
 

@@ -167,15 +167,6 @@ def pairs_before(length: int, window: Window, row: int) -> int:
     return stops - hidden * (hidden + 1) // 2
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A document that several ranks share: its index, and each rank's rows as runs."""
-
-    index: int
-    length: int
-    runs: dict[int, list[RowRange]]
-
-
 class _Placement:
     """The documents that are placed so far, and each rank's share of them."""
 
@@ -192,7 +183,8 @@ class _Placement:
         self.window, self.share = window, share
         self.pairs, self.rows = [0] * world_size, [0] * world_size
         self.whole: list[list[int]] = [[] for _ in range(world_size)]
-        self.cut: list[_Cut] = []
+        # Documents that several ranks share: first rank, index, and each rank's rows as runs.
+        self.cut: list[tuple[int, int, dict[int, list[RowRange]]]] = []
         # All ranks, the emptiest first.
         self._levels = [(0.0, rank) for rank in range(world_size)]
 
@@ -241,7 +233,7 @@ class _Placement:
         insort(self._levels, (self._level(rank), rank))
 
     def _ranks_for(self, rows: int, pairs: int, least: int) -> list[int]:
-        """The fewest ranks with room for a cut document; neighbours, unless that takes many more.
+        """The fewest neighbours with room for a cut document; all ranks, if that takes many more.
 
         Neighbours lie within an aligned run of 2, 4, 8 ... ranks, so that they share a node if a
         node has room.
@@ -262,11 +254,6 @@ class _Placement:
             if rooms and max(rooms) >= 1:
                 start = starts[rooms.index(max(rooms))]
                 return list(range(start, start + count))
-        emptiest = [rank for _, rank in self._levels]
-        sums = [accumulate([room[rank][i] for rank in emptiest]) for i in (0, 1)]
-        for count, (free_pairs, free_rows) in enumerate(zip(*sums, strict=True), 1):
-            if count >= least and free_pairs >= pairs and free_rows >= rows:
-                return sorted(emptiest[:count])
         return list(range(size))
 
     def _add_shared(self, index: int, rows: int, pairs: int, ranks: list[int]) -> None:
@@ -286,7 +273,7 @@ class _Placement:
         if len(by_rank) == 1:
             self.whole[next(iter(by_rank))].append(index)
         else:
-            self.cut.append(_Cut(index, rows, by_rank))
+            self.cut.append((min(by_rank), index, by_rank))
 
     def packing(self, lengths: Sequence[int]) -> Packing:
         """Packs cut documents first, then the whole ones of rank 0, of rank 1, and so on.
@@ -296,11 +283,11 @@ class _Placement:
         parts: list[list[Segment]] = [[] for _ in self.rows]
         order: list[int] = []
         start = 0
-        for cut in sorted(self.cut, key=lambda cut: (min(cut.runs), cut.index)):
-            order.append(cut.index)
-            for rank, runs in cut.runs.items():
+        for _, index, by_rank in sorted(self.cut, key=lambda cut: cut[:2]):
+            order.append(index)
+            for rank, runs in by_rank.items():
                 parts[rank] += [Segment(start + a, b - a) for a, b in runs]
-            start += cut.length
+            start += lengths[index]
         for rank, whole in enumerate(self.whole):
             order += sorted(whole)
             rows = sum(lengths[index] for index in whole)

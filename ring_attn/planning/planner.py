@@ -13,7 +13,7 @@ The result depends on the arguments alone. Calls choose through `ring_attn.plann
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Literal, get_args
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
+from ring_attn.call import Call
 from ring_attn.core import values
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import Layouts, SequenceLayout
@@ -30,6 +31,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import check_fit
 from ring_attn.machines.cluster import Cluster
+from ring_attn.machines.count import peak_bytes
 from ring_attn.machines.time import simulate
 from ring_attn.planning.bounds import (
     MAX_EXACT,
@@ -54,11 +56,10 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.coarse import is_rough, whole, whole_cost, worlds
 from ring_attn.planning.devices import find_cluster, with_backend
-from ring_attn.planning.memory import peak_of
-from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
+from ring_attn.strategies.registry import both_programs, code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
-# Candidates to simulate: as few as the choice needs; these and at least one of each name of
+# Candidates to simulate: as few as the choice needs; these and one of each name of
 # `strategy.NAMES`, the one with the lowest bound; or all.
 Effort = Literal["best", "names", "all"]
 
@@ -71,8 +72,8 @@ MAX_RANK_STEPS = 1 << 25
 # memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
 
-# Peaks of a quick plan above this share of the memory are counted on the call's own ranks.
-NEARLY = 0.9
+# Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
+MAX_COUNTED = 16
 
 # -- the public function
 
@@ -104,7 +105,6 @@ def explain(
     memory_bytes: float | None = None,
     effort: Effort = "names",
     exact: bool = False,
-    recurrent: int = 0,
 ) -> Choice:
     """The best strategy for a call, the reason, and the costs of all others; without communication.
 
@@ -138,8 +138,6 @@ def explain(
             ranks for hundreds; "names" also one of each name, for the table, and "all" all.
         exact: whether to simulate every rank, up to 256; else some of many equal ranks stand for
             all.
-        recurrent: bytes of a sequence's decay and state in a recurrent layer of the model, whose
-            traffic the table shows too.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
@@ -177,7 +175,6 @@ def explain(
     refusals.check_name("backend", backend)
     values.check_flag("backward", backward)
     values.check_flag("exact", exact)
-    values.check_int("recurrent", recurrent, least=0)
     if device_type is not None:
         values.check_one_of("device_type", device_type, ("cpu", "cuda"))
     if memory_bytes is not None:
@@ -195,8 +192,7 @@ def explain(
         cluster = find_cluster(device_type, world_size)
     values.check_type("cluster", cluster, Cluster)
     if device_type is None:
-        gpu = cluster.device.peak_flops or cluster.device.memory_bytes
-        device_type = "cuda" if gpu else "cpu"
+        device_type = "cuda" if cluster.device.memory_bytes else "cpu"
     spec = AttentionSpec(device_type, dtype, batch, nheads, nheads_kv, headdim, headdim_v, softcap)
     purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
     backend = _backend_for(spec, backend, purpose, cluster.device.architecture)
@@ -210,8 +206,6 @@ def explain(
         backward,
         memory_of(cluster) if memory_bytes is None else float(memory_bytes),
         exact,
-        recurrent,
-        tuple(sorted({0, seqlen, *(cu_q or ())})),
     )
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 
@@ -276,7 +270,6 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         return replace(
             candidate,
             same_bits=why_not is None,
-            in_order=plan.in_order,
             travels=plan.travels if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
             bounds=(whole(found, [x[0][0] for x in least]), whole(found, [x[0][1] for x in least])),
@@ -292,8 +285,6 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     found = worlds(problem, candidate)
     peaks = [peak_of(call_of(*world), backward=problem.backward) for world in found]
     peak = round(whole(found, peaks))
-    if len(found) > 1 and peak + inputs > NEARLY * problem.memory_bytes:
-        peak = peak_of(call_of(problem, candidate), backward=problem.backward)
     candidate = replace(candidate, peak_bytes=peak)
     if peak + inputs <= problem.memory_bytes:
         return candidate
@@ -302,6 +293,16 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
         f"has {format_bytes(int(problem.memory_bytes))}"
     )
     return replace(candidate, reason=reason, refused=True)
+
+
+def peak_of(call: Call, *, backward: bool = True) -> int:
+    """Bytes of a call beyond its inputs, on the rank that holds most."""
+    few = call.world_size <= MAX_COUNTED and len(call.mask.slices) <= MAX_COUNTED
+    peaks = []
+    for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
+        of_rank = replace(call, rank=rank)
+        peaks.append(peak_bytes(both_programs(of_rank, backward=backward), of_rank))
+    return max(peaks)
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:
@@ -323,47 +324,48 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
     """Adds predictions to candidates that may win: the lowest bound is next."""
     candidates = dict(enumerate(bounded))
     waiting = [i for i, c in candidates.items() if not c.refused]
+
+    def at_least(index: int) -> float:
+        return candidates[index].at_least
+
     if problem.world_size > MAX_EXACT and any(is_even(candidates[i]) for i in waiting):
         for i in [i for i in waiting if not is_even(candidates[i])]:
             reason = f"not simulated: beyond {MAX_EXACT} ranks only equal shards are"
             candidates[i] = replace(candidates[i], reason=reason)
             waiting.remove(i)
 
+    # Candidates that are simulated whatever their bounds are.
+    forced = set(waiting) if effort == "all" else set[int]()
+    if effort == "names":
+        for name in NAMES:
+            of_name = [i for i in waiting if candidates[i].family == name]
+            tied = (1.0 + TIE) * min(map(at_least, of_name), default=0.0)
+            forced.update([i for i in of_name if at_least(i) <= tied][:1])
     best, left = float("inf"), MAX_RANK_STEPS
-
-    def simulate_one(index: int) -> None:
-        nonlocal best, left
-        candidate = replace(candidates[index], reason=None, ruled_out=False)
-        steps = candidate.steps
-        if steps * problem.world_size > left:
-            reason = f"not simulated: its {steps} steps are beyond what one choice takes"
-            candidates[index] = replace(candidate, reason=reason)
-            return
-        left -= steps * problem.world_size
-        found = _predicted(problem, candidate)
-        if found.seconds < best and is_rough(problem, candidate):
-            found = _predicted(replace(problem, quick=False), candidate)
-        candidates[index] = found
-        best = min(best, candidates[index].seconds)
-
     # A rank that is walked by itself raises the bound of a candidate before all are.
-    queue = [(candidates[i].at_least, i, effort == "all") for i in waiting]
+    queue = [(at_least(i), i, i in forced) for i in waiting]
     heapify(queue)
     while queue:
-        at_least, index, is_last = heappop(queue)
-        limit = float("inf") if effort == "all" else (1.0 + TIE) * best
-        if at_least >= limit:
-            reason = f"takes at least {format_seconds(at_least)}"
-            candidates[index] = replace(candidates[index], reason=reason, ruled_out=True)
-        elif is_last:
-            simulate_one(index)
-        else:
-            candidates[index] = candidate = _refined(problem, candidates[index], limit)
+        bound, index, is_last = heappop(queue)
+        candidate, limit = candidates[index], (1.0 + TIE) * best
+        rank_steps = candidate.steps * problem.world_size
+        if bound >= limit and index not in forced:
+            reason = f"takes at least {format_seconds(bound)}"
+            candidate = replace(candidate, reason=reason, ruled_out=True)
+        elif not is_last:
+            candidate = _refined(problem, candidate, limit)
             if not candidate.refused:
                 heappush(queue, (candidate.at_least, index, True))
-    if effort == "names" and candidates:
-        for index in _of_each_name(candidates):
-            simulate_one(index)
+        elif rank_steps > left:
+            reason = f"not simulated: its {candidate.steps} steps are beyond what one choice takes"
+            candidate = replace(candidate, reason=reason)
+        else:
+            left -= rank_steps
+            found = _predicted(problem, candidate)
+            if found.seconds < best and is_rough(problem, candidate):
+                found = _predicted(replace(problem, quick=False), candidate)
+            candidate, best = found, min(best, found.seconds)
+        candidates[index] = candidate
     return list(candidates.values())
 
 
@@ -384,38 +386,29 @@ def _refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
     return replace(candidate, bounds=(bounds[0], bounds[1]))
 
 
-def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
-    """The lowest bound of each name without a simulation, on the best layout if possible."""
-    best = min(candidates.values(), key=lambda c: c.seconds)
-    for name in NAMES:
-        of_name = {i: c for i, c in candidates.items() if c.family == name and not c.refused}
-        if any(c.prediction is not None for c in of_name.values()):
-            continue
-        ruled_out = [i for i, c in of_name.items() if c.ruled_out]
-        if ruled_out:
-            others = [i for i in ruled_out if candidates[i].layout_name == best.layout_name]
-            yield min(others or ruled_out, key=lambda i: candidates[i].at_least)
-
-
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds peak memory and prediction; refuses for lack of memory or of a program."""
     candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
     found = worlds(problem, candidate)
+    walked = [(walked_calls(*world), rated_cluster(*world)) for world in found]
     try:
         forward, *backward = [
-            whole_cost(found, [_cost(*world, backward=backward) for world in found])
+            whole_cost(
+                found,
+                [
+                    DirectionCost.of(
+                        simulate(programs_of(calls, backward=backward), calls[0], cluster)
+                    )
+                    for calls, cluster in walked
+                ],
+            )
             for backward in problem.directions
         ]
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
     return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
-
-
-def _cost(problem: Problem, candidate: Candidate, *, backward: bool) -> DirectionCost:
-    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
-    return DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
 
 
 # -- defaults

@@ -20,7 +20,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.state import rounded_gradient
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines import count
-from ring_attn.planning.memory import peak_of
+from ring_attn.planning.planner import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.registry import both_programs
 from ring_attn.strategies.strategy import Strategy

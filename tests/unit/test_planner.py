@@ -21,8 +21,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster
-from ring_attn.machines.time import simulate
-from ring_attn.machines.timeline import Simulation
+from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning import bounds, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.candidates import strategies_for
@@ -66,7 +65,7 @@ CONTIGUOUS, ZIGZAG = {"layout": "contiguous"}, {"layout": "zigzag"}
 OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "equal work": (
         {"strategies": ["ring"]},
-        "ring", "zigzag", "as fast as ring over striped shards, which sends .*B more",
+        "ring", "zigzag", "as fast as ring over striped shards",
     ),
     "equal work after an exchange": (
         {**CONTIGUOUS, "strategies": ["ring", "q_exchange"]},
@@ -136,7 +135,7 @@ def test_too_little_memory_leaves_the_ring() -> None:
     assert [c.label for c in choice.candidates if c.prediction] == ["ring"]
     gathered = found(choice, "all_gather")
     assert re.search(r"needs .*B .* of inputs, a rank has", str(gathered.reason))
-    assert choice.reason == "ring: every other is refused"
+    assert choice.reason == "ring: the only one"
     with pytest.raises(ValueError, match="no strategy can run .* needs"):
         plan(**args, memory_bytes=1.0)
 
@@ -204,7 +203,7 @@ def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     told = {c.family for c in choice.candidates if c.prediction is not None}
     assert told == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
-    assert "left out: contiguous: " in str(choice)
+    assert "\nleft out: slower: " in str(choice)
     assert left and all(c.ruled_out and "takes at least" in str(c.reason) for c in left)
 
 
@@ -255,7 +254,7 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
         if candidate.travels is not None:
             core = bounds.core_of(call)
             plan = code_of(core.strategy).gradients(core)
-            assert plan == (candidate.travels, candidate.in_order)
+            assert plan.travels == candidate.travels
 
 
 def test_auto_layout_has_four() -> None:
@@ -403,14 +402,3 @@ def test_a_plan_says_where_the_speed_of_the_kernels_comes_from(
     )  # fmt: skip
     assert re.match(source, choice.to_dict()["rates"])
     assert f"kernels' speed: {choice.to_dict()['rates']}\n" in str(choice)
-
-
-def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None:
-    asked: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
-             "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": 48,
-             "cluster": cpu_cluster(2)}  # fmt: skip
-    choice = explain(**asked, layout="contiguous")
-    # Rank 0 sends the map of its only run.
-    line = f"each recurrent layer: a rank sends at most {3 * 48} B forward, by gather in 1 rounds"
-    assert choice.traffic == [line] and line in str(choice)
-    assert "striped" not in {c.layout_name for c in explain(**asked).candidates}

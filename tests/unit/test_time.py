@@ -16,9 +16,8 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
-from ring_attn.machines.time import simulate
-from ring_attn.machines.timeline import Simulation
+from ring_attn.machines.cluster import Cluster, Device, Host, Link
+from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.devices import Rate
 from ring_attn.strategies.registry import programs_of
 from ring_attn.strategies.strategy import Strategy
@@ -46,7 +45,7 @@ def cluster(
     **options: Any,
 ) -> Cluster:
     """A cluster with infinite memory bandwidth."""
-    device = Device("toy", 2 * speed, Rate(speed), Rate(speed), inf)
+    device = Device("toy", Rate(speed), Rate(speed), inf)
     links = (Link("wire", latency, inside), Link("cable", latency, between))
     return Cluster(device, node_size, *links, **options)
 
@@ -102,24 +101,20 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
     "slow cable": (
         cluster(between=wire(3)), {"world_size": 8, "strategy": DOUBLE}, 8, 8, 0
     ),
-    **{
-        f"{ports} ports": (
-            cluster(between=wire(4), inside=inf, ports=ports),
-            {"world_size": 8, "strategy": DOUBLE}, rounds + 4, 8, rounds - 4,
-        )
-        for ports, rounds in ((None, 4), (4, 4), (2, 8), (1, 16))
-    },
+    "slower cable": (
+        cluster(between=wire(4), inside=inf), {"world_size": 8, "strategy": DOUBLE}, 8, 8, 0
+    ),
     # Compute runs at half speed during a message, and at full speed after it.
     "slowed for half a step": (cluster(inside=wire(0.5), **SLOW), {}, 4.75, 4.75, 0),
     "slowed all the time": (cluster(inside=wire(4), **SLOW), {}, 3 * 4 + 1, 4 + 3, 3 * 2),
     # A copy begins a step after its shard has arrived, and is there a step after its end.
     # A shard is sent while the kernel of the shard before it runs.
     "three buffers": (
-        cluster(inside=wire(0.7), copies=Copies(latency=0.4 * STEP)), {"backend": "triton"},
+        cluster(inside=wire(0.7), stream_latency=0.4 * STEP), {"backend": "triton"},
         4.5, 4, 0.5,
     ),
     "streams": (
-        cluster(inside=wire(1.5), copies=Copies(latency=STEP)), {"backend": "triton"}, 9.5, 4, 5.5
+        cluster(inside=wire(1.5), stream_latency=STEP), {"backend": "triton"}, 9.5, 4, 5.5
     ),
 }  # fmt: skip
 
