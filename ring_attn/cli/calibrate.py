@@ -25,7 +25,7 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.groups import check_group
-from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link, compute_seconds
+from ring_attn.machines.cluster import Cluster, Device, Host, Link, compute_seconds
 from ring_attn.planning import devices
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.options import TransportOptions
@@ -125,7 +125,6 @@ def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
     gpu = torch.cuda.get_device_properties(0) if kind == "cuda" else None
     made = Device(
         gpu.name if gpu else str(machine()["cpu"]),
-        peak_flops=0.0,
         forward=rates[False, False],
         backward=rates[True, False],
         memory_bandwidth=bandwidth,
@@ -135,8 +134,7 @@ def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
         source="measured",
     )
     host = devices.HOST if gpu else Host()
-    copies = Copies() if gpu else None
-    cluster = Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
+    cluster = Cluster(made, world_size, inside, inside, slowdown, links, host, 0.0 if gpu else None)
     return cluster, [*tiles, *messages]
 
 

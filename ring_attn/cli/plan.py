@@ -175,4 +175,4 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
         raise ValueError(f"--cluster must be one of {known}, or a file; got {shortened(name)}")
     if node_size is None:
         return cluster
-    return replace(cluster, node_size=node_size, ports=None)
+    return replace(cluster, node_size=node_size)

@@ -46,7 +46,7 @@ def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
     faults: list[Fault] = []
     lines = []
     for rank, program in enumerate(programs):
-        line = list(_flat(program, everyone, _NO_SCOPE))
+        line = list(_flat(program, everyone, _Scope("")))
         lines.append(line)
         faults += _Tracking(rank, line).faults(program)
     faults += _check_order(lines)
@@ -67,9 +67,6 @@ class _Scope(NamedTuple):
 
     def name(self, name: str) -> str:
         return dict(self.outside).get(name, f"{self.prefix}{name}")
-
-
-_NO_SCOPE = _Scope("")
 
 
 class _Line(NamedTuple):
@@ -108,7 +105,6 @@ class _Tracking:
         self._rank, self._lines = rank, lines
         self._faults: list[Fault] = []
         self._held: set[str] = set()
-        self._freed: set[str] = set()
         self._sent: Counter[str] = Counter()
         self._received: set[str] = set()
         self._under_way: dict[tuple[tuple[int, ...], Channel], tuple[str, str]] = {}
@@ -157,16 +153,13 @@ class _Tracking:
         if name in self._held:
             self._fault("buffer", f"buffer {name!r} is taken while it is in use")
         self._held.add(name)
-        self._freed.discard(name)
 
     def _free(self, name: str) -> None:
         if name not in self._held:
-            again = "again " if name in self._freed else ""
-            self._fault("buffer", f"buffer {name!r} is freed {again}and was not in use")
+            self._fault("buffer", f"buffer {name!r} is freed and was not in use")
         if name in self._received or self._sent[name]:
             self._fault("buffer", f"buffer {name!r} is freed before its exchange is waited for")
         self._held.discard(name)
-        self._freed.add(name)
 
     def _drop(self, name: str) -> None:
         self._use_tensor(name, "dropped")
@@ -235,16 +228,9 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
     for members, by_rank in orders.items():
         first = by_rank.get(members[0], [])
         for rank in members[1:]:
-            other = by_rank.get(rank, [])
-            if other != first:
-                pairs = enumerate(zip(other, first, strict=False))
-                at = next((i for i, (a, b) in pairs if a != b), min(len(other), len(first)))
-                yield Fault(
-                    "order", rank, None,
-                    f"exchange {at} among ranks {members} is "
-                    f"{other[at] if at < len(other) else 'missing'}, but on rank {members[0]} "
-                    f"{first[at] if at < len(first) else 'missing'}",
-                )  # fmt: skip
+            if by_rank.get(rank, []) != first:
+                text = f"exchanges among ranks {members} differ from those of rank {members[0]}"
+                yield Fault("order", rank, None, text)
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:

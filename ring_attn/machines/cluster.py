@@ -26,7 +26,6 @@ class Device:
     """A rank's processor.
 
     Attributes:
-        peak_flops: the datasheet's dense FLOP/s, in 16 bits; 0 if unknown.
         forward, backward: rates of attention.
         memory_bandwidth: bytes/s of passes that copy or add.
         memory_bytes: size of its memory; 0 if unknown.
@@ -37,7 +36,6 @@ class Device:
     """
 
     name: str
-    peak_flops: float
     forward: Rate
     backward: Rate
     memory_bandwidth: float
@@ -52,7 +50,7 @@ class Device:
         check_types(self, Rate, "forward", "backward")
         check_types(self, (Rate, NoneType), "window_forward", "window_backward")
         check_speed(self, "memory_bandwidth")
-        check_size(self, "peak_flops", "memory_bytes")
+        check_size(self, "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
         usual = self.backward if backward else self.forward
@@ -98,20 +96,6 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Copies that run beside attention, on a device with streams.
-
-    `latency` is the seconds between the end of an operator and the start of the next on another
-    stream that the links' latencies lack; those of a small send and receive include all of them.
-    """
-
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_cost(self, "latency")
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Nodes of devices.
 
@@ -119,35 +103,34 @@ class Cluster:
         device: device of each rank.
         node_size: number of consecutive ranks that form a node.
         inside: link of a device to the others of its node, in each direction.
-        between: one network port of a node, in each direction.
-        ports: network ports of a node; None is one for each device.
+        between: the network port of each device, in each direction.
         slowdown: the share of its speed that compute loses during transfers: to the SMs, on CPUs
             the cores, that copies take.
         collectives: measured collectives by name, with all ranks taking part; bytes are those that
             leave a rank. The times of all others follow from the links.
         host: host times of each rank.
-        copies: start of copies beside attention; None is a device without streams, whose exchanges
-            start when they are posted.
+        stream_latency: seconds between the end of an operator and the start of the next on another
+            stream that the links' latencies lack (those of a small send and receive include them);
+            None is a device without streams, whose exchanges start when they are posted.
     """
 
     device: Device
     node_size: int
     inside: Link
     between: Link
-    ports: int | None = None
     slowdown: float = 0.0
     collectives: Mapping[str, Link] = field(default_factory=dict)
     host: Host = field(default_factory=Host)
-    copies: Copies | None = None
+    stream_latency: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self, Device, "device")
         check_types(self, Link, "inside", "between")
         check_types(self, Host, "host")
-        check_types(self, (Copies, NoneType), "copies")
         check_types(self, int, "node_size")
-        check_types(self, (int, NoneType), "ports")
         check_cost(self, "slowdown")
+        if self.stream_latency is not None:
+            check_cost(self, "stream_latency")
         for operation, link in self.collectives.items():
             if not isinstance(link, Link):
                 raise TypeError(f"collectives must be links, got {link!r} for {operation!r}")
@@ -155,10 +138,6 @@ class Cluster:
             raise ValueError(f"node_size must be at least 1, got {self.node_size}")
         if self.slowdown >= 1.0:
             raise ValueError(f"slowdown must be at least 0 and less than 1, got {self.slowdown}")
-        if self.ports is not None and not 1 <= self.ports <= self.node_size:
-            raise ValueError(
-                f"ports must be from 1 to node_size {self.node_size}, got {self.ports}"
-            )
 
 
 def merged(cluster: Cluster, each: float) -> Cluster:
@@ -170,7 +149,7 @@ def merged(cluster: Cluster, each: float) -> Cluster:
     def later(link: Link) -> Link:
         return replace(link, latency=link.latency * each)
 
-    device, copies = cluster.device, cluster.copies
+    device, latency = cluster.device, cluster.stream_latency
     with_window = device.window_forward, device.window_backward
     return replace(
         cluster,
@@ -183,7 +162,7 @@ def merged(cluster: Cluster, each: float) -> Cluster:
         between=later(cluster.between),
         collectives={name: later(link) for name, link in cluster.collectives.items()},
         host=Host(*(each * seconds for seconds in astuple(cluster.host))),
-        copies=copies and Copies(copies.latency * each),
+        stream_latency=latency and latency * each,
     )  # fmt: skip
 
 

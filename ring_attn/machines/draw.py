@@ -1,17 +1,17 @@
-"""Draws a program of one rank as text: its ops, and the exchanges under way beside them."""
+"""Draws a program of one rank as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ring_attn.core import program as ops
-from ring_attn.core.program import CHANNELS, Op, Program
+from ring_attn.core.program import Op, Program
 
 _WIDTH = 34
 
 
 def draw(program: Program) -> str:
-    """The ops of one rank, one op a line, with a column for each channel in use.
+    """The ops of one rank, one op a line, with what they send, copy or compute.
 
     Example:
         >>> import torch
@@ -25,51 +25,29 @@ def draw(program: Program) -> str:
         >>> call = make_call(Strategy(), spec, (layout, layout), Mask(8, 8), 0, backend="aten")
         >>> print(draw(program_of(call, backward=False)))
         rank 0 of 2, forward
-                                           shards
-        start                              .
+        start
         step 0
-        pack shard 0                       .          256 B
-        post shard 0 -> 1                  |          256 B
-        attend 1 tile                      |          16 pairs
-        wait shards                        '
+        pack shard 0                       256 B
+        post shard 0 -> 1 on shards        256 B
+        attend 1 tile                      16 pairs
+        wait shards
         step 1
-        attend 1 tile                      .          16 pairs
+        attend 1 tile                      16 pairs
         end
-        finish                             .
+        finish
     """
     direction = "backward" if program.backward else "forward"
-    used = {post.channel for post in program.posts()}
-    channels = [channel for channel in CHANNELS if channel in used]
-    head = " " * (_WIDTH + 1) + "  ".join(channels)
     title = f"rank {program.rank} of {program.world_size}, {direction}"
-    return "\n".join([title, head.rstrip(), *_lines(program, channels, 0)])
+    return "\n".join([title, *_lines(program, 0)])
 
 
-def _lines(program: Program, channels: Sequence[str], depth: int) -> Iterator[str]:
-    under_way: set[str] = set()
+def _lines(program: Program, depth: int) -> Iterator[str]:
     for op in program.ops:
-        if isinstance(op, ops.Step):
-            yield f"{'  ' * depth}{op.label}"
-            continue
+        text, size = op.label if isinstance(op, ops.Step) else _text(op), _size(op)
+        if text:
+            yield f"{'  ' * depth + text:<{_WIDTH}} {size}".rstrip()
         if isinstance(op, ops.Inner):
-            among = "" if op.ranks is None else f" among ranks {op.ranks}"
-            yield f"{'  ' * depth}inner program{among}"
-            yield from _lines(op.program, channels, depth + 1)
-            continue
-        text, size = _text(op), _size(op)
-        if not text:
-            continue
-        if isinstance(op, ops.Post):
-            under_way.add(op.channel)
-        ended = op.channel if isinstance(op, ops.Wait) else None
-        marks = [
-            ("'" if channel == ended else "|" if channel in under_way else ".").ljust(
-                len(channel) + 2
-            )
-            for channel in channels
-        ]
-        under_way.discard(ended or "")
-        yield f"{'  ' * depth + text:<{_WIDTH}} {''.join(marks)}   {size}".rstrip()
+            yield from _lines(op.program, depth + 1)
 
 
 def _text(op: Op) -> str:
@@ -80,13 +58,11 @@ def _text(op: Op) -> str:
         case ops.Post():
             route = op.route
             to = route.op if isinstance(route, ops.Collective) else f"-> {route.send_to}"
-            return f"post {op.send.name} {to}"
+            return f"post {op.send.name} {to} on {op.channel}"
         case ops.Wait() | ops.Join():
             return f"{_name(op)} {op.channel}"
         case ops.Add():
             return f"add {op.buffer.name} to {op.into.name}"
-        case ops.Decode() if op.sequences is not None:
-            return "decode sequences"
         case ops.Attend() | ops.Decode() | ops.Differentiate():
             count = f"{len(op.tiles)} tile{'' if len(op.tiles) == 1 else 's'}"
             part = op.part if isinstance(op, ops.Differentiate) and op.part != "all" else ""
@@ -95,6 +71,8 @@ def _text(op: Op) -> str:
             return f"zeros {op.name}" if op.zero else ""
         case ops.Round():
             return f"round {op.into.name}"
+        case ops.Inner():
+            return "inner program" + ("" if op.ranks is None else f" among ranks {op.ranks}")
         case ops.Free():
             return ""
     return _name(op)
@@ -107,8 +85,6 @@ def _name(op: Op) -> str:
 def _size(op: Op) -> str:
     """The bytes that an op sends or copies, or the pairs that it computes."""
     match op:
-        case ops.Decode() if op.sequences is not None:
-            return ""  # their lengths are in a tensor
         case ops.Attend() | ops.Decode() | ops.Differentiate():
             return f"{sum(tile.area for tile in op.tiles)} pairs"
         case ops.Pack() | ops.Add() | ops.Unpack():

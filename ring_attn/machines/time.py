@@ -8,13 +8,13 @@ Every rank has two clocks: of its device, and of its host, which launches ops wi
                      its ports are free; its end is then known
     wait             advances the device's clock to the end of the exchange
 
-On a device with streams (`Cluster.copies`) an exchange does not wait for earlier ops: a shard's
-begins when its receive buffer (of three) is free, a gradient's when the gradient is computed.
+On a device with streams (`Cluster.stream_latency`) an exchange does not wait for earlier ops: a
+shard's begins when its receive buffer (of three) is free, a gradient's when it is computed.
 
 A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
 port follow one another in the order of the program. Messages of one exchange share the port, and
 end together. A rank's waiting time is divided into waits for its host, for late peers (imbalance),
-and for bytes (exposed communication), the last by kind of link.
+and for bytes (exposed communication).
 
 All ranks can be walked, or some (`sampled_ranks`): runs of consecutive ranks. A peer that is not
 walked is taken to be as late as a rank of the same run, as if the run were a ring by itself.
@@ -36,7 +36,6 @@ from ring_attn.core.program import Program, part_of_heads
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster, Link, compute_seconds
-from ring_attn.machines.timeline import Pending, Simulation, Timeline, Usage
 
 # Most ranks of a node in a sample.
 RUN = 8
@@ -61,6 +60,60 @@ def simulate(programs: Sequence[Program], call: Call, cluster: Cluster) -> Simul
         ValueError: the programs do not end; `machines.check` says why.
     """
     return _Run(programs, call, cluster).all()
+
+
+class Pending(NamedTuple):
+    """An exchange of a rank under way: when its host posted it, its begin and end."""
+
+    posted: float
+    start: float
+    stop: float
+
+
+@dataclass(eq=False)
+class Timeline:
+    """A walked rank: its clocks, and its seconds so far.
+
+    Attributes:
+        clock: time of the device; at the end, when the rank is done.
+        host: time of the host.
+        compute: time in attention itself.
+        moves: time in packing, adding and rounding.
+        idle, late: time waiting for the rank's host, for late peers.
+        exposed: time waiting for bytes.
+        sent, messages: bytes and exchanges.
+    """
+
+    rank: int
+    clock: float = 0.0
+    host: float = 0.0
+    compute: float = 0.0
+    moves: float = 0.0
+    idle: float = 0.0
+    late: float = 0.0
+    exposed: float = 0.0
+    sent: int = 0
+    messages: int = 0
+
+    def __post_init__(self) -> None:
+        self.pending: dict[ops.Channel, Pending] = {}
+        # On a device with streams: the ends of the last two kernels, of the last packing and of the
+        # last exchange on each channel.
+        self.ended = (0.0, 0.0)
+        self.packed = 0.0
+        self.arrived: dict[ops.Channel, float] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Results of a simulation: the timeline of each walked rank."""
+
+    ranks: tuple[Timeline, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last rank is done."""
+        return max(rank.clock for rank in self.ranks)
 
 
 class _Posted(NamedTuple):
@@ -107,20 +160,10 @@ class _Run:
         self.rate = self.cluster.device.rate(backward=backward, window=window)
         self.bandwidth = self.cluster.device.memory_bandwidth
         self.links = (self.cluster.inside, self.cluster.between)
-        self.ports_per_node = self.cluster.ports or self.cluster.node_size
         self.ranks = {p.rank: Timeline(p.rank) for p in self.programs}
         self.groups: dict[tuple[int, ...], _Group] = {}
-        # By port, which is a kind of link and a number: time at which it is free, out and in;
-        # seconds that it was sending; sender and receiver of its last message.
+        # Time at which a port, which is a kind of link and a rank, is free, out and in.
         self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
-        self.busy: dict[tuple[int, int], float] = defaultdict(float)
-        self.last: dict[tuple[int, int], tuple[int, int | None]] = {}
-
-    def port(self, crosses: bool, rank: int) -> tuple[int, int]:
-        if not crosses:
-            return 0, rank
-        node, at = divmod(rank, self.cluster.node_size)
-        return 1, node * self.ports_per_node + at * self.ports_per_node // self.cluster.node_size
 
     def all(self) -> Simulation:
         """Walks each rank up to its next exchange; the last rank of a group lets all go on."""
@@ -143,24 +186,12 @@ class _Run:
                 f"the programs of ranks {stuck} do not end: other ranks post fewer exchanges; "
                 "`ring-attn plan --check` says which"
             )
-        return Simulation(tuple(self.ranks.values()), self._slowest_link())
+        return Simulation(tuple(self.ranks.values()))
 
     def group(self, members: tuple[int, ...]) -> _Group:
         if members not in self.groups:
             self.groups[members] = _Group(members, self.ranks, self.cluster.node_size)
         return self.groups[members]
-
-    def _slowest_link(self) -> Usage | None:
-        """The kind of link with the longest waits, and its busiest port."""
-        links = []
-        for kind, name in enumerate(("inside", "between")):
-            ports = [port for port in self.busy if port[0] == kind]
-            if ports:
-                worst = max(ports, key=lambda port: (self.busy[port], -port[1]))
-                exposed = max(rank.exposed[kind] for rank in self.ranks.values())
-                busy, ends = self.busy[worst], self.last[worst]
-                links.append(Usage(name, self.links[kind].name, busy, *ends, exposed))
-        return max(links, key=lambda usage: (usage.exposed, usage.busy), default=None)
 
     # -- exchanges
 
@@ -189,49 +220,40 @@ class _Run:
         ready = {rank.rank: when for rank, _, when in posts}
         hops = [op.route for _, op, _ in posts if isinstance(op.route, ops.Hop)]
         node_size, members = self.cluster.node_size, group.members
-        # By sender: begin and end of its message, and whether it crosses nodes.
-        begun: dict[int, tuple[float, float, bool]] = {}
+        begun: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
         loads: dict[Any, int] = defaultdict(int)
         ways = {}
         for (rank, op, _), hop in zip(posts, hops, strict=True):
             me, to = rank.rank, members[hop.send_to]
             crosses = me // node_size != to // node_size
             like = group.like(hop.send_to, me)
-            ways[me] = like, crosses, self.port(crosses, me), self.port(crosses, to)
+            ways[me] = like, self.links[crosses], (crosses, me), (crosses, to)
             loads["out", ways[me][2]] += op.nbytes
             loads["in", ways[me][3]] += op.nbytes
         for rank, _, when in posts:
-            like, crosses, out, into = ways[rank.rank]
+            like, link, out, into = ways[rank.rank]
             begin = max(when, ready.get(like, 0.0), self.free[0][out], self.free[1][into])
             load = max(loads["out", out], loads["in", into])
-            link = self.links[crosses]
-            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth, crosses
-        taken: dict[tuple[int, int], float] = defaultdict(float)
-        for (rank, _, _), hop in zip(posts, hops, strict=True):
-            begin, end, crosses = begun[rank.rank]
-            _, _, out, into = ways[rank.rank]
+            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth
+        for rank, _, _ in posts:
+            _, link, out, into = ways[rank.rank]
             # While a message travels its ports take the next one.
-            left = end - self.links[crosses].latency
+            left = begun[rank.rank][1] - link.latency
             self.free[0][out] = max(self.free[0][out], left)
             self.free[1][into] = max(self.free[1][into], left)
-            taken[out] = max(taken[out], end - begin)
-            self.last[out] = rank.rank, members[hop.send_to]
-        for out, seconds in taken.items():
-            self.busy[out] += seconds
         for (rank, op, when), hop in zip(posts, hops, strict=True):
             # For a rank it lasts from the first beginning to the last end of its two messages.
-            begin, end, crosses = begun[rank.rank]
+            begin, end = begun[rank.rank]
             source = members[hop.recv_from]
             if source in begun:
-                other_begin, other_end, other_crosses = begun[source]
+                other_begin, other_end = begun[source]
             else:
                 like = group.like(hop.recv_from, rank.rank)
-                other_crosses = source // node_size != rank.rank // node_size
-                link = self.links[other_crosses]
+                link = self.links[source // node_size != rank.rank // node_size]
                 other_begin = begun[like][0] if like in begun else when
                 other_end = other_begin + link.latency + op.message.nbytes / link.bandwidth
             start, stop = max(min(begin, other_begin), when), max(end, other_end)
-            yield Pending(rank.host, start, stop, crosses if end >= stop else other_crosses)
+            yield Pending(rank.host, start, stop)
 
     def _collective(
         self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
@@ -239,44 +261,29 @@ class _Run:
         """Begins a collective: it begins when the last rank is ready, and ends on all at once."""
         route, size, num_nodes = posts[0][1].route, len(group.members), float(group.num_nodes)
         assert isinstance(route, ops.Collective)
-        op = route.op
         here = size / num_nodes  # ranks of the group in one node
-        # A rank sends equal parts to all others.
-        others = max(size - 1, 1)
-        nbytes = [float(post.nbytes) for _, post, _ in posts]
-        across = [n * ((size - here) / others) for n in nbytes]
-        within = [a - b for a, b in zip(nbytes, across, strict=True)]
-        measured = self.cluster.collectives.get(op)
+        nbytes = float(max(post.nbytes for _, post, _ in posts))
+        measured = self.cluster.collectives.get(route.op)
         if measured is not None:
-            seconds = [measured.latency + max(nbytes) / measured.bandwidth, 0.0]
-            across, within = [0.0] * len(nbytes), nbytes
+            seconds = measured.latency + nbytes / measured.bandwidth
         else:
-            # Groups that lie side by side share their nodes' ports.
-            node_size, per_node = self.cluster.node_size, self.ports_per_node
-            used = max(per_node / (node_size / min(here, node_size)), per_node / node_size)
-            longest = max(within if op == "all_to_all" else nbytes)
-            seconds = [
-                _seconds(self.links[0], longest, here, op),
-                _seconds(self.links[1], max(across) * here / used, num_nodes, op),
-            ]
-        begin = max(when for _, _, when in posts)
-        ports = [
-            [self.port(bool(kind), rank.rank) for rank, _, _ in posts]
-            for kind in range(2 if num_nodes > 1 else 1)
-        ]
-        begin = max(begin, *(free[port] for one in ports for port in one for free in self.free))
-        end = begin + max(seconds)
-        for kind, sent in enumerate((within, across)):
-            if not int(sum(sent)):
-                continue
-            for port in dict.fromkeys(ports[kind]):
-                for free in self.free:
-                    free[port] = max(free[port], end)
-                self.busy[port] += seconds[kind]
-            for (rank, _, _), port in zip(posts, ports[kind], strict=True):
-                self.last[port] = rank.rank, None
+            # A rank sends equal parts to all others.
+            across = nbytes * (size - here) / max(size - 1, 1)
+            within = nbytes - across if route.op == "all_to_all" else nbytes
+            inside, between = self.links
+            seconds = max(
+                _seconds(inside, within, here, route.op),
+                _seconds(between, across, num_nodes, route.op),
+            )
+        kinds = [crosses for crosses, n in ((False, here), (True, num_nodes)) if n > 1]
+        ports = [(crosses, rank.rank) for crosses in kinds for rank, _, _ in posts]
+        begin = max(
+            *(when for _, _, when in posts), *(free[port] for port in ports for free in self.free)
+        )
+        for free in self.free:
+            free.update(dict.fromkeys(ports, begin + seconds))
         for rank, _, _ in posts:
-            yield Pending(rank.host, begin, end, seconds[1] > seconds[0])
+            yield Pending(rank.host, begin, begin + seconds)
 
 
 def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
@@ -312,33 +319,28 @@ class _Walk:
             do = _DO.get(type(op))
             if do is not None:
                 do(self, op)
-            elif isinstance(op, ops.Step):
-                me.begin(op.label)
             elif isinstance(op, ops.Post | ops.Join):
                 among = None if isinstance(op, ops.Join) else op.ranks
                 group = self.group if among is None else self.run.group(self._among(among))
                 group.waiting.append(_Posted(me, op, self._ready(op)))
                 yield group
             elif isinstance(op, ops.Inner):
-                label = me.step[1]
-                me.begin("start")
                 yield from _Walk(self.run, me, op.program, op.spec, self._among(op.ranks)).all()
-                me.begin(label)
 
     def _among(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         return self.members if ranks is None else tuple(self.members[r] for r in ranks)
 
     def _ready(self, op: ops.Post | ops.Join) -> float:
         """Earliest time at which the rank can begin an exchange, before peers and ports."""
-        me, copies = self.me, self.run.cluster.copies
+        me, latency = self.me, self.run.cluster.stream_latency
         if isinstance(op, ops.Post):
             me.host += self.run.cluster.host.post
-        if copies is None:
+        if latency is None:
             return max(me.clock, me.host)
         moment = me.clock
         if op.channel in ("shards", "outer"):
             moment = max(me.packed, me.ended[0], me.arrived.get(op.channel, 0.0))
-        return max(moment + copies.latency, me.host)
+        return max(moment + latency, me.host)
 
     def _launched(self, seconds: float) -> float:
         """The device's clock after the host spent `seconds` on a launch."""
@@ -405,7 +407,7 @@ class _Walk:
         self._move(op.array.nbytes // item * (self.wide + item))
 
     def wait(self, op: ops.Wait) -> None:
-        me, copies = self.me, self.run.cluster.copies
+        me = self.me
         me.host += self.run.cluster.host.wait
         exchange = me.pending.pop(op.channel, None)
         if exchange is None:
@@ -414,15 +416,15 @@ class _Walk:
                 "`ring-attn plan --check` says more"
             )
         start, stop = me.clock, exchange.stop
-        if copies is not None and stop > start:
-            stop += copies.latency
+        if stop > start:
+            stop += self.run.cluster.stream_latency or 0.0
         # Waits first for this rank's post, then for the peers' posts, then for the bytes.
         waited = max(stop - start, 0.0)
         idle = max(min(exchange.posted, stop) - start, 0.0)
         begun = max(min(exchange.start, stop) - start, idle)
         me.idle += idle
         me.late += begun - idle
-        me.exposed[exchange.crosses] += waited - begun
+        me.exposed += waited - begun
         me.clock += waited
 
     def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:
@@ -441,7 +443,6 @@ class _Walk:
             if run.carries:
                 seconds += self._state_bytes(op, spec) / run.bandwidth
             start = self._launched((1 + (backward and share == 1.0)) * run.cluster.host.launch)
-            me.computes.add(me.step)
         me.clock = self._after(seconds)
         me.ended = me.ended[1], me.clock
         me.compute += me.clock - start

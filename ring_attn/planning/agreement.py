@@ -81,8 +81,7 @@ def agreed_strategy(
             if size is None and global_ranks is not None and LOCAL_WORLD_SIZE in os.environ:
                 size = node_size_of(global_ranks, cluster.node_size)
             if size is not None and size != cluster.node_size:
-                # `ports` counts the network ports of the cluster's nodes, not of these.
-                cluster = replace(cluster, node_size=size, ports=None)
+                cluster = replace(cluster, node_size=size)
             problem = Problem(
                 spec, mask, transport.world_size, cluster, backend, same_bits, backward,
                 planner.memory_of(cluster),

@@ -255,7 +255,7 @@ def by_documents(
 
 
 def by_memory(seqlen: int, free_bytes: Sequence[int], bytes_per_token: int) -> SequenceLayout:
-    """Shards in proportion to each rank's free memory, none longer than fits.
+    """Shards in proportion to the rows that fit into each rank's free memory, none longer.
 
     Args:
         seqlen: number of positions.
@@ -278,9 +278,9 @@ def by_memory(seqlen: int, free_bytes: Sequence[int], bytes_per_token: int) -> S
             f"bytes; the {len(room)} ranks have {sum(free_bytes)} free, room for {sum(room)} "
             "tokens: take more ranks, or fewer bytes a token"
         )
-    wanted = [seqlen * free for free in free_bytes]  # in 1 / sum(free_bytes) rows
-    lens = _apportioned(wanted, max(sum(free_bytes), 1), room, seqlen)
-    return SequenceLayout.boundaries(list(accumulate(lens, initial=0)))
+    # No part of a whole number of rows is more than the number, rounded up or down.
+    before = accumulate(room, initial=0)
+    return SequenceLayout.boundaries([seqlen * rows // max(sum(room), 1) for rows in before])
 
 
 # -- number of ranks, and rows that cross their boundaries
@@ -353,15 +353,13 @@ def check_halo(layout: SequenceLayout, mask: Mask) -> None:
     """
     values.check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
-        sides = zip(
-            halo_rows(layout, mask, rank), (rank - 1, rank + 1), ("before", "after"), strict=True
-        )
-        for rows, neighbour, side in sides:
+        neighbours = rank - 1, rank + 1
+        for rows, neighbour in zip(halo_rows(layout, mask, rank), neighbours, strict=True):
             if rows and rows >= layout.shard_len(neighbour):
                 raise ValueError(
-                    f"the overlap must be shorter than a chunk: rank {rank} needs {rows} rows "
-                    f"{side} its shard and rank {neighbour} holds {layout.shard_len(neighbour)}, "
-                    f"in {layout}; use a smaller window or fewer ranks"
+                    f"the overlap must be shorter than a chunk: rank {rank} needs {rows} rows of "
+                    f"rank {neighbour}, which holds {layout.shard_len(neighbour)}, in {layout}; "
+                    "use a smaller window or fewer ranks"
                 )
 
 
@@ -380,19 +378,14 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
         )
     positions = layout.position_ids(rank)
     rows = ((positions >= start) & (positions < stop)).nonzero().flatten()
-    if rows.numel() < stop - start:
-        raise ValueError(
-            f"positions [{start}, {stop}) are not local to rank {rank}: it holds {rows.numel()} "
-            f"of them in {layout}"
-        )
     first = int(rows[0]) if rows.numel() else 0
-    if not torch.equal(
-        positions[first : first + rows.numel()], torch.arange(start, stop, device="cpu")
-    ):
+    local = slice(first, first + stop - start)
+    if positions[local].tolist() != [*range(start, stop)]:
         raise ValueError(
-            f"positions [{start}, {stop}) are not one run of rank {rank}'s rows in {layout}"
+            f"positions [{start}, {stop}) are not local to rank {rank}, in one run: it holds "
+            f"{rows.numel()} of them in {layout}"
         )
-    return slice(first, first + rows.numel())
+    return local
 
 
 def _places(seqlen: int, align: int) -> list[int]:
@@ -404,15 +397,6 @@ def _balanced(sums: list[int], cuts: list[int], world_size: int) -> SequenceLayo
     at_cuts = [sums[cut] for cut in cuts]
     greatest = least_maximum(at_cuts, world_size)
     return SequenceLayout.boundaries(even_cuts(at_cuts, cuts, world_size, greatest))
-
-
-def _apportioned(wanted: list[int], unit: int, space: list[int], rows: int) -> list[int]:
-    """Rows per rank, as near to `wanted / unit` as `space` allows: largest remainders first."""
-    counts = [min(space[r], want // unit) for r, want in enumerate(wanted)]
-    for _ in range(rows - sum(counts)):
-        ranks = (rank for rank in range(len(counts)) if counts[rank] < space[rank])
-        counts[max(ranks, key=lambda rank: wanted[rank] - counts[rank] * unit)] += 1
-    return counts
 
 
 def _max_over_mean(shares: Sequence[float]) -> float:

@@ -61,8 +61,7 @@ def walked_calls(problem: Problem, candidate: Candidate) -> list[Call]:
     core, mask = core_of(call), problem.mask
     alike = len(mask.slices) == 1 and not mask.has_windows and core.layouts[0] == core.layouts[1]
     alike = alike and is_even(candidate)
-    own_ports = problem.cluster.ports in (None, problem.cluster.node_size)
-    step = candidate.strategy.ulysses_degree if problem.quick and own_ports else 1
+    step = candidate.strategy.ulysses_degree if problem.quick else 1
     if alike and not problem.exact:
         walks_all = count <= MAX_WALKED
     else:

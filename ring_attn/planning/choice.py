@@ -7,8 +7,9 @@ Choice      the best candidate and all others; as text a table that ends with th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
+from operator import add
 from typing import Any
 
 from ring_attn.core.dtypes import dtype_name
@@ -18,18 +19,20 @@ from ring_attn.core.runs import travel
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.cluster import Cluster
-from ring_attn.machines.timeline import Simulation
+from ring_attn.machines.time import Simulation
 from ring_attn.strategies.strategy import Strategy, family, label
 
-# Ways in which a rank spends its time.
-WAYS = ("exposed", "late", "compute", "moves", "host")
+# Ways in which a rank spends its time, and what it means that one takes longer.
+WAYS = {
+    "exposed": "which waits {} longer for bytes",
+    "late": "whose ranks wait {} longer for one another",
+    "compute": "whose busiest rank computes {} longer",
+    "moves": "which packs, adds and rounds {} longer",
+    "host": "whose devices wait {} longer for their hosts",
+}
 
-
-# Candidates that take so many times the best one's time are not worth a line.
-HOPELESS = 1.5
-
-# Columns of a table of 80: all but the two directions' times, the messages, and what travels.
-NARROW = (0, 1, 2, 5, 6, 7, 9)
+# Columns that a table of 80 has no room for.
+WIDE = ("forward", "backward", "messages", "travels")
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,10 @@ class DirectionCost:
     """Simulated costs of one direction of a call; seconds.
 
     Times but `seconds` are those of the rank with the longest, and so are bytes and messages (a
-    collective is one). `steps` are those with any compute. `slowest_link` is the link whose bytes
-    ranks wait for longest, `slowest_exposed` the time; None if nothing is sent.
+    collective is one).
     """
 
     seconds: float
-    steps: int
     compute: float
     moves: float
     host: float
@@ -50,34 +51,23 @@ class DirectionCost:
     late: float
     bytes_sent: int
     messages: int
-    slowest_link: str | None
-    slowest_exposed: float
 
     def __add__(self, other: DirectionCost) -> DirectionCost:
-        """Adds all but the slowest link: the slower of the two links remains."""
-        slowest = max(self, other, key=lambda direction: direction.slowest_exposed)
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
-                if not f.name.startswith("slowest")}  # fmt: skip
-        return DirectionCost(
-            **sums, slowest_link=slowest.slowest_link, slowest_exposed=slowest.slowest_exposed
-        )
+        return DirectionCost(*map(add, astuple(self), astuple(other)))
 
     @classmethod
     def of(cls, simulation: Simulation) -> DirectionCost:
         """Costs of a simulation: of each time, the greatest over the ranks."""
-        worst, ranks = simulation.slowest_link, simulation.ranks
+        ranks = simulation.ranks
         return cls(
             seconds=simulation.seconds,
-            steps=simulation.num_steps,
             compute=max(rank.compute for rank in ranks),
             moves=max(rank.moves for rank in ranks),
             host=max(rank.idle for rank in ranks),
-            exposed=max(sum(rank.exposed) for rank in ranks),
+            exposed=max(rank.exposed for rank in ranks),
             late=max(rank.late for rank in ranks),
             bytes_sent=max(rank.sent for rank in ranks),
             messages=max(rank.messages for rank in ranks),
-            slowest_link=None if worst is None else str(worst),
-            slowest_exposed=0.0 if worst is None else worst.exposed,
         )
 
 
@@ -129,7 +119,6 @@ class Candidate:
     Attributes:
         layout_name: "contiguous", "zigzag", "striped", "balanced" or "given".
         same_bits: whether its results have the same bits at every world size.
-        in_order: whether gradients of K and V are summed in the order of the queries.
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
         bounds: lower bounds of the seconds forward and backward, from the busiest rank alone.
         busiest: a rank that computes longest.
@@ -146,7 +135,6 @@ class Candidate:
     layout_name: str
     world_size: int
     same_bits: bool = False
-    in_order: bool = False
     travels: Traveller | None = None
     bounds: tuple[float, float] = (0.0, 0.0)
     busiest: int = 0
@@ -184,7 +172,6 @@ class Candidate:
             "layout": self.layout_name,
             "layouts": [str(layout) for layout in self.layouts],
             "same_bits": self.same_bits,
-            "in_order": self.in_order,
             "travels": self.travels,
             "at_least_s": self.at_least,
             "peak_bytes": self.peak_bytes,
@@ -233,13 +220,11 @@ class Choice:
         simulated = [c for c in others if c.prediction is not None]
         compared = [c for c in simulated if c.family != best.family] or simulated
         if compared:
-            other = compared[0]
-            return f"{best.label}: {_faster(best, other)}, {_main_difference(best, other)}"
-        if not others:
+            return f"{best.label}: {_comparison(best, compared[0])}"
+        slower = [c.at_least for c in others if not c.refused]
+        if not slower:
             return f"{best.label}: the only one"
-        if all(c.refused for c in others):
-            return f"{best.label}: every other is refused"
-        gain = min(c.at_least for c in others if not c.refused) / best.seconds - 1.0
+        gain = min(slower) / best.seconds - 1.0
         return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
 
     @property
@@ -271,43 +256,34 @@ class Choice:
         return self.table(verbose=True)
 
     def table(self, *, verbose: bool) -> str:
-        """The candidates; unless verbose, those within `HOPELESS` of the best, in 80 columns."""
-        limit = float("inf") if verbose else HOPELESS * self.best.seconds
-        listed = [c for c in self.candidates if c.prediction is not None and c.seconds <= limit]
-        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in listed)]
+        """The candidates; unless verbose, the simulated ones alone, in 80 columns."""
+        listed = [c for c in self.candidates if c.prediction is not None]
+        cells = [_cells(c, self.best) for c in listed]
+        names = [name for name in cells[0] if verbose or name not in WIDE]
+        rows = [names, *([row[name] for name in names] for row in cells)]
         others = self.left_out()
         if not verbose:
-            rows = [tuple(row[i] for i in NARROW) for row in rows]
             hidden = len(self.candidates) - len(listed)
             others = [f"{hidden} others are slower, or refused: --verbose"] if hidden else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:
-            cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
-            cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
-            lines.append("  ".join(cells).rstrip())
+            padded = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
+            padded += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
+            lines.append("  ".join(padded).rstrip())
         rest = [*others, *self.traffic, *self.communicators, self.rates, self.reason]
         return "\n".join([*lines, *rest])
 
     def left_out(self) -> list[str]:
-        """Lines about refused and not simulated candidates, grouped by layouts and reason."""
-        groups: dict[tuple[str, str, str | None], list[Candidate]] = {}
+        """A line for each reason why candidates are refused or not simulated."""
+        groups: dict[str, list[str]] = {}
         for c in self.candidates:
             if c.prediction is None:
                 # The reasons of those ruled out differ only in the bounds: one group.
-                start = "refused" if c.refused else "left out"
-                why = None if c.ruled_out and not c.refused else c.reason
-                groups.setdefault((start, c.layout_name, why), []).append(c)
-        lines: dict[tuple[str, str, str], list[str]] = {}
-        for (start, layout, why), group in groups.items():
-            if why is None:
-                why = f"takes {format_seconds(min(c.at_least for c in group))} or longer"
-            names = ", ".join(c.label for c in group)
-            lines.setdefault((start, names, why), []).append(layout)
-        return [
-            f"{start}: {', '.join(layouts)}: {names}: {why}"
-            for (start, names, why), layouts in lines.items()
-        ]
+                why = "left out: slower" if c.ruled_out else f"left out: {c.reason}"
+                why = f"refused: {c.reason}" if c.refused else why
+                groups.setdefault(why, []).append(f"{c.label} ({c.layout_name})")
+        return [f"{why}: {', '.join(names)}" for why, names in groups.items()]
 
     def to_dict(self) -> dict[str, Any]:
         problem = self.problem
@@ -344,60 +320,42 @@ def describe(problem: Problem) -> str:
     )
 
 
-def _header(backward: bool) -> tuple[str, ...]:
-    return (
-        "", "strategy", "layout", "forward", "backward" if backward else "", "total", "exposed",
-        "sent", "messages", "peak", "travels",
-    )  # fmt: skip
-
-
-def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
-    start = ("*" if candidate is best else "", candidate.label, candidate.layout_name)
+def _cells(candidate: Candidate, best: Candidate) -> dict[str, str]:
+    """The row of a simulated candidate, by the names of the columns."""
     prediction = candidate.prediction
     assert prediction is not None, "only simulated candidates have a row"
     back = prediction.backward
-    return (
-        *start,
-        format_seconds(prediction.forward.seconds),
-        "" if back is None else format_seconds(back.seconds),
-        format_seconds(candidate.seconds),
-        format_seconds(prediction.total.exposed),
-        format_bytes(prediction.total.bytes_sent),
-        str(prediction.total.messages),
-        format_bytes(candidate.peak_bytes),
-        candidate.travels or "",
-    )
+    return {
+        "": "*" if candidate is best else "",
+        "strategy": candidate.label,
+        "layout": candidate.layout_name,
+        "forward": format_seconds(prediction.forward.seconds),
+        "backward": "" if back is None else format_seconds(back.seconds),
+        "total": format_seconds(candidate.seconds),
+        "exposed": format_seconds(prediction.total.exposed),
+        "sent": format_bytes(prediction.total.bytes_sent),
+        "messages": str(prediction.total.messages),
+        "peak": format_bytes(candidate.peak_bytes),
+        "travels": candidate.travels or "",
+    }
 
 
-def _faster(best: Candidate, other: Candidate) -> str:
-    gain = other.seconds / best.seconds - 1.0 if best.seconds else 0.0
-    where = "" if other.layout_name == best.layout_name else f" over {other.layout_name} shards"
-    if gain < 0.005:
-        return f"as fast as {other.label}{where}"
-    return f"{100 * gain:.0f} % faster than {other.label}{where}"
-
-
-def _main_difference(best: Candidate, other: Candidate) -> str:
-    """The largest part of the difference in time, as a relative clause about `other`."""
+def _comparison(best: Candidate, other: Candidate) -> str:
+    """How much faster the best is, and the largest part of the difference in time."""
     assert best.prediction and other.prediction, "only candidates with a prediction are compared"
-    ours, theirs = best.prediction.total, other.prediction.total
+    where = "" if other.layout_name == best.layout_name else f" over {other.layout_name} shards"
     if other.seconds <= 1.005 * best.seconds:
         # Differences below 0.5 % mean nothing.
-        fewer = theirs.bytes_sent - ours.bytes_sent
-        return f"which sends {format_bytes(fewer)} more" if fewer > 0 else "and listed before it"
+        return f"as fast as {other.label}{where}"
+    ours, theirs = best.prediction.total, other.prediction.total
     more = {name: getattr(theirs, name) - getattr(ours, name) for name in WAYS}
     worst = max(more, key=lambda name: more[name])
     if more["compute"] > 0.5 * (other.seconds - best.seconds):
         # The other ranks wait because the busiest one computes longer.
         worst = "compute"
-    amount = format_seconds(more[worst])
-    return {
-        "exposed": f"which waits {amount} longer for bytes ({theirs.slowest_link})",
-        "late": f"whose ranks wait {amount} longer for one another",
-        "compute": f"whose busiest rank computes {amount} longer",
-        "moves": f"which packs, adds and rounds {amount} longer",
-        "host": f"whose devices wait {amount} longer for their hosts",
-    }[worst]
+    gain = 100 * (other.seconds / best.seconds - 1.0)
+    why = WAYS[worst].format(format_seconds(more[worst]))
+    return f"{gain:.0f} % faster than {other.label}{where}, {why}"
 
 
 def format_seconds(seconds: float) -> str:

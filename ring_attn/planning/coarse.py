@@ -100,7 +100,7 @@ def whole(found: Sequence[World], values: Sequence[float]) -> float:
 
 
 def whole_count(found: Sequence[World], values: Sequence[int]) -> int:
-    """The value at 1 of one that is linear in 1 / `each`: counts of steps and peers."""
+    """The value at 1 of one that is linear in 1 / `each`: counts of messages."""
     if len(found) == 1:
         return values[0]
     first, second = values
@@ -108,12 +108,10 @@ def whole_count(found: Sequence[World], values: Sequence[int]) -> int:
 
 
 def whole_cost(found: Sequence[World], costs: Sequence[DirectionCost]) -> DirectionCost:
-    values: dict[str, Any] = {}
-    for name in (f.name for f in fields(DirectionCost) if f.name != "slowest_link"):
-        numbers = [getattr(cost, name) for cost in costs]
-        if name in ("steps", "messages"):
-            values[name] = whole_count(found, numbers)
-        else:
-            value = whole(found, numbers)
-            values[name] = round(value) if name == "bytes_sent" else value
-    return replace(costs[0], **values)
+    names = [f.name for f in fields(DirectionCost)]
+    values: dict[str, Any] = {
+        name: whole(found, [getattr(cost, name) for cost in costs]) for name in names
+    }
+    values["bytes_sent"] = round(values["bytes_sent"])
+    values["messages"] = whole_count(found, [cost.messages for cost in costs])
+    return DirectionCost(**values)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.values import check_one_of, env_int, regular_file
-from ring_attn.machines.cluster import Cluster, Copies, Device, Host, Link
+from ring_attn.machines.cluster import Cluster, Device, Host, Link
 from ring_attn.transport.options import MAX_CTAS
 
 GB = 1e9
@@ -32,26 +32,24 @@ CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
-def _device(
-    name: str, peak_flops: float, architecture: str, bandwidth: float, memory_bytes: float
-) -> Device:
+def _device(name: str, architecture: str, bandwidth: float, memory_bytes: float) -> Device:
     """A GPU with the rates of our kernels; `with_backend` replaces them."""
     forward, backward, source = RATES[architecture]["triton"]
     return Device(
-        name, peak_flops, forward, backward, bandwidth, memory_bytes, architecture=architecture,
+        name, forward, backward, bandwidth, memory_bytes, architecture=architecture,
         source=source,
     )  # fmt: skip
 
 
-# Peaks and memories: NVIDIA's datasheets (dense rates: half of what they state with sparsity).
+# Memories: NVIDIA's datasheets.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("A100", 312e12, "sm_80", 1.6e12, 80 * GB),
-        _device("H100", 989.5e12, "sm_90", 2.7e12, 80 * GB),
+        _device("A100", "sm_80", 1.6e12, 80 * GB),
+        _device("H100", "sm_90", 2.7e12, 80 * GB),
         # The same processor with faster memory.
-        _device("H200", 989.5e12, "sm_90", 3.9e12, 141 * GB),
-        _device("B200", 2250e12, "sm_100", 6.4e12, 180 * GB),
+        _device("H200", "sm_90", 3.9e12, 141 * GB),
+        _device("B200", "sm_100", 6.4e12, 180 * GB),
     )
 }
 
@@ -92,7 +90,7 @@ def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
     check_one_of("device", device, [*DEVICES])
     return Cluster(
         DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
-        copies=Copies(),
+        stream_latency=0.0,
     )  # fmt: skip
 
 
@@ -120,33 +118,24 @@ def load_cluster(path: Path | str) -> Cluster:
         OSError: the file cannot be read.
     """
     try:
-        content = json.loads(regular_file(path).read_text(encoding="utf-8"))
-        return cluster_from_json(content["cluster"])
+        content = json.loads(regular_file(path).read_text(encoding="utf-8"))["cluster"]
+        device: dict[str, Any] = {
+            name: Rate(**value) if value and name.endswith("ward") else value
+            for name, value in content["device"].items()
+        }
+        parts: dict[str, Any] = {
+            "device": Device(**device),
+            "inside": Link(**content["inside"]),
+            "between": Link(**content["between"]),
+            "collectives": {op: Link(**link) for op, link in content["collectives"].items()},
+            "host": Host(**content["host"]),
+        }
+        return Cluster(**(content | parts))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a calibration; write one with `ring-attn calibrate --json {path}` "
             f"({type(error).__name__}: {error})"
         ) from None
-
-
-def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
-    """Inverts `dataclasses.asdict`; errors where fields or numbers are not a cluster's."""
-    device: dict[str, Any] = dict(values["device"])
-    device |= {
-        name: None if rate is None else Rate(**rate)
-        for name, rate in device.items()
-        if name.endswith("ward")
-    }
-    parts: dict[str, Any] = {
-        "device": Device(**device),
-        "inside": Link(**values["inside"]),
-        "between": Link(**values["between"]),
-        "collectives": {op: Link(**link) for op, link in values["collectives"].items()},
-        "host": Host(**values["host"]),
-        "copies": values["copies"] and Copies(**values["copies"]),
-    }
-    rest = {f.name: values[f.name] for f in fields(Cluster) if f.name not in parts}
-    return Cluster(**parts, **rest)
 
 
 def find_cluster(device_type: str | None = None, world_size: int | None = None) -> Cluster:
@@ -204,5 +193,5 @@ def cpu_cluster(node_size: int = 1) -> Cluster:
     # torch's operator on one core with AVX512 (bench/results/NOTES.md): 83 and 77 GFLOP/s.
     forward, backward = Rate(83e9, 1e-4, 30.0, 300.0), Rate(77e9, 1e-4, 60.0, 300.0)
     source = "measured: a core with AVX512"
-    core = Device("CPU core", 0.0, forward, backward, 4e9, source=source)
+    core = Device("CPU core", forward, backward, 4e9, source=source)
     return Cluster(core, node_size, Link("gloo", 4e-4, 1.5e9), Link("gloo between", 5e-4, 1.1e9))

@@ -132,15 +132,13 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
 def exact_sums(costs: Tensor) -> list[int]:
     """The exact sums before each position of (n,) costs, in some unit; n + 1 of them.
 
-    A float is an integer of 53 bits times a power of two: the smallest power here is the unit.
+    A float is an integer over a power of two: the greatest power here makes the unit.
     """
     if not costs.is_floating_point():
         return list(accumulate(costs.tolist(), initial=0))
-    mantissa, exponent = torch.frexp(costs)
-    least = int(exponent[costs > 0].min()) if bool((costs > 0).any()) else 0
-    integers = (mantissa * 2.0**53).long().tolist()
-    shifts = (exponent - least).clamp(min=0).tolist()
-    return list(accumulate((m << e for m, e in zip(integers, shifts, strict=True)), initial=0))
+    ratios = [cost.as_integer_ratio() for cost in costs.tolist()]
+    unit = max((below for _, below in ratios), default=1)
+    return list(accumulate((above * (unit // below) for above, below in ratios), initial=0))
 
 
 def as_integers(name: str, integers: Tensor | Sequence[int]) -> Tensor:

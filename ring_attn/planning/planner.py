@@ -13,7 +13,7 @@ The result depends on the arguments alone. Calls choose through `ring_attn.plann
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Literal, get_args
@@ -58,7 +58,7 @@ from ring_attn.planning.memory import Peak, peak_of
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
 from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
 
-# Candidates to simulate: as few as the choice needs; these and at least one of each name of
+# Candidates to simulate: as few as the choice needs; these and one of each name of
 # `strategy.NAMES`, the one with the lowest bound; or all.
 Effort = Literal["best", "names", "all"]
 
@@ -195,8 +195,7 @@ def explain(
         cluster = find_cluster(device_type, world_size)
     values.check_type("cluster", cluster, Cluster)
     if device_type is None:
-        gpu = cluster.device.peak_flops or cluster.device.memory_bytes
-        device_type = "cuda" if gpu else "cpu"
+        device_type = "cuda" if cluster.device.memory_bytes else "cpu"
     spec = AttentionSpec(device_type, dtype, batch, nheads, nheads_kv, headdim, headdim_v, softcap)
     purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
     backend = _backend_for(spec, backend, purpose, cluster.device.architecture)
@@ -281,7 +280,6 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         return replace(
             candidate,
             same_bits=why_not is None,
-            in_order=plan.in_order,
             travels=plan.travels if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
             bounds=(whole(found, [x[0][0] for x in least]), whole(found, [x[0][1] for x in least])),
@@ -330,47 +328,48 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
     """Adds predictions to candidates that may win: the lowest bound is next."""
     candidates = dict(enumerate(bounded))
     waiting = [i for i, c in candidates.items() if not c.refused]
+
+    def at_least(index: int) -> float:
+        return candidates[index].at_least
+
     if problem.world_size > MAX_EXACT and any(is_even(candidates[i]) for i in waiting):
         for i in [i for i in waiting if not is_even(candidates[i])]:
             reason = f"not simulated: beyond {MAX_EXACT} ranks only equal shards are"
             candidates[i] = replace(candidates[i], reason=reason)
             waiting.remove(i)
 
+    # Candidates that are simulated whatever their bounds are.
+    forced = set(waiting) if effort == "all" else set[int]()
+    if effort == "names":
+        for name in NAMES:
+            of_name = [i for i in waiting if candidates[i].family == name]
+            tied = (1.0 + TIE) * min(map(at_least, of_name), default=0.0)
+            forced.update([i for i in of_name if at_least(i) <= tied][:1])
     best, left = float("inf"), MAX_RANK_STEPS
-
-    def simulate_one(index: int) -> None:
-        nonlocal best, left
-        candidate = replace(candidates[index], reason=None, ruled_out=False)
-        steps = candidate.steps
-        if steps * problem.world_size > left:
-            reason = f"not simulated: its {steps} steps are beyond what one choice takes"
-            candidates[index] = replace(candidate, reason=reason)
-            return
-        left -= steps * problem.world_size
-        found = _predicted(problem, candidate)
-        if found.seconds < best and is_rough(problem, candidate):
-            found = _predicted(replace(problem, quick=False), candidate)
-        candidates[index] = found
-        best = min(best, candidates[index].seconds)
-
     # A rank that is walked by itself raises the bound of a candidate before all are.
-    queue = [(candidates[i].at_least, i, effort == "all") for i in waiting]
+    queue = [(at_least(i), i, i in forced) for i in waiting]
     heapify(queue)
     while queue:
-        at_least, index, is_last = heappop(queue)
-        limit = float("inf") if effort == "all" else (1.0 + TIE) * best
-        if at_least >= limit:
-            reason = f"takes at least {format_seconds(at_least)}"
-            candidates[index] = replace(candidates[index], reason=reason, ruled_out=True)
-        elif is_last:
-            simulate_one(index)
-        else:
-            candidates[index] = candidate = _refined(problem, candidates[index], limit)
+        bound, index, is_last = heappop(queue)
+        candidate, limit = candidates[index], (1.0 + TIE) * best
+        rank_steps = candidate.steps * problem.world_size
+        if bound >= limit and index not in forced:
+            reason = f"takes at least {format_seconds(bound)}"
+            candidate = replace(candidate, reason=reason, ruled_out=True)
+        elif not is_last:
+            candidate = _refined(problem, candidate, limit)
             if not candidate.refused:
                 heappush(queue, (candidate.at_least, index, True))
-    if effort == "names" and candidates:
-        for index in _of_each_name(candidates):
-            simulate_one(index)
+        elif rank_steps > left:
+            reason = f"not simulated: its {candidate.steps} steps are beyond what one choice takes"
+            candidate = replace(candidate, reason=reason)
+        else:
+            left -= rank_steps
+            found = _predicted(problem, candidate)
+            if found.seconds < best and is_rough(problem, candidate):
+                found = _predicted(replace(problem, quick=False), candidate)
+            candidate, best = found, min(best, found.seconds)
+        candidates[index] = candidate
     return list(candidates.values())
 
 
@@ -391,19 +390,6 @@ def _refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
     return replace(candidate, bounds=(bounds[0], bounds[1]))
 
 
-def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
-    """The lowest bound of each name without a simulation, on the best layout if possible."""
-    best = min(candidates.values(), key=lambda c: c.seconds)
-    for name in NAMES:
-        of_name = {i: c for i, c in candidates.items() if c.family == name and not c.refused}
-        if any(c.prediction is not None for c in of_name.values()):
-            continue
-        ruled_out = [i for i, c in of_name.items() if c.ruled_out]
-        if ruled_out:
-            others = [i for i in ruled_out if candidates[i].layout_name == best.layout_name]
-            yield min(others or ruled_out, key=lambda i: candidates[i].at_least)
-
-
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds peak memory and prediction; refuses for lack of memory or of a program."""
     if problem.memory_bytes < float("inf"):
@@ -411,19 +397,23 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     if candidate.refused:
         return candidate
     found = worlds(problem, candidate)
+    walked = [(walked_calls(*world), rated_cluster(*world)) for world in found]
     try:
         forward, *backward = [
-            whole_cost(found, [_cost(*world, backward=backward) for world in found])
+            whole_cost(
+                found,
+                [
+                    DirectionCost.of(
+                        simulate(programs_of(calls, backward=backward), calls[0], cluster)
+                    )
+                    for calls, cluster in walked
+                ],
+            )
             for backward in problem.directions
         ]
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
     return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
-
-
-def _cost(problem: Problem, candidate: Candidate, *, backward: bool) -> DirectionCost:
-    calls, cluster = walked_calls(problem, candidate), rated_cluster(problem, candidate)
-    return DirectionCost.of(simulate(programs_of(calls, backward=backward), calls[0], cluster))
 
 
 # -- defaults

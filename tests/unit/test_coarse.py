@@ -61,10 +61,9 @@ def test_few_ranks_have_the_times_bytes_and_peak_of_all(
     assert few.prediction is not None and every.prediction is not None
     ours, theirs = few.prediction.total, every.prediction.total
     assert ours.seconds == pytest.approx(theirs.seconds, rel=0.02)
-    for name in ("compute", "bytes_sent", "messages", "steps"):
+    for name in ("compute", "bytes_sent", "messages"):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.05), name
     assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=0.02)
-    assert few.communicator_bytes == every.communicator_bytes
 
 
 def test_masks_and_layouts_without_a_scale_keep_their_ranks() -> None:

@@ -56,14 +56,14 @@ def test_what_is_not_built_in_is_refused(options: dict[str, object], text: str) 
 
 
 def calibrated() -> Cluster:
-    cluster = replace(builtin_cluster("A100", node_size=4), ports=2)
+    cluster = builtin_cluster("A100", node_size=4)
     device = replace(cluster.device, window_forward=Rate(1.0))
     return replace(cluster, device=device, collectives={"all_gather": cluster.between})
 
 
 def test_a_calibration_is_read_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    for cluster in (calibrated(), replace(calibrated(), copies=None)):
+    for cluster in (calibrated(), replace(calibrated(), stream_latency=None)):
         path.write_text(json.dumps({"cluster": asdict(cluster)}))
         assert load_cluster(path) == cluster
 
@@ -91,9 +91,8 @@ def described(**changes: object) -> str:
         (described(**{"device.forward.flops": float("nan")}), "flops of a Rate must be positive"),
         (described(**{"between": "slow"}), "TypeError"),
         (described(**{"collectives": []}), "AttributeError"),
-        (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),
         (described(slowdown=1), "slowdown"),
-        (described(copies={"latency": -1.0}), "latency of a Copies"),
+        (described(stream_latency=-1.0), "stream_latency of a Cluster"),
         (described().encode("utf-16"), "UnicodeDecodeError"),
     ],
 )

@@ -61,7 +61,7 @@ CONTIGUOUS, ZIGZAG = {"layout": "contiguous"}, {"layout": "zigzag"}
 OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "equal work": (
         {"strategies": ["ring"]},
-        "ring", "zigzag", "as fast as ring over striped shards, which sends .*B more",
+        "ring", "zigzag", "as fast as ring over striped shards",
     ),
     "equal work after an exchange": (
         {**CONTIGUOUS, "strategies": ["ring", "q_exchange"]},
@@ -74,7 +74,7 @@ OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     **{
         f"a slow link between nodes, {name}": (
             {**ZIGZAG, "strategies": ["ring", name], "cluster": SLOW_BETWEEN_NODES},
-            best, "zigzag", r"faster than ring, which waits .* for bytes \(cable between nodes",
+            best, "zigzag", r"faster than ring, which waits .* for bytes",
         )
         for name, best in (("hybrid", "hybrid 4 x ring"), ("double_ring", "double_ring 4"))
     },
@@ -131,7 +131,7 @@ def test_too_little_memory_leaves_the_ring() -> None:
     assert [c.label for c in choice.candidates if c.prediction] == ["ring"]
     gathered = found(choice, "all_gather")
     assert re.search(r"needs .*B .* of inputs and .*B of NCCL's, a rank has", str(gathered.reason))
-    assert choice.reason == "ring: every other is refused"
+    assert choice.reason == "ring: the only one"
     with pytest.raises(ValueError, match="no strategy can run .* needs"):
         plan(**args, memory_bytes=1.0)
 
@@ -182,7 +182,7 @@ def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     told = {c.family for c in choice.candidates if c.prediction is not None}
     assert told == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
-    assert "left out: contiguous: " in str(choice)
+    assert "\nleft out: slower: " in str(choice)
     assert left and all(c.ruled_out and "takes at least" in str(c.reason) for c in left)
 
 
@@ -233,7 +233,7 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
         if candidate.travels is not None:
             core = bounds.core_of(call)
             plan = code_of(core.strategy).gradients(core)
-            assert plan == (candidate.travels, candidate.in_order)
+            assert plan.travels == candidate.travels
 
 
 def test_auto_layout_has_four() -> None:

@@ -164,7 +164,6 @@ TAKEN = {
     "softcap": ["1.5"], "same_bits": ["None", "True"],
     "layout": ["layout of others"], "memory_bytes": ["None", "2**64", "inf"],
     "max_balance": ["None", "2**64", "1.5"], "token_ids": ["[]", "{}"],
-    "recurrent": ["[]"],
     "cost": ["[]", "(1.5, 2)", "{}", "numpy", "vector"],
 }  # fmt: skip
 
