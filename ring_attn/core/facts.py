@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Any
 
@@ -71,36 +70,6 @@ def shown(value: object) -> str:
     else:
         text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]}... ({len(text)} characters)"
-
-
-def first_difference(one: Any, other: Any) -> str | None:
-    """The first difference of the facts of a layout or a mask: a position, or a slice."""
-    if one == other:
-        return None  # without a table of all positions
-    if len(one) == 3 and isinstance(one[0], int):
-        pairs = enumerate(zip_longest(one[2], other[2]))
-        return next((f"slice {i} is {a}, not {b}" for i, (a, b) in pairs if a != b), None)
-    holders, others = _holders(one), _holders(other)
-    for position in sorted({*holders, *others}):
-        a, b = holders.get(position), others.get(position)
-        if a != b:
-            return f"position {position} is on {_place(a)}, not on {_place(b)}"
-    return None
-
-
-def _holders(layout: list[list[list[int]]]) -> dict[int, tuple[int, int]]:
-    places: dict[int, tuple[int, int]] = {}
-    for rank, segments in enumerate(layout):
-        row = 0
-        for start, length, stride in segments:
-            for i in range(length):
-                places[start + i * stride] = rank, row + i
-            row += length
-    return places
-
-
-def _place(place: tuple[int, int] | None) -> str:
-    return "no rank" if place is None else f"row {place[1]} of rank {place[0]}"
 
 
 def _runs(layout: SequenceLayout, rank: int) -> list[list[int]]:

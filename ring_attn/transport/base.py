@@ -6,7 +6,6 @@ torch.distributed. All tensors are flat; a channel has at most one exchange unde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.facts import Facts, digest, facts, shown
+from ring_attn.core.facts import Facts, digest, shown
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport import streams
 from ring_attn.transport.buffers import Pool
@@ -89,13 +88,6 @@ class Agreement:
     def digest(self) -> bytes:
         """A hash of the facts of all values, 16 bytes."""
         return bytes.fromhex(digest(self.values))
-
-    def details(self) -> str:
-        """The facts of layouts and masks as JSON, to find where they differ."""
-        layouts = self.values.get("layout")
-        several = layouts if isinstance(layouts, tuple) else (layouts,)
-        known = {"layout": several, "mask": (self.values.get("mask"),)}
-        return json.dumps({name: facts([x for x in xs if x]) for name, xs in known.items()})
 
 
 class Transport:

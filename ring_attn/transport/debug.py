@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ring_attn.core.facts import Facts, first_difference
+from ring_attn.core.facts import Facts
 from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
 from ring_attn.transport.ranks.identity import checksum, current_step, told
 
@@ -38,12 +38,6 @@ def compared(
     differs = difference(dict(zip(ranks, map(json.loads, reports), strict=True)))
     if differs is None:
         return None
-    if "layout" in differs or "mask" in differs:
-        with transport.call("compare layouts and masks", COMPARING, device):
-            details = gather_texts(transport, agreement.details(), device)
-        for name in differs.keys() & {"layout", "mask"}:
-            by_rank = dict(zip(ranks, details, strict=True))
-            differs[name] += place_of_difference(name, by_rank)
     return ValueError(f"ranks disagree on the call; {'; '.join(differs.values())}")
 
 
@@ -67,21 +61,11 @@ def difference(reports: Mapping[int, Facts]) -> dict[str, str] | None:
         odd = {rank: text for rank, (text, other) in values.items() if other != fact}
         if not odd:
             continue
-        told = [f"{rank_name(rank)} has {text}" for rank, text in odd.items()]
+        # Texts of long layouts and masks are shortened.
+        same = {True: " with other values", False: ""}
+        told = [f"{rank_name(rank)} has {text}{same[text == usual]}" for rank, text in odd.items()]
         rest = len(values) - len(odd)
         differences[name] = f"{name}: {', '.join(told)}, the other {rest} have {usual}"
         if name == "call":
             break
     return differences or None
-
-
-def place_of_difference(name: str, details: Mapping[int, str]) -> str:
-    """The first difference of layouts or masks, from `Agreement.details` by rank; or nothing."""
-    each = {rank: json.loads(text)[name] for rank, text in details.items()}
-    first = next(iter(each))
-    for rank, others in each.items():
-        for one, other in zip(each[first], others, strict=False):
-            where = first_difference(other, one)
-            if where is not None:
-                return f" ({where}: {rank_name(rank)} against {rank_name(first)})"
-    return ""
