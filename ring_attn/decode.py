@@ -42,14 +42,14 @@ def attend(
     # Checks the call before anything is sent.
     if layout is None and call.world_size == 1:
         layout = SequenceLayout.contiguous(k.size(1), 1)
+    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call)
     if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
         raise ValueError(
             "tree_decode with a window, a mask or several causal queries needs the layout of the "
             "cache, got layout=None: pass SequenceLayout.boundaries(...) of the ranks' rows, or "
             "another SequenceLayout, to every rank"
         )
-    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call)
     ends = open_p2p(group, call.transport)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         if layout is None:  # every query sees all rows, whatever their positions are

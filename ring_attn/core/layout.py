@@ -214,7 +214,7 @@ class SequenceLayout:
         """The layout after one rank appends `count` positions to the sequence.
 
         A KV cache grows like this: new rows follow the rank's old rows. The time grows with the
-        number of the rank's segments, not with the length of the sequence.
+        number of segments, not with the length of the sequence.
 
         Args:
             rank: the rank that holds positions `seqlen .. seqlen + count - 1`.
@@ -239,21 +239,9 @@ class SequenceLayout:
             added = [Segment(self.seqlen, count)]
         else:  # a segment holds every stride-th position: consecutive positions are no segment
             added = [Segment(position, 1, stride) for position in range(self.seqlen, end)]
-        if self.parts is None:
-            cuts = [0, *accumulate(self.shard_lens)]
-            if self.kind in ("contiguous", "boundaries") and cuts[rank + 1] == self.seqlen:
-                after = [end] * (self.world_size - rank)
-                return SequenceLayout.boundaries([*cuts[: rank + 1], *after])
-            held = [[*segments] for segments in _segments(self)]
-            held[rank] += added
-            return SequenceLayout.from_segments(held)
-        tail = joined_segments([*self.parts[rank][-1:], *added], stride)
-        parts, lens = [*self.parts], [*self.shard_lens]
-        parts[rank], lens[rank] = (*parts[rank][:-1], *tail), lens[rank] + count
-        # Skips the checks of `from_segments`, whose time grows with the number of segments.
-        grown = SequenceLayout._new("segments", end, self.world_size, parts=tuple(parts))
-        vars(grown).update(_shard_lens=tuple(lens), _stride=stride)
-        return grown
+        held = [[*segments] for segments in _segments(self)]
+        held[rank] += added
+        return SequenceLayout.from_segments(held)
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
         """The layout of this sequence and then `chunk`, such as a KV cache and more of a prompt.
@@ -350,14 +338,6 @@ class SequenceLayout:
                 )
             if x.dtype != first.dtype:
                 raise TypeError(f"{name} must be {first.dtype} as on rank 0, got {x.dtype}")
-            if (x.device, x.narrow(dim, 0, 0).shape) != (
-                first.device,
-                first.narrow(dim, 0, 0).shape,
-            ):
-                raise ValueError(
-                    f"{name} must be as on rank 0, {tuple(first.shape)} on {first.device}, "
-                    f"but for its rows; got {tuple(x.shape)} on {x.device}"
-                )
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
 
     def mask_area(self, mask: Mask) -> tuple[int, ...]:

@@ -5,16 +5,14 @@ rank sends twice or receives twice:
 
     rank needs rows of owner   turn 0          turn 1          turn 2
       owner  0 1 2 3           0 -> 1          0 -> 2          0 -> 3
-    0        . x . .           1 -> 0          2 -> 3
+    0        . x . .           2 -> 3                          1 -> 0
     1        x . . .
     2        x . . .
     3        x . x .
 
-The simple plan has one turn for each distance in the ring: every rank sends to the rank at that
-distance. If a greedy plan needs fewer turns, it is taken: pairs with most rows first, each in the
-first turn in which both ranks are free. For documents on some of the ranks, the greedy plan has
-about as many turns as any rank has partners; the distances may be twice as many. All ranks compute
-the same turns.
+There is one turn for each distance in the ring at which any rank needs rows, whose senders are that
+far from their receivers. For documents on some of the ranks these may be twice as many turns as any
+rank has partners. All ranks compute the same turns.
 """
 
 from __future__ import annotations
@@ -29,9 +27,6 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.work import needed_rows
-
-# With more pairs than this, only the simple plan is made: a greedy plan takes a second by then.
-MAX_PAIRS = 1 << 18
 
 
 class TurnPairs(NamedTuple):
@@ -60,33 +55,9 @@ def turns_of(
     sender, receiver = rows.nonzero().unbind(1)
     distance = (receiver - sender) % world_size
     distances = distance.unique()
-    most = max((int((rows > 0).sum(dim).max()) for dim in (0, 1)), default=0)
-    number = torch.searchsorted(distances, distance)
-    turns = len(distances)
-    if most < turns and len(sender) <= MAX_PAIRS:
-        order = rows[sender, receiver].argsort(descending=True, stable=True)
-        sender, receiver = sender[order], receiver[order]
-        greedy = torch.tensor(_first_free(sender.tolist(), receiver.tolist(), world_size))
-        if int(greedy.max()) + 1 < turns:
-            number, turns = greedy, int(greedy.max()) + 1
-        else:
-            number = number[order]
-    table = torch.full((turns, world_size), -1)
-    table[number, sender] = receiver
+    table = torch.full((len(distances), world_size), -1)
+    table[torch.searchsorted(distances, distance), sender] = receiver
     return tuple(_completed(line) for line in table)
-
-
-def _first_free(senders: list[int], receivers: list[int], world_size: int) -> list[int]:
-    """The first turn of each pair, in order, in which its sender and its receiver are free."""
-    sends, receives = [0] * world_size, [0] * world_size  # bits of the turns that are taken
-    turns = []
-    for sender, receiver in zip(senders, receivers, strict=True):
-        taken = sends[sender] | receives[receiver]
-        free = ~taken & (taken + 1)
-        sends[sender] |= free
-        receives[receiver] |= free
-        turns.append(free.bit_length() - 1)
-    return turns
 
 
 def _completed(line: Tensor) -> TurnPairs:

@@ -386,16 +386,6 @@ def needed_rows(
     Only rows that see, or are seen, count; the runs of `PairWork` also hold the rows in between.
     """
     check_fit(layout_q, layout_kv, mask)
-    one_each = all(
-        len(layout.segments(rank)) <= 1
-        for layout in (layout_q, layout_kv)
-        for rank in range(layout.world_size)
-    )
-    if one_each and len(mask.slices) <= 1:
-        # A pair has at most one tile, so its runs hold no other rows.
-        work = pair_work(layout_q, layout_kv, mask)
-        run = work.kv if travels == "kv" else work.q
-        return (run.stop - run.start).fill_diagonal_(0)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     world_size, room = q.num_ranks, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
     cut = [_pieces(q, table) for table in mask.tables]

@@ -356,7 +356,7 @@ def test_wrong_values_are_refused() -> None:
     for call in (
         partial(ring_attention, **defaults(ring_attention) | good()),
         partial(ring_attention, **defaults(ring_attention) | packed(0, SEQLEN)),
-        partial(tree_decode, **defaults(tree_decode) | good()),
+        partial(tree_decode, **defaults(tree_decode) | good() | {"causal": False}),
         partial(WHOLE, group=None),
         partial(halo, **WHOLE.keywords, left=1, right=0, group=None),
         SYNC,
