@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import decode_refusals, drivers, refusals
-from ring_attn.backends import Purpose
 from ring_attn.backends.base import cached_by_gpu
 from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
@@ -43,7 +43,13 @@ def attend(
     if layout is None and call.world_size == 1:
         layout = SequenceLayout.contiguous(k.size(1), 1)
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), layout, mask, call)
+    if layout is not None:
+        refusals.check_layout("k", layout, k.size(1), None, call.rank, call.world_size)
+        if mask is not None:
+            refusals.check_given_mask(mask, q.size(1), layout.seqlen)
+    decode_call, agreement = _planned(
+        spec, call, several=False, seqlen_q=q.size(1), mask=mask, layout=layout
+    )
     if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
         raise ValueError(
             "tree_decode with a window, a mask or several causal queries needs the layout of the "
@@ -85,8 +91,10 @@ def attend_sequences(
         lengths = tuple(cache_seqlens.tolist())
         decode_refusals.check_lengths(sequences, lengths, layout, block_table, k.size(0))
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    shared = q.size(1), sequences.page_size, layout, lengths
-    decode_call, agreement = _planned_sequences(spec, *shared, call)
+    decode_call, agreement = _planned(
+        spec, call, several=True, seqlen_q=q.size(1), page_size=sequences.page_size, layout=layout,
+        cache_seqlens=lengths,
+    )  # fmt: skip
     ends = open_p2p(group, call.transport)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tables = cache_seqlens, *(() if block_table is None else (block_table,))
@@ -96,38 +104,10 @@ def attend_sequences(
 # Cached: all layers share the values for a token, some of which are slow to hash.
 @cached_by_gpu(maxsize=64)
 def _planned(
-    spec: AttentionSpec,
-    rows: tuple[int, int],
-    layout: SequenceLayout | None,
-    mask: Mask | None,
-    call: Call,
+    spec: AttentionSpec, call: Call, *, several: bool, **values: Hashable
 ) -> tuple[Call, Agreement]:
-    """The checked call, and everything that must be equal on all ranks except tensor values."""
-
-    if layout is not None:
-        refusals.check_layout("k", layout, rows[1], None, call.rank, call.world_size)
-    if mask is not None and layout is not None:
-        refusals.check_given_mask(mask, rows[0], layout.seqlen)
-    return _agreed(spec, call, call.purpose, {"seqlen_q": rows[0], "mask": mask, "layout": layout})
-
-
-@cached_by_gpu(maxsize=64)
-def _planned_sequences(
-    spec: AttentionSpec,
-    seqlen_q: int,
-    page_size: int,
-    layout: SequenceLayout | None,
-    lengths: tuple[int, ...] | None,
-    call: Call,
-) -> tuple[Call, Agreement]:
-    values = {"seqlen_q": seqlen_q, "page_size": page_size, "layout": layout}
-    purpose = call.purpose._replace(several=True)
-    return _agreed(spec, call, purpose, {**values, "cache_seqlens": lengths})
-
-
-def _agreed(
-    spec: AttentionSpec, call: Call, purpose: Purpose, values: dict[str, object]
-) -> tuple[Call, Agreement]:
+    """The call with its backend, and all that must be equal on all ranks except tensor values."""
+    purpose = call.purpose._replace(several=several)
     chosen = replace(call, spec=spec, backend=proven_backend(spec, call.backend, purpose).name)
     shared = {"causal": call.causal, "window_size": call.window_size, "backend": chosen.backend}
     options = {"softmax_scale": chosen.scores.softmax_scale, "transport": call.transport}

@@ -102,20 +102,12 @@ def _owners(grid: Grid, ranks: slice) -> Tensor:
     return (outer * grid.inner + inner).flatten(1)
 
 
-def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
-    """The work of all pairs of ranks."""
-    check_fit(layout_q, layout_kv, mask)
-    table = _small_table if layout_q.world_size <= SMALL else _large_table
-    return table(layout_q, layout_kv, mask)
-
-
+@lru_cache(maxsize=32)
 @on_host()
-def _table(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
+def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
+    """The work of all pairs of at most `SMALL` ranks."""
+    check_fit(layout_q, layout_kv, mask)
     return _work_between(_Side.of(layout_q), _Side.of(layout_kv, by_position=True), mask)
-
-
-_small_table = lru_cache(maxsize=32)(_table)
-_large_table = lru_cache(maxsize=4)(_table)
 
 
 def _work_between(q: _Side, kv: _Side, mask: Mask) -> PairWork:
