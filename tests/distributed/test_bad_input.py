@@ -316,7 +316,8 @@ def assert_refused(call: partial[object], bad: Bad) -> None:
     assert got.text.strip() == got.text and "\n" not in got.text, got
 
 
-ATTEND, DECODED = (partial(function, **good()) for function in (ring_attention, tree_decode))
+ATTEND = partial(ring_attention, **good())
+DECODED = partial(tree_decode, **good() | {"q": x(1, 1, 4, 8)})
 WHOLE = partial(unshard, x=x(1, ROWS, 4), layout=zigzag(SEQLEN), dim=1)
 SYNC = partial(sync_gradients, module=[x(3).requires_grad_()], **defaults(sync_gradients))
 

@@ -298,7 +298,7 @@ def test_a_turn_for_each_distance() -> None:
     assert len(turns_of(layout, layout, Mask(64, 64), "kv")) == 15
     mask, layout = placed(12)
     distances = len(needed_displacements(layout, layout, mask)) - 1
-    assert 1 < len(turns_of(layout, layout, mask, "kv")) == distances < 11
+    assert len(turns_of(layout, layout, mask, "kv")) == distances
 
 
 def test_an_exchange_sends_no_more_than_is_needed() -> None:
