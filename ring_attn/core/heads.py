@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The consecutive q heads of a rank and the consecutive kv heads that they use."""
+    """Consecutive q heads, and the consecutive kv heads that they use."""
 
     first: int
     num: int

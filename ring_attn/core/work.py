@@ -102,12 +102,20 @@ def _owners(grid: Grid, ranks: slice) -> Tensor:
     return (outer * grid.inner + inner).flatten(1)
 
 
-@lru_cache(maxsize=32)
-@on_host()
 def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
-    """The work of all pairs of at most `SMALL` ranks."""
+    """The work of all pairs of ranks."""
     check_fit(layout_q, layout_kv, mask)
+    table = _small_table if layout_q.world_size <= SMALL else _large_table
+    return table(layout_q, layout_kv, mask)
+
+
+@on_host()
+def _table(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
     return _work_between(_Side.of(layout_q), _Side.of(layout_kv, by_position=True), mask)
+
+
+_small_table = lru_cache(maxsize=32)(_table)
+_large_table = lru_cache(maxsize=4)(_table)
 
 
 def _work_between(q: _Side, kv: _Side, mask: Mask) -> PairWork:
@@ -378,6 +386,16 @@ def needed_rows(
     Only rows that see, or are seen, count; the runs of `PairWork` also hold the rows in between.
     """
     check_fit(layout_q, layout_kv, mask)
+    one_each = all(
+        len(layout.segments(rank)) <= 1
+        for layout in (layout_q, layout_kv)
+        for rank in range(layout.world_size)
+    )
+    if one_each and len(mask.slices) <= 1:
+        # A pair has at most one tile, so its runs hold no other rows.
+        work = pair_work(layout_q, layout_kv, mask)
+        run = work.kv if travels == "kv" else work.q
+        return (run.stop - run.start).fill_diagonal_(0)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
     world_size, room = q.num_ranks, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
     cut = [_pieces(q, table) for table in mask.tables]

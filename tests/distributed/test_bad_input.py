@@ -160,7 +160,7 @@ BACKENDS: list[Bad] = [
 
 # Arguments of `ring_attention` and `tree_decode`.
 BOTH: list[Bad] = [
-    type_error("q must be a plain tensor|.to_local()", lambda: {"q": dtensor(1, ROWS, 4, 8)}),
+    type_error("q must be a plain dense tensor|.to_local()", lambda: {"q": dtensor(1, ROWS, 4, 8)}),
     value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),
     type_error("is_causal", is_causal=True),
     value_error("softmax_scale|positive|0", softmax_scale=0.0),
