@@ -109,33 +109,27 @@ def test_entries_of_the_flight_recorder(strategy: str) -> None:
 
 
 class Decoding:
-    """Decodes a token over 7 rows; if not `told` the layout, ranks exchange their lengths."""
+    """Decodes a token over 7 rows."""
 
-    def __init__(self, *, told: bool) -> None:
-        self.layout, self.told = SequenceLayout.contiguous(7, 3), told
+    def __init__(self) -> None:
+        self.layout = SequenceLayout.contiguous(7, 3)
         q, k, v = (torch.randn(1, rows, heads, 16) for rows, heads in ((1, 4), (7, 2), (7, 2)))
         self.shards = [(q, *(self.layout.shard(x, rank) for x in (k, v))) for rank in range(3)]
 
     def __call__(self, rank: int, recorder: Recorder) -> None:
         q, k, v = (x.clone() for x in self.shards[rank])
         recorder.given(q, k, v)
-        layout = self.layout if self.told else None
         options: dict[str, Any] = {"window_size": (4, -1), "transport": TRANSPORT}
-        out = tree_decode(q, k, v, layout=layout, backend="reference", **options)
+        out = tree_decode(q, k, v, layout=self.layout, backend="reference", **options)
         recorder.result("out", out)
 
 
 def test_decode() -> None:
-    program = record(3, Decoding(told=True))
+    program = record(3, Decoding())
     assert program.races() == [] and program.stuck() == []
     results = program.run(in_host_order)
     assert all(results[0]["out"].equal(one["out"]) for one in results)
     assert all(same(results, program.run(at_random(seed))) for seed in range(3))
-
-
-def test_decode_that_asks_for_lengths_waits() -> None:
-    with pytest.raises(HostSyncError):
-        record(3, Decoding(told=False))
 
 
 @pytest.mark.parametrize(
