@@ -95,7 +95,6 @@ def ring_attention(
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
-    **unknown: object,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence that is split across the ranks of a group.
 
@@ -183,8 +182,6 @@ def ring_attention(
         torch.Size([1, 500, 8, 64])
     """
     with telling(group):
-        if unknown:
-            refusals.check_options("ring_attention", unknown, AttentionOptions)
         refusals.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
             raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
@@ -275,8 +272,8 @@ def _with_strategy(
 @overload
 def tree_decode(
     q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[DecodeOptions],
@@ -286,8 +283,8 @@ def tree_decode(
 @overload
 def tree_decode(
     q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     *,
     return_lse: Literal[True],
     **options: Unpack[DecodeOptions],
@@ -300,8 +297,8 @@ def tree_decode(
 )
 def tree_decode(
     q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = True,
     window_size: Sequence[int] = (-1, -1),
@@ -316,7 +313,6 @@ def tree_decode(
     backend: str = "auto",
     return_lse: bool = False,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
-    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
 
@@ -330,10 +326,8 @@ def tree_decode(
             every rank: usually 1, or a few for speculative decoding; float16, bfloat16, float32 or
             float64; any strides.
         k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, including the queries'
-            tokens that this rank holds; rows may be 0. k and v may be None if `layout` gives this
-            rank no rows: at the first call with such a layout the ranks then exchange nheads_kv and
-            headdim_v, in one message of 16 bytes.
-        v: (batch, rows, nheads_kv, headdim_v), or None.
+            tokens that this rank holds; rows may be 0.
+        v: (batch, rows, nheads_kv, headdim_v).
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: each new token sees
             itself and the tokens before it.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
@@ -352,11 +346,10 @@ def tree_decode(
         group: a process group, a mesh with one axis, or None for the default group.
         layout: which positions the ranks hold, the same on every rank; for a growing cache see
             `SequenceLayout.appended` and `next_rank`. None: every rank holds one run, in the order
-            of the ranks. With `cache_seqlens` it is the layout of a sequence's room, one segment a
-            rank; None: page p of a sequence (`page_size` positions) is on rank p % world_size. If
-            without `cache_seqlens` the mask depends on the runs' lengths (with a window, or with
-            several causal queries), the ranks exchange them in one more message of 16 bytes, for
-            which the host waits on CUDA.
+            of the ranks, and each query sees all of them: a window, a mask and several causal
+            queries need a layout. With `cache_seqlens` it is the layout of a sequence's room, one
+            segment a rank; None: page p of a sequence (`page_size` positions) is on rank
+            p % world_size.
         backend: as for `ring_attention`.
         return_lse: also return lse.
         transport: as for `ring_attention`.
@@ -367,7 +360,8 @@ def tree_decode(
         query that sees nothing has out 0 and lse -inf (or the sink).
 
     Raises:
-        ValueError: shapes, layout, window or sinks do not fit, or there is no query.
+        ValueError: shapes, layout, window or sinks do not fit, there is no query, or the layout is
+            missing.
         TypeError: a dtype or type that is not accepted.
         NotImplementedError: inputs that require a gradient (use `ring_attention`), a call that the
             named backend does not support, or a capture in a CUDA graph before an equal call.
@@ -382,12 +376,8 @@ def tree_decode(
         >>> ring_attn.tree_decode(q, k, v).shape
         torch.Size([1, 1, 8, 64])
     """
-    sizes_known = not (k is None and v is None)
     with telling(group):
-        if unknown:
-            refusals.check_options("tree_decode", unknown, DecodeOptions)
         several = cache_seqlens is not None or block_table is not None
-        k, v = decode_refusals.fill_absent_kv(q, k, v, layout, several=several)
         refusals.check_tensors(q, k, v, packed=False, paged=block_table is not None)
         decode_refusals.check_decode(q, k, v, sinks, layout)
         if several:
@@ -408,7 +398,7 @@ def tree_decode(
             tables = cache_seqlens, block_table
             out, lse = decode.attend_sequences(q, k, v, sinks, *tables, layout, call, process_group)
         else:
-            out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group, sizes_known)
+            out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group)
     return (out, lse) if return_lse else out
 
 

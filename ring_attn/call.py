@@ -373,13 +373,10 @@ def sized(
     if call.layout is None:
         layout = tuple(map(SequenceLayout.from_numbers, numbers))
 
-    def with_rows(rows: tuple[int, int]) -> Call:
-        layouts = refusals.resolve_layouts(layout, rows, totals, call.rank, call.world_size)
-        seqlens, mask = (layouts[0].seqlen, layouts[1].seqlen), given_mask
-        if mask is not None:
-            refusals.check_given_mask(mask, *seqlens)
-        else:
-            mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
-        return replace(call, spec=spec, layouts=layouts, mask=mask)
-
-    return refusals.rows_before_heads(with_rows, rows, (spec.nheads, spec.nheads_kv))
+    layouts = refusals.resolve_layouts(layout, rows, totals, call.rank, call.world_size)
+    seqlens, mask = (layouts[0].seqlen, layouts[1].seqlen), given_mask
+    if mask is not None:
+        refusals.check_given_mask(mask, *seqlens)
+    else:
+        mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
+    return replace(call, spec=spec, layouts=layouts, mask=mask)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import decode_refusals, drivers, refusals
-from ring_attn.backends import Purpose
 from ring_attn.backends.base import cached_by_gpu
 from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
@@ -23,9 +20,9 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.first_use import proven_backend
-from ring_attn.strategies.tree_decode import decode_tiles, gather_numbers
+from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.transport import capture, streams
-from ring_attn.transport.base import Agreement, Transport
+from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.identity import debug_enabled
 
@@ -40,29 +37,32 @@ def attend(
     mask: Mask | None,
     call: Call,
     group: dist.ProcessGroup,
-    sizes_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of all queries, the same on every rank.
-
-    If not `sizes_known`, k and v are placeholders: their heads and headdim come from other ranks.
-    """
+    """`out` and `lse` of all queries, the same on every rank."""
     # Checks the call before anything is sent.
+    if layout is None and call.world_size == 1:
+        layout = SequenceLayout.contiguous(k.size(1), 1)
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    place = layout, mask, call
-    decode_call, agreement = _planned(spec, (q.size(1), k.size(1)), *place)
+    if layout is not None:
+        refusals.check_layout("k", layout, k.size(1), None, call.rank, call.world_size)
+        if mask is not None:
+            refusals.check_given_mask(mask, q.size(1), layout.seqlen)
+    decode_call, agreement = _planned(
+        spec, call, several=False, seqlen_q=q.size(1), mask=mask, layout=layout
+    )
     if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
-        capture.refuse("the ranks tell each other their numbers of rows: pass a layout")
+        raise ValueError(
+            "tree_decode with a window, a mask or several causal queries needs the layout of the "
+            "cache, got layout=None: pass SequenceLayout.boundaries(...) of the ranks' rows, or "
+            "another SequenceLayout, to every rank"
+        )
     ends = open_p2p(group, call.transport)
-    if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
-        own = (k.size(2), v.size(3)) if sizes_known else (0, 0)
-        nheads_kv, headdim_v = _kv_sizes(q, own, ends)
-        if not sizes_known:
-            k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
-            v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
-            spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-            decode_call, agreement = _planned(spec, (q.size(1), 0), *place)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
-        tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
+        if layout is None:  # every query sees all rows, whatever their positions are
+            tiles = _tiles(SequenceLayout.contiguous(k.size(1), 1), 0, Mask(q.size(1), k.size(1)))
+        else:
+            whole = mask or Mask(q.size(1), layout.seqlen, call.causal, call.window_size)
+            tiles = _tiles(layout, call.rank, whole)
         return drivers.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
@@ -91,8 +91,10 @@ def attend_sequences(
         lengths = tuple(cache_seqlens.tolist())
         decode_refusals.check_lengths(sequences, lengths, layout, block_table, k.size(0))
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
-    shared = q.size(1), sequences.page_size, layout, lengths
-    decode_call, agreement = _planned_sequences(spec, *shared, call)
+    decode_call, agreement = _planned(
+        spec, call, several=True, seqlen_q=q.size(1), page_size=sequences.page_size, layout=layout,
+        cache_seqlens=lengths,
+    )  # fmt: skip
     ends = open_p2p(group, call.transport)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tables = cache_seqlens, *(() if block_table is None else (block_table,))
@@ -102,65 +104,14 @@ def attend_sequences(
 # Cached: all layers share the values for a token, some of which are slow to hash.
 @cached_by_gpu(maxsize=64)
 def _planned(
-    spec: AttentionSpec,
-    rows: tuple[int, int],
-    layout: SequenceLayout | None,
-    mask: Mask | None,
-    call: Call,
+    spec: AttentionSpec, call: Call, *, several: bool, **values: Hashable
 ) -> tuple[Call, Agreement]:
-    """The checked call, and everything that must be equal on all ranks except tensor values."""
-
-    def check_rows(rows: tuple[int, int]) -> None:
-        if layout is not None:
-            refusals.check_layout("k", layout, rows[1], None, call.rank, call.world_size)
-        if mask is not None:
-            refusals.check_given_mask(mask, rows[0], None if layout is None else layout.seqlen)
-
-    refusals.rows_before_heads(check_rows, rows, (spec.nheads, spec.nheads_kv))
-    return _agreed(spec, call, call.purpose, {"seqlen_q": rows[0], "mask": mask, "layout": layout})
-
-
-@cached_by_gpu(maxsize=64)
-def _planned_sequences(
-    spec: AttentionSpec,
-    seqlen_q: int,
-    page_size: int,
-    layout: SequenceLayout | None,
-    lengths: tuple[int, ...] | None,
-    call: Call,
-) -> tuple[Call, Agreement]:
-    values = {"seqlen_q": seqlen_q, "page_size": page_size, "layout": layout}
-    purpose = call.purpose._replace(several=True)
-    return _agreed(spec, call, purpose, {**values, "cache_seqlens": lengths})
-
-
-def _agreed(
-    spec: AttentionSpec, call: Call, purpose: Purpose, values: dict[str, object]
-) -> tuple[Call, Agreement]:
+    """The call with its backend, and all that must be equal on all ranks except tensor values."""
+    purpose = call.purpose._replace(several=several)
     chosen = replace(call, spec=spec, backend=proven_backend(spec, call.backend, purpose).name)
     shared = {"causal": call.causal, "window_size": call.window_size, "backend": chosen.backend}
     options = {"softmax_scale": chosen.scores.softmax_scale, "transport": call.transport}
     return chosen, Agreement({**vars(spec), **values, **shared, **options})
-
-
-# KV heads and headdim of v, by transport (and dropped with its group) and by kind of query.
-_sizes: weakref.WeakKeyDictionary[Any, dict[object, tuple[int, int]]] = weakref.WeakKeyDictionary()
-
-
-def _kv_sizes(q: Tensor, own: tuple[int, int], transport: Transport) -> tuple[int, int]:
-    """KV heads and headdim of v, from the ranks that know them; asks once for each kind of query.
-
-    All ranks call this, or none: it depends on the layout only. `own` is (0, 0) if unknown.
-    """
-    kind = (q.device.type, q.dtype, q.size(2), q.size(3))
-    known = _sizes.setdefault(transport, {})
-    if kind not in known:
-        with transport.call("tell sizes of a cache", Agreement({"queries": kind}), q.device):
-            gathered = gather_numbers(own, q.device, transport)
-        # The decoding call checks that sizes agree. If no rank has rows, any sizes will do.
-        default = (q.size(2), q.size(3))
-        known[kind] = next((sizes for sizes in gathered if sizes != (0, 0)), default)
-    return known[kind]
 
 
 def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
@@ -196,29 +147,6 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
     return min(ranks, key=layout.shard_len)
 
 
-def _tiles(
-    call: Call,
-    mask: Mask | None,
-    shape: tuple[int, int],
-    layout: SequenceLayout | None,
-    device: torch.device,
-    transport: Transport,
-) -> tuple[Tile, ...]:
-    """This rank's tiles; `shape` is the number of queries and of this rank's rows."""
-    queries, rows = shape
-    if layout is not None:
-        whole = mask or Mask(queries, layout.seqlen, call.causal, call.window_size)
-        return _layout_tiles(layout, transport.rank, whole)
-    if mask is None and _hides_nothing(call, queries):
-        return _run_tiles(0, rows, Mask(queries, rows))
-    lengths = gather_numbers((rows, 0), device, transport)
-    cuts = [0, *accumulate(length for length, _ in lengths)]
-    if mask is not None:
-        refusals.check_given_mask(mask, queries, cuts[-1])
-    whole = mask or Mask(queries, cuts[-1], call.causal, call.window_size)
-    return _run_tiles(cuts[transport.rank], rows, whole)
-
-
 def _hides_nothing(call: Call, queries: int) -> bool:
     """Tells whether every query sees the whole cache, whatever its length and layout."""
     left, right = call.window_size
@@ -228,10 +156,5 @@ def _hides_nothing(call: Call, queries: int) -> bool:
 
 # Cached: every token has new tiles, which all layers share, with the backends' data for the tiles.
 @lru_cache(maxsize=64)
-def _layout_tiles(layout: SequenceLayout, rank: int, mask: Mask) -> tuple[Tile, ...]:
+def _tiles(layout: SequenceLayout, rank: int, mask: Mask) -> tuple[Tile, ...]:
     return decode_tiles(layout.segments(rank), mask)
-
-
-@lru_cache(maxsize=64)
-def _run_tiles(start: int, rows: int, mask: Mask) -> tuple[Tile, ...]:
-    return decode_tiles((Segment(start, rows),), mask)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,27 +16,6 @@ from ring_attn.core.values import as_int, check_type
 
 # Larger sides of a window are unbounded: no cache is that long, and sums with positions fit int32.
 WIDEST = 1 << 30
-
-
-def fill_absent_kv(
-    q: Tensor, k: Tensor | None, v: Tensor | None, layout: object, *, several: bool
-) -> tuple[Tensor, Tensor]:
-    """k and v; if both are None, empty tensors with the heads of q in their place."""
-    if k is not None or v is not None:
-        return cast(Tensor, k), cast(Tensor, v)
-    check_type("q", q, Tensor, "a torch.Tensor")
-    if several:
-        raise ValueError(
-            "k and v must be tensors with cache_seqlens or block_table, got None: pass this rank's "
-            "cache or pool, even where no row of it counts"
-        )
-    if layout is None:
-        raise ValueError(
-            "k and v may be None only with a layout, which tells all ranks that this rank has no "
-            "rows, got layout=None; pass the layout, or k and v with 0 rows"
-        )
-    empty = q.detach()[:, :0]
-    return empty, empty
 
 
 def check_decode(

@@ -9,8 +9,8 @@ argument that is bad on every rank raises on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from ring_attn.core.values import as_int, check_dim, check_flag, check_number, c
 from ring_attn.groups import check_group_device
 from ring_attn.torch_private import is_batched, is_grad_tracking, is_legacy_batched
 from ring_attn.transport import capture
-
-T = TypeVar("T")
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
 # are normal float32 numbers, and so are scaled scores of products up to 2**64.
@@ -72,19 +70,11 @@ def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
 
 def check_plain(name: str, x: Tensor) -> None:
     """Refuses tensors that are not plain and dense, or wrapped by torch.func or forward mode."""
-    if hasattr(x, "placements"):
+    if hasattr(x, "placements") or x.is_nested or x.layout is not torch.strided:
         raise TypeError(
-            f"{name} must be a plain tensor, the rank's shard, got {type(x).__name__}; pass "
-            f"{name}.to_local()"
-        )
-    if x.is_nested:
-        raise TypeError(
-            f"{name} must be a plain tensor, got a nested one ({x.layout}); pack its documents "
-            "into one sequence and pass cu_seqlens"
-        )
-    if x.layout is not torch.strided:
-        raise TypeError(
-            f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
+            f"{name} must be a plain dense tensor, the rank's shard, got {type(x).__name__} "
+            f"({x.layout}); pass {name}.to_local() of a DTensor, {name}.to_dense() of a sparse "
+            "tensor, and the documents of a nested one as one sequence with cu_seqlens"
         )
     # A compiler cannot trace these functions, and refuses such tensors itself.
     if not torch.compiler.is_compiling() and (
@@ -277,11 +267,6 @@ def _on_host(x: Tensor) -> tuple[int, ...]:
 def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) -> None:
     if cu_k is not None and cu_q is None:
         raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
-    if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
-        raise ValueError(
-            f"cu_seqlens and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and "
-            f"{len(cu_k) - 1}"
-        )
 
 
 def check_name(option: str, name: object) -> str:
@@ -289,63 +274,14 @@ def check_name(option: str, name: object) -> str:
     return cast(str, name)
 
 
-# Names of arguments in other packages, and what to pass here.
-OTHER_NAMES = {
-    "is_causal": "causal",
-    "attn_mask": "mask=ring_attn.masks.from_dense(...), the mask of the whole sequence",
-    "attention_mask": "cu_seqlens, or mask=ring_attn.masks.from_dense(...)",
-    "block_mask": "mask=ring_attn.masks.blocks(...)",
-    "scale": "softmax_scale",
-    "scaling": "softmax_scale",
-    "sliding_window": "window_size=(left, right)",
-    "s_aux": "sinks",
-    "cu_seqlens_q": "cu_seqlens",
-    "process_group": "group",
-    "mesh": "group",
-    "return_attn_probs": "return_lse",
-    "enable_gqa": "nothing, heads of k and v are shared where they are fewer",
-    "deterministic": "nothing, results are always deterministic",
-    "max_seqlen_q": "nothing, cu_seqlens tell",
-    "max_seqlen_k": "nothing, cu_seqlens tell",
-}
-
-
 def check_options(function: str, given: Iterable[str], known: type) -> None:
     """Refuses options that are not keys of the TypedDict `known`."""
     unknown = [name for name in given if name not in known.__annotations__]
     if unknown:
-        ours = [
-            f"in place of {name} pass {OTHER_NAMES[name]}"
-            for name in unknown
-            if name in OTHER_NAMES
-        ]
         raise TypeError(
-            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; "
-            f"{'; '.join(ours) or 'leave it out'}"
+            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; leave it "
+            "out"
         )
-
-
-def rows_before_heads(
-    resolve: Callable[[tuple[int, int]], T], rows: tuple[int, int], heads: tuple[int, int]
-) -> T:
-    """`resolve(rows)`; its error says so where the numbers of heads would be the right rows."""
-    try:
-        return resolve(rows)
-    except ValueError as error:
-        reason = error
-    try:
-        resolve(heads)
-    except ValueError:
-        heads_fit = False
-    else:
-        heads_fit = True
-    if not heads_fit:
-        raise reason
-    raise ValueError(
-        "rows are dim 1, heads dim 2 of (batch, rows, nheads, headdim), got "
-        f"{rows} rows and {heads} heads of q and k, which fit the other way round: transpose "
-        f"these dims; {reason}"
-    )
 
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
@@ -405,8 +341,9 @@ def check_layout(
             "that are padding"
         )
     if layout.shard_len(rank) != rows:
-        remedy = "pass this rank's shard (layout.shard); where the ranks' lengths differ, or "
-        remedy += "padding follows the documents, pass a SequenceLayout, not its name"
+        remedy = "pass this rank's shard (layout.shard), rows in dim 1 and heads in dim 2; where "
+        remedy += "the ranks' lengths differ, or padding follows the documents, pass a "
+        remedy += "SequenceLayout, not its name"
         if total == rows:
             remedy = "cu_seqlens are global, the boundaries in the sequence of all ranks, and end "
             remedy += f"here where this rank's rows end, at {total}; where all rows are one "
@@ -444,10 +381,10 @@ def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu
             )
 
 
-def check_given_mask(mask: Mask, queries: int, keys: int | None) -> None:
-    """Checks the lengths of a mask against the tensors; `keys` None is unknown."""
-    if mask.seqlen_q != queries or keys not in (None, mask.seqlen_k):
+def check_given_mask(mask: Mask, queries: int, keys: int) -> None:
+    """Checks the lengths of a mask against the tensors."""
+    if (mask.seqlen_q, mask.seqlen_k) != (queries, keys):
         raise ValueError(
-            f"mask must be over {queries} queries and {'all' if keys is None else keys} keys of "
-            f"the whole sequence, got one over {mask.seqlen_q} and {mask.seqlen_k}"
+            f"mask must be over {queries} queries and {keys} keys of the whole sequence, got one "
+            f"over {mask.seqlen_q} and {mask.seqlen_k}"
         )

@@ -5,20 +5,21 @@
     q    0 1 | 2 3 | 4 5 | 6 7              q    0 1 2   3 4 5 | 6 7 8   9 10 11
     kv    0  |  0  |  1  |  1               kv     0       1   |   2       3
 
-Heads need not divide: 3 heads over 2 ranks are 2 + 1, and with more ranks than heads some ranks
-have none. A rank gets the kv heads that its q heads use; a kv head may be sent to several ranks.
+Heads need not divide: 3 heads over 2 ranks are 2 + 1, and with more ranks than heads the last ranks
+have none. A rank has whole groups, or a part of one group: with more ranks than kv heads, a kv head
+is sent to all the ranks that share its group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
-class HeadRun:
-    """Consecutive q heads and the consecutive kv heads they use, with equal groups."""
+class HeadShare:
+    """Consecutive q heads, and the consecutive kv heads that they use."""
 
     first: int
     num: int
@@ -34,37 +35,25 @@ class HeadRun:
         return slice(self.first_kv, self.first_kv + self.num_kv)
 
 
-@dataclass(frozen=True)
-class HeadShare:
-    """The heads of one rank, in ascending order.
-
-    There is one run if all kv heads have equal groups of q heads, up to three if groups are cut,
-    none on a rank without heads. A kv head is in one run only.
-    """
-
-    runs: tuple[HeadRun, ...]
-
-    @property
-    def num(self) -> int:
-        return sum(run.num for run in self.runs)
-
-    @property
-    def num_kv(self) -> int:
-        return sum(run.num_kv for run in self.runs)
-
-
 @lru_cache(maxsize=1024)
 def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ...]:
-    """The heads of each of `degree` ranks: every q head once, at most ceil(nheads / degree) a rank.
+    """The heads of each of `degree` ranks: every q head once, in ascending order.
 
-    Among such shares, picks the fewest runs beyond one a rank, then the fewest kv heads on several
-    ranks, then the most equal sizes. So the q heads of one kv head stay together where that makes
-    no rank's share larger.
+    Whole groups are dealt to the ranks; with more ranks than groups, ranks are dealt to the groups,
+    and the heads of a group to its ranks. So the largest share is as small as can be where one of
+    `degree` and `nheads_kv` divides the other, and else may be up to twice as large.
     """
     group = nheads // nheads_kv
-    # With more ranks than heads, the last ranks have none.
-    cuts = _cuts(nheads, group, min(nheads, degree)) + (nheads,) * (degree - nheads)
-    return tuple(HeadShare(_runs(a, b, group)) for a, b in pairwise(cuts))
+    if degree <= nheads_kv:
+        sizes = [group * num for num in _dealt(nheads_kv, degree)]
+    else:
+        ranks = _dealt(min(degree, nheads), nheads_kv)
+        sizes = [size for num in ranks for size in _dealt(group, num)]
+    cuts = accumulate(sizes + [0] * (degree - len(sizes)), initial=0)
+    return tuple(
+        HeadShare(a, b - a, a // group, -(-b // group) - a // group if b > a else 0)
+        for a, b in pairwise(cuts)
+    )
 
 
 def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:
@@ -72,49 +61,7 @@ def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:
     return sum(share.num_kv for share in shares) > nheads_kv
 
 
-# Runs beyond the first, kv heads on several ranks, sum of squared shares, kv heads sent.
-_Cost = tuple[int, int, int, int]
-
-
-def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
-    """First q head of every rank, and the end: the cheapest by `_cost`, from the last rank back."""
-    longest = -(-nheads // degree)
-    best: dict[int, tuple[_Cost, tuple[int, ...]]] = {nheads: ((0, 0, 0, 0), (nheads,))}
-    for ranks_left in range(1, degree + 1):
-        rest, best = best, {}
-        most_before = (degree - ranks_left) * longest
-        for start in range(max(0, nheads - ranks_left * longest), min(nheads, most_before) + 1):
-            # Longer shares come first, and so win at equal cost.
-            best[start] = min(
-                (
-                    (_sum(_cost(start, stop, group), rest[stop][0]), (start, *rest[stop][1]))
-                    for stop in range(min(start + longest, nheads), start - 1, -1)
-                    if stop in rest
-                ),
-                key=lambda candidate: candidate[0],
-            )
-    return best[0][1]
-
-
-def _cost(start: int, stop: int, group: int) -> _Cost:
-    runs = _runs(start, stop, group)
-    # A kv head that is cut counts once, on the first of its ranks.
-    cut = stop % group != 0 and start <= stop // group * group
-    return max(len(runs) - 1, 0), int(cut), (stop - start) ** 2, sum(r.num_kv for r in runs)
-
-
-def _sum(a: _Cost, b: _Cost) -> _Cost:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
-
-
-def _runs(start: int, stop: int, group: int) -> tuple[HeadRun, ...]:
-    """The q heads [start, stop) as runs; a partial group at either end is a separate run."""
-    runs: list[HeadRun] = []
-    for kv in range(start // group, -(-stop // group) if stop > start else 0):
-        first, last = max(start, kv * group), min(stop, (kv + 1) * group)
-        if runs and runs[-1].num == runs[-1].num_kv * (last - first):
-            run = runs.pop()
-            runs.append(HeadRun(run.first, last - run.first, run.first_kv, run.num_kv + 1))
-        else:
-            runs.append(HeadRun(first, last - first, kv, 1))
-    return tuple(runs)
+def _dealt(count: int, among: int) -> list[int]:
+    """Sizes of the most equal shares, the larger ones first."""
+    size, larger = divmod(count, among)
+    return [size + (i < larger) for i in range(among)]

@@ -350,14 +350,6 @@ class SequenceLayout:
                 )
             if x.dtype != first.dtype:
                 raise TypeError(f"{name} must be {first.dtype} as on rank 0, got {x.dtype}")
-            if (x.device, x.narrow(dim, 0, 0).shape) != (
-                first.device,
-                first.narrow(dim, 0, 0).shape,
-            ):
-                raise ValueError(
-                    f"{name} must be as on rank 0, {tuple(first.shape)} on {first.device}, "
-                    f"but for its rows; got {tuple(x.shape)} on {x.device}"
-                )
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
 
     def mask_area(self, mask: Mask) -> tuple[int, ...]:

@@ -275,12 +275,6 @@ def blocks(
     """
     if hasattr(mask, "kv_num_blocks"):
         return of_block_mask(mask)
-    if callable(mask):
-        raise TypeError(
-            "mask must be booleans of blocks or a BlockMask, got a function: pass "
-            "create_block_mask(mask_mod, None, None, seqlen_q, seqlen_k) of "
-            "torch.nn.attention.flex_attention, or masks.from_dense(create_mask(...)[0, 0])"
-        )
     check_type("mask", mask, Tensor, "a torch.Tensor or a BlockMask")
     if mask.ndim != 2 or mask.dtype != torch.bool:
         raise ValueError(

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 
@@ -44,6 +44,7 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
+from ring_attn.core.heads import HeadShare
 from ring_attn.core.messages import Gathered, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet, result_arrays
@@ -53,13 +54,6 @@ from ring_attn.strategies import ring
 from ring_attn.strategies.base import StrategyCode, core_program, input_arrays, pack_and_post
 from ring_attn.strategies.order import why_not_in_order
 from ring_attn.strategies.strategy import Strategy
-
-
-class Chunk(NamedTuple):
-    """Heads that are gathered at a time: KV heads, and the query heads that use them."""
-
-    kv: slice
-    q: slice
 
 
 class AllGather(StrategyCode):
@@ -116,20 +110,16 @@ def in_one_place(call: Call) -> bool:
     return CODE.gradients(call).in_order
 
 
-def chunks_of(call: Call) -> tuple[Chunk, ...]:
+def chunks_of(call: Call) -> tuple[HeadShare, ...]:
     """The chunks of heads in the order of gathering; the last chunk may have fewer heads."""
     heads, group = call.spec.nheads_kv, call.spec.nheads // call.spec.nheads_kv
     step = heads if call.world_size == 1 else call.strategy.heads_per_chunk or 1
     cuts = [*range(0, heads, step), heads]
-    return tuple(
-        Chunk(slice(a, b), slice(a * group, b * group))
-        for a, b in zip(cuts, cuts[1:], strict=False)
-    )
+    return tuple(HeadShare(a * group, (b - a) * group, a, b - a) for a, b in pairwise(cuts))
 
 
-def chunk_spec(spec: AttentionSpec, chunk: Chunk) -> AttentionSpec:
-    nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
-    return replace(spec, nheads=nheads, nheads_kv=nheads_kv)
+def chunk_spec(spec: AttentionSpec, chunk: HeadShare) -> AttentionSpec:
+    return replace(spec, nheads=chunk.num, nheads_kv=chunk.num_kv)
 
 
 def _chunk_specs(call: Call) -> list[AttentionSpec]:
@@ -151,7 +141,7 @@ class _Message:
     """A gathering: the side whose shards are gathered, and the heads."""
 
     side: Traveller
-    chunk: Chunk
+    chunk: HeadShare
 
     @property
     def heads(self) -> slice:
@@ -176,7 +166,7 @@ class _Gathering:
         self._rows: dict[Traveller, int] = {x: _shard_rows(call, x) for x in ("kv", "q")}
         self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
         # The chunk whose dK and dV are being summed over the ranks, if any, and the buffers.
-        self._summing: tuple[Chunk, Buffer, Buffer] | None = None
+        self._summing: tuple[HeadShare, Buffer, Buffer] | None = None
 
     # -- gathering
 
@@ -300,12 +290,12 @@ class _Gathering:
 
     # -- gradients
 
-    def _array(self, name: str, chunk: Chunk, rows: int, dtype: torch.dtype) -> Array:
+    def _array(self, name: str, chunk: HeadShare, rows: int, dtype: torch.dtype) -> Array:
         heads = chunk.q if name == "dq" else chunk.kv
         source = self.arrays[name[1:]]
         return Array(source.batch, rows, heads.stop - heads.start, source.dim, dtype)
 
-    def _part(self, name: str, chunk: Chunk, rows: int) -> ops.New:
+    def _part(self, name: str, chunk: HeadShare, rows: int) -> ops.New:
         array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
         return ops.New(f"{name} part", array, zero=True)
 
@@ -316,7 +306,7 @@ class _Gathering:
             if several or (copied and name != "q"):
                 yield ops.New(f"d{name}", replace(self.arrays[name], dtype=dtype))
 
-    def _round(self, name: str, source: Operand, chunk: Chunk, dtype: torch.dtype) -> ops.Round:
+    def _round(self, name: str, source: Operand, chunk: HeadShare, dtype: torch.dtype) -> ops.Round:
         heads = None
         if len(self.chunks) > 1:
             heads = chunk.q if name == "dq" else chunk.kv
@@ -324,10 +314,10 @@ class _Gathering:
         array = self._array(name, chunk, rows, dtype)
         return ops.Round(View(name, None, heads), source, array, scaled=name != "dv")
 
-    def _gradient_packet(self, chunk: Chunk) -> Packet:
+    def _gradient_packet(self, chunk: HeadShare) -> Packet:
         return gradient_packet(chunk_spec(self.call.spec, chunk), "kv", self._rows["kv"])
 
-    def _post_shares(self, index: int, chunk: Chunk) -> Iterator[Op]:
+    def _post_shares(self, index: int, chunk: HeadShare) -> Iterator[Op]:
         """Starts to sum a chunk's dK and dV of all rows over the ranks, and frees them."""
         packet, rows, world_size = (
             self._gradient_packet(chunk),

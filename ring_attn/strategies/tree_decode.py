@@ -24,8 +24,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.call import NO_MASK, Call
 from ring_attn.core import program as ops
@@ -40,7 +38,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
 from ring_attn.strategies.base import pack_and_post
 from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport.base import Transport
 
 
 def make_call(
@@ -176,11 +173,3 @@ def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
     """The message with a rank's partial out and lse of `rows` queries."""
     partial = result_arrays(replace(spec, dtype=spec.accum_dtype), rows)
     return packet_of([(x.shape, x.dtype) for x in partial.values()])
-
-
-def gather_numbers(
-    numbers: tuple[int, int], device: torch.device, transport: Transport
-) -> list[tuple[int, int]]:
-    """The two numbers of each rank, gathered in messages of 16 bytes; on CUDA the host waits."""
-    gathered = transport.gather(torch.tensor(numbers, device=device))
-    return [(first, second) for first, second in gathered.tolist()]

@@ -35,7 +35,7 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.call import Call
 from ring_attn.core import program as ops
-from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
+from ring_attn.core.heads import HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
@@ -109,7 +109,7 @@ NAMES = {
 }
 
 
-def core(call: Call, heads: HeadRun | HeadShare) -> Call:
+def core(call: Call, heads: HeadShare) -> Call:
     """The core's call with some of the heads, and with one rank for each group."""
     degree = call.strategy.ulysses_degree
     q, kv = (merge_groups(layout, degree)[0] for layout in call.layouts)
@@ -125,7 +125,7 @@ def core(call: Call, heads: HeadRun | HeadShare) -> Call:
 def _cores(call: Call) -> list[Call]:
     """The core's calls, one for each number of heads."""
     shares = share_heads(call.spec.nheads, call.spec.nheads_kv, call.strategy.ulysses_degree)
-    return list(dict.fromkeys(core(call, run) for share in shares for run in share.runs))
+    return list(dict.fromkeys(core(call, share) for share in shares if share.num))
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,16 @@ class _Kind:
     def full_name(self) -> str:
         return f"{self.name} sum" if self.summed else self.name
 
-    def heads(self, run: HeadRun) -> slice:
-        return run.q if self.side == "q" else run.kv
+    def heads(self, share: HeadShare) -> slice:
+        return share.q if self.side == "q" else share.kv
 
-    def num_heads(self, run: HeadRun) -> int:
-        return run.num if self.side == "q" else run.num_kv
+    def num_heads(self, share: HeadShare) -> int:
+        return share.num if self.side == "q" else share.num_kv
+
+
+def _by_heads(name: str) -> str:
+    """The name of a tensor with all rows of the group and this rank's share of the heads."""
+    return f"{name} by heads"
 
 
 class _Exchanges:
@@ -177,33 +182,33 @@ class _Exchanges:
         first = 2 if backward else 0
         made: list[Op] = [ops.Step("to heads")]
         made += self._exchange(there, "shards", first, to_heads=True)
-        saved: list[str] = []
-        for number, run in enumerate(self.share.runs):
-            core_call = core(self.call, run)
+        saved: tuple[str, ...] = ()
+        if self.share.num:
+            core_call = core(self.call, self.share)
             program = self.inner.program(
                 core_call, backward=backward, rounded=rounded and not self.summed
             )
             inputs, results = ([kind.name for kind in kinds] for kinds in (there, back))
             if backward:
-                arrays |= {f"{name} {number}": program.arrays[name] for name in SAVED}
+                arrays |= {_by_heads(name): program.arrays[name] for name in SAVED}
                 inputs += SAVED
             else:
-                saved += [f"{name} {number}" for name in program.saved]
+                saved = tuple(map(_by_heads, program.saved))
                 results += [name for name in program.saved if name not in results]
             made.append(ops.Inner(
                 program, core_call.spec, self.peers,
-                tuple((name, f"{name} {number}") for name in inputs),
-                tuple((name, f"{name} {number}") for name in results),
-                run.q,
+                tuple((name, _by_heads(name)) for name in inputs),
+                tuple((name, _by_heads(name)) for name in results),
+                self.share.q,
             ))  # fmt: skip
             if backward:
-                made.append(ops.Free((f"dout {number}",)))
+                made.append(ops.Free((_by_heads("dout"),)))
         made.append(ops.Step("to rows"))
         made += self._exchange(back, channel, first + 1, to_heads=False)
         if backward:
             made += self._rounded(back, spec.dtype if rounded else spec.accum_dtype)
         call = self.call
-        return Program(call.world_size, call.rank, backward, tuple(made), arrays, tuple(saved))
+        return Program(call.world_size, call.rank, backward, tuple(made), arrays, saved)
 
     # -- exchanges
 
@@ -239,9 +244,8 @@ class _Exchanges:
         send = Buffer(f"sent to {side}", room_of(sent))
         recv = Buffer(f"received to {side}", room_of(received))
         yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
-        if not to_heads and kinds[0].name == "dq":
-            runs = range(len(self.share.runs))
-            yield ops.Free(tuple(f"{kind.name} {number}" for number in runs for kind in kinds))
+        if not to_heads and kinds[0].name == "dq" and self.share.num:
+            yield ops.Free(tuple(_by_heads(kind.name) for kind in kinds))
         yield ops.Post(
             channel=channel, step=step, route=route, send=send, recv=recv, message=received,
             nbytes=sent.nbytes - counts[0][self.member], ranks=self.group,
@@ -262,14 +266,16 @@ class _Exchanges:
     def _message(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Parcels:
         """A packet for each member: this rank's rows of the member's heads, or the reverse."""
         call = self.call
-        if all_heads:
-            both = [(share, call.rank) for share in self.shares]
-        else:
-            both = [(self.share, other) for other in self.group]
         return Parcels(tuple(
-            _packet(call.spec.batch, kinds, share, *(x.shard_len(r) for x in call.layouts))
-            for share, r in both
+            _packet(call.spec.batch, kinds, share, *(x.shard_len(rank) for x in call.layouts))
+            for share, rank in self._parts(all_heads=all_heads)
         ))  # fmt: skip
+
+    def _parts(self, *, all_heads: bool) -> list[tuple[HeadShare, int]]:
+        """The heads, and the rank of the rows, of each member's packet."""
+        if all_heads:
+            return [(share, self.call.rank) for share in self.shares]
+        return [(self.share, rank) for rank in self.group]
 
     def _targets(
         self, kinds: tuple[_Kind, ...], *, all_heads: bool
@@ -283,30 +289,28 @@ class _Exchanges:
                 array = Array(spec.batch, rows, heads, kind.dim, kind.dtype)
                 yield kind.full_name, array, kind.summed
             return
-        for number, run in enumerate(self.share.runs):
-            rows_of = core(self.call, run).ranks.rows
-            for kind in kinds:
-                rows = rows_of(kind.side)
-                array = Array(spec.batch, rows, kind.num_heads(run), kind.dim, kind.dtype)
-                yield f"{kind.name} {number}", array, False
+        for kind in kinds if self.share.num else ():
+            rows = core(self.call, self.share).ranks.rows(kind.side)
+            array = Array(spec.batch, rows, kind.num_heads(self.share), kind.dim, kind.dtype)
+            yield _by_heads(kind.name), array, False
 
     def _copies(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> tuple[Copy, ...]:
         """Copies between the messages and the tensors before, or after, the exchange."""
-        copies, entry, group = [], 0, self.call.rank // self.degree
-        for other, share in enumerate(self.shares):
-            for index, run in enumerate(share.runs if all_heads else self.share.runs):
-                for kind in kinds:
-                    if all_heads:
-                        view = View(kind.full_name, None, kind.heads(run))
-                        copies.append(Copy(entry, view, add=kind.summed))
-                    else:
-                        layout = self.call.layouts[0 if kind.side == "q" else 1]
-                        placed = merge_groups(layout, self.degree)[1][group][other]
-                        copies += [
-                            Copy(entry, View(f"{kind.name} {index}", there), here)
-                            for here, there in placed
-                        ]
-                    entry += 1
+        copies: list[Copy] = []
+        entry, group = 0, self.call.rank // self.degree
+        for other, (share, _) in enumerate(self._parts(all_heads=all_heads)):
+            for kind in kinds if share.num else ():
+                if all_heads:
+                    view = View(kind.full_name, None, kind.heads(share))
+                    copies.append(Copy(entry, view, add=kind.summed))
+                else:
+                    layout = self.call.layouts[0 if kind.side == "q" else 1]
+                    placed = merge_groups(layout, self.degree)[1][group][other]
+                    copies += [
+                        Copy(entry, View(_by_heads(kind.name), there), here)
+                        for here, there in placed
+                    ]
+                entry += 1
         return tuple(copies)
 
 
@@ -314,14 +318,13 @@ class _Exchanges:
 def _packet(
     batch: int, kinds: tuple[_Kind, ...], share: HeadShare, rows_q: int, rows_kv: int
 ) -> Packet:
-    """The packet with a share's heads of some rows: run by run, kind by kind."""
+    """The packet with a share's heads of some rows; empty without heads."""
     arrays = [
         Array(
-            batch, rows_q if kind.side == "q" else rows_kv, kind.num_heads(run), kind.dim,
+            batch, rows_q if kind.side == "q" else rows_kv, kind.num_heads(share), kind.dim,
             kind.dtype,
         )
-        for run in share.runs
-        for kind in kinds
+        for kind in (kinds if share.num else ())
     ]  # fmt: skip
     return packet_of([(x.shape, x.dtype) for x in arrays])
 

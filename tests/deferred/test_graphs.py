@@ -101,9 +101,8 @@ class Training(Replays):
 class Decoding(Replays):
     LAYOUT = SequenceLayout.contiguous(7, 3)
 
-    def __init__(self, *, captured: bool = True, told: bool = True) -> None:
+    def __init__(self, *, captured: bool = True) -> None:
         super().__init__(captured=captured)
-        self.layout = self.LAYOUT if told else None
         generator = torch.Generator().manual_seed(0)
         self._whole = [
             torch.randn(1, rows, heads, 16, generator=generator)
@@ -116,7 +115,7 @@ class Decoding(Replays):
 
     def step(self, rank: int, recorder: Recorder, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         options: dict[str, Any] = {"window_size": (4, -1), "transport": TRANSPORT}
-        out = tree_decode(*inputs, layout=self.layout, backend="reference", **options)
+        out = tree_decode(*inputs, layout=self.LAYOUT, backend="reference", **options)
         return (out,)
 
 
@@ -243,16 +242,15 @@ def test_a_stream_that_is_not_joined_is_found() -> None:
 
 
 def refusals(rank: int, recorder: Recorder) -> None:
-    training, decoding = Training(CASE, 3), Decoding(told=False)
-    inputs, cache = ([x.clone() for x in one.shards(rank)] for one in (training, decoding))
-    recorder.given(*inputs, *cache)
+    training = Training(CASE, 3)
+    inputs = [x.clone() for x in training.shards(rank)]
+    recorder.given(*inputs)
     layout = SequenceLayout.zigzag(SEQLEN, 3)
     made: list[Callable[[], object]] = [
         lambda: training.step(rank, recorder, inputs),
-        lambda: decoding.step(rank, recorder, cache),
         lambda: halo(inputs[0], layout, 1),
     ]
-    words = ["make the same forward call once before", "pass a layout", "halo"]
+    words = ["make the same forward call once before", "halo"]
 
     def refuse_all() -> None:
         for call, why in zip(made, words, strict=True):

@@ -57,31 +57,9 @@ def test_a_growing_cache(dtype: torch.dtype, tokens: int) -> None:
             )  # fmt: skip
         assert_exact(got, inputs, Mask(tokens, layout.seqlen, causal=True), sinks=random_sinks(4))
         assert all(all(map(torch.equal, got, others)) for others in everyone(got))
-        if step:  # at the first call the ranks exchange heads and headdim
-            nbytes = decode_packet(AttentionSpec.of(q, k, v), tokens).nbytes
-            assert (ends.stats.messages, ends.stats.bytes_sent) == (1, 2 * nbytes)
+        nbytes = decode_packet(AttentionSpec.of(q, k, v), tokens).nbytes
+        assert (ends.stats.messages, ends.stats.bytes_sent) == (1, 2 * nbytes)
         layout = layout.appended(next_rank(layout, block=3), tokens)
-
-
-@pytest.mark.parametrize("starts_full", [True, False])
-@on_ranks(3)
-def test_none_stands_for_no_rows(starts_full: bool) -> None:
-    """With the sizes of MLA, and the mask by name or as a value."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group()
-    ends = open_p2p(group, TransportOptions())
-    layout = SequenceLayout.boundaries([0, 7 * starts_full] + [7 * starts_full] * (world_size - 1))
-    for step in range(4):
-        layout = layout.appended(next_rank(layout, block=2), 1)
-        mask = Mask(1, layout.seqlen, causal=True)
-        q, *whole, _ = inputs = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen, seed=step, **MLA)
-        rows = [layout.shard(x, rank) if layout.shard_len(rank) else None for x in whole]
-        ends.stats.reset()
-        options = {"mask": mask} if step % 2 else {}
-        results = tree_decode(q, *rows, layout=layout, group=group, return_lse=True, **options)
-        assert layout.seqlen == 7 * starts_full + step + 1
-        assert_exact(results, inputs, mask)
-        assert ends.stats.messages == (2 if step == 0 else 1)
 
 
 @pytest.mark.parametrize("kind", ["pages", "striped"])
@@ -114,25 +92,16 @@ def test_sequences_of_unlike_lengths(kind: str) -> None:
     assert torch.equal(again[0], out[0])
 
 
-LENGTHS: tuple[tuple[int, dict[str, Any], int], ...] = (
-    (1, {}, 1),
-    (3, {"causal": False}, 1),
-    (3, {}, 2),  # the lengths, too
-    (1, {"window_size": (30, -1)}, 2),
-    (64, {"window_size": (9, 0)}, 2),
-)
-
-
 @on_ranks(3)
-def test_lengths_are_asked_for_where_the_mask_needs_them() -> None:
+def test_runs_of_any_length_need_no_layout_where_queries_see_all() -> None:
     rows, ends = (40, 0, 31), open_p2p(dist.group.WORLD, TransportOptions())
-    for tokens, options, messages in LENGTHS:
+    for tokens, causal in ((1, True), (3, False)):
         q, k, v, _ = inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
         ends.stats.reset()
         shards = (x.split(rows, 1)[dist.get_rank()] for x in (k, v))
-        got = tree_decode(q, *shards, return_lse=True, **options)
-        assert ends.stats.messages == messages
-        assert_exact(got, inputs, Mask(tokens, sum(rows), **{"causal": True, **options}))
+        got = tree_decode(q, *shards, causal=causal, return_lse=True)
+        assert ends.stats.messages == 1
+        assert_exact(got, inputs, Mask(tokens, sum(rows), causal=causal))
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])

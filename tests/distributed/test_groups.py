@@ -106,7 +106,6 @@ def test_group_of_unsorted_ranks() -> None:
     query = q[:, -3:]
     shards = [layout.shard(x, rank) for x in (k, v)]
     out = tree_decode(query, *shards, layout=layout, group=group)
-    assert torch.equal(out, tree_decode(query, *shards, group=group))
     inputs = Inputs(query, k, v, torch.zeros_like(query))
     assert_holds({"out": out}, *expect(inputs, Mask(3, SEQLEN, causal=True)))
     parameter = torch.nn.Parameter(torch.zeros(3))

@@ -203,7 +203,8 @@ def test_autocast_changes_nothing(backend: str) -> None:
         results = ring_attention(q, k, v, return_lse=True, **options)
         grads = torch.autograd.grad(results[0].sum(), (q, k, v))
         with torch.no_grad():
-            decoded = tree_decode(q[:, :2], k, v, **options)
+            layout = SequenceLayout.contiguous(80, 2)
+            decoded = tree_decode(q[:, :2], k, v, layout=layout, **options)
             if backend != "aten":
                 results += (ring_attention(q, k, v, return_max_logits=True, **options)[-1],)
         return [*results, *grads, decoded]

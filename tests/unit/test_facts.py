@@ -111,7 +111,8 @@ def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
     ) -> bytes:
         layout = SequenceLayout.contiguous(8, 2)
         call = Call.from_text(asked(**request | {"decoding": True}), 0, 2)
-        return _planned(spec, rows, layout, None, call)[1].digest
+        values = {"seqlen_q": rows[0], "mask": None, "layout": layout}
+        return _planned(spec, call, several=False, **values)[1].digest
 
     excused = {
         "softcap": "it is a field of the spec, too",

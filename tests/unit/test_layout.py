@@ -147,7 +147,6 @@ HALVES = (Segment(0, 2), Segment(2, 2))
         (lambda: SequenceLayout("zigzag", 8, 2, (0, 4, 8)), r"cuts None .* got .*\(0, 4, 8\)"),
         (lambda: SequenceLayout("segments", 8, 2), "at least one rank"),
         (lambda: SequenceLayout("segments", 4, 1, None, (HALVES,)), "use a constructor"),
-        (lambda: ZIGZAG.unshard([X[:, :4], torch.zeros(2, 4)]), r"rank 1 .*\(1, 4\).*\(2, 4\)"),
         (lambda: ZIGZAG.unshard([X]), "2 shards, got 1"),
         (lambda: ZIGZAG.unshard([X[:, :4], X[:, :4].double()]), "rank 1 must be torch.float32"),
         (lambda: SequenceLayout.contiguous(9, 2).shard(X, 0), r"9 rows in dim 1 .*got \(1, 8\)"),
@@ -156,11 +155,11 @@ HALVES = (Segment(0, 2), Segment(2, 2))
         (lambda: shard_batch({"labels": X[:, :7]}, ZIGZAG, 0), r"8 rows .*got \(1, 7\)"),
         (lambda: shard_batch({"ids": X}, ZIGZAG, 2), r"\[0, 2\).*got 2"),
         (lambda: segments(), "at least one rank"),
-        (lambda: segments([Segment(0, 3)], [Segment(2, 2)]), "2 is held 2 times"),
-        (lambda: segments([Segment(1, 3)], [Segment(2, 1)]), "0 is held 0 times"),
+        (lambda: segments([Segment(0, 3)], [Segment(2, 2)]), "2 is held twice"),
+        (lambda: segments([Segment(1, 3)], [Segment(2, 1)]), "0 is held nowhere"),
         (
             lambda: segments([Segment(2, 2, 2), Segment(0, 1)], [Segment(1, 1, 2), Segment(4, 1)]),
-            "4 is held 2",
+            "4 is held twice",
         ),
         (lambda: segments([Segment(0, 3, 0)]), "there are 3 rows in all; rank 0 has"),
         (lambda: segments([Segment(-1, 2)]), "there are 2 rows in all; rank 0 has"),
@@ -205,7 +204,7 @@ def test_segments_are_checked_without_a_list_of_positions() -> None:
     size = 2**40
     parts = [[Segment(0, size), Segment(3 * size, size + 1)], [Segment(size, 2 * size)]]
     assert SequenceLayout.from_segments(parts).seqlen == 4 * size + 1
-    with pytest.raises(ValueError, match=f"{size} is held 2 times"):
+    with pytest.raises(ValueError, match=f"{size} is held twice"):
         SequenceLayout.from_segments([[Segment(0, size + 1)], [Segment(size, size - 1)]])
 
 
