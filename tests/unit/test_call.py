@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
 NAMED: dict[str, Any] = {
     "causal": True, "left": 2**63 - 1, "right": 0, "softmax_scale": 0.1 + 0.2,
     "softcap": 2.0**-63, "group": 'a "group"\n\u00e9', "backend": "reference",
-    "transport": TransportOptions(1e-3, 4), "layout": "zigzag", "strategy": "ulysses",
+    "transport": TransportOptions(1e-3), "layout": "zigzag", "strategy": "ulysses",
     "same_bits": True, "differentiated": True, "max_logits": True, "decoding": True,
 }  # fmt: skip
 
