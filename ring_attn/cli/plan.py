@@ -26,6 +26,7 @@ from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
 from ring_attn.planning.bounds import call_of, walked_calls
 from ring_attn.planning.choice import Choice
+from ring_attn.planning.coarse import worlds
 from ring_attn.planning.devices import (
     CLUSTER_VARIABLE,
     DEVICES,
@@ -68,8 +69,12 @@ def run_plan(args: argparse.Namespace) -> int:
     if not args.quiet:
         text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
         print(text if args.verbose else "\n".join(map(narrow, text.splitlines())))
-    walked = len(walked_calls(choice.problem, choice.best))
-    if walked < args.world_size:
+    found = worlds(choice.problem, choice.best)
+    walked = len(walked_calls(*found[0]))
+    if len(found) > 1:
+        sizes = " and ".join(str(world.problem.world_size) for world in found)
+        print(f"times follow from {sizes} ranks, each of which stands for several")
+    elif walked < args.world_size:
         print(f"times are of {walked} ranks, which stand for all {args.world_size}")
     print(narrow(choice.reason))
     ok = not args.check or checked(choice, quiet=args.quiet)

@@ -71,6 +71,9 @@ MAX_RANK_STEPS = 1 << 25
 # memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
 
+# Of more ranks, few stand for many in every plan (`planning.coarse`), not in quick ones alone.
+MANY = 1024
+
 # Peaks of a quick plan above this share of the memory are counted on the call's own ranks.
 NEARLY = 0.9
 
@@ -232,8 +235,8 @@ def choose(
     Raises:
         ValueError: a name is unknown, or no candidate can run (with all reasons).
     """
-    asked = problem
-    problem = replace(problem, quick=effort == "best" and not problem.exact)
+    few_stand_for_many = effort == "best" or problem.world_size > MANY
+    problem = replace(problem, quick=few_stand_for_many and not problem.exact)
     requested = strategies_of(problem, strategies)
     every = candidates_of(problem, layouts, requested, asked=strategies is not None)
     candidates = _simulated(problem, [_bounded(problem, c) for c in every], effort)
@@ -254,7 +257,7 @@ def choose(
         return (0.0, 0.0) if c.seconds <= tied else (1.0, c.seconds)
 
     candidates.sort(key=key)
-    return Choice(asked, candidates[0], tuple(candidates))
+    return Choice(problem, candidates[0], tuple(candidates))
 
 
 # -- refusals, bounds and memory
