@@ -122,7 +122,8 @@ class OneRank:
 
     def gathered(self, gathers: Traveller, rows: int) -> StepTiles:
         """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
-        sizes = Sizes(*map(sum, zip(*self._sizes(gathers), strict=True)))
+        sums = work.totals(*self.layouts, self.mask).work[gathers]
+        sizes = Sizes(*(int(of_ranks[self.rank]) for of_ranks in sums))
         listing = partial(gathered_tiles, *self.layouts, self.mask, self.rank, rows, gathers)
         return StepTiles(sizes, listing)
 
