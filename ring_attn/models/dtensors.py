@@ -32,17 +32,23 @@ class SplitRows:
         """DTensors of the whole sequence from plain shards; without layouts, from equal shards."""
         lengths = [x.size(self.seq_dim) * self.mesh.size() for x in qkv]
         if layouts is not None:
+            for layout in layouts:
+                possible = chunks(layout.seqlen, self.mesh.shape)
+                if layout.shard_lens != possible.shard_lens:
+                    raise ValueError(
+                        f"DTensors with {layout.seqlen} rows have {list(possible.shard_lens)} on "
+                        f"the ranks, layout {layout} has {list(layout.shard_lens)}. Use "
+                        f"SequenceLayout.{possible}, or inside='local' with plain shards of any "
+                        "lengths"
+                    )
             lengths = [layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen]
-            self.layout_of_lengths((lengths[0], lengths[1]), layouts)
         return [
             self._from_local(x, self.seq_dim, length)
             for x, length in zip(qkv, lengths, strict=True)
         ]
 
-    def shards(
-        self, qkv: Sequence[Any], layout: str | SequenceLayout | Layouts
-    ) -> tuple[list[Tensor], str | Layouts]:
-        """This rank's rows of what scaled_dot_product_attention gets, and their layout."""
+    def shards(self, qkv: Sequence[Any]) -> list[Tensor]:
+        """This rank's rows of what scaled_dot_product_attention gets."""
         for name, x in zip(("query", "key", "value"), qkv, strict=True):
             if x.device_mesh != self.mesh or [*x.placements] != [Shard(_SEQ_DIM)] * self.mesh.ndim:
                 raise ValueError(
@@ -50,33 +56,11 @@ class SplitRows:
                     f"Shard({_SEQ_DIM}), on the mesh of ContextParallel, got {list(x.placements)} "
                     f"for shape {tuple(x.shape)}; is seq_dim={self.seq_dim} right?"
                 )
-        layout = self.layout_of_lengths((qkv[0].size(_SEQ_DIM), qkv[1].size(_SEQ_DIM)), layout)
-        return [x.to_local() for x in qkv], layout
+        return [x.to_local() for x in qkv]
 
     def whole(self, out: Tensor, query: Tensor) -> DTensor:
         """This rank's rows of scaled_dot_product_attention's output, as a DTensor like `query`."""
         return self._from_local(out, _SEQ_DIM, query.size(_SEQ_DIM))
-
-    def layout_of_lengths(
-        self, lengths: tuple[int, int], requested: str | SequenceLayout | Layouts
-    ) -> str | Layouts:
-        """The layout of queries and keys of these lengths; refuses shards other than DTensor's."""
-        if isinstance(requested, str) and all(n % self.mesh.size() == 0 for n in lengths):
-            return requested
-        pair = requested if isinstance(requested, tuple | list) else (requested, requested)
-        layouts = []
-        for seqlen, layout in zip(lengths, pair, strict=True):
-            possible = chunks(seqlen, self.mesh.shape)
-            if isinstance(layout, str):
-                layout = SequenceLayout.from_name(layout, seqlen, self.mesh.size())
-            if (layout.seqlen, layout.shard_lens) != (seqlen, possible.shard_lens):
-                raise ValueError(
-                    f"DTensors with {seqlen} rows have {list(possible.shard_lens)} on the ranks, "
-                    f"layout {layout} has {list(layout.shard_lens)}. Use "
-                    f"SequenceLayout.{possible}, or inside='local' with plain shards of any lengths"
-                )
-            layouts.append(layout)
-        return layouts[0], layouts[1]
 
     def _from_local(self, x: Tensor, dim: int, length: int) -> DTensor:
         """A DTensor with `length` rows in `dim`, whose dims have the order in memory of x's."""

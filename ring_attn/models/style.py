@@ -165,8 +165,8 @@ class _ParallelAttention:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.rows = SplitRows(mesh, style.seq_dim)
         self.distributed: DistributedOptions = {
-            "group": mesh, "strategy": _strategy_on(mesh, style), "backend": style.backend,
-            "same_bits": style.same_bits, "transport": style.transport,
+            "group": mesh, "layout": style.layout, "strategy": _strategy_on(mesh, style),
+            "backend": style.backend, "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
         self.parameters = _parameters_of_qkv(style, module)
 
@@ -256,10 +256,9 @@ class _ParallelAttention:
             )
         options = {**kwargs, **self.distributed}
         if not is_global:
-            layout = self.style.layout
-            return sdpa_attention(query, key, value, *args, **options, layout=layout)
-        (q, k, v), layout = self.rows.shards(qkv, self.style.layout)
-        return self.rows.whole(sdpa_attention(q, k, v, *args, **options, layout=layout), query)
+            return sdpa_attention(query, key, value, *args, **options)
+        q, k, v = self.rows.shards(qkv)
+        return self.rows.whole(sdpa_attention(q, k, v, *args, **options), query)
 
 
 class _Routed(route_sdpa):
