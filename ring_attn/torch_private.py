@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.distributed_c10d import PrefixStore as PrefixStore
 from torch.distributed.distributed_c10d import Store as Store
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])

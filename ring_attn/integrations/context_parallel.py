@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.values import check_dim
 from ring_attn.models.batch import unshard
 from ring_attn.models.dtensors import chunks
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
@@ -259,11 +260,7 @@ def _check_buffers(
                 f"buffers must not require a gradient, as they are changed in place; buffer {i} "
                 f"of shape {tuple(x.shape)} does: shard it with SequenceLayout.shard"
             )
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(
-                f"buffer_seq_dims must be dims of the buffers, got {dim} for buffer {i} of shape "
-                f"{tuple(x.shape)}"
-            )
+        check_dim(f"buffer {i}", x, dim)
         lengths.append(x.size(dim))
     if len(set(lengths)) > 1:
         raise ValueError(

@@ -210,12 +210,6 @@ def _call(
         suffixes = ("",) if len(documents) == 1 else ("_q", "_k")
         for suffix, cuts, most in zip(suffixes, documents, longest, strict=False):
             check_documents(suffix, cuts, most)
-        counts = [cuts.numel() - 1 for cuts in documents]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_k must have as many documents, got "
-                f"{counts[0]} and {counts[1]}"
-            )
     return attend(qkv, options, *documents, group=group, layout=layout, **execution)
 
 

@@ -157,17 +157,10 @@ class _SplitSequence(_Trainer):
         """Number of ranks with the same batch."""
         return self._ring.size
 
-    def get_train_dataloader(self) -> Any:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The loader of training, evaluation and prediction."""
         with self._ring.data_parallel(self.accelerator):
-            return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with self._ring.data_parallel(self.accelerator):
-            return super().get_eval_dataloader(*args, **kwargs)
-
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with self._ring.data_parallel(self.accelerator):
-            return super().get_test_dataloader(*args, **kwargs)
+            return super()._get_dataloader(*args, **kwargs)
 
     def _get_num_items_in_batch(
         self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device

@@ -309,7 +309,7 @@ class Registration:
             f"position_ids of rank {rank} must be those of its rows, {_shown(allowed[0])}, got "
             f"shape {tuple(got.shape)} with {_shown(got.flatten())}: cut input_ids, labels and "
             f"positions with ring_attn.shard_batch in the attention's layout, {step.cache} "
-            f"({LAYOUT}= of the forward tells another){_counted(first)}; documents "
+            f"({LAYOUT}= of the forward tells another); documents "
             "whose positions start at 0 need cu_seq_lens_q and cu_seq_lens_k of the whole sequence"
         )
 
@@ -432,10 +432,6 @@ def _for_decode(options: AttentionOptions) -> Any:
 # position_ids -> (their version, the key of their checked values). All layers of a model share
 # them, and reading them on a GPU synchronises.
 _validated: Any = WeakTensorKeyDictionary()
-
-
-def _counted(first: int) -> str:
-    return f", and add {first}, as this model counts positions from {first}" if first else ""
 
 
 def _shown(positions: Tensor) -> str:

@@ -9,9 +9,8 @@ Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, Unpack
 
 import torch
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ring_attn.api import ring_attention
 from ring_attn.call import SdpaOptions
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.values import check_tensor
 from ring_attn.torch_private import native_sdpa
 
 
@@ -74,33 +74,23 @@ def sdpa_attention(
             "say what they see of the others'; pass is_causal=True, or call "
             "ring_attn.ring_attention with window_size or cu_seqlens"
         )
-    tensors = {"query": query, "key": key, "value": value}
-
-    # Called only for an error: formatting shapes would specialise a compiled graph.
-    def shapes() -> str:
-        return ", ".join(f"{name} {_shown(x)}" for name, x in tensors.items())
-
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.ndim != 4:
-            raise ValueError(
-                f"query, key and value must be (batch, nheads, rows, headdim), got {shapes()}: "
-                f"pass {name} with 4 dims"
-            )
-    if all(isinstance(x, Tensor) for x in tensors.values()):
-        if query.size(1) != key.size(1) and not enable_gqa:
-            raise ValueError(
-                f"query and key must have as many heads unless enable_gqa=True, got {shapes()}"
-            )
-        lengths = _lengths(query, key, options.get("layout"))
-        if is_causal and lengths[0] != lengths[1]:
-            raise NotImplementedError(
-                f"is_causal=True needs as many queries as keys, got {lengths[0]} and {lengths[1]}: "
-                "scaled_dot_product_attention aligns the first query with the first key, "
-                "ring_attn.ring_attention the last with the last; call that if it is what you mean"
-            )
-    q, k, v = (
-        as_autocast(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in tensors.values()
-    )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (batch, nheads, rows, headdim), got {_shown(x)}")
+    if query.size(1) != key.size(1) and not enable_gqa:
+        raise ValueError(
+            "query and key must have as many heads unless enable_gqa=True, got "
+            f"{query.size(1)} and {key.size(1)}"
+        )
+    lengths = _lengths(query, key, options.get("layout"))
+    if is_causal and lengths[0] != lengths[1]:
+        raise NotImplementedError(
+            f"is_causal=True needs as many queries as keys, got {lengths[0]} and {lengths[1]}: "
+            "scaled_dot_product_attention aligns the first query with the first key, "
+            "ring_attn.ring_attention the last with the last; call that if it is what you mean"
+        )
+    q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     out = ring_attention(
         q, k, v, causal=is_causal, softmax_scale=scale, dropout_p=dropout_p, **options
     )
@@ -124,7 +114,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
 
     Raises:
         NotImplementedError: inside, for calls that `sdpa_attention` refuses, attention weights, and
-            `flex_attention`.
+            `flex_attention`, which compiles itself: torch's compiler shows our error in its own.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -149,9 +139,6 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
     ) -> Any:
         """torch calls this for each of its functions, with the mode off."""
         kwargs = kwargs or {}
-        # Uncompiled, flex_attention compiles itself, and would hide our error in one of dynamo's.
-        if not torch.compiler.is_compiling() and _is_in_flex_attention(sys._getframe(1)):
-            raise NotImplementedError(_NO_FLEX)
         if func is native_sdpa:
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
@@ -160,28 +147,14 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
                 "never whole in a ring; call nn.MultiheadAttention with need_weights=False"
             )
         if getattr(func, "__name__", None) == "flex_attention":
-            raise NotImplementedError(_NO_FLEX)
+            raise NotImplementedError(
+                "flex_attention is not routed and would attend to this rank's keys only: inside "
+                "route_sdpa call F.scaled_dot_product_attention, or ring_attn.ring_attention"
+            )
         if func in _WITH_CALLS_INSIDE:
             with self:
                 return _body_of(func)(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-_NO_FLEX = (
-    "flex_attention is not routed and would attend to this rank's keys only: inside route_sdpa "
-    "call F.scaled_dot_product_attention, or ring_attn.ring_attention"
-)
-
-
-def _is_in_flex_attention(frame: FrameType | None) -> bool:
-    """Tells whether a frame is torch's flex_attention, or a helper that it calls in its file."""
-    while (
-        frame is not None and frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
-    ):
-        if frame.f_code.co_name == "flex_attention":
-            return True
-        frame = frame.f_back
-    return False
 
 
 # Functions that may call scaled_dot_product_attention; a backward may recompute activations.

@@ -1,7 +1,7 @@
 """`ContextParallel`: a torch `ParallelStyle` that spreads an attention module over a mesh.
 
 The module's forward takes q, k, v by heads and returns their attention (core or inner attention).
-Each rank calls the module with its rows and gets the output of its rows.
+Each rank calls the module with its rows, plain tensors, and gets the output of its rows.
 
     inside      the module's forward sees                  the attention is computed by
     "global"    DTensors of the whole sequence's shape     F.scaled_dot_product_attention in the
@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,24 +38,20 @@ from ring_attn import groups, refusals
 from ring_attn.call import DistributedOptions, ExecutionOptions, Layout, check_execution
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
-from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
+from ring_attn.models.dtensors import SplitRows, rows_of
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 from ring_attn.strategies.strategy import Strategy, resolve_strategy
-from ring_attn.torch_private import tree_map_only
+from ring_attn.torch_private import tree_leaves, tree_map_only
 from ring_attn.transport.options import TransportOptions
 
 Inside = Literal["global", "local"]
-OutputKey = int | str
-
-# (batch, heads, rows, headdim)
-_SDPA_DIMS = Dims(seq=2, head=1)
 
 
 @dataclass(kw_only=True, eq=False)
 class ContextParallel(ParallelStyle):
     """A style, for a plan, that splits the sequence of an attention module across a mesh.
 
-    Call the module as before, with this rank's shards or with DTensors; it returns the same form.
+    Call the module as before, with this rank's shards as plain tensors (`to_local()` of DTensors).
     Results and gradients equal the module's on the whole sequence.
 
     Args:
@@ -65,21 +61,19 @@ class ContextParallel(ParallelStyle):
             For "double_ring", the size of an inner ring. For a mesh with two axes, such as (co,
             ds), it must be the size of the last.
         layout: positions of each rank, as for `ring_attention`. Shards of different lengths need a
-            `SequenceLayout`; "contiguous" DTensors have the lengths of `torch.chunk`.
+            `SequenceLayout`.
         inside: tensors that the module sees, as in this file's table. With "global" it sees the
-            true length, but may combine its DTensors only with DTensors. "local" is for modules
+            true length, but may combine its DTensors only with DTensors; all DTensors that it
+            returns, alone or in containers, must be split along the rows. "local" is for modules
             with their own parameters or buffers, and for shards of other lengths than those of
             `torch.chunk`.
         seq_dim: dim of the rows of q, k, v: 1 for (batch, rows, heads, headdim), 2 for (batch,
-            heads, rows, headdim), 0 for (rows, batch, heads, headdim). Plain tensors with "local"
-            need neither dim, as `F.scaled_dot_product_attention` fixes both.
+            heads, rows, headdim), 0 for (rows, batch, heads, headdim). "local" needs neither dim,
+            as `F.scaled_dot_product_attention` fixes both.
         head_dim: dim of the heads: 2, 1, 2 for these shapes. The last dim is headdim.
         qkv_indices: positions of q, k, v in forward's arguments; by default `qkv_names`' own,
             else 0, 1, 2.
         qkv_names: keywords of q, k, v; by default forward's parameters at `qkv_indices`.
-        output_index: index of the attention if forward returns a tuple or list. With "local" the
-            attention has the dims of q. With "global", other DTensors in the output must be split
-            along the rows too.
         backend, same_bits, transport: as for `ring_attention`.
 
     Raises:
@@ -95,7 +89,6 @@ class ContextParallel(ParallelStyle):
     head_dim: int = 2
     qkv_indices: Sequence[int] | None = None
     qkv_names: Sequence[str] | None = None
-    output_index: int = 0
     backend: str = "auto"
     same_bits: bool | None = None
     transport: TransportOptions = TransportOptions()
@@ -110,7 +103,7 @@ class ContextParallel(ParallelStyle):
             refusals.check_layouts(self.layout)
         execution = ("strategy", "backend", "same_bits", "transport")
         check_execution(cast(ExecutionOptions, {name: getattr(self, name) for name in execution}))
-        for name in ("seq_dim", "head_dim", "output_index"):
+        for name in ("seq_dim", "head_dim"):
             as_int(name, getattr(self, name))
         if {self.seq_dim, self.head_dim} - {0, 1, 2} or self.seq_dim == self.head_dim:
             raise ValueError(
@@ -159,14 +152,6 @@ def with_forward(module: nn.Module, style: ParallelStyle, run: Callable[..., Any
     return module
 
 
-class _Shards(NamedTuple):
-    """This rank's q, k, v (dims unchanged), their layout, and a function that restores the form."""
-
-    tensors: list[Tensor]
-    layout: Layout
-    restore: Callable[[Tensor], Tensor]
-
-
 class _ParallelAttention:
     """A style applied to a module on a mesh; stateless between calls."""
 
@@ -178,11 +163,10 @@ class _ParallelAttention:
         self.style = style
         group = groups.check_group(mesh)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.dims = Dims(style.seq_dim, style.head_dim)
         self.rows = SplitRows(mesh, style.seq_dim)
         self.distributed: DistributedOptions = {
-            "group": mesh, "strategy": _strategy_on(mesh, style), "backend": style.backend,
-            "same_bits": style.same_bits, "transport": style.transport,
+            "group": mesh, "layout": style.layout, "strategy": _strategy_on(mesh, style),
+            "backend": style.backend, "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
         self.parameters = _parameters_of_qkv(style, module)
 
@@ -193,11 +177,16 @@ class _ParallelAttention:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        arguments: dict[OutputKey, Any] = dict(enumerate(args))
+        arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
         keys = [self._key(i, len(args), kwargs, module) for i in range(3)]
         qkv = [arguments[key] for key in keys]
-        _check_forms(qkv)
+        for name, x in zip("qkv", qkv, strict=True):
+            if not isinstance(x, Tensor) or isinstance(x, DTensor):
+                raise TypeError(
+                    f"{name} must be a plain torch.Tensor, got {type(x).__name__}: of a DTensor "
+                    "pass to_local(), this rank's rows"
+                )
 
         def call(tensors: Sequence[Tensor]) -> Any:
             changed = {**arguments, **dict(zip(keys, tensors, strict=True))}
@@ -206,16 +195,9 @@ class _ParallelAttention:
 
         if self.style.inside == "global":
             return self._seen_globally(module, call, qkv)
-        shards = self._shards(qkv, self.dims, self.style.layout)
-        output = self._captured(module, call, shards.tensors, shards.layout)
-        if not isinstance(qkv[0], DTensor):
-            return output
-        attention, replaced = self._opened(module, output)
-        return replaced(shards.restore(attention))
+        return self._captured(module, call, qkv)
 
-    # -- arguments and outputs
-
-    def _key(self, i: int, num: int, kwargs: dict[str, Any], module: nn.Module) -> OutputKey:
+    def _key(self, i: int, num: int, kwargs: dict[str, Any], module: nn.Module) -> int | str:
         """Position or name of one of q, k, v in a call with `num` positional arguments."""
         index, name = self.parameters[i]
         if name is not None and name in kwargs:
@@ -228,37 +210,11 @@ class _ParallelAttention:
             f"{name!r}; say where it is by qkv_indices or qkv_names"
         )
 
-    def _opened(self, module: nn.Module, output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """The attention in the output of a forward, and a function that replaces it there."""
-        name, index = type(module).__name__, self.style.output_index
-        if isinstance(output, Tensor):
-            return output, lambda changed: changed
-        elements = [*output] if isinstance(output, tuple | list) else []
-        if elements and not -len(elements) <= index < len(elements):
-            raise ValueError(
-                f"output_index {index} is not in the {len(elements)} elements that {name} returned"
-            )
-        attention = elements[index] if elements else output
-        if not isinstance(attention, Tensor):
-            raise TypeError(
-                f"{name} must return the attention as a tensor, or at output_index {index} of a "
-                f"tuple or list; got {type(attention).__name__}"
-            )
-
-        def replaced(changed: Tensor) -> Any:
-            elements[index] = changed
-            is_named = hasattr(output, "_make")  # a namedtuple
-            return output._make(elements) if is_named else type(output)(elements)
-
-        return attention, replaced
-
-    # -- inside="global" and "local": scaled_dot_product_attention is ours
-
     def _captured(
-        self, module: nn.Module, call: Callable[..., Any], tensors: Sequence[Tensor], layout: Layout
+        self, module: nn.Module, call: Callable[..., Any], tensors: Sequence[Tensor]
     ) -> Any:
         calls: list[None] = []
-        with _Routed(self, layout, calls):
+        with _Routed(self, calls):
             output = call(tensors)
         if not calls:
             raise NotImplementedError(
@@ -270,62 +226,52 @@ class _ParallelAttention:
         return output
 
     def _seen_globally(self, module: nn.Module, call: Callable[..., Any], qkv: list[Tensor]) -> Any:
-        if isinstance(qkv[0], DTensor):
-            self.rows.check_placements(qkv, self.dims)
-            output = self._captured(module, call, qkv, self.style.layout)
-            self._opened(module, output)
-            return output
-        self.dims.check(qkv[0].ndim)
-        layout, layouts = self.style.layout, None
-        if not isinstance(layout, str):
-            rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
+        style, q = self.style, qkv[0]
+        if max(style.seq_dim, style.head_dim) >= q.ndim - 1:
+            raise ValueError(
+                f"seq_dim {style.seq_dim} and head_dim {style.head_dim} must come before the last "
+                f"dim, which is headdim; got tensors with {q.ndim} dims"
+            )
+        layouts = None
+        if not isinstance(style.layout, str):
+            rows = (q.size(style.seq_dim), qkv[1].size(style.seq_dim))
             place = self.rank, self.world_size
-            layouts = refusals.resolve_layouts(layout, rows, (None, None), *place)
-        output = self._captured(module, call, self.rows.distributed(qkv, layouts), layout)
-        attention, _ = self._opened(module, output)
-        if not isinstance(attention, DTensor):
+            layouts = refusals.resolve_layouts(style.layout, rows, (None, None), *place)
+        output = self._captured(module, call, self.rows.distributed(qkv, layouts))
+        if not any(isinstance(x, DTensor) for x in tree_leaves(output)):
             raise TypeError(
-                f"{type(module).__name__} got DTensors and returned a plain tensor; use "
-                "inside='local', which passes this rank's shard"
+                f"{type(module).__name__} got DTensors and returned none; use inside='local', "
+                "which passes this rank's shard"
             )
         return tree_map_only(DTensor, rows_of, output)
 
-    def sdpa(
-        self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`F.scaled_dot_product_attention` over the whole sequence, for this rank's rows."""
-        _check_forms([query, key, value])
-        if isinstance(query, DTensor) != (self.style.inside == "global"):
+        qkv = (query, key, value)
+        is_global = self.style.inside == "global"
+        if any(isinstance(x, DTensor) != is_global for x in qkv):
             raise TypeError(
                 f"with inside={self.style.inside!r} F.scaled_dot_product_attention must get what "
-                f"the module got, got {type(query).__name__}"
+                f"the module got, got {', '.join(type(x).__name__ for x in qkv)}"
             )
-        shards = self._shards([query, key, value], _SDPA_DIMS, layout)
-        q, k, v = shards.tensors
-        options = {**kwargs, **self.distributed, "layout": shards.layout}
-        return shards.restore(sdpa_attention(q, k, v, *args, **options))
-
-    def _shards(self, qkv: list[Tensor], dims: Dims, layout: Layout) -> _Shards:
-        q, k, _ = qkv
-        if not isinstance(q, DTensor):
-            return _Shards(qkv, layout, lambda out: out)
-        self.rows.check_placements(qkv, dims)
-        layout = self.rows.layout_of_lengths((q.size(dims.seq), k.size(dims.seq)), layout)
-        tensors = [x.to_local() for x in qkv if isinstance(x, DTensor)]
-        return _Shards(tensors, layout, partial(placed_as, q=q))
+        options = {**kwargs, **self.distributed}
+        if not is_global:
+            return sdpa_attention(query, key, value, *args, **options)
+        q, k, v = self.rows.shards(qkv)
+        return self.rows.whole(sdpa_attention(q, k, v, *args, **options), query)
 
 
 class _Routed(route_sdpa):
     """A context in which scaled_dot_product_attention covers the whole sequence."""
 
-    def __init__(self, attention: _ParallelAttention, layout: Layout, calls: list[None]) -> None:
+    def __init__(self, attention: _ParallelAttention, calls: list[None]) -> None:
         """`calls` gets an element for every call."""
         super().__init__()
-        self.attention, self.layout, self.calls = attention, layout, calls
+        self.attention, self.calls = attention, calls
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls.append(None)
-        return self.attention.sdpa(self.layout, *args, **kwargs)
+        return self.attention.sdpa(*args, **kwargs)
 
 
 def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
@@ -364,14 +310,3 @@ def _parameters_of_qkv(
     if style.qkv_indices is not None:
         return [*zip(style.qkv_indices, style.qkv_names, strict=True)]
     return [(positional.index(n) if n in positional else None, n) for n in style.qkv_names]
-
-
-def _check_forms(qkv: Sequence[object]) -> None:
-    for name, x in zip("qkv", qkv, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if isinstance(x, DTensor) != isinstance(qkv[0], DTensor):
-            raise TypeError(
-                f"q, k, v must be plain tensors or DTensors, all of them: q is "
-                f"{type(qkv[0]).__name__}, {name} is {type(x).__name__}"
-            )

@@ -1,4 +1,4 @@
-"""ContextParallel on modules as models have them: every strategy, order of dims and form, exact.
+"""ContextParallel on modules as models have them: every strategy and order of dims, exact.
 
 How q, k, v are passed to a module: tests/unit/test_parallel_style.py.
 """
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ring_attn import ContextParallel, SequenceLayout, Strategy, TransportOptions, parallelize
@@ -65,7 +65,9 @@ class Core(nn.Module):
         if self.returns == "flat":  # heads in one dim, as the next projection needs
             batch, rows = self.seen[:2]
             return out.reshape(batch, rows, -1)
-        others = {"list": [out, None], "two": (out, q), "transposed": out.transpose(1, 2)}
+        if self.returns == "whole":
+            return out.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
+        others = {"list": [out, None], "two": (out, q), "none": None}
         others |= {"tuple": (None, out), "Answer": Answer(None, out)}
         return others.get(self.returns, out)
 
@@ -74,22 +76,19 @@ class Core(nn.Module):
 
 
 class Way(NamedTuple):
-    """A way to call: order of dims, plain or DTensor, and the container of the output."""
+    """A way to call: order of dims, and the container of the output."""
 
     order: str = "BSHD"
-    form: str = "plain"
     returns: str = "tensor"
 
 
 WAYS = [
-    Way("BSHD", "plain", "tensor"),
-    Way("BSHD", "DTensor", "tuple"),
-    Way("BHSD", "plain", "Answer"),
-    Way("BHSD", "DTensor", "tensor"),
-    Way("SBHD", "plain", "list"),
-    Way("SBHD", "DTensor", "tensor"),
+    Way("BSHD", "tensor"),
+    Way("BSHD", "tuple"),
+    Way("BHSD", "Answer"),
+    Way("SBHD", "list"),
 ]
-PLAIN, DTENSOR = [Way("BHSD", "plain", "tuple")], [Way("BHSD", "DTensor", "tuple")]
+TUPLE = [Way("BHSD", "tuple")]
 
 
 def both(layout: SequenceLayout) -> Layouts:
@@ -121,7 +120,6 @@ class Use(NamedTuple):
     ways: list[Way] = WAYS
     module: Callable[..., nn.Module] = Core
     mesh: tuple[int, ...] = (4,)
-    tells_layout: bool = True
 
 
 CO_DS = {"strategy": "all_gather"}
@@ -137,13 +135,9 @@ USES = {
     "double ring, co x ds": Use({"strategy": "double_ring"}, mesh=(2, 2)),
     "q_exchange": Use({"strategy": "q_exchange"}),
     "value": Use({"strategy": Strategy(inner_degree=2)}),
-    "uneven": Use({}, causal(CHUNKS), PLAIN),
-    "uneven DTensor": Use({}, causal(CHUNKS), DTENSOR, tells_layout=False),
-    "uneven co x ds": Use(CO_DS, causal(NESTED), DTENSOR, mesh=(2, 2), tells_layout=False),
-    "local zigzag": Use({"inside": "local"}, causal(both(SequenceLayout.zigzag(97, 4))), PLAIN),
-    "local DTensor": Use(
-        {"inside": "local", "degree": 2}, causal(CHUNKS), DTENSOR, tells_layout=False
-    ),
+    "uneven": Use({}, causal(CHUNKS), TUPLE),
+    "uneven co x ds": Use(CO_DS, causal(NESTED), TUPLE, mesh=(2, 2)),
+    "local zigzag": Use({"inside": "local"}, causal(both(SequenceLayout.zigzag(97, 4))), TUPLE),
     # The module joins heads by the shape of its inputs.
     "reshapes": Use({}, causal(HALVES), [Way(returns="flat")], mesh=(2,)),
     "uneven heads": Use(
@@ -156,29 +150,15 @@ USES = {
 }
 
 
-def placed(x: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """This rank's rows as a DTensor of the whole's shape."""
-    shape = whole.contiguous()
-    return DTensor.from_local(
-        x.contiguous(), mesh, [Shard(dim)] * mesh.ndim, shape=shape.shape, stride=shape.stride()
-    ).detach()
-
-
-def shards_of(case: Case, mesh: DeviceMesh, way: Way) -> list[Tensor]:
-    """This rank's q, k, v and dout in the form of a call."""
-    order, leaves = ORDERS[way.order], []
+def shards_of(case: Case, mesh: DeviceMesh, order: str) -> list[Tensor]:
+    """This rank's q, k, v and dout, in an order of dims."""
     shards, _ = arguments_of(case, mesh.size(), dist.get_rank())
-    for x, shard in zip(case.build_inputs(), shards, strict=True):
-        shard = shard.permute(order)
-        if way.form == "DTensor":
-            shard = placed(shard, x.permute(order), mesh, way.order.index("S"))
-        leaves.append(shard.requires_grad_())
-    return leaves
+    return [x.permute(ORDERS[order]).requires_grad_() for x in shards]
 
 
 def run_module(module: nn.Module, case: Case, mesh: DeviceMesh, way: Way) -> dict[str, Tensor]:
     """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim), ."""
-    *qkv, dout = shards_of(case, mesh, way)
+    *qkv, dout = shards_of(case, mesh, way.order)
     out = module(*qkv)
     if way.returns in ("tuple", "list", "Answer"):
         assert type(out).__name__ == way.returns and len(out) == 2
@@ -186,28 +166,19 @@ def run_module(module: nn.Module, case: Case, mesh: DeviceMesh, way: Way) -> dic
     if way.returns == "flat":
         assert out.shape == (*qkv[0].shape[:2], 32)
         out = out.unflatten(2, (4, 8))
-    assert isinstance(out, DTensor) == (way.form == "DTensor")
-    if isinstance(out, DTensor):
-        assert out.placements == qkv[0].placements and out.shape == qkv[0].shape
+    assert not isinstance(out, DTensor)
     found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in found]
-    named = zip(("out", "dq", "dk", "dv"), local, strict=True)
+    named = zip(("out", "dq", "dk", "dv"), found, strict=True)
     return {name: x.detach().permute(ORDERS[way.order]) for name, x in named}
 
 
 def run_use(name: str) -> list[dict[str, Tensor]]:
     """This rank's results of each way."""
-    options, case, ways, make, shape, tells_layout = USES[name]
+    options, case, ways, make, shape = USES[name]
     mesh, results = mesh_of(*shape), []
     for way in ways:
         seq_dim, head_dim = way.order.index("S"), way.order.index("H")
-        style = ContextParallel(
-            seq_dim=seq_dim,
-            head_dim=head_dim,
-            output_index=1 if way.returns in ("tuple", "Answer") else 0,
-            layout=case.layout if tells_layout else "contiguous",
-            **options,
-        )
+        style = ContextParallel(seq_dim=seq_dim, head_dim=head_dim, layout=case.layout, **options)
         module = parallelize_module(make(way.order, way.returns), mesh, style)
         results.append(run_module(module, case, mesh, way))
         seen = [*case.build_inputs().q.permute(ORDERS[way.order]).shape]
@@ -230,51 +201,22 @@ def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "form"),
+    ("layout", "options"),
     [
-        (SequenceLayout.boundaries([0, 49, UNEVEN]), {"inside": "local"}, "plain"),
-        pytest.param(ZIGZAG[0], {}, "DTensor", marks=pytest.mark.slow),
+        (SequenceLayout.boundaries([0, 49, UNEVEN]), {"inside": "local"}),
+        pytest.param(ZIGZAG[0], {}, marks=pytest.mark.slow),
     ],
     ids=["local", "global"],
 )
 @on_ranks(2)
 def test_a_module_compiles_with_a_new_layout(
-    layout: SequenceLayout, options: dict[str, Any], form: str
+    layout: SequenceLayout, options: dict[str, Any]
 ) -> None:
     """As one graph, with the bits of eager."""
     style = ContextParallel(layout=copy.deepcopy(layout), **options)  # without cached values
     core = parallelize(Core(), mesh_of(2), {"": style})
-    *qkv, _ = shards_of(causal(both(layout)), mesh_of(2), Way(form=form))
+    *qkv, _ = shards_of(causal(both(layout)), mesh_of(2), "BSHD")
     assert_compiles(core, [qkv], "aot_eager", fullgraph=True)
-
-
-# -- beside tensor parallelism
-
-
-@on_ranks(4)
-def test_rows_and_heads_over_two_axes() -> None:
-    """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    core = parallelize_module(Core("BHSD"), mesh["cp"], ContextParallel(seq_dim=2, head_dim=1))
-    cp, tp = mesh.get_coordinate()
-    layout, placements = SequenceLayout.contiguous(SEQLEN, 2), [Shard(2), Shard(1)]
-    leaves = []
-    for x in causal().build_inputs():
-        x = layout.shard(x, cp).transpose(1, 2).chunk(2, 1)[tp].contiguous()
-        leaves.append(DTensor.from_local(x, mesh, placements).detach().requires_grad_())
-    *qkv, dout = leaves
-    out = core(*qkv)
-    assert out.placements == (Shard(2), Shard(1)) and out.shape == (2, 4, SEQLEN, 8)
-    assert core.seen == (2, 4, SEQLEN, 8)
-    found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
-    named = zip(("out", "dq", "dk", "dv"), found, strict=True)
-    assert_holds({n: x.full_tensor().transpose(1, 2) for n, x in named}, *expected(causal()))
-
-    one = torch.empty(2, 1, SEQLEN, 8)
-    local = torch.zeros(2, 1 - tp, SEQLEN // 2, 8)
-    k = DTensor.from_local(local, mesh, placements, shape=one.shape, stride=one.stride())
-    with pytest.raises(ValueError, match="the 1 heads of k must divide by the 2 ranks"):
-        core(qkv[0], k, k)
 
 
 # -- errors
@@ -291,8 +233,8 @@ class NoAttention(nn.Module):
         return q + k + v
 
 
-def sharded(dim: int) -> list[Tensor]:
-    return [DTensor.from_local(x, mesh_of(2), [Shard(dim)]) for x in plain_qkv(heads=2)]
+def sharded() -> list[Tensor]:
+    return [DTensor.from_local(x, mesh_of(2), [Shard(1)]) for x in plain_qkv(heads=2)]
 
 
 def try_style(
@@ -309,8 +251,7 @@ RUNS = SequenceLayout.boundaries([0, 8, 8])
 
 def returning(form: str) -> dict[str, Any]:
     """A module that returns its output in the given form, and input tensors for it."""
-    qkv = partial(sharded, 1) if form == "transposed" else partial(plain_qkv, heads=2)
-    return {"module": partial(Core, returns=form), "qkv": qkv}
+    return {"module": partial(Core, returns=form), "qkv": partial(plain_qkv, heads=2)}
 
 
 # The style, words of the message, and the rest of the call. Strategies, layouts and arguments of
@@ -323,20 +264,18 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
     ),
     "no sdpa": ({}, "did not call F.scaled_dot_product_attention", {"module": NoAttention}),
-    "local and dims": ({"inside": "local"}, "(1, 8, 2, 4)|(1, 2, 8, 4)", returning("transposed")),
     "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
-    "placement": ({}, "Shard(1)", {"qkv": lambda: sharded(2)}),
-    "forms": ({}, "q is DTensor|k is", {"qkv": lambda: [*sharded(1)[:1], *plain_qkv()[:2]]}),
-    "types": ({}, "k must be a torch.Tensor", {"qkv": lambda: [torch.ones(1, 8, 3, 4), 1.0, 2.0]}),
+    "DTensor": ({}, "q must be a plain torch.Tensor|to_local()", {"qkv": sharded}),
+    "types": ({}, "k must be a plain torch.Tensor", {"qkv": lambda: [*plain_qkv()[:1], 1.0, 2.0]}),
     "missing": ({}, "no v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
     "indices": ({"qkv_indices": (0, 1, 3)}, "3 positional|v at index 3", {}),
     "keywords": ({"qkv_names": ("query", "k", "v")}, "Core|'query'", {}),
-    "output_index": ({"output_index": 2}, "output_index 2|2 elements", returning("tuple")),
-    "output type": ({}, "NoneType", returning("tuple")),
+    "plain output": ({}, "got DTensors and returned none", returning("none")),
+    "output dim": ({}, "split along the rows|Replicate", returning("whole")),
 }  # fmt: skip
 
 # Mistakes in a module's output, found once it has run.
-AFTER = ("output_index", "output type", "local and dims")
+AFTER = ("plain output", "output dim")
 
 
 @on_ranks(2)

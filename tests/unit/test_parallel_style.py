@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -193,34 +193,6 @@ def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: De
     # torch's SDPA refuses DTensors on this device, or checkpoint finds other saved tensors.
     with pytest.raises((CheckpointError, NotImplementedError)):
         core(*leaves).sum().backward()
-
-
-ROWS, HEADS, DIM = Shard(2), Shard(1), Shard(3)
-
-
-@pytest.mark.parametrize(
-    ("names", "q", "k", "text"),
-    [
-        (("cp", "tp"), (ROWS, DIM), (ROWS, DIM), r"must be Shard\(2\).*Shard\(dim=3\)"),
-        (("cp", "tp"), (ROWS, ROWS), (ROWS, ROWS), "of heads or batch on others"),
-        (("cp", "tp"), (ROWS, Partial()), (ROWS, Partial()), "Partial"),
-        (("cp", "tp"), (Replicate(), HEADS), (Replicate(), HEADS), "must be Shard"),
-        (("cp", "tp"), (ROWS, HEADS), (ROWS, Replicate()), "placed alike.*Replicate"),
-        (("dp", "tp"), (ROWS, HEADS), (ROWS, HEADS), r"axes \('dp', 'tp'\) .* \('cp',\)"),
-    ],
-    ids=["headdim", "rows twice", "partial", "replicated", "not alike", "other axes"],
-)
-def test_placements_that_are_no_shards_of_the_attention(
-    mesh: DeviceMesh, names: tuple[str, str], q: Any, k: Any, text: str
-) -> None:
-    core = parallelize(Core(), mesh, style())
-    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
-    given = [DTensor.from_local(x, both, at) for x, at in zip(qkv(), (q, k, k), strict=True)]
-    with pytest.raises(ValueError, match=text):
-        core(*given)
-    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp", "cp"))
-    given = [DTensor.from_local(x, both, (HEADS, ROWS)) for x in qkv()]
-    torch.testing.assert_close(core(*given).full_tensor(), expected(*qkv()))
 
 
 class Names(nn.Module):

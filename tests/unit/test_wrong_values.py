@@ -158,7 +158,7 @@ TAKEN = {
     **dict.fromkeys(("strategies", "cluster", "device_type", "heads_per_chunk"), ["None"]),
     **dict.fromkeys(("qkv_indices", "qkv_names"), ["None"]),
     **dict.fromkeys(("causal", "backward", "exchange_q", "exact"), ["True"]),
-    **dict.fromkeys(("dim", "ignore_index", "output_index"), ["-1"]),
+    **dict.fromkeys(("dim", "ignore_index"), ["-1"]),
     **dict.fromkeys(("strategy", "backend"), ["text"]),
     **dict.fromkeys(("batch", "state_dict", "plan"), ["{}"]),
     "softcap": ["1.5"], "same_bits": ["None", "True"],

@@ -26,7 +26,6 @@ break the graph, because their plans depend on the values of `cu_seqlens`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -111,7 +110,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     local_q, local_k = (cu_seqlens.new_tensor(cuts) for cuts in (cu_q, cu_k))
     ends = keys.start, keys.stop
     made = Local(tuple(cu_q), tuple(cu_k), ends, causal, rank, world_size)
-    _remember(made, local_q, tuple(boundaries))
+    _prepared[local_q] = made, boundaries
     return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
@@ -209,21 +208,9 @@ def _gathered(
     }
 
 
-# Arguments that `llama3_flash_attn_prepare_cu_seqlens` has made, with the documents of all ranks:
-# by the tensor of queries, and by value, the newest last, for copies of that tensor.
-_by_tensor: Any = WeakTensorKeyDictionary()
-_by_value: OrderedDict[Local, list[tuple[int, ...]]] = OrderedDict()
-PREPARED_KEPT = 4096
-
-
-def _remember(made: Local, cu_q: Tensor, boundaries: tuple[int, ...]) -> None:
-    _by_tensor[cu_q] = made, boundaries
-    known = _by_value.setdefault(made, [])
-    if boundaries not in known:
-        known[1:] = [boundaries]  # two are enough to know that the values do not tell
-    _by_value.move_to_end(made)
-    if len(_by_value) > PREPARED_KEPT:
-        _by_value.popitem(last=False)
+# Arguments that `llama3_flash_attn_prepare_cu_seqlens` has made, with the documents of all ranks,
+# by the tensor of the queries' documents: other sequences can have the same values on this rank.
+_prepared: Any = WeakTensorKeyDictionary()
 
 
 def _all_documents(made: Local, cu_q: Tensor) -> Tensor:
@@ -232,17 +219,14 @@ def _all_documents(made: Local, cu_q: Tensor) -> Tensor:
     Nothing is sent: ranks that exchanged them for new arguments only would wait for ranks that
     know theirs. The call itself compares the boundaries of all ranks.
     """
-    same, boundaries = _by_tensor.get(cu_q, (None, ()))
+    same, boundaries = _prepared.get(cu_q, (None, ()))
     if same != made:
-        several = _by_value.get(made, [])
-        if len(several) != 1:
-            what = "fit several sequences" if several else "are not its results"
-            raise ValueError(
-                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of ring_attn's "
-                "llama3_flash_attn_prepare_cu_seqlens for this rank, world size and causal="
-                f"{made.causal}, got values that {what}: {made}; pass the tensors that it returned"
-            )
-        boundaries = several[0]
+        raise ValueError(
+            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of ring_attn's "
+            "llama3_flash_attn_prepare_cu_seqlens for this rank, world size and causal="
+            f"{made.causal}, got values that are not its results: {made}; pass the tensors that it "
+            "returned, not copies"
+        )
     return torch.tensor(sorted({*boundaries}))
 
 

@@ -140,7 +140,7 @@ def _check_rows(
     positions = SequenceLayout.contiguous(cuts[-1], world_size).position_ids(rank)
     starts = torch.tensor(cuts)
     document = torch.searchsorted(starts, positions, right=True) - 1
-    seen = _seen(mask, document, rank, world_size)
+    seen = _seen(mask, document)
     if position_ids is None:
         return
     got, last = position_ids.detach().cpu(), document == len(cuts) - 2
@@ -157,20 +157,16 @@ def _check_rows(
     _checked[position_ids] = known
 
 
-def _seen(mask: Tensor | None, document: Tensor, rank: int, world_size: int) -> Tensor:
+def _seen(mask: Tensor | None, document: Tensor) -> Tensor:
     """(batch, rows) rows that are no padding; refuses documents that are padded in part."""
     num = len(document)
-    whole = num * world_size
     if mask is None:
         return torch.ones(1, num, dtype=torch.bool)
-    if mask.ndim != 2 or mask.size(1) not in (num, whole):
+    if mask.ndim != 2 or mask.size(1) != num:
         raise NotImplementedError(
-            f"attention_mask must be (batch, {num}) of this rank's rows, or (batch, {whole}) of "
-            f"all, got {tuple(mask.shape)}"
+            f"attention_mask must be (batch, {num}), of this rank's rows, got {tuple(mask.shape)}"
         )
     seen = mask.detach().bool().cpu()
-    if mask.size(1) != num:
-        seen = seen[:, rank * num :][:, :num]
     _, lengths = document.unique_consecutive(return_counts=True)
     each = seen.split(lengths.tolist(), 1)
     if any(bool((part.any(1) & ~part.all(1)).any()) for part in each):
