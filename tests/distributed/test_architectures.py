@@ -59,12 +59,13 @@ def test_a_model_that_keeps_the_layout_back_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
+@pytest.mark.timeout(1200)
 def test_the_table_of_models(ranks: Pools) -> None:
     """Has no model that is wrong; `tests/hf_architectures.py` says how it is written again."""
     outcomes: dict[Architecture, str] = {}
     for start in range(0, len(BY_NAME), 30):
         part = list(BY_NAME.values())[start : start + 30]
-        outcomes |= dict(zip(part, ranks(2).run(outcomes_of, part)[0], strict=True))
+        outcomes |= dict(zip(part, ranks(2).run(outcomes_of, part, timeout=300)[0], strict=True))
     text = "\n".join(table(outcomes))
     assert "WRONG" not in text and "fails" not in text
     assert text == (Path(__file__).parents[2] / "docs" / "models.md").read_text()
