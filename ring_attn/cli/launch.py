@@ -266,7 +266,9 @@ def map_in_processes(
             else:
                 yield from map_in_processes(function, [left.pop(0)], 1, lost)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Not waited for, a pool that ends with the interpreter may write to a closed pipe; one
+            # that is left early would keep ^C waiting for what runs.
+            pool.shutdown(wait=not left, cancel_futures=True)
 
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
