@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from ring_attn.testing import (
     Inputs,
     check,
     check_all,
+    check_rounded,
     dense_gradients,
     masks,
     plain_gradients,
     poisoned_empty,
 )
+
+T = TypeVar("T")
 
 # The masks of the table, and a window in which whole blocks are visible.
 MASKS = masks(97) | {"wide window": Mask(97, 97, window_size=(60, 40))}
@@ -90,17 +93,14 @@ def assert_holds(
     assert verdicts and all(verdict.ok for verdict in verdicts), (where, *map(str, verdicts))
 
 
-def assert_close(name: str, got: Tensor, oracle: Tensor, plain: Tensor) -> None:
-    verdict = check(name, got, oracle, plain)
+def assert_close(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor]) -> None:
+    """Assert a result within the bound of runs with random roundings (`noisy_runs`)."""
+    verdict = check_rounded(name, got.detach(), oracle, noisy)
     assert verdict.ok, str(verdict)
 
 
-def twice_as_far(oracle: Tensor, plain: Tensor) -> Tensor:
-    """Plain results of a recurrence with twice their error, for those of a split sequence.
-
-    A start state is A start + B: both are sums as long as the plain one, and both are rounded.
-    """
-    return (2.0 * plain.detach().double() - oracle.detach()).to(plain.dtype)
+def named(runs: Sequence[Mapping[str, T]], name: str) -> list[T]:
+    return [run[name] for run in runs]
 
 
 def visible_pairs(tile: Tile) -> Tensor:

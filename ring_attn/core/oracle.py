@@ -213,17 +213,17 @@ def check(
         raise TypeError(f"{name} must be {plain.dtype} as plain PyTorch's, got {got.dtype}")
     got, plain_64 = (x.detach().to(oracle.device, torch.float64) for x in (got, plain))
     oracle = oracle.detach().double()
-    errors = _distance(got, oracle)
-    bound = 2.0 * _largest(_distance(plain_64, oracle))
-    bound += _rounding_floor(oracle, plain.dtype)
+    errors = distance(got, oracle)
+    bound = 2.0 * largest(distance(plain_64, oracle))
+    bound += rounding_floor(oracle, plain.dtype)
     exact = torch.zeros_like(errors, dtype=torch.bool)
     if terms is not None:
         accum = accum_dtype(plain.dtype)
-        bound += _rounding_floor(terms.detach(), accum)
+        bound += rounding_floor(terms.detach(), accum)
         # Subnormal numbers may lose all their bits, and GPUs make them 0.
         bound += torch.finfo(accum).smallest_normal
         exact = terms.detach() == 0.0
-    error = _largest(errors)
+    error = largest(errors)
     # In this form of the comparison, NaN on either side fails.
     ok = error <= bound and not bool((errors[exact] != 0.0).any())
     return Verdict(name, error, bound, ok)
@@ -379,23 +379,23 @@ def _terms(
     return terms
 
 
-def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
+def rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
     """The worst case of `2 * max|x + c - c - x|` in dtype, where `c` is 0.3 * max|x|.
 
     The sum is at most `1.3 * max|x|`, and rounds by at most half an ulp of that size.
     """
-    largest = _largest(x[x.isfinite()].abs())
-    if largest == 0.0:
+    size = largest(x[x.isfinite()].abs())
+    if size == 0.0:
         return 0.0
     info = torch.finfo(dtype)
-    _, exponent = math.frexp((1.0 + PERTURBATION) * largest)
+    _, exponent = math.frexp((1.0 + PERTURBATION) * size)
     return max(math.ldexp(info.eps, exponent - 1), info.smallest_normal * info.eps)
 
 
-def _distance(x: Tensor, oracle: Tensor) -> Tensor:
+def distance(x: Tensor, oracle: Tensor) -> Tensor:
     """|x - oracle|; 0 where both are the same infinity."""
     return (x - oracle).abs().masked_fill(x == oracle, 0.0)
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     return float(x.max()) if x.numel() else 0.0

@@ -27,7 +27,7 @@ from ring_attn.integrations.context_parallel import (
     set_rotate_method,
 )
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
-from ring_attn.testing import Case, Heads, expected
+from ring_attn.testing import Case, Heads, expected, noisy_runs
 from tests.bounds import assert_close, assert_holds
 from tests.cold import compile_cold
 from tests.distributed.pool import mesh_of, on_ranks
@@ -202,28 +202,34 @@ def test_layers_of_torch_are_taken_along() -> None:
     x = torch.randn(2, 12, 16)
     layout = SequenceLayout.zigzag(12, 2)
     mine = layout.shard(x, rank)
+
+    def shards(runs: list[Tensor]) -> list[Tensor]:
+        return [layout.shard(run, rank) for run in runs]
+
     causal = nn.Transformer.generate_square_subsequent_mask
     for training, grad in ((True, True), (False, False)):  # the second has a fused path
         layer.train(training)
         with torch.set_grad_enabled(grad):
             expected = layer.double()(x.double())
-            plain = layer.float()(x)
+            noisy = noisy_runs(lambda: layer.float()(x))
             with context_parallel(mesh):
                 got = layer(mine)
-            assert_close("layer", got, *(layout.shard(x, rank) for x in (expected, plain)))
-    exact, plain = (
-        copy.deepcopy(attention).to(x.dtype)(
-            x, x, x, attn_mask=causal(12, dtype=x.dtype), is_causal=True, need_weights=False
-        )[0]
-        for x in (x.double(), x)
-    )
+            assert_close("layer", got, layout.shard(expected, rank), shards(noisy))
+
+    def whole(x: Tensor) -> Tensor:
+        mask = causal(12, dtype=x.dtype)
+        layer = copy.deepcopy(attention).to(x.dtype)
+        out, _ = layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+        return out
+
+    exact, noisy = whole(x.double()), noisy_runs(lambda: whole(x))
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
         got, _ = attention(x, x, x, attn_mask=causal(6), is_causal=True, need_weights=False)
         with pytest.raises(NotImplementedError, match="need_weights must be False"):
             attention(x, x, x)
         with pytest.raises(NotImplementedError, match="attn_mask must be None, got"):
             attention(x, x, x, attn_mask=causal(6), need_weights=False)
-    assert_close("attention", got, *(layout.shard(x, rank) for x in (exact, plain)))
+    assert_close("attention", got, layout.shard(exact, rank), shards(noisy))
 
 
 @on_ranks(2)

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import ring_attn
-from tests.bounds import assert_close
+from ring_attn.testing import noisy_runs
+from tests.bounds import assert_close, named
 from tests.distributed.pool import Pools
 
 SEQLEN, VOCAB = 48, 2048  # torch's cut needs a multiple of twice the ranks
@@ -69,8 +70,9 @@ def on_split() -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_torchtitan_trains_as_in_one_process(ranks: Pools, world_size: int) -> None:
     pytest.importorskip("torchtitan")
-    oracle, plain = results(made().double(), *batch()), results(made(), *batch())
+    oracle = results(made().double(), *batch())
+    noisy = noisy_runs(lambda: results(made(), *batch()))
     for got in ranks(world_size).run(on_split):
         assert got.keys() == oracle.keys() and len(oracle) > 10
         for name, x in got.items():
-            assert_close(name, x, oracle[name], plain[name])
+            assert_close(name, x, oracle[name], named(noisy, name))

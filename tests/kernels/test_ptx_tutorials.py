@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_attn.core.mask import Mask
 from ring_attn.kernels.launch import Launch
-from ring_attn.testing import check
+from ring_attn.testing import check, noisy_runs
 from tests.bounds import assert_close, assert_holds, expect
 from tests.kernels import tutorials
 from tests.kernels.calls import grouped, in_interpreter
@@ -150,7 +150,7 @@ def test_softmax(cols: int, warps: int) -> None:
     args = {"out_ptr": out, "x_ptr": x, "out_stride": cols, "x_stride": cols, "rows": 5}
     constants = {"BLOCK": 1 << (cols - 1).bit_length(), "STAGES": 4}
     execute("sm_80", tutorials.softmax_kernel, (2,), args | {"cols": cols}, constants, warps)
-    assert_close("softmax", out, x.double().softmax(1), x.softmax(1))
+    assert_close("softmax", out, x.double().softmax(1), noisy_runs(lambda: x.softmax(1)))
 
 
 @pytest.mark.parametrize("headdim", [64, slow(128)])

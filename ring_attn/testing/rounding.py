@@ -1,0 +1,245 @@
+"""Bounds that hold for any processor's rounding, from runs with random roundings.
+
+A processor with wider vectors, fused multiplications or more threads adds in another order, so that
+each of its results is rounded another way. How far that moves the result of a whole model depends
+on the model, and one plain run does not tell: the error of a single number may be 0 by luck. So the
+model runs several times, and in each run
+
+    every result of an operator is multiplied by 1 - eps, 1 or 1 + eps, with probabilities of 2, 96
+    and 2 %. That moves it by 1 to 2 units in the last place (ulp), on average 2.16 of their
+    squares, so that the variance is 1/12 ulp^2: that of rounding to nearest;
+
+    every matrix product adds its terms in another order, so that long sums have their errors, too.
+
+To first order the error of a result is a sum of very many such moves, hence normally distributed,
+and a right result is one more draw. `margin(n)` says how far beyond the largest error of `n` runs
+one more may be:
+
+    P(|x| > margin(n) * max(|x_1|, ..., |x_n|)) = 1e-4    for normal x, x_1, ..., x_n
+
+That is the case of a single number. The largest error of a tensor varies less than that of one of
+its numbers (by the Borell-TIS inequality), so the same margin holds for tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.oracle import Verdict, distance, largest, rounding_floor
+from ring_attn.torch_private import TorchDispatchMode, tree_map_only
+
+T = TypeVar("T")
+
+aten = torch.ops.aten
+
+# With 16 runs the margin is 2.7: an error of 4 times the largest that is usual is found.
+NUM_RUNS = 16
+
+# The probability that a right result is found wrong.
+FALSE_ALARM = 1e-4
+
+# The probability of the factor 1 + eps, and that of 1 - eps.
+MOVES_UP = 1 / 50
+
+# Random factors that are drawn at a time: most of the time of a small model would be draws.
+NUM_DRAWS = 1 << 17
+
+# Matrix products: the last dim of one factor is added up with the last but one of the next.
+MATRIX_PRODUCTS = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+}
+
+# Operators whose results are copies of their inputs, and so are not rounded.
+COPIES = {
+    getattr(aten, name)
+    for name in [
+        "_reshape_copy",
+        "abs",
+        "amax",
+        "amin",
+        "cat",
+        "clamp",
+        "clone",
+        "constant_pad_nd",
+        "embedding",
+        "flip",
+        "gather",
+        "index",
+        "index_put",
+        "index_select",
+        "masked_fill",
+        "max",
+        "maximum",
+        "min",
+        "minimum",
+        "neg",
+        "relu",
+        "repeat",
+        "roll",
+        "slice_backward",
+        "sort",
+        "stack",
+        "threshold_backward",
+        "topk",
+        "tril",
+        "triu",
+        "unfold_backward",
+        "where",
+    ]
+}
+
+
+class RandomRounding(TorchDispatchMode):
+    """Round the results of operators at random, as another processor might.
+
+    Args:
+        seed: of the moves and of the orders of sums.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: dict[torch.dtype, Tensor] = {}  # factors, taken from a random place on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MATRIX_PRODUCTS:
+            args = self._in_another_order(args)
+        out = func(*args, **(kwargs or {}))
+        if _makes_new_results(func) and _rounds(func, args, out):
+            tree_map_only(Tensor, self._move, out)
+        return out
+
+    def _in_another_order(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Permute the terms of the sums of a matrix product."""
+        *others, a, b = args
+        order = torch.randperm(a.size(-1), generator=self._generator)
+        return (*others, a[..., order], b[..., order, :])
+
+    def _move(self, x: Tensor) -> None:
+        x = x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
+        shares_memory = 0 in x.stride()
+        if x.is_floating_point() and not shares_memory:
+            x.mul_(self._factors(x.numel(), x.dtype).view(x.shape))
+
+    def _factors(self, num: int, dtype: torch.dtype) -> Tensor:
+        """Return `num` random factors, each 1 - eps, 1 or 1 + eps."""
+        if num > NUM_DRAWS:
+            return self._draw(num, dtype)
+        if dtype not in self._drawn:
+            self._drawn[dtype] = self._draw(NUM_DRAWS, dtype)
+        start = self._random.randrange(NUM_DRAWS - num + 1)
+        return self._drawn[dtype][start : start + num]
+
+    def _draw(self, num: int, dtype: torch.dtype) -> Tensor:
+        draw = torch.rand(num, generator=self._generator)
+        moves = (draw < MOVES_UP).double() - (draw >= 1.0 - MOVES_UP).double()
+        return (1.0 + torch.finfo(dtype).eps * moves).to(dtype)
+
+
+@cache
+def _makes_new_results(func: Any) -> bool:
+    """Whether an operator neither changes its inputs nor returns views of them."""
+    schema = func._schema
+    aliases = any(x.alias_info for x in (*schema.arguments, *schema.returns))
+    return func.namespace == "aten" and not aliases
+
+
+def _rounds(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    if func is aten._to_copy.default:  # rounds if the new dtype has fewer bits
+        return eps_of(out) > eps_of(args[0])
+    if func.overloadpacket in COPIES:
+        return False
+    inputs = list[Tensor]()
+    tree_map_only(Tensor, inputs.append, args)
+    return any(x.is_floating_point() for x in inputs)
+
+
+def eps_of(x: Tensor) -> float:
+    """Return the distance of 1 to the next number in the dtype; 0 for integers."""
+    return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+
+
+def noisy_runs(run: Callable[[], T], num: int = NUM_RUNS) -> list[T]:
+    """Return what `run()` returns in `num` runs with random roundings.
+
+    Example:
+        >>> import torch
+        >>> x = torch.rand(100)
+        >>> len(noisy_runs(lambda: x.exp().sum()))
+        16
+    """
+    results = []
+    for seed in range(num):
+        with RandomRounding(seed):
+            results.append(run())
+    return results
+
+
+def check_rounded(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor]) -> Verdict:
+    """Compare a result with the oracle: bound = margin * largest error of noisy runs + one ulp.
+
+    Args:
+        name: name of the result, for the verdict.
+        got: the result.
+        oracle: the result in float64, of the same shape.
+        noisy: results of `noisy_runs`, in the dtype that `got` must have.
+
+    Raises:
+        ValueError: shapes differ.
+        TypeError: dtypes of `got` and `noisy` differ.
+    """
+    if any(x.shape != oracle.shape for x in (got, *noisy)):
+        shapes = {tuple(x.shape) for x in noisy}
+        raise ValueError(
+            f"{name} must have shape {tuple(oracle.shape)} as the oracle, got {tuple(got.shape)} "
+            f"(noisy runs: {', '.join(map(str, shapes))})"
+        )
+    if any(x.dtype != got.dtype for x in noisy):
+        raise TypeError(f"{name} must be {noisy[0].dtype} as in noisy runs, got {got.dtype}")
+    oracle = oracle.detach().double()
+    errors = [largest(distance(x.detach().double(), oracle)) for x in noisy]
+    bound = rounding_bound(errors) + rounding_floor(oracle, got.dtype)
+    error = largest(distance(got.detach().double(), oracle))
+    return Verdict(name, error, bound, error <= bound)
+
+
+def rounding_bound(errors: Sequence[float]) -> float:
+    """Return the bound of an error, given those of noisy runs."""
+    return margin(len(errors)) * max(errors)
+
+
+@cache
+def margin(num: int) -> float:
+    """Return how many times the largest error of `num` noisy runs bounds that of a right result."""
+    low, high = 1.0, 1e6
+    while high - low > 1e-6 * high:
+        middle = math.sqrt(low * high)
+        if _false_alarm(middle, num) > FALSE_ALARM:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _false_alarm(factor: float, num: int) -> float:
+    """Return P(|x| > factor * max of |x_1|, ..., |x_num|) for normal numbers, by Simpson's rule."""
+    # The largest of all is below x / factor with probability erf(x / factor / sqrt(2))^num.
+    step, intervals = 0.01, 1200
+    total = 0.0
+    for i in range(intervals + 1):
+        weight = 1 if i in (0, intervals) else 4 if i % 2 else 2
+        x = step * i
+        density = math.sqrt(2 / math.pi) * math.exp(-x * x / 2)
+        total += weight * density * math.erf(x / factor / math.sqrt(2)) ** num
+    return total * step / 3
