@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from ring_attn.testing import (
     check_rounded,
     dense_gradients,
     masks,
+    noisy_runs,
     plain_gradients,
     poisoned_empty,
 )
@@ -97,6 +98,13 @@ def assert_close(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor]
     """Assert a result within the bound of runs with random roundings (`noisy_runs`)."""
     verdict = check_rounded(name, got.detach(), oracle, noisy)
     assert verdict.ok, str(verdict)
+
+
+def assert_computes(got: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Assert that a result is the function's, which is run in float64 and in noisy runs."""
+    oracle = function(*(x.detach().double() for x in inputs))
+    noisy = noisy_runs(lambda: function(*(x.detach() for x in inputs)))
+    assert_close("result", got, oracle, noisy)
 
 
 def named(runs: Sequence[Mapping[str, T]], name: str) -> list[T]:

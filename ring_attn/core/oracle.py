@@ -180,7 +180,9 @@ def check(
 ) -> Verdict:
     """Compares one result with the oracle: bound = 2 * plain PyTorch's error + a rounding floor.
 
-    The floor has two parts. The first is flash-attention's rule, `2 * max|x + 0.3 - 0.3 - x|` in
+    The floor alone holds for any order of sums, so no bound depends on how lucky the plain run was;
+    the plain run adds room where products of 16-bit numbers are rounded on the way. The floor has
+    two parts. The first is flash-attention's rule, `2 * max|x + 0.3 - 0.3 - x|` in
     the result's dtype, with 0.3 in units of the largest value. The sum rounds by at most half a
     unit in its last place (ulp), so the worst case of the rule is one ulp; the floor takes that
     worst case, which is never 0 by luck. The second part is the same ulp of the accumulation dtype
@@ -215,11 +217,11 @@ def check(
     oracle = oracle.detach().double()
     errors = distance(got, oracle)
     bound = 2.0 * largest(distance(plain_64, oracle))
-    bound += rounding_floor(oracle, plain.dtype)
+    bound += _rounding_floor(oracle, plain.dtype)
     exact = torch.zeros_like(errors, dtype=torch.bool)
     if terms is not None:
         accum = accum_dtype(plain.dtype)
-        bound += rounding_floor(terms.detach(), accum)
+        bound += _rounding_floor(terms.detach(), accum)
         # Subnormal numbers may lose all their bits, and GPUs make them 0.
         bound += torch.finfo(accum).smallest_normal
         exact = terms.detach() == 0.0
@@ -379,7 +381,7 @@ def _terms(
     return terms
 
 
-def rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
+def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
     """The worst case of `2 * max|x + c - c - x|` in dtype, where `c` is 0.3 * max|x|.
 
     The sum is at most `1.3 * max|x|`, and rounds by at most half an ulp of that size.

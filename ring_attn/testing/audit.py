@@ -19,11 +19,10 @@ from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.core.values import as_ints
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
 from ring_attn.testing.observe import Change, Outcome, run_step
+from ring_attn.testing.rounding import rounding_bound
 
-# Runs of the twin with random roundings. A result of one more such run is, to first order, normally
-# distributed about the twin's: it lies farther away than STUDENT_T root mean squares of these
-# runs' distances with a probability of 1e-4, by Student's t of NOISY degrees of freedom.
-NOISY, STUDENT_T = 8, 7.12
+# Runs of the twin with random roundings.
+NUM_NOISY = 8
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def audit(
 
 def judge(sizes: Sequence[int], runs: Runs) -> Report:
     """The report on a step that `runs` runs."""
-    noises = [{0: {("noise",): i}} for i in range(NOISY)]
+    noises = [{0: {("noise",): i}} for i in range(NUM_NOISY)]
     twin, again, *noisy = (run[0] for run in runs([{}, {}, *noises], 1))
     right = twin.results
     ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in right.items()}
@@ -110,7 +109,11 @@ def judge(sizes: Sequence[int], runs: Runs) -> Report:
             f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "
             "are drawn without a seed, or time counts"
         )
-    bounds = {key: STUDENT_T * math.hypot(*moved[key]) / NOISY**0.5 + ulps[key] for key in ulps}
+    # A noisy run and the twin differ by one set of roundings, the ranks and the twin by two.
+    bounds = {
+        key: rounding_bound([math.sqrt(2) * x for x in distances[1:]], ulps[key])
+        for key, distances in moved.items()
+    }
     return Report(tuple(diagnose(bounds, twin, runs([{}], size)[0], runs) for size in sizes))
 
 

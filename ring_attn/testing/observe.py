@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ring_attn.torch_private import TorchDispatchMode, tree_map_only
+from ring_attn.testing.rounding import RandomRounding
 
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -128,7 +128,7 @@ class _Watch(TorchFunctionMode):
             mock.patch.object(nn.utils, "clip_grad_norm_", clipped),
             mock.patch.object(nn.utils.clip_grad, "clip_grad_norm_", clipped),
             mock.patch.object(nn.Module, "__call__", called),
-            nullcontext() if seed is None else _Noise(seed),
+            nullcontext() if seed is None else RandomRounding(seed),
             self,
         ):
             returned = step()
@@ -219,29 +219,6 @@ class _Watch(TorchFunctionMode):
         results = {name: _whole(x) for name, x in results.items() if x is not None}
         gradients = [None if x is None else _whole(x) for _, x in self.gradients]
         return Outcome(self.forwards, results, gradients)
-
-
-class _Noise(TorchDispatchMode):
-    """Moves every floating-point result at random by at most a unit in its last place."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, schema = func(*args, **(kwargs or {})), func._schema
-        inputs = list[Tensor]()
-        tree_map_only(Tensor, inputs.append, args)
-        made = not any(x.alias_info for x in (*schema.arguments, *schema.returns))
-        if made and func.namespace == "aten" and any(x.is_floating_point() for x in inputs):
-            tree_map_only(Tensor, self._move, out)
-        return out
-
-    def _move(self, x: Tensor) -> None:
-        x = _local(x)
-        if x.is_floating_point() and x.numel() and 0 not in x.stride():
-            draw = torch.rand(x.shape, generator=self.generator, dtype=torch.float64)
-            x.copy_(x.double() * (1 + torch.finfo(x.dtype).eps * (2 * draw - 1)))
 
 
 def _local(x: Any) -> Tensor:

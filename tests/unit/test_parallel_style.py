@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ring_attn import ContextParallel, parallelize
+from tests.bounds import assert_computes
 from tests.refusals import refused
 
 
@@ -120,13 +122,13 @@ def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None
         ContextParallel(**options)
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def expected(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def test_only_calls_within_the_forward_are_ours(mesh: DeviceMesh) -> None:
     core, other = parallelize(Core(), mesh, style()), Core()
-    torch.testing.assert_close(core(*qkv()), expected(*qkv()))
+    assert_computes(core(*qkv()), expected, *qkv())
     assert core.seen is DTensor
     mask = torch.ones(9, 9, dtype=torch.bool)
     with pytest.raises(TypeError):
@@ -166,9 +168,7 @@ def test_parameters_of_a_module_that_sees_its_shard(mesh: DeviceMesh) -> None:
     core = parallelize(Tempered(), mesh, style(inside="local"))
     q, k, v = qkv()
     out = core(q, k, v, scale=0.5)
-    torch.testing.assert_close(
-        out, F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=1.0)
-    )
+    assert_computes(out, partial(expected, scale=1.0), q, k, v)
     out.sum().backward()
     assert core.temperature.grad is not None and core.seen is Tensor
 
@@ -181,13 +181,18 @@ class Checkpointing(Core):
         return out
 
 
+def gradient_of_squares(index: int, *inputs: Tensor) -> Tensor:
+    leaves = [x.requires_grad_() for x in inputs]
+    return torch.autograd.grad(expected(*leaves).square().sum(), leaves)[index]
+
+
 def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: DeviceMesh) -> None:
     core = parallelize(Core(), mesh, style())
     leaves = [x.requires_grad_() for x in qkv()]
     out = checkpoint(core, *leaves, use_reentrant=False)
     got = torch.autograd.grad(out.square().sum(), leaves)
-    want = torch.autograd.grad(expected(*leaves).square().sum(), leaves)
-    torch.testing.assert_close(got, want)
+    for i, gradient in enumerate(got):
+        assert_computes(gradient, partial(gradient_of_squares, i), *leaves)
 
     core = parallelize(Checkpointing(), mesh, style())
     # torch's SDPA refuses DTensors on this device, or checkpoint finds other saved tensors.
@@ -232,4 +237,4 @@ def test_positions_and_names_of_any_forward(
     mesh: DeviceMesh, module: type[nn.Module], options: dict[str, Any], call: Any
 ) -> None:
     core = parallelize(module(), mesh, style(**options))
-    torch.testing.assert_close(call(core, *qkv()), F.scaled_dot_product_attention(*qkv()))
+    assert_computes(call(core, *qkv()), F.scaled_dot_product_attention, *qkv())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,11 +23,17 @@ from ring_attn.testing import (
     Case,
     Expected,
     Inputs,
+    RandomRounding,
+    cases,
     check,
     check_all,
+    check_rounded,
     dense_attention,
     dense_gradients,
+    expected,
+    margin,
     masks,
+    noisy_runs,
     plain_attention,
     plain_gradients,
     poisoned_empty,
@@ -36,8 +42,9 @@ from ring_attn.testing import (
     run_all_ranks,
 )
 from ring_attn.testing.cases import sample
+from ring_attn.testing.rounding import FALSE_ALARM, LAST_ULPS, MOVES_UP, false_alarm
 from ring_attn.transport.local import LocalTransport
-from tests.bounds import expect, textbook_backward, textbook_forward
+from tests.bounds import expect, named, textbook_backward, textbook_forward
 
 MASKS = masks(33)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -269,3 +276,115 @@ def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.Monk
 def test_a_transport_of_another_world_size_is_refused() -> None:
     with pytest.raises(ValueError, match="world_size=3 ranks, got 0 results"):
         run_all_ranks(Case("causal"), 3, lambda *_: [])
+
+
+# -- bounds from runs with random roundings
+
+
+class Layers(torch.nn.Module):
+    """Two layers, so that one's roundings move the other's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second = torch.randn(2, 48, 48, generator=generator) / 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first.to(x.dtype)).softmax(-1) @ self.second.to(x.dtype)
+
+
+def results_of_layers(dtype: torch.dtype) -> dict[str, Tensor]:
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    out = Layers()(x)
+    loss = out.square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return {"out": out.detach(), "loss": loss.detach(), "gradient": x.grad}
+
+
+@pytest.fixture(scope="module")
+def layers() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    noisy = noisy_runs(lambda: results_of_layers(torch.float32))
+    return results_of_layers(torch.float64), noisy
+
+
+def other_processors(num: int) -> Iterator[dict[str, Tensor]]:
+    """Results with other orders of sums and other roundings than those of `noisy_runs`."""
+    for seed in range(1000, 1000 + num):
+        with RandomRounding(seed):
+            yield results_of_layers(torch.float32)
+
+
+def test_right_results_are_within_the_bound_of_noisy_runs(layers: Any) -> None:
+    oracle, noisy = layers
+    for got in other_processors(100):
+        for name, x in got.items():
+            verdict = check_rounded(name, x, oracle[name], named(noisy, name))
+            assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize("name", ["out", "gradient"])
+def test_an_error_of_four_times_the_noise_is_found(layers: Any, name: str) -> None:
+    """Planted into one of 1,536 numbers, the last of a result that is right otherwise."""
+    oracle, noisy = layers[0][name], named(layers[1], name)
+    noise = max(float((x.double() - oracle).abs().max()) for x in noisy)
+    ulps = LAST_ULPS * float(oracle.abs().max()) * torch.finfo(torch.float32).eps
+    for got in other_processors(20):
+        wrong = got[name].clone()
+        wrong[-1, -1] = oracle[-1, -1] + 4.0 * noise + ulps
+        assert not check_rounded(name, wrong, oracle, noisy).ok
+
+
+def test_the_roundings_have_the_variance_of_rounding_to_nearest() -> None:
+    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) + 1.0
+    with RandomRounding(0):
+        moved = x * 1.0
+    ulp = torch.finfo(torch.float32).eps  # of numbers from 1 to 2
+    variance = float(((moved - x) / ulp).square().mean())
+    # Of 2 * MOVES_UP * 2^16 moves, each of 1 to 4 squared ulps: within five standard deviations.
+    deviation = 5 * (2 * MOVES_UP * 8 / len(x)) ** 0.5
+    assert abs(variance - 1 / 12) < deviation + 0.02  # uniform numbers, not logarithmic ones
+    with RandomRounding(0):
+        assert torch.equal(x.view(256, 256).T.contiguous(), x.view(256, 256).T)  # a copy
+
+
+def test_products_are_added_up_in_another_order() -> None:
+    a, b = torch.randn(2, 1, 4096, generator=torch.Generator().manual_seed(0))
+    with RandomRounding(0):
+        sums = {float((a @ b.T).double()) for _ in range(20)}
+    assert len(sums) > 3
+
+
+@pytest.mark.parametrize("num", [8, 16])
+def test_the_margin_is_that_of_normal_numbers(num: int) -> None:
+    """With half the margin false alarms are frequent enough to be counted."""
+    draws = torch.randn(200_000, num + 1, generator=torch.Generator().manual_seed(num)).abs()
+    beyond = draws[:, 0] > 0.5 * margin(num) * draws[:, 1:].max(1).values
+    expected, found = false_alarm(0.5 * margin(num), num), float(beyond.double().mean())
+    assert abs(found - expected) < 5 * (expected / len(draws)) ** 0.5
+    assert false_alarm(margin(num), num) == pytest.approx(FALSE_ALARM, rel=1e-3)
+
+
+def test_infinite_scores_stay_and_nan_fails() -> None:
+    x = torch.tensor([1.0, -math.inf, 0.0])
+    noisy = noisy_runs(lambda: x * 3.0)
+    oracle = x.double() * 3.0
+    assert check_rounded("scores", x * 3.0, oracle, noisy).ok
+    assert not check_rounded("scores", x * math.nan, oracle, noisy).ok
+    with pytest.raises(ValueError, match="must have shape"):
+        check_rounded("scores", x[:2], oracle, noisy)
+    with pytest.raises(TypeError, match="must be torch.float32"):
+        check_rounded("scores", x.half(), oracle, noisy)
+
+
+def test_no_bound_of_attention_depends_on_the_luck_of_a_plain_run() -> None:
+    """Results are within the bound of a plain run that has no error but the last rounding's."""
+    for case in sample([case for case in cases() if case.strategy != "auto"], 60, seed=3):
+        try:
+            ran = run_all_ranks(case, 3)
+        except (NotImplementedError, ValueError):
+            continue
+        oracle, plain = expected(case)
+        lucky = {name: getattr(oracle, name).to(getattr(plain, name).dtype) for name in RESULTS}
+        for verdict in check_all(ran.whole, oracle, replace(plain, **lucky)):
+            assert verdict.ok, (case, str(verdict))
