@@ -141,16 +141,40 @@ def check_command(line: str) -> None:
                 assert (ROOT / word).exists(), line
 
 
-@EVERY
+@EVERY_TEXT
+def test_random_tensors_are_seeded(name: str) -> None:
+    """Whoever copies a page gets the same tensors on every rank."""
+    line = TEXTS[name].unseeded_draw()
+    assert line is None, f"{name}:{line} draws random numbers before torch.manual_seed"
+
+
+@pytest.mark.parametrize("before, found", [("", 1), ("torch.manual_seed(0)\n", None)])
+def test_a_page_without_a_seed_is_found(before: str, found: int | None) -> None:
+    page = Page(DOCS / "drawn.md", f"```python\n{before}x = torch.randn(3)\n```\n")
+    assert page.unseeded_draw() == found
+
+
+WIDEST = 100
+
+
+@EVERY_TEXT
+def test_lines_of_code_fit_the_page(name: str) -> None:
+    for match in pages.FENCE.finditer(TEXTS[name].text):
+        if not (match["language"] or "").startswith("{"):
+            wide = [line for line in match["code"].splitlines() if len(line) > WIDEST]
+            assert not wide, f"{name}: {wide[0]}"
+
+
+@EVERY_TEXT
 def test_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for line, output in PAGES[name].shell_lines():
+    for line, output in TEXTS[name].shell_lines():
         check_command(line)
         if output is not None:
             assert line.startswith("ring-attn "), f"{line}: only ring-attn is run"
             with redirect_stdout(io.StringIO()) as printed:
                 assert cli.main(shlex.split(line)[1:]) in (0, 2)
             text = printed.getvalue() + capsys.readouterr().err
-            pages.check_output(PAGES[name], 0, output, text)
+            pages.check_output(TEXTS[name], 0, output, text)
 
 
 @pytest.mark.parametrize(
