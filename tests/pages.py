@@ -9,6 +9,9 @@
 A block of Python is executed; of a ```diff block, the lines after the change are. An ```output
 block after a block of Python holds what that block prints on rank 0, and after a line of
 `ring-attn` what the command prints; `...` stands for anything, as in doctest.
+
+Each rank starts with other random numbers, as in a reader's processes. A page that draws the
+tensors of all ranks must set a seed by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 FENCE = re.compile(
     r"^(?P<ticks>```+)(?P<language>\S+)?[^\n]*\n(?P<code>.*?)^(?P=ticks)$", re.M | re.S
 )
-LANGUAGES = {"python", "diff", "sh", "output", "text"}
+LANGUAGES = {"python", "diff", "sh", "output", "text", "bibtex"}
+DRAW = re.compile(r"\btorch\.rand\w*\(|\btorch\.normal\(")
+SEED = "torch.manual_seed("
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -85,6 +90,16 @@ class Page:
         """The blocks that are executed."""
         return [block for block in self.blocks if block.language in ("python", "diff")]
 
+    def unseeded_draw(self) -> int | None:
+        """Return the line of a block that draws random numbers before the page sets a seed."""
+        for block in self.programs:
+            seed, draw = block.code.find(SEED), DRAW.search(block.code)
+            if draw is not None and not -1 < seed < draw.start():
+                return block.line
+            if seed > -1:
+                return None
+        return None
+
     def shell_lines(self) -> list[tuple[str, str | None]]:
         """The commands of the page, each with its documented output."""
         lines = []
@@ -118,7 +133,7 @@ def run(page: Page, rank: int = 0) -> None:
         AssertionError: on rank 0, a block prints something else than its page says.
         Exception: what a block raises; its traceback names the page and the line.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(1000 + rank)
     module = ModuleType("__main__")
     names: dict[str, Any] = module.__dict__
     for name in page.settings.get("given", ()):

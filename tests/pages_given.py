@@ -14,13 +14,14 @@ def path() -> str:
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
     folder = tempfile.mkdtemp()
     config = LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=64,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same weights on every rank
+        LlamaForCausalLM(config).save_pretrained(folder)
     words = {f"w{i}": i for i in range(64)}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
@@ -53,4 +54,6 @@ def model() -> Any:
     """A small transformer whose layers have an attribute `attention`."""
     from common import Transformer
 
-    return Transformer(num_layers=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same weights on every rank
+        return Transformer(num_layers=2)

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pygments.styles import get_style_by_name
+from pygments.token import STANDARD_TYPES, Whitespace
 
 import ring_attn
 from ring_attn.cli import env
@@ -141,16 +143,69 @@ def check_command(line: str) -> None:
                 assert (ROOT / word).exists(), line
 
 
-@EVERY
+@EVERY_TEXT
+def test_random_tensors_are_seeded(name: str) -> None:
+    """Whoever copies a page gets the same tensors on every rank."""
+    line = TEXTS[name].unseeded_draw()
+    assert line is None, f"{name}:{line} draws random numbers before torch.manual_seed"
+
+
+@pytest.mark.parametrize("before, found", [("", 1), ("torch.manual_seed(0)\n", None)])
+def test_a_page_without_a_seed_is_found(before: str, found: int | None) -> None:
+    page = Page(DOCS / "drawn.md", f"```python\n{before}x = torch.randn(3)\n```\n")
+    assert page.unseeded_draw() == found
+
+
+WIDEST = 100
+
+
+@EVERY_TEXT
+def test_lines_of_code_fit_the_page(name: str) -> None:
+    for match in pages.FENCE.finditer(TEXTS[name].text):
+        if not (match["language"] or "").startswith("{"):
+            wide = [line for line in match["code"].splitlines() if len(line) > WIDEST]
+            assert not wide, f"{name}: {wide[0]}"
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of "rrggbb", as WCAG 2 defines it."""
+    shares = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_code_has_contrast() -> None:
+    """Every kind of token in the light style, with the colours that site.css replaces."""
+    css = (DOCS / "_static/site.css").read_text("utf-8")
+    replaced = {
+        name: colour
+        for names, colour in re.findall(r"((?:\.highlight \.\w+,?\s)+)\{ color: #(\w{6}) \}", css)
+        for name in re.findall(r"\.highlight \.(\w+)", names)
+    }
+    style = get_style_by_name("friendly")
+    for token, looks in style:
+        short = STANDARD_TYPES[token]
+        if looks["color"] and token is not Whitespace:
+            colour = replaced.get(short, looks["color"])
+            found = contrast(colour, style.background_color.removeprefix("#"))
+            assert found >= 4.5, f"{token} ({short}): {found:.2f}"
+
+
+@EVERY_TEXT
 def test_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for line, output in PAGES[name].shell_lines():
+    for line, output in TEXTS[name].shell_lines():
         check_command(line)
         if output is not None:
             assert line.startswith("ring-attn "), f"{line}: only ring-attn is run"
             with redirect_stdout(io.StringIO()) as printed:
                 assert cli.main(shlex.split(line)[1:]) in (0, 2)
             text = printed.getvalue() + capsys.readouterr().err
-            pages.check_output(PAGES[name], 0, output, text)
+            pages.check_output(TEXTS[name], 0, output, text)
 
 
 @pytest.mark.parametrize(
