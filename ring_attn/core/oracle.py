@@ -195,7 +195,8 @@ def check(
         got: the result.
         oracle: the oracle's result, float64, the same shape.
         plain: plain PyTorch's result, in the dtype that `got` must have.
-        terms: `Expected.terms[name]` of the oracle; None leaves out the second part. Where it is 0
+        terms: `Expected.terms[name]` of the oracle. None leaves out the second part, and the bound
+            depends on the plain run: use it for tensors of many numbers only. Where it is 0
             nothing is summed, as for a row that sees no key or a key that no row sees; there the
             result must equal the oracle's exactly.
 

@@ -48,7 +48,7 @@ FALSE_ALARM = 1e-4
 # The probability of the factor 1 + eps, and that of 1 - eps.
 MOVES_UP = 1 / 50
 
-# Random factors that are drawn at a time: most of the time of a small model would be draws.
+# Factors are drawn once, and taken from a random place on: draws would take most of the time.
 NUM_DRAWS = 1 << 17
 
 # After its long sums a single number, as a loss, goes through a few more operations: a division,
@@ -114,7 +114,7 @@ class RandomRounding(TorchDispatchMode):
         super().__init__()
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._drawn: dict[torch.dtype, Tensor] = {}  # factors, taken from a random place on
+        self._drawn: dict[torch.dtype, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in MATRIX_PRODUCTS:
@@ -134,23 +134,21 @@ class RandomRounding(TorchDispatchMode):
 
     def _move(self, x: Tensor) -> None:
         x = x.to_local() if hasattr(x, "to_local") else x
-        shares_memory = 0 in x.stride()
-        if x.is_floating_point() and not shares_memory:
-            x.mul_(self._factors(x.numel(), x.dtype).view(x.shape))
+        has_own_memory = aten.is_non_overlapping_and_dense(x)
+        if not x.is_floating_point() or not has_own_memory:
+            return
+        in_memory_order = x.as_strided((x.numel(),), (1,))
+        for part in in_memory_order.split(NUM_DRAWS // 2):
+            part.mul_(self._factors(part.numel(), x.dtype))
 
     def _factors(self, num: int, dtype: torch.dtype) -> Tensor:
         """Return `num` random factors, each 1 - eps, 1 or 1 + eps."""
-        if num > NUM_DRAWS:
-            return self._draw(num, dtype)
         if dtype not in self._drawn:
-            self._drawn[dtype] = self._draw(NUM_DRAWS, dtype)
+            draw = torch.rand(NUM_DRAWS, generator=self._generator)
+            moves = (draw < MOVES_UP).double() - (draw >= 1.0 - MOVES_UP).double()
+            self._drawn[dtype] = (1.0 + torch.finfo(dtype).eps * moves).to(dtype)
         start = self._random.randrange(NUM_DRAWS - num + 1)
         return self._drawn[dtype][start : start + num]
-
-    def _draw(self, num: int, dtype: torch.dtype) -> Tensor:
-        draw = torch.rand(num, generator=self._generator)
-        moves = (draw < MOVES_UP).double() - (draw >= 1.0 - MOVES_UP).double()
-        return (1.0 + torch.finfo(dtype).eps * moves).to(dtype)
 
 
 @cache
