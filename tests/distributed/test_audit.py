@@ -145,6 +145,7 @@ def test_a_right_step_of_each_kind_has_no_finding(kind: str, layout: str, ranks:
      ("fsdp_clipped", "clipped by the shard's norm"),  # Megatron-LM 5916
      ("of_torch", "cut without the balancer")],
 )  # fmt: skip
+@pytest.mark.sweep(3)
 def test_what_no_hypothesis_explains_is_said(kind: str, bug: str, ranks: Any) -> None:
     report = judged(partial(steps(kind), bug), ranks, 2)
     assert not report.ok and not contracts(report)

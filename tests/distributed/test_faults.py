@@ -28,9 +28,9 @@ from ring_attn.transport.ranks.identity import message_tag
 from tests.distributed.pool import Ended
 
 
-@pytest.mark.parametrize(
-    "every", [17, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", [17, 1])
 def test_no_fault_is_wrong_late_or_unnamed(every: int) -> None:
     chosen = cells()[::every]
     assert {cell.fault for cell in chosen} == {*FAULTS}

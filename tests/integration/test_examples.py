@@ -201,6 +201,7 @@ VERDICTS: dict[str, tuple[Callable[..., bool], tuple[Any, ...], list[bool]]] = {
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", VERDICTS)
+@pytest.mark.sweep(2)
 def test_verdicts_need_exact_attention(ranks: Any, name: str) -> None:
     example, args, expected = VERDICTS[name]
     assert ranks(2).run(example, *args) == expected

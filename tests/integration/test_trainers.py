@@ -148,17 +148,17 @@ class Training(NamedTuple):
 
 TRAININGS = {
     "padded": Training(usual, slow=False),
-    "documents": Training(partial(usual, collate="packed, with cu_seq_lens"), slow=False),
+    "documents": Training(partial(usual, collate="packed, with cu_seq_lens")),
     "llama4": Training(usual, where={"family": "llama4"}),
     "bamba, three ranks": Training(usual, 3, where={"family": "bamba"}),
-    "bamba, documents": Training(in_documents, slow=False, where={"family": "bamba"}),
+    "bamba, documents": Training(in_documents, where={"family": "bamba"}),
     "three ranks": Training(usual, 3),
     "computed again": Training(
         partial(usual, collate="packed", gradient_checkpointing=True),
         3,
         where={"layout": "striped"},
     ),
-    "smoothed": Training(partial(usual, label_smoothing_factor=0.3), slow=False),
+    "smoothed": Training(partial(usual, label_smoothing_factor=0.3)),
     "own loss": Training(with_own_loss_function),
     "own loss, three ranks": Training(with_own_loss_function, 3),
     "smoothed, three ranks": Training(partial(usual, label_smoothing_factor=0.3), 3),

@@ -57,12 +57,8 @@ def attend(
     return got
 
 
-QUICK = ("documents of other lengths",)
-
-
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask, number = MASKS[name], list(MASKS).index(name)
     inputs = grouped(mask, (64, 128)[number % 2], dtype=DTYPES[number // 2 % 2])

@@ -45,7 +45,7 @@ def sum_blocks(left_out: str, instrument: str = "") -> tuple[Fault | None, Tenso
     return (missing[0] if missing else None), out, expected
 
 
-@pytest.mark.parametrize("instrument", ["", "consan"])
+@pytest.mark.parametrize("instrument", ["", pytest.param("consan", marks=pytest.mark.slow)])
 def test_the_whole_kernel_has_no_fault(instrument: str) -> None:
     fault, out, expected = sum_blocks("", instrument)
     assert fault is None and torch.equal(out, expected)

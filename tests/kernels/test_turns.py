@@ -76,7 +76,8 @@ def test_what_a_document_holds_does_not_reach_its_neighbours() -> None:
         assert torch.equal(getattr(got, name)[:, others], getattr(alone, name)[:, others]), name
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_executed_in_any_order(arch: str) -> None:
     """Programs and warps run in a drawn order: the same bits, whole and in steps."""
     mask = Mask(193, 193, True, (150, -1), (0, 90, 193), (0, 90, 193))

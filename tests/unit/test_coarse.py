@@ -50,6 +50,7 @@ def planned(
     ids=str,
 )
 @pytest.mark.parametrize("world_size", [120, pytest.param(248, marks=pytest.mark.slow)])
+@pytest.mark.sweep(3)
 def test_few_ranks_have_the_times_bytes_and_peak_of_all(
     kind: str, window: float | None, strategy: Strategy, world_size: int
 ) -> None:

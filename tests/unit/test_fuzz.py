@@ -36,9 +36,19 @@ def own_processes() -> Iterator[None]:
     fuzz.pools.close()
 
 
-# About 20 s in all, and 10 more of Triton's attention in `tests/kernels/test_options.py`; CI and
-# `make fuzz` draw many more.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "triton"])
+# Calls of several processes are slow. Triton's attention is in `tests/kernels/test_options.py`; CI
+# and `make fuzz` draw many more of all kinds.
+SLOW_KINDS = ("processes", "queued")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_KINDS else ())
+        for kind in KINDS
+        if kind != "triton"
+    ],
+)
 def test_random_calls_are_right(kind: str) -> None:
     counts: Counter[str] = Counter()
     examples = max(1, KINDS[kind].share // 6)
