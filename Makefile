@@ -15,14 +15,37 @@ SEED ?= 0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Processors round differently. CAPABILITY=default, avx2 or avx512 makes torch, oneDNN and MKL compute
+# as a processor without more does; THREADS=2 gives each process two threads.
+THREADS ?= 1
+ONEDNN_default := SSE41
+ONEDNN_avx2 := AVX2
+ONEDNN_avx512 := AVX512_CORE
+MKL_default := SSE4_2
+MKL_avx2 := AVX2
+MKL_avx512 := AVX512
+ifdef CAPABILITY
+  export ATEN_CPU_CAPABILITY := $(CAPABILITY)
+  export ONEDNN_MAX_CPU_ISA := $(ONEDNN_$(CAPABILITY))
+  export MKL_ENABLE_INSTRUCTIONS := $(MKL_$(CAPABILITY))
+endif
+
+# Tests that compare numbers which torch computes.
+ROUNDING := tests/unit/test_testing.py tests/unit/test_backends.py tests/unit/test_strategies.py \
+	tests/unit/test_own_strategy.py tests/unit/test_parallel_style.py $(addprefix tests/distributed/test_, \
+	audit.py context_parallel_names.py generation.py installed_kernels.py logprobs.py \
+	own_recurrence.py parallel_recurrence.py recurrence.py ring_flash_adapters.py strategies.py \
+	tensor_parallel.py transformers.py) tests/integration/test_accelerate.py \
+	tests/integration/test_examples.py tests/integration/test_trainers.py
+
 # A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
 # of tests run side by side, 3 on 2 cores since many wait for timeouts; WORKERS=0 runs them in one
 # process, as a debugger wants it. Bytecode is kept, for the hundreds of processes that tests start.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
+.PHONY: help setup test test-slow test-all test-rounding ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +65,9 @@ test-slow: $(READY)  ## run only the slow tests
 	$(PYTEST) worksteal -m "slow and not gpu" $(ARGS) || test $$? -eq 5
 
 test-all: test test-slow  ## run every test that needs no GPU
+
+test-rounding: $(READY)  ## the tests that compare numbers; CAPABILITY=default or avx2, THREADS=2
+	$(PYTEST) loadfile -m "not slow and not gpu" $(ARGS) $(ROUNDING)
 
 ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
 	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py tests/kernels/test_blackwell.py
