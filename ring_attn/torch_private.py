@@ -74,8 +74,8 @@ def group_store(group: dist.ProcessGroup) -> Store:
     return cast(Store, store)
 
 
-# torch's class of NCCL process groups for which this package is written. torch 2.13 and newer have
-# others as well, and 2.15 takes one of them for the backend "nccl". There a collective between
+# torch's class of NCCL process groups for which this package is written. Newer versions have
+# others as well, and 2.15 takes one of these for the backend "nccl". There a collective between
 # `_start_coalescing` and `_end_coalescing` starts at once, and the work that the latter returns
 # waits for no collective: `coalesced` would give results before they have arrived.
 NCCL_CLASS = "ProcessGroupNCCL"

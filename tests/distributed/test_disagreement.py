@@ -32,7 +32,7 @@ from ring_attn import (
 )
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport, open_p2p
-from tests.distributed.pool import ended, everyone, on_ranks
+from tests.distributed.pool import device, ended, everyone, on_ranks
 from tests.drawn import scattered
 from tests.refusals import refused, says
 
@@ -135,6 +135,8 @@ MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softca
 
 def call(group: Group, *, backward: bool = True, **arguments: Any) -> Tensor:
     options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group} | arguments
+    if isinstance(sinks := options.get("sinks"), Tensor):
+        options["sinks"] = sinks.to(device())
     sizes = {name: options.pop(name, usual) for name, usual in SIZES.items()}
     layout = options["layout"]
     if isinstance(layout, SequenceLayout):
@@ -143,7 +145,7 @@ def call(group: Group, *, backward: bool = True, **arguments: Any) -> Tensor:
     q, k, v = (
         torch.ones(
             sizes["batch"], sizes["rows"], sizes[heads], sizes[dim],
-            dtype=sizes["dtype"], requires_grad=requires_grad,
+            dtype=sizes["dtype"], requires_grad=requires_grad, device=device(),
         )
         for heads, dim in (
             ("nheads", "headdim"), ("nheads_kv", "headdim"), ("nheads_kv", "headdim_v")
