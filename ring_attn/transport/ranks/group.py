@@ -244,14 +244,19 @@ class RankGroup:
         place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
         return RollCall(self._store, *place)
 
+    def why_in_vain(self) -> str | None:
+        """Return why a rank will not come to a roll-call: it has failed, or refused a call."""
+        board = self._board
+        assert board is not None, "the ranks have met"
+        return board.failure() or board.refused(list(self._calls))
+
     def agree(self, told: Facts, seconds: float) -> str | None:
         """What differs in the facts that ranks of the call under way tell; keeps the ring alive."""
         board, calls = self._board, list(self._calls)
         assert board is not None, "the ranks have met"
         self._tell_calls(board, calls, None)
         try:
-            in_vain = lambda: board.failure() or board.refused(calls)  # noqa: E731
-            meet(self.roll_call(), seconds, told, in_vain)
+            meet(self.roll_call(), seconds, told, self.why_in_vain)
             return None
         except DifferentError as error:
             return error.told
