@@ -41,9 +41,10 @@ def share_gpu(way: Way = "hostid") -> torch.device:
         RuntimeError: no launcher has started this process, there is no GPU, the process group
             exists already, or NCCL is too old for "multi".
 
-    Example:
-        >>> device = share_gpu()  # doctest: +SKIP
-        >>> dist.init_process_group("nccl", device_id=device)  # doctest: +SKIP
+    Example, a program that torchrun starts on a machine with one GPU::
+
+        device = share_gpu()
+        dist.init_process_group("nccl", device_id=device)
     """
     check_one_of("way", way, WAYS)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
