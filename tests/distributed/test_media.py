@@ -34,8 +34,8 @@ from ring_attn.transport.ranks.group import NOTHING, rank_group
 from ring_attn.transport.ranks.headers import UNKNOWN, Compared
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Lane, Posted
+from tests.distributed.differing import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
-from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.refusals import refused, says
 from tests.stand_in import FOREVER, StandIn
 

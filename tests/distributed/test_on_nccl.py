@@ -51,6 +51,7 @@ from ring_attn.testing.cases import strategy_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import P2PTransport, open_p2p
+from tests.distributed.differing import DIFFERENT, HAPPENED, call, do
 from tests.distributed.pool import (
     Ended,
     Pools,
@@ -62,7 +63,6 @@ from tests.distributed.pool import (
     mesh_of,
     on_ranks,
 )
-from tests.distributed.test_disagreement import DIFFERENT, HAPPENED, call, do
 
 pytestmark = pytest.mark.nccl
 
