@@ -139,10 +139,22 @@ def _setting() -> Setting:
 def why_wrong(use: Use) -> str | None:
     """The reason why the current GPU's kernels of a use are refused; None if they have passed."""
     capture.refuse("kernels would be used for the first time: make the call once before")
-    remembers = _setting() == "on"
+    if _setting() != "on":
+        return _proven(use)[1]
     facts = proofs.facts_of(repr(use), use.gpu)
-    if remembers and proofs.has_passed(facts):
+    if proofs.has_passed(facts):
         return None
+    with proofs.one_at_a_time(facts):
+        if proofs.has_passed(facts):  # meanwhile, in another process
+            return None
+        verdicts, reason = _proven(use)
+        if reason is None:
+            proofs.remember(facts, [str(verdict) for verdict in verdicts])
+        return reason
+
+
+def _proven(use: Use) -> tuple[list[Verdict], str | None]:
+    """Run the case of a use; return its verdicts, and the reason why it is refused or None."""
     _refuse_dead_context(use, "before the first use of")
     try:
         # In a thread of its own, apart from the caller's modes: inference, autocast, dispatch.
@@ -153,15 +165,13 @@ def why_wrong(use: Use) -> str | None:
         raise
     except Exception as error:
         _refuse_dead_context(use, "by the first use of", error)
-        return f"the first use failed ({use}): {_told(error)}"
+        return [], f"the first use failed ({use}): {_told(error)}"
     # An error of the last kernels would otherwise be found in another's use.
     _refuse_dead_context(use, "by the first use of")
     wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
     if wrong:
-        return f"the first use is wrong ({use}): {'; '.join(wrong)}"
-    if remembers:
-        proofs.remember(facts, [str(verdict) for verdict in verdicts])
-    return None
+        return verdicts, f"the first use is wrong ({use}): {'; '.join(wrong)}"
+    return verdicts, None
 
 
 def _refuse_dead_context(use: Use, when: str, cause: Exception | None = None) -> None:

@@ -6,18 +6,21 @@ would spend hours on it. Each proof that passed is a small file in the user's ca
 of everything on which the result depends, so that a new driver, version or source needs a new proof
 and no file is ever out of date. Proofs that failed are not kept: each process shows its own error.
 
-A folder that cannot be read or written costs proofs, never a result.
+Processes that start together prove once: one of them holds a lock, for which the others wait. A
+folder that cannot be read, written or locked costs proofs, never a result.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +32,12 @@ Facts = Mapping[str, str]
 
 # Files with the version of a GPU's driver, of NVIDIA's and AMD's.
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+
+# Seconds for which a process waits for another one that proves the same, which may compile first.
+PATIENCE_S = 120.0
+
+# Pauses between two looks at the lock.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
 # Packages with kernels, or with the compiler of ours.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4")
@@ -67,6 +76,43 @@ def remember(facts: Facts, verdicts: Sequence[str]) -> None:
         _write_whole(path, text)
     except OSError as error:
         _warn_once(f"{path.parent}: {error.strerror}")
+
+
+@contextmanager
+def one_at_a_time(facts: Facts) -> Iterator[None]:
+    """Run the block in one process after the other, among those with these facts.
+
+    Waits for at most PATIENCE_S: the process that proves may hang. The system releases the lock of
+    a process that ends.
+    """
+    path = _file_of(facts)
+    try:
+        if path is None:
+            raise FileNotFoundError
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    except OSError:  # `remember` warns
+        yield
+        return
+    with file:
+        _lock(file.fileno())
+        yield
+
+
+def _lock(file: int) -> None:
+    """Lock an open file, unless that takes too long or its file system has no locks."""
+    deadline, pause = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return
+        except OSError:
+            return
+        time.sleep(pause)
+        # A thousand processes may ask one file server.
+        pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def folder() -> Path | None:

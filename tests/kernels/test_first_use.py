@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,10 +231,10 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_case_that_does_not_end_is_logged_with_its_use(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a kernel that hangs, which no thread can end."""
-    logged = threading.Event()
+    texts, logged = list[str](), threading.Event()
 
     def hangs(use: Use) -> list[Verdict]:
         assert logged.wait(60)
@@ -241,6 +242,7 @@ def test_a_case_that_does_not_end_is_logged_with_its_use(
 
     class Seen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
             logged.set()
 
     monkeypatch.setattr(first_use, "proof", hangs)
@@ -251,15 +253,17 @@ def test_a_case_that_does_not_end_is_logged_with_its_use(
         assert why_wrong(USE) is None
     finally:
         first_use.logger.removeHandler(seen)
-    (record,) = caplog.records
-    assert str(USE) in record.getMessage() and f"process {os.getpid()}" in record.getMessage()
+    (text,) = texts
+    assert str(USE) in text and f"process {os.getpid()}" in text
 
 
 # -- proofs that passed, in files
 
 
 def notes() -> list[Path]:
-    return list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.*"))
+    """The files of proofs, and those that a broken write has left."""
+    found = Path(os.environ["XDG_CACHE_HOME"]).rglob("*")
+    return [path for path in found if path.is_file() and path.suffix != ".lock"]
 
 
 def test_another_process_does_not_run_a_case_that_has_passed(cases: list[Use]) -> None:
@@ -347,7 +351,7 @@ def test_a_folder_that_cannot_be_written_costs_proofs_and_is_told_once(
     assert len(cases) == 2
     (told,) = [str(one.message) for one in caught]
     assert "XDG_CACHE_HOME" in told and "RING_ATTN_FIRST_USE=always" in told
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and path != home] == []
+    assert [path for path in notes() if path != home] == []
 
 
 def raising(error: OSError) -> Callable[..., None]:
@@ -365,6 +369,43 @@ def test_remembering_can_be_turned_off(
     again()
     again()
     assert len(cases) == runs and len(notes()) == (value == "on")
+
+
+def prove_together(start: Any, path: Path) -> None:
+    def proof(use: Use) -> list[Verdict]:
+        with path.open("a") as file:
+            file.write("proven\n")
+        time.sleep(0.1)  # others find no file yet
+        return [GOOD]
+
+    first_use.proof = proof
+    start.wait()
+    assert why_wrong(USE) is None
+
+
+def test_processes_that_start_together_prove_once(tmp_path: Path) -> None:
+    fork, path = multiprocessing.get_context("fork"), tmp_path / "proven"
+    start = fork.Barrier(3)
+    processes = [fork.Process(target=prove_together, args=(start, path)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert path.read_text() == "proven\n"
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["a process that hangs", "no locks"])
+def test_a_lock_that_is_not_to_be_had_costs_a_proof(
+    hangs: bool, cases: list[Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proofs, "PATIENCE_S", 0.05)
+    facts = proofs.facts_of(repr(USE), USE.gpu)
+    if not hangs:
+        monkeypatch.setattr(proofs.fcntl, "flock", raising(OSError(38, "Function not implemented")))
+    with proofs.one_at_a_time(facts):
+        assert again() is None
+    assert cases == [USE] and proofs.has_passed(facts)
 
 
 FACTS = {"use": "forward", "gpu": "H100"}
