@@ -412,7 +412,7 @@ FACTS = {"use": "forward", "gpu": "H100"}
 
 
 def remember_again_and_again() -> None:
-    for _ in range(200):
+    for _ in range(60):
         proofs.remember(FACTS, 1000 * ["out"])
 
 
