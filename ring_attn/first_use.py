@@ -5,24 +5,33 @@ must be within the bounds of `core.oracle` around attention in float64, on the s
 whose kernels do not compile or are wrong is refused with the error or the figures, and "auto" takes
 the next one. All ranks prove before they connect, and compare their backends when they do.
 
-Each process runs a case once for each model of GPU. RING_ATTN_FIRST_USE=off runs no cases.
+A kernel that reads or writes memory which it does not own ends CUDA's context, after which every
+call of CUDA in the process fails. Then no other backend is tried, and CUDA's error is raised. A
+kernel that hangs cannot be ended by its own process: its use is logged after SLOW_S.
+
+Proofs that passed are remembered across processes (`proofs`). With RING_ATTN_FIRST_USE=always none
+are, and each process runs a case once for each model of GPU; RING_ATTN_FIRST_USE=off runs no cases.
 A case takes at most two seconds, beside compiling what its call compiles as well, for nothing is
 tuned: by its operators one second is estimated for an A2, 1 to 3 s were measured on a CPU's core.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn import drivers
+from ring_attn import drivers, proofs
 from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
 from ring_attn.backends.base import cached_by_gpu, gpu_model
 from ring_attn.core.dtypes import dtype_name
@@ -38,7 +47,10 @@ from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.local import LocalTransport, run_local
 
+logger = logging.getLogger("ring_attn")
+
 VARIABLE = "RING_ATTN_FIRST_USE"
+Setting = Literal["on", "always", "off"]
 
 RANKS = 3  # a ring with a first, a middle and a last step
 ROWS, RAGGED_ROWS = 128, 93  # of a rank
@@ -49,6 +61,9 @@ SOFTCAP = 20.0
 
 # Most kv heads, and query heads of each. From 4 kv heads on, sm_90 has another backward.
 KV_HEADS, GROUP = 4, 8
+
+# Seconds after which a case is logged that has not ended. It may compile for a minute or two.
+SLOW_S = 300.0
 
 # Characters of an error's text: a compiler's has pages.
 MAX_CHARACTERS = 400
@@ -102,7 +117,7 @@ def proven_backend(
     refused = dict[str, str]()
     while True:
         choice = choose_backend(spec, backend, purpose, tuple(refused.items()))
-        if choice.name == "reference" or spec.device_type != "cuda" or not _is_on():
+        if choice.name == "reference" or spec.device_type != "cuda" or _setting() == "off":
             break
         reasons = map(why_wrong, uses(choice.name, spec, purpose))
         reason = next((reason for reason in reasons if reason is not None), None)
@@ -114,28 +129,97 @@ def proven_backend(
     return choice
 
 
-def _is_on() -> bool:
+def _setting() -> Setting:
     value = os.environ.get(VARIABLE, "on")
-    check_one_of(VARIABLE, value, ("on", "off"))
-    return value == "on"
+    check_one_of(VARIABLE, value, get_args(Setting))
+    return cast(Setting, value)
 
 
 @cache
 def why_wrong(use: Use) -> str | None:
     """The reason why the current GPU's kernels of a use are refused; None if they have passed."""
     capture.refuse("kernels would be used for the first time: make the call once before")
+    if _setting() != "on":
+        return _proven(use)[1]
+    facts = proofs.facts_of(repr(use), use.gpu)
+    if proofs.has_passed(facts):
+        return None
+    with proofs.one_at_a_time(facts):
+        if proofs.has_passed(facts):  # meanwhile, in another process
+            return None
+        verdicts, reason = _proven(use)
+        if reason is None:
+            proofs.remember(facts, [str(verdict) for verdict in verdicts])
+        return reason
+
+
+def _proven(use: Use) -> tuple[list[Verdict], str | None]:
+    """Run the case of a use; return its verdicts, and the reason why it is refused or None."""
+    _refuse_dead_context(use, "before the first use of")
     try:
         # In a thread of its own, apart from the caller's modes: inference, autocast, dispatch.
-        (verdicts,) = run_local(1, lambda *_: proof(use))
+        with _logged_if_slow(use):
+            (verdicts,) = run_local(1, lambda *_: proof(use))
     except torch.OutOfMemoryError as error:
         error.add_note(f"in the first use of {use}, which {VARIABLE}=off leaves unchecked")
         raise
     except Exception as error:
-        return f"the first use failed ({use}): {_told(error)}"
+        _refuse_dead_context(use, "by the first use of", error)
+        return [], f"the first use failed ({use}): {_told(error)}"
+    # An error of the last kernels would otherwise be found in another's use.
+    _refuse_dead_context(use, "by the first use of")
     wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
     if wrong:
-        return f"the first use is wrong ({use}): {'; '.join(wrong)}"
-    return None
+        return verdicts, f"the first use is wrong ({use}): {'; '.join(wrong)}"
+    return verdicts, None
+
+
+def _refuse_dead_context(use: Use, when: str, cause: Exception | None = None) -> None:
+    """Raise CUDA's error if the GPU's context is dead, with a note that names the use.
+
+    Raises:
+        RuntimeError: CUDA's own, such as `torch.AcceleratorError`, from `cause`.
+    """
+    error = _error_of_context() if use.spec.device_type == "cuda" else None
+    if error is None:
+        return
+    error.add_note(
+        f"The CUDA context was lost {when} {use}, on {use.gpu}. Every later call of CUDA in this "
+        "process fails too, so no other backend is tried: end the process. To find the kernel, "
+        "run it again with CUDA_LAUNCH_BLOCKING=1; to go on without this backend, name another "
+        "one by backend="
+    )
+    raise error from cause
+
+
+def _error_of_context() -> RuntimeError | None:
+    """Return CUDA's error if every call raises it; None if the context is alive."""
+    error = None
+    for _ in range(2):  # an error that leaves the context alive is raised once
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as raised:
+            error = raised
+        else:
+            return None
+    return error
+
+
+@contextmanager
+def _logged_if_slow(use: Use) -> Iterator[None]:
+    """Log a use that has not ended after SLOW_S: nothing else would name a kernel that hangs."""
+    text = (
+        "the first use of %s, on %s, has not ended after %g s: it compiles, or a kernel hangs. A "
+        "hang ends only with process %d: kill it, and set %s=off or name another backend"
+    )
+    told = use, use.gpu, SLOW_S, os.getpid(), VARIABLE
+    timer = threading.Timer(SLOW_S, logger.error, (text, *told))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _told(error: BaseException) -> str:

@@ -74,6 +74,51 @@ def group_store(group: dist.ProcessGroup) -> Store:
     return cast(Store, store)
 
 
+# torch's class of NCCL process groups for which this package is written. Newer versions have
+# others as well, and 2.15 takes one of these for the backend "nccl". There a collective between
+# `_start_coalescing` and `_end_coalescing` starts at once, and the work that the latter returns
+# waits for no collective: `coalesced` would give results before they have arrived.
+NCCL_CLASS = "ProcessGroupNCCL"
+
+
+def nccl_class() -> Any:
+    """Return torch's class of NCCL process groups for which this package is written.
+
+    Raises:
+        NotImplementedError: torch has another class by that name.
+    """
+    found = dist.ProcessGroupNCCL
+    second = getattr(dist, "ProcessGroupNCCL2", None)
+    if found.__name__ != NCCL_CLASS or found is second:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has {found.__name__} as torch.distributed.{NCCL_CLASS}, "
+            f"for which ring_attn is not written yet: use an older torch, from 2.11"
+        )
+    return found
+
+
+def refuse_other_nccl(group: dist.ProcessGroup) -> None:
+    """Refuse a group whose CUDA tensors go through another class of NCCL process groups.
+
+    Raises:
+        NotImplementedError: the class is not `NCCL_CLASS`; the text says how to get that one.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # none for CUDA tensors
+        return
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    name = type(backend).__name__
+    is_nccl = "nccl" in name.lower() or "nccl" in backend.name()
+    if is_nccl and name != NCCL_CLASS:
+        raise NotImplementedError(
+            f"ring_attn supports torch's {NCCL_CLASS}, but the group has {name} (torch "
+            f"{torch.__version__}, backend {backend.name()!r}), for which it is not written yet: "
+            "set TORCH_DIST_USE_NCCL2=0 on all ranks before init_process_group, or pass "
+            "init_process_group('nccl-legacy')"
+        )
+
+
 def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Any:
     """Options of an NCCL communicator that runs beside attention kernels.
 
@@ -82,7 +127,7 @@ def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequenc
     Its stream has priority on free multiprocessors. Its blocks are few, and not in clusters: NCCL's
     default on sm_90 is clusters of 4.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    options = nccl_class().Options()
     options._timeout = datetime.timedelta(seconds=seconds)
     options.group_name = GroupName(name)
     options.global_ranks_in_group = list(global_ranks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import signature
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 from ring_attn.cli import launch
+from ring_attn.testing.one_gpu import WAYS, sharing_refusal
 from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
 
 # When the first test could begin, by time.monotonic().
@@ -43,6 +46,18 @@ START = pytest.StashKey[float]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "start no test after this time; the first case of each test comes first, then the second"
     parser.addoption("--budget", type=float, metavar="SECONDS", help=text)
+    text = (
+        "run only the tests marked `nccl`, on ranks that share one GPU over NCCL: each as a node "
+        "(hostid), or all as one node (multi, NCCL 2.30 or newer preloaded)"
+    )
+    parser.addoption("--nccl", choices=WAYS, help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    way = config.getoption("--nccl")
+    why_not = None if way is None else sharing_refusal(way)
+    if why_not is not None:
+        raise pytest.UsageError(f"--nccl {way}: {why_not}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -66,9 +81,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests of the folder `distributed` as dist, and cases left out of a sweep as slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests of the folder `distributed` as dist, and cases left out of a sweep as slow.
+
+    Leaves out tests that do not run on the chosen medium, see `--nccl`.
+    """
     cases: Counter[tuple[Path, str]] = Counter()
+    here = [_runs_here(item, config.getoption("--nccl")) for item in items]
+    if not all(here):
+        config.hook.pytest_deselected(items=[*compress(items, map(operator.not_, here))])
+        items[:] = compress(items, here)
     for item in items:
         if item.path.parent.name == "distributed":
             item.add_marker("dist")
@@ -78,6 +100,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if cases[test] % sweep.args[0]:
                 item.add_marker("slow")
             cases[test] += 1
+
+
+def _runs_here(item: pytest.Item, nccl: str | None) -> bool:
+    """Whether a test is of the chosen medium: with `--nccl` one that is marked so, else any other.
+
+    Those marked `nccl(only=True)` need a GPU.
+    """
+    mark = item.get_closest_marker("nccl")
+    if nccl is not None:
+        return mark is not None
+    return mark is None or not mark.kwargs.get("only", False)
 
 
 @pytest.fixture(autouse=True)
@@ -102,20 +135,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs the tests of `ranks` twice: as on a CPU, and as on a device with streams.
 
     The second run is slow unless the test is marked `queued`; `gloo` tests have only the first.
+    With `--nccl` they run once, on a GPU.
     """
     if "ranks" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker
-        media = [pytest.param(False, id="cpu")]
-        if mark("gloo") is None:
+        way = metafunc.config.getoption("--nccl")
+        media = [pytest.param("cpu", id="cpu")]
+        if way is not None:
+            media = [pytest.param(way, id=f"nccl-{way}")]
+        elif mark("gloo") is None:
             marks = [] if mark("queued") else [pytest.mark.slow]
-            media.append(pytest.param(True, id="queued", marks=marks))
+            media.append(pytest.param("queued", id="queued", marks=marks))
         metafunc.parametrize("ranks", media, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
     """`ranks(world_size).run(fn, *args)` runs fn in so many processes, which the tests share."""
-    pools = Pools(queued=request.param)
+    medium = request.param
+    pools = Pools(queued=medium == "queued", nccl=medium if medium in WAYS else None)
     yield pools
     pools.close()
 

@@ -116,7 +116,9 @@ def _machine(here: dict[str, Any], device: str) -> Iterator[Finding]:
     for gpu in here["devices"]:
         yield Finding("GPU", "ok", f"{gpu['name']}, compute capability {gpu['capability']}")
     if device == "cpu":
-        yield Finding("ranks", "note", f"{len(here['devices'])} GPUs: the ring below is on the CPU")
+        text = f"{len(here['devices'])} GPUs: the ring below is on the CPU"
+        mend = "for tests over NCCL, ring_attn.testing.share_gpu lets ranks share a GPU"
+        yield Finding("ranks", "note", text, mend)
 
 
 def _backends(device: str) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ from ring_attn.testing.cases import (
     usable_backends,
 )
 from ring_attn.testing.inputs import LARGE_LOGITS, poisoned_empty, random_qkv, random_sinks
+from ring_attn.testing.one_gpu import share_gpu
 from ring_attn.testing.ranks import (
     AllRanks,
     RankResult,
@@ -107,6 +108,7 @@ __all__ = [
     "run_all_ranks",
     "run_calls",
     "run_rank",
+    "share_gpu",
     "strategy_of",
     "usable_backends",
     "whole_of",

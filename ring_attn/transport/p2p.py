@@ -229,7 +229,7 @@ class P2PTransport(Transport):
             return
         here, ready = shared.roll_call(), shared.roll_call()
         here.come(as_facts({"backend": backend}))
-        here.wait(self._timeout_s)
+        here.wait(self._timeout_s, shared.why_in_vain)
         counts = vars(self.stats).copy()
         try:
             prepare()
@@ -238,7 +238,7 @@ class P2PTransport(Transport):
             raise
         vars(self.stats).update(counts)
         ready.come()
-        ready.wait(PREPARE_S)
+        ready.wait(PREPARE_S, shared.why_in_vain)
         shared.prepared.add((kind, backend))
 
     def _among(self, members: Ranks) -> P2PTransport:

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ring_attn import ring_attention
 from ring_attn.testing import Case, RankResult, Sent, put_together
 from ring_attn.testing.ranks import arguments_of
+from ring_attn.torch_private import NCCL_CLASS
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import formation, group, headers, media
 from tests.deferred.cuda import HOME, CaptureError, Queue
@@ -122,8 +123,8 @@ def device_of(recorder: Recorder) -> Iterator[None]:
         # torch looks at the stream's type before it asks a mode.
         lend = lambda x, stream: recorder.lend(x, stream)  # noqa: E731
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lend))
-        made = type("Communicator", (Communicator,), {"recorder": recorder})
-        stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", made, create=True))
+        made = type(NCCL_CLASS, (Communicator,), {"recorder": recorder})
+        stack.enter_context(mock.patch.object(dist, NCCL_CLASS, made, create=True))
         # The host never knows how far the device has got; while it records, data is missing.
         stack.enter_context(mock.patch.object(headers.Compared, "differs", lambda _: None))
         stack.enter_context(recorder)

@@ -1,6 +1,9 @@
-"""Ranks for the distributed tests: processes with a gloo group, started once for many tests.
+"""Ranks for the distributed tests: processes with a process group, started once for many tests.
 
-Processes are forked from a server that has torch loaded, so that one starts in well under a second.
+The group is of gloo; with `nccl` it has NCCL for CUDA tensors, too, and all ranks share one GPU.
+
+Processes are forked from a server that has torch loaded, so that one starts in well under a second;
+those with a GPU start anew, since CUDA does not survive a fork.
 A rank that raises, dies or hangs ends in a `RankError`, and the pool is not used again: messages of
 half a ring may still be under way in it.
 """
@@ -15,7 +18,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -30,6 +33,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ring_attn
+from ring_attn.testing.one_gpu import Way, share_gpu
 
 PRELOAD = [
     "torch",
@@ -48,6 +52,9 @@ PRELOAD_TRANSFORMERS = [
 ]
 
 PACKAGE = str(Path(ring_attn.__file__).parent)
+
+# Backends of a pool's groups, by the device of its ranks' tensors; objects travel by gloo.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Seconds for a call; a rank that waits for another rank gives up somewhat earlier.
 TIMEOUT = 60.0
@@ -77,11 +84,18 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
+def device() -> torch.device:
+    """The device of this rank's tensors: the GPU if the ranks share one over NCCL, else the CPU."""
+    if "nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 @cache
 def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh on a rank, made once because each makes process groups; by default of all ranks."""
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("co", "ds")[: len(shape)])
+    return init_device_mesh(device().type, shape, mesh_dim_names=("co", "ds")[: len(shape)])
 
 
 class RankError(AssertionError):
@@ -148,7 +162,7 @@ def forkserver() -> Any:
 
 
 class Pool:
-    """`world_size` processes with a default process group over gloo."""
+    """`world_size` processes with a default process group over gloo, or NCCL on one GPU."""
 
     def __init__(
         self,
@@ -156,14 +170,24 @@ class Pool:
         *,
         group_timeout: float = GROUP_TIMEOUT,
         queued: bool = False,
+        nccl: Way | None = None,
+        environment: Mapping[str, str] | None = None,
         enter: Sequence[Callable[[], str]] = (),
     ) -> None:
-        """Starts the processes, with CPU tensors as CUDA's if `queued`; does not wait for them.
+        """Starts the processes, and does not wait for them.
 
-        Each rank first calls its function of `enter`, which returns rank 0's address as a host.
+        Args:
+            world_size: number of ranks.
+            group_timeout: seconds.
+            queued: treats CPU tensors as CUDA's.
+            nccl: the way in which the ranks share a GPU, see `share_gpu`.
+            environment: further variables of all ranks.
+            enter: for each rank a function that it calls first, and that returns rank 0's address
+                as a host.
         """
         self.world_size = world_size
-        context = forkserver()
+        context = forkserver() if nccl is None else multiprocessing.get_context("spawn")
+        medium = Medium(queued, nccl, dict(environment or {}))
         # The store lives here: its port is known before any rank starts, and it outlives them all.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
@@ -171,7 +195,7 @@ class Pool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             first = enter[rank] if enter else None
-            args = (rank, world_size, self._store.port, group_timeout, queued, first, theirs)
+            args = (rank, world_size, self._store.port, group_timeout, medium, first, theirs)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -257,15 +281,24 @@ class Pool:
 class Pools:
     """One pool for each world size, started when first asked for."""
 
-    def __init__(self, *, queued: bool) -> None:
-        self.queued = queued
+    def __init__(self, *, queued: bool, nccl: Way | None = None) -> None:
+        self.queued, self.nccl = queued, nccl
         self._pools: dict[int, Pool] = {}
+
+    @property
+    def device(self) -> str:
+        """The device of the ranks' tensors."""
+        return "cpu" if self.nccl is None else "cuda"
+
+    def fresh(self, world_size: int, **options: Any) -> Pool:
+        """A pool for one test, which may stop or kill its processes, and closes it."""
+        return Pool(world_size, queued=self.queued, nccl=self.nccl, **options)
 
     def __call__(self, world_size: int) -> Pool:
         """The pool of that size; a new pool if the last has been closed."""
         pool = self._pools.get(world_size)
         if pool is None or pool.closed:
-            pool = self._pools[world_size] = Pool(world_size, queued=self.queued)
+            pool = self._pools[world_size] = self.fresh(world_size)
         return pool
 
     def close(self, groups: int = 0) -> None:
@@ -275,12 +308,21 @@ class Pools:
                 pool.close()
 
 
+@dataclass(frozen=True)
+class Medium:
+    """How the ranks of a pool exchange tensors; see `Pool`."""
+
+    queued: bool
+    nccl: Way | None
+    environment: dict[str, str]
+
+
 def _work(
     rank: int,
     world_size: int,
     port: int,
     group_timeout: float,
-    queued: bool,
+    medium: Medium,
     enter: Callable[[], str] | None,
     pipe: Connection,
 ) -> None:
@@ -292,8 +334,16 @@ def _work(
     if not torch.cuda.is_available():
         # Must be set before triton is imported, which some functions of torch do.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.update(medium.environment)
+    gpu = None
+    if medium.nccl is not None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        # These tests are of messages; kernels have their own.
+        os.environ["RING_ATTN_FIRST_USE"] = "off"
+        gpu = share_gpu(medium.nccl)
     dist.init_process_group(
-        "gloo",
+        BACKENDS["cpu" if gpu is None else "cuda"],
+        device_id=gpu,
         store=dist.TCPStore(
             host, port, is_master=bool(enter) and rank == 0, wait_for_workers=False
         ),
@@ -301,7 +351,7 @@ def _work(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=group_timeout),
     )
-    if queued:
+    if medium.queued:
         from tests.distributed.queued import install
 
         install()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attn.torch_private import NCCL_CLASS
 from ring_attn.transport import capture, streams
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.media import Gloo
@@ -91,5 +92,5 @@ def install() -> None:
     streams.wait = lambda event, device: None
     streams.lend = lambda x: None
     streams.pinned = lambda x, device: x.clone()
-    dist.ProcessGroupNCCL = Communicator
+    dist.ProcessGroupNCCL = type(NCCL_CLASS, (Communicator,), {})
     streams.moment = lambda stream: time.perf_counter_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,18 +18,25 @@ import torch.distributed as dist
 from ring_attn import ring_attention
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.testing.cases import strategy_of
-from ring_attn.torch_private import coalesced
+from ring_attn.torch_private import NCCL_CLASS, coalesced, nccl_class, refuse_other_nccl
+from ring_attn.transport import streams
 from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media
-from ring_attn.transport.ranks.formation import MissingRanksError, RollCall, hashed, meet
+from ring_attn.transport.ranks.formation import (
+    Meetings,
+    MissingRanksError,
+    RollCall,
+    hashed,
+    meet,
+)
 from ring_attn.transport.ranks.group import NOTHING, rank_group
 from ring_attn.transport.ranks.headers import UNKNOWN, Compared
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Lane, Posted
+from tests.distributed.differing import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
-from tests.distributed.test_disagreement import SINKS, STRATEGIES, WORLD_SIZE, call, decode
-from tests.refusals import says
+from tests.refusals import refused, says
 from tests.stand_in import FOREVER, StandIn
 
 GPU = torch.device("cuda", 0)
@@ -44,9 +52,9 @@ def in_place_of_nccl(make: Callable[..., Any]) -> Iterator[list[Any]]:
         made.append(make(*given))
         return made[-1]
 
-    nccl = mock.Mock(Options=StandIn.Options, side_effect=noted)
+    nccl = mock.Mock(Options=StandIn.Options, side_effect=noted, __name__=NCCL_CLASS)
     with (
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(dist, NCCL_CLASS, nccl, create=True),
         mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
     ):
         yield made
@@ -132,6 +140,57 @@ def test_a_communicator_that_is_never_made() -> None:
     ended_at_last.set()
     assert end.error is MissingRanksError and end.seconds < 10.0, end
     assert says(end.text, "could not connect|ranks [7] did not come"), end
+
+
+# -- torch's other classes of NCCL process groups
+
+
+def class_named(name: str) -> type:
+    """A class as torch 2.15 has for groups of the backend "nccl"; its `name` says the backend."""
+    return type(name, (), {"name": lambda self: "nccl"})
+
+
+@pytest.mark.parametrize("name", ["ProcessGroupNCCL2", "ProcessGroupNCCLLazy", "Backend"])
+def test_a_group_of_another_class_is_refused_by_name(name: str) -> None:
+    for backend in (class_named(name)(), mock.Mock(wrapped_pg=class_named(name)())):
+        group = mock.Mock(**{"_get_backend.return_value": backend})
+        with refused(NotImplementedError, f"{name}|TORCH_DIST_USE_NCCL2=0|'nccl-legacy'"):
+            refuse_other_nccl(group)
+
+
+def test_groups_of_the_supported_class_and_of_other_backends_are_not_refused() -> None:
+    gloo = type("ProcessGroupGloo", (), {"name": lambda self: "gloo"})
+    for cls in (class_named(NCCL_CLASS), gloo):
+        refuse_other_nccl(mock.Mock(**{"_get_backend.return_value": cls()}))
+    refuse_other_nccl(mock.Mock(**{"_get_backend.side_effect": RuntimeError("no such backend")}))
+
+
+def test_another_class_by_the_supported_name_is_refused() -> None:
+    second = class_named("ProcessGroupNCCL2")
+    for found in (second, class_named("ProcessGroupNCCL3")):
+        classes = {NCCL_CLASS: found, "ProcessGroupNCCL2": second}
+        patched = mock.patch.multiple(dist, **classes, create=True)
+        with patched, refused(NotImplementedError, f"{found.__name__}|use an older torch"):
+            nccl_class()
+    legacy = class_named(NCCL_CLASS)
+    with mock.patch.multiple(dist, create=True, ProcessGroupNCCL=legacy, ProcessGroupNCCL2=second):
+        assert nccl_class() is legacy
+
+
+@pytest.mark.queued
+@on_ranks(2)
+def test_a_first_call_over_another_class_is_refused_before_anything_is_sent() -> None:
+    if not streams.are_used(CPU):
+        return  # CPU tensors do not go through NCCL
+    group, x = dist.new_group(), torch.ones(1, 2, 2, 8)
+    backend = class_named("ProcessGroupNCCL2")()
+    backend.options = mock.Mock(_timeout=datetime.timedelta(seconds=9))
+    patched = mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: backend)
+    with patched, mock.patch.object(Meetings, "attend") as attend:
+        first, second = (ended(lambda: ring_attention(x, x, x, group=group)) for _ in range(2))
+    assert first.error is NotImplementedError and "ProcessGroupNCCL2" in first.text, first
+    assert second.error is RuntimeError and "ProcessGroupNCCL2" in second.text, second
+    attend.assert_not_called()
 
 
 def test_a_late_exchange_is_named() -> None:

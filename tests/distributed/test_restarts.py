@@ -7,10 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import TransportOptions, ring_attention
-from tests.distributed.pool import Ended, ended
+from tests.distributed.pool import BACKENDS, Ended, Pool, Pools, device, ended
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -84,8 +82,8 @@ def same_again(usual: Tensor, x: Tensor, options: TransportOptions) -> None:
 def start_again(victims: tuple[int, ...]) -> list[Ended]:
     """How calls end in groups made anew with one store: a victim is away, then all are here."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    x, ends = torch.full((1, 5, 2, 8), 1.0 + rank), list[Ended]()
+    store, backend = dist.distributed_c10d._get_default_store(), BACKENDS[device().type]
+    x, ends = torch.full((1, 5, 2, 8), 1.0 + rank, device=device()), list[Ended]()
     usual = ring_attention(x, x, x)
     starts = [start for victim in victims for start in (victim, None)]
     for number, victim in enumerate(starts, 1):
@@ -94,7 +92,7 @@ def start_again(victims: tuple[int, ...]) -> list[Ended]:
             ring_attention(x, x, x)
         # torch's own connections may use addresses of an earlier start, which the store still has.
         with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         if rank != victim:
             options = TransportOptions(timeout=20.0 if victim is None else 1.0)
             ends.append(ended(partial(same_again, usual, x, options)))
@@ -105,9 +103,16 @@ def start_again(victims: tuple[int, ...]) -> list[Ended]:
 
 
 @pytest.mark.gloo
-def test_groups_made_anew_with_the_old_store(fresh_ranks: Callable[..., Any]) -> None:
+@pytest.mark.nccl
+def test_groups_made_anew_with_the_old_store(ranks: Pools) -> None:
     victims = (1, 0, 2)
-    pool = fresh_ranks(3)
+    with ranks.fresh(3) as pool:
+        told_by_victims(pool, victims)
+        assert pool.close() == [0, 0, 0]
+
+
+def told_by_victims(pool: Pool, victims: tuple[int, ...]) -> None:
+    """Every start without a victim ends by an error that names the victim, every other one runs."""
     for rank, ends in enumerate(pool.run(start_again, victims, timeout=60)):
         errors = [None if end.error is None else end.text for end in ends]
         told = [one for one in errors if one is not None]
@@ -115,4 +120,3 @@ def test_groups_made_anew_with_the_old_store(fresh_ranks: Callable[..., Any]) ->
         away = [victim for victim in victims if victim != rank]
         for victim, text in zip(away, told, strict=True):
             assert f"ranks [{victim}] did not come within 1 s" in text, text
-    assert pool.close() == [0, 0, 0]

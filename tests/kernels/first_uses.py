@@ -1,11 +1,12 @@
 """First uses of compiled kernels on the stand-in driver, which computes nothing.
 
 Runs in a process without TRITON_INTERPRET, of test_first_use.py: `python -m
-tests.kernels.first_uses`.
+tests.kernels.first_uses`. With the word `remembered` a proof of another process must be found.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import warnings
 from unittest import mock
@@ -17,6 +18,7 @@ from triton import knobs
 from triton.compiler.compiler import max_shared_mem
 from triton.runtime import driver as drivers
 
+from ring_attn import proofs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.first_use import Use, why_wrong
@@ -25,6 +27,8 @@ from tests.kernels.repeats import DRIVER
 
 SPEC = AttentionSpec("cpu", torch.bfloat16, 1, 2, 1, 16, 16)
 FORWARD = Use("triton", "forward", SPEC, ("causal",))
+# As in test_first_use.py, in whose process it has passed.
+KEPT = Use("triton", "forward", AttentionSpec("cpu", torch.float16, 1, 2, 1, 16, 16), ())
 
 
 @triton.jit
@@ -40,6 +44,9 @@ def why() -> str:
 
 
 def main() -> None:
+    if "remembered" in sys.argv:
+        assert proofs.has_passed(proofs.facts_of(repr(KEPT), "H100"))
+        assert not proofs.has_passed(proofs.facts_of(repr(KEPT), "A100"))
     drivers.set_active(DRIVER)
     warnings.simplefilter("ignore")
     supports = mock.patch.object(TritonBackend, "supports", lambda *_, **__: None)

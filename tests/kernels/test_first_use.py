@@ -1,9 +1,15 @@
-"""The first use of kernels: right ones pass, planted faults are refused, and notes are kept."""
+"""The first use of kernels: right ones pass, faults are refused, and proofs are remembered."""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ring_attn import backends, first_use
+from ring_attn import backends, first_use, proofs
 from ring_attn.backends import Purpose, base, choose_backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.oracle import Verdict
@@ -29,10 +35,14 @@ CAUSAL = Purpose(causal=True)
 
 
 @pytest.fixture(autouse=True)
-def unused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing has been used before."""
+def unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing has been used before, in this process or another one."""
     monkeypatch.setenv("RING_ATTN_FIRST_USE", "on")
-    functions = proven_backend, why_wrong, first_use._warn, choose_backend
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    functions = (
+        proven_backend, why_wrong, first_use._warn, choose_backend, proofs._software,
+        proofs._warn_once,
+    )  # fmt: skip
     for function in functions:
         function.cache_clear()
     yield
@@ -112,7 +122,9 @@ def test_a_planted_fault_is_refused_with_its_figures(
 
 @pytest.mark.timeout(180)
 def test_kernels_that_do_not_compile_or_compute_nothing() -> None:
-    run_compiling("-m", "tests.kernels.first_uses")
+    facts = proofs.facts_of(repr(USE), "H100")
+    proofs.remember(facts, ["out"])
+    run_compiling("-m", "tests.kernels.first_uses", "remembered")
 
 
 def test_the_callers_modes_do_not_matter() -> None:
@@ -218,6 +230,206 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert "RING_ATTN_FIRST_USE=off" in caught.value.__notes__[0]
 
 
+def test_a_case_that_does_not_end_is_logged_with_its_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a kernel that hangs, which no thread can end."""
+    texts, logged = list[str](), threading.Event()
+
+    def hangs(use: Use) -> list[Verdict]:
+        assert logged.wait(60)
+        return [GOOD]
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+            logged.set()
+
+    monkeypatch.setattr(first_use, "proof", hangs)
+    monkeypatch.setattr(first_use, "SLOW_S", 0.01)
+    seen = Seen()
+    first_use.logger.addHandler(seen)
+    try:
+        assert why_wrong(USE) is None
+    finally:
+        first_use.logger.removeHandler(seen)
+    (text,) = texts
+    assert str(USE) in text and f"process {os.getpid()}" in text
+
+
+# -- proofs that passed, in files
+
+
+def notes() -> list[Path]:
+    """The files of proofs, and those that a broken write has left."""
+    found = Path(os.environ["XDG_CACHE_HOME"]).rglob("*")
+    return [path for path in found if path.is_file() and path.suffix != ".lock"]
+
+
+def test_another_process_does_not_run_a_case_that_has_passed(cases: list[Use]) -> None:
+    assert again() is None and again() is None
+    assert cases == [USE] and len(notes()) == 1
+    again(Use("triton", "forward", SPEC, ("causal",)))
+    assert len(cases) == 2
+
+
+@pytest.mark.parametrize("changed", ["gpu", "driver", "torch", "ring_attn", "configs", "sources"])
+def test_what_a_proof_depends_on_needs_another_proof(
+    changed: str, cases: list[Use], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver, configs, source = (tmp_path / name for name in ("version", "configs", "kernel.py"))
+    for path in (driver, configs, source):
+        path.write_text("1")
+    monkeypatch.setattr(proofs, "DRIVER_FILES", (tmp_path / "none", driver))
+    monkeypatch.setattr(proofs, "_sources", lambda: iter([source]))
+    monkeypatch.setenv("RING_ATTN_CONFIGS", str(configs))
+    again()
+    use = USE
+    if changed == "gpu":
+        use = Use(USE.backend, USE.kind, USE.spec, USE.masks, "H100, 132 multiprocessors")
+    elif changed == "torch":
+        monkeypatch.setattr(proofs, "installed_version", lambda name: "another")
+    elif changed == "ring_attn":
+        monkeypatch.setattr(proofs, "__version__", "another")
+    else:
+        {"driver": driver, "configs": configs, "sources": source}[changed].write_text("2")
+    proofs._software.cache_clear()
+    again(use)
+    assert len(cases) == 2
+    again(use)
+    assert len(cases) == 2
+
+
+def test_sources_are_those_of_the_kernels_too() -> None:
+    """In a checkout their folder is a link, which Path.rglob would not enter."""
+    names = {path.name for path in proofs._sources()}
+    assert {"flash_fwd.py", "hopper_bwd.py", "first_use.py", "triton.py"} <= names
+
+
+def test_a_case_that_fails_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "proof", lambda use: [GOOD, BAD])
+    assert again() is not None and notes() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"passed": ', "[]", "null", '{"passed": ["out"]}', '{"facts": {}, "passed": ["out"]}'],
+)
+def test_a_broken_file_costs_a_proof_and_is_mended(text: str, cases: list[Use]) -> None:
+    again()
+    (note,) = notes()
+    whole = note.read_text()
+    note.write_text(text)
+    assert again() is None and len(cases) == 2
+    assert note.read_text() == whole
+
+
+def test_bytes_that_are_no_text_cost_a_proof(cases: list[Use]) -> None:
+    again()
+    notes()[0].write_bytes(b"\xff\xfe\x00")
+    assert again() is None and len(cases) == 2
+
+
+@pytest.mark.parametrize("broken", ["a file", "read-only", "full", "no home"])
+def test_a_folder_that_cannot_be_written_costs_proofs_and_is_told_once(
+    broken: str, cases: list[Use], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    if broken == "a file":
+        home.write_text("")
+    elif broken == "read-only":  # root may write in any folder
+        monkeypatch.setattr(Path, "mkdir", raising(PermissionError(13, "Permission denied")))
+    elif broken == "full":
+        monkeypatch.setattr(os, "replace", raising(OSError(28, "No space left on device")))
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert again() is None and again() is None
+    assert len(cases) == 2
+    (told,) = [str(one.message) for one in caught]
+    assert "XDG_CACHE_HOME" in told and "RING_ATTN_FIRST_USE=always" in told
+    assert [path for path in notes() if path != home] == []
+
+
+def raising(error: OSError) -> Callable[..., None]:
+    def function(*_: object, **__: object) -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(("value", "runs"), [("always", 2), ("on", 1)])
+def test_remembering_can_be_turned_off(
+    value: str, runs: int, cases: list[Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RING_ATTN_FIRST_USE", value)
+    again()
+    again()
+    assert len(cases) == runs and len(notes()) == (value == "on")
+
+
+def prove_together(start: Any, path: Path) -> None:
+    def proof(use: Use) -> list[Verdict]:
+        with path.open("a") as file:
+            file.write("proven\n")
+        time.sleep(0.1)  # others find no file yet
+        return [GOOD]
+
+    first_use.proof = proof
+    start.wait()
+    assert why_wrong(USE) is None
+
+
+def test_processes_that_start_together_prove_once(tmp_path: Path) -> None:
+    fork, path = multiprocessing.get_context("fork"), tmp_path / "proven"
+    start = fork.Barrier(3)
+    processes = [fork.Process(target=prove_together, args=(start, path)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert path.read_text() == "proven\n"
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["a process that hangs", "no locks"])
+def test_a_lock_that_is_not_to_be_had_costs_a_proof(
+    hangs: bool, cases: list[Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proofs, "PATIENCE_S", 0.05)
+    facts = proofs.facts_of(repr(USE), USE.gpu)
+    if not hangs:
+        monkeypatch.setattr(proofs.fcntl, "flock", raising(OSError(38, "Function not implemented")))
+    with proofs.one_at_a_time(facts):
+        assert again() is None
+    assert cases == [USE] and proofs.has_passed(facts)
+
+
+FACTS = {"use": "forward", "gpu": "H100"}
+
+
+def remember_again_and_again() -> None:
+    for _ in range(60):
+        proofs.remember(FACTS, 1000 * ["out"])
+
+
+def test_two_processes_that_write_one_proof_leave_it_whole_at_every_moment() -> None:
+    proofs.remember(FACTS, ["out"])
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=remember_again_and_again) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    reads = 0
+    while any(writer.is_alive() for writer in writers) or reads == 0:
+        assert proofs.has_passed(FACTS)
+        reads += 1
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert len(notes()) == 1
+
+
 # -- the choice
 
 CUDA = AttentionSpec("cuda", torch.bfloat16, 1, 8, 4, 128, 128)
@@ -296,6 +508,7 @@ def gpus(wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         "current_device": lambda: current[-1],
         "get_device_properties": lambda *given: properties[index(*given)],
         "get_device_capability": lambda *given: (models[index(*given)][2], 0),
+        "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     base._model.cache_clear()
@@ -315,6 +528,115 @@ def test_each_model_of_gpu_has_its_cases_and_its_choice(
     models = [use.gpu.partition(",")[0] for use in cases]
     assert models == ["H100", "H100", "A100", "A100"]  # forward and backward of each
     assert len(set(cases)) == 4
+
+
+# -- a CUDA context that is lost
+
+ILLEGAL = "an illegal memory access was encountered"
+
+
+class Context:
+    """Emulates a GPU on which kernels may fail, and whose errors `synchronize` raises.
+
+    `happens` is called in the proof of Triton's kernels; other backends are right.
+    """
+
+    def __init__(self, happens: Callable[[Context], list[Verdict]]) -> None:
+        self.happens = happens
+        self.dead = False
+        self.pending: RuntimeError | None = None  # an error that is raised once
+        self.proven: list[str] = []
+
+    def synchronize(self) -> None:
+        if self.dead:
+            raise torch.AcceleratorError(f"CUDA error: {ILLEGAL}")
+        if self.pending is not None:
+            error, self.pending = self.pending, None
+            raise error
+
+    def proof(self, use: Use) -> list[Verdict]:
+        self.proven.append(use.backend)
+        return self.happens(self) if use.backend == "triton" else [GOOD]
+
+
+def dies(context: Context) -> list[Verdict]:
+    context.dead = True
+    raise RuntimeError(f"Triton Error [CUDA]: {ILLEGAL}")
+
+
+def dies_unnoticed(context: Context) -> list[Verdict]:
+    context.dead = True
+    return [GOOD]
+
+
+def dies_with_wrong_results(context: Context) -> list[Verdict]:
+    context.dead = True
+    return [BAD]
+
+
+def does_not_launch(context: Context) -> list[Verdict]:
+    context.pending = torch.AcceleratorError("CUDA error: invalid configuration argument")
+    raise RuntimeError("Triton Error [CUDA]: out of resources")
+
+
+def does_not_compile(context: Context) -> list[Verdict]:
+    raise RuntimeError("CompilationError")
+
+
+@pytest.fixture
+def context_in_which(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Context], list[Verdict]]], Context]:
+    """Makes a context in which something happens to Triton's kernels."""
+
+    def make(happens: Callable[[Context], list[Verdict]]) -> Context:
+        context = Context(happens)
+        monkeypatch.setattr(first_use, "why_wrong", why_wrong)
+        monkeypatch.setattr(first_use, "proof", context.proof)
+        monkeypatch.setattr(torch.cuda, "synchronize", context.synchronize)
+        return context
+
+    return make
+
+
+@pytest.mark.parametrize("happens", [dies, dies_unnoticed, dies_with_wrong_results])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_no_backend_is_tried_after_a_context_is_lost(
+    backend: str, happens: Callable[[Context], list[Verdict]], context_in_which: Any
+) -> None:
+    context = context_in_which(happens)
+    with pytest.raises(torch.AcceleratorError, match=ILLEGAL) as caught:
+        proven_backend(CUDA, backend, TRAINING)
+    assert context.proven == ["triton"] and notes() == []
+    (note,) = caught.value.__notes__
+    for words in ("by the first use of forward of triton", "H100", "end the process"):
+        assert words in note
+    cause = caught.value.__cause__
+    assert (happens is dies) == (cause is not None and "Triton Error" in str(cause))
+    # A call after that does not try another backend either, and blames no kernel of its own.
+    with pytest.raises(torch.AcceleratorError) as again:
+        proven_backend(CUDA, "auto", TRAINING)
+    assert "before the first use of" in again.value.__notes__[0] and len(context.proven) == 1
+
+
+@pytest.mark.parametrize("happens", [does_not_launch, does_not_compile])
+def test_auto_takes_the_next_backend_where_the_context_is_alive(
+    happens: Callable[[Context], list[Verdict]], context_in_which: Any
+) -> None:
+    context = context_in_which(happens)
+    with pytest.warns(UserWarning, match="the first use failed .forward of triton"):
+        choice = proven_backend(CUDA, "auto", TRAINING)
+    assert choice.name not in ("triton", "reference")
+    assert set(context.proven) == {"triton", choice.name}
+    assert all(choice.name in note.read_text() for note in notes())
+
+
+def test_an_error_of_earlier_kernels_is_not_blamed_on_a_first_use(context_in_which: Any) -> None:
+    context = context_in_which(dies)
+    context.dead = True
+    with pytest.raises(torch.AcceleratorError) as caught:
+        proven_backend(CUDA, "auto", TRAINING)
+    assert "before the first use of" in caught.value.__notes__[0] and context.proven == []
 
 
 def test_nothing_is_run_on_a_cpu(cases: list[Use]) -> None:

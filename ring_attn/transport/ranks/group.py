@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.core.facts import Facts
-from ring_attn.torch_private import group_store, group_timeout
+from ring_attn.torch_private import group_store, group_timeout, refuse_other_nccl
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Agreement, as_facts, rank_name
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
@@ -110,6 +110,7 @@ class RankGroup:
     """One rank's state in a group. The ranks connect together at the first call."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
         self.global_rank = self.global_ranks[self.rank]
@@ -212,10 +213,14 @@ class RankGroup:
     def medium(self, device: torch.device, seconds: float) -> Medium:
         """The medium for tensors of this device; all ranks connect it together at the first call.
 
-        Refuses missing ranks, a ring that has failed before, and different files of configs.
+        Refuses missing ranks, a ring that has failed before, different files of configs, and
+        classes of NCCL process groups that are not supported.
         """
         self.refuse_failed()
         if device.type not in self._media:
+            group = self._group()
+            if group is not None and streams.are_used(device):
+                refuse_other_nccl(group)
             self._store_s = seconds
             try:
                 self._media[device.type] = self._new_medium(device, seconds)
@@ -239,14 +244,19 @@ class RankGroup:
         place = f"{self._meeting}/roll_call/{self._roll_calls}", self.global_rank, self.global_ranks
         return RollCall(self._store, *place)
 
+    def why_in_vain(self) -> str | None:
+        """Return why a rank will not come to a roll-call: it has failed, or refused a call."""
+        board = self._board
+        assert board is not None, "the ranks have met"
+        return board.failure() or board.refused(list(self._calls))
+
     def agree(self, told: Facts, seconds: float) -> str | None:
         """What differs in the facts that ranks of the call under way tell; keeps the ring alive."""
         board, calls = self._board, list(self._calls)
         assert board is not None, "the ranks have met"
         self._tell_calls(board, calls, None)
         try:
-            in_vain = lambda: board.failure() or board.refused(calls)  # noqa: E731
-            meet(self.roll_call(), seconds, told, in_vain)
+            meet(self.roll_call(), seconds, told, self.why_in_vain)
             return None
         except DifferentError as error:
             return error.told

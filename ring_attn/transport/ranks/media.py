@@ -21,10 +21,9 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from ring_attn.core.program import Channel
-from ring_attn.torch_private import PrefixStore, Store, nccl_options
+from ring_attn.torch_private import PrefixStore, Store, nccl_class, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
 from ring_attn.transport.options import MAX_CTAS
@@ -214,7 +213,7 @@ class Nccl:
             meet(RollCall(self._store, name, me, everyone), seconds)
             nccl = nccl_options(name, seconds + GRACE_S, MAX_CTAS, everyone)
             store, rank = PrefixStore(name, self._store), members.index(self._rank)
-            communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
+            communicator: Any = nccl_class()(store, rank, len(members), nccl)
             self._endings.append(Ending(communicator, name))
             # Splitting another communicator would need all of its ranks.
             connect = partial(communicator.eager_connect_single_device, device)
