@@ -167,9 +167,7 @@ def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
         contextlib.redirect_stdout(log),
     ):
         try:
-            kernel = launch.kernel.warmup(
-                grid=launch.grid, **launch.args, **launch.constants, **launch.options
-            )
+            kernel = launch.warmup()
         except Exception as error:
             raise CompileError(_reason(error, errors())) from error
     return kernel, log.getvalue()

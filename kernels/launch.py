@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton import knobs
 
-from .interpreter import matmul_in_order
+from .cache_keys import fix_cache_key
+from .interpreter import adapted_interpreter
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,19 @@ class Launch:
         """
         if not all(self.grid):
             return None
-        with matmul_in_order() if knobs.runtime.interpret else nullcontext():
-            return self.kernel[self.grid](**self.args, **self.constants, **self.options)
+        if knobs.runtime.interpret:
+            with adapted_interpreter():
+                return self._launch()
+        fix_cache_key(self.kernel)
+        return self._launch()
+
+    def warmup(self) -> Any:
+        """Compile the kernel for the active driver, or load it from triton's cache; return it."""
+        fix_cache_key(self.kernel)
+        return self.kernel.warmup(grid=self.grid, **self.args, **self.constants, **self.options)
+
+    def _launch(self) -> Any:
+        return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 
 class Repeat:

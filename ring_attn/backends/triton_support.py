@@ -63,8 +63,6 @@ def _why_not_interpreted(spec: AttentionSpec, explicit: bool) -> str | None:
         return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
     if find_spec("numpy") is None:
         return "Triton's interpreter needs numpy, which is not installed"
-    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-        return "Triton's interpreter needs numpy below 2.4 before triton 3.7"
     if spec.dtype == torch.bfloat16:
         return "bfloat16 arithmetic is wrong in Triton's interpreter: use float16 or float32"
     if not _use_interpreter():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ring_attn.backends import choose_backend, get_backend, kept_launches
@@ -89,7 +90,7 @@ MACHINES = [
     (Machine(interpret=True, explicit=True), None),
     (INTERPRETED, None),
     (replace(INTERPRETED, numpy=None), "needs numpy, which is not installed"),
-    (replace(INTERPRETED, numpy="2.4.6"), "numpy below 2.4"),
+    (replace(INTERPRETED, numpy="2.4.6"), None),
     (replace(INTERPRETED, compiled_before=True), "set TRITON_INTERPRET=1 before the program"),
     (replace(INTERPRETED, spec={"dtype": torch.bfloat16}), "bfloat16 arithmetic is wrong"),
     (Machine(spec={"dtype": torch.float64}), "not torch.float64"),
@@ -131,18 +132,21 @@ def test_it_says_once_that_it_is_the_interpreter() -> None:
 def test_kernels_of_the_user_keep_the_interpreter_as_it_was(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products in order, an attribute of the interpreter's builder, are for our launches alone."""
+    """Products in order, and triton 3.6's conversion of scalars, are changed for our launches."""
     theirs, within = object(), list[object]()
     monkeypatch.setattr(InterpreterBuilder, "create_dot", theirs)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", theirs)
+    monkeypatch.setattr("ring_attn.kernels.interpreter.RELEASE", (3, 6))
 
     def kernel() -> None:
-        within.append(InterpreterBuilder.create_dot)
+        within.extend((InterpreterBuilder.create_dot, interpreter._patch_lang_tensor))
         if fails:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
         Launch({(1,): kernel}, (1,), {}, {}, {}).run()
-    assert InterpreterBuilder.create_dot is theirs and within and within != [theirs]
+    assert InterpreterBuilder.create_dot is interpreter._patch_lang_tensor is theirs
+    assert len(within) == 2 and theirs not in within
 
 
 @in_interpreter
