@@ -1,9 +1,8 @@
-"""A repeated launch passes Triton the same grid, function and arguments as a new launch.
+"""CUDA gets the same kernel, grid and bytes of a repeated launch as of a new launch.
 
-Kernels are compiled for sm_90, and launches are written
-down instead of made, so this runs in a process without TRITON_INTERPRET, of
-test_triton_backend.py: `python -m tests.kernels.repeats`. That Triton takes a repeat's addresses
-for tensors is seen on a GPU (test_gpu.py).
+Triton's driver and launcher are real, libcuda is a stub (`stub_driver`). Kernels are compiled for
+sm_90, so this runs in a process without TRITON_INTERPRET, of test_launches.py:
+`python -m tests.kernels.repeats`. stub_launches.py plants faults.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from triton.runtime import driver as drivers
 
-from dev.compiled import CompileTarget
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
@@ -32,50 +28,20 @@ from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import Inputs, random_qkv
 from tests.bounds import run, whole
 from tests.kernels.calls import cut_keys
+from tests.kernels.stub_driver import MAX_LAUNCHES, StubDriver, launching
 
 KERNELS = "flash_fwd flash_dq flash_dkdv delta hopper_fwd hopper_bwd decode merge_parts merge_tree"
 ROWS, HEADS = 97, 4
 CAUSAL = Mask(ROWS, ROWS, causal=True)
 
 
-class Driver(CompileTarget):
-    """Replaces Triton's driver of a GPU; keeps grid, function and arguments of each launch."""
-
-    def __init__(self) -> None:
-        super().__init__("sm_90")
-        self.launches = list[tuple[object, tuple[str, int], list[object]]]()
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 232448},
-            load_binary=lambda name, binary, *_: (None, (name, hash(binary)), 0, 0, 1024),
-        )
-
-    def get_current_device(self) -> object:
-        return 0
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        kinds = list(source.signature.values())
-
-        def launch(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-            args = list[object]()
-            for kind, arg in zip(kinds, rest[-len(kinds) :], strict=True):
-                if kind.startswith("tensordesc"):
-                    args += (arg.base.data_ptr(), *arg.shape, *arg.strides)
-                elif kind != "constexpr":
-                    args.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
-            self.launches.append(((x, y, z), function, args))
-
-        return launch
-
-
-DRIVER = Driver()
-
-
 class Checked(KeptLaunches):
     """Compares every launch, new or repeated, with a new launch of the same call."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: StubDriver) -> None:
         super().__init__()
         self.num_new = 0
+        self._driver = driver
         self._alive = list[object]()  # tensors of all calls, whose addresses no later tensor gets
 
     def run(
@@ -92,13 +58,13 @@ class Checked(KeptLaunches):
         self._alive.append((inputs, others))
         super().run(call, inputs, others, make_new)
         make().run()
-        ran, anew = DRIVER.launches[-2:]
+        ran, anew = self._driver.last(2)
         assert ran == anew, (call, ran, anew)
 
 
-def checked_backend() -> tuple[TritonBackend, Checked]:
+def checked_backend(driver: StubDriver) -> tuple[TritonBackend, Checked]:
     backend = TritonBackend()
-    backend._launches = Checked()
+    backend._launches = Checked(driver)
     return backend, backend._launches
 
 
@@ -111,9 +77,9 @@ def heads_first(inputs: Inputs) -> Inputs:
     return Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
 
 
-def check_steps(*calls: Callable[[TritonBackend], object]) -> None:
+def check_steps(driver: StubDriver, *calls: Callable[[TritonBackend], object]) -> None:
     """Runs all calls twice: the second time no launch is new."""
-    backend, launches = checked_backend()
+    backend, launches = checked_backend(driver)
     made = list[int]()
     for call in (*calls, *calls):
         call(backend)
@@ -138,9 +104,9 @@ def merge(backend: TritonBackend) -> None:
     backend.merge(*parts, torch.zeros(HEADS), q.dtype)
 
 
-def check_unaligned() -> None:
+def check_unaligned(driver: StubDriver) -> None:
     """An address that is no multiple of 16 needs another kernel, whose launch is never repeated."""
-    backend, launches = checked_backend()
+    backend, launches = checked_backend(driver)
     out, lse = draw().q, torch.zeros(1, HEADS, ROWS)
     dout = torch.zeros(out.numel() + 1, dtype=out.dtype)[1:].view_as(out)
     for made in (1, 2):
@@ -163,11 +129,16 @@ def check_kept() -> None:
 
 
 def main() -> None:
-    drivers.set_active(DRIVER)
+    with launching() as driver:
+        check(driver)
+
+
+def check(driver: StubDriver) -> None:
     warnings.simplefilter("ignore")
     causal, parts, full = [whole(CAUSAL)], cut_keys(CAUSAL, 32, 64), [whole(Mask(ROWS, ROWS))]
     one_row = whole(Mask(1, ROWS))
     check_steps(
+        driver,
         lambda backend: run(backend, draw(), causal),
         lambda backend: run(backend, draw(), causal, sinks=torch.zeros(HEADS)),
         lambda backend: run(backend, draw(), causal, scale=0.5),
@@ -181,12 +152,11 @@ def main() -> None:
     )
     blocks = [whole(Mask(256, 256))]
     with mock.patch.object(configs, "architecture", lambda device: "sm_90"):
-        check_steps(lambda backend: run(backend, draw(256, HEADS, 64), blocks))
-    check_unaligned()
+        check_steps(driver, lambda backend: run(backend, draw(256, HEADS, 64), blocks))
+    check_unaligned(driver)
     check_kept()
-    assert {name for _, (name, _), _ in DRIVER.launches} == {
-        f"{name}_kernel" for name in KERNELS.split()
-    }
+    names = {launched.kernel for launched in driver.last(MAX_LAUNCHES)}
+    assert names == {f"{name}_kernel" for name in KERNELS.split()}
 
 
 if __name__ == "__main__":

@@ -283,8 +283,3 @@ def test_tables_are_made_once_for_a_plan_and_have_a_bound(monkeypatch: pytest.Mo
 
 def square(seqlen: int) -> tuple[Tile, ...]:
     return (Tile(0, seqlen, 0, seqlen),)
-
-
-@pytest.mark.slow
-def test_repeated_launches_equal_new_launches() -> None:
-    run_compiling("-m", "tests.kernels.repeats")

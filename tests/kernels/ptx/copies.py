@@ -17,6 +17,11 @@ from tests.kernels.ptx.parse import Address, Instruction, Operand
 
 CHUNK = 16
 
+# Without a sub-qualifier, `.shared` is the program's own memory, as triton 3.6 writes it.
+OWN = r"shared(?:::cta)?"
+# Our programs have no clusters of several: a cluster's memory is their own. Triton 3.6 names it.
+OWN_OR_CLUSTER = r"shared::(?:cta|cluster)"
+
 
 @handles(r"cp\.async\.(cg|ca)\.shared\.global")
 def copy(machine: Machine, ins: Instruction, cache: str) -> ByLanes:
@@ -119,7 +124,7 @@ def find(
     return found
 
 
-@handles(r"mbarrier\.init\.shared::cta\.b64")
+@handles(rf"mbarrier\.init\.{OWN}\.b64")
 def initialise(machine: Machine, ins: Instruction) -> ByLanes:
     offsets = located(machine, ins, ins.operands[0], 8)
     count = int(str(ins.operands[1]), 0)
@@ -136,7 +141,7 @@ def initialise(machine: Machine, ins: Instruction) -> ByLanes:
     return run
 
 
-@handles(r"mbarrier\.inval\.shared::cta\.b64")
+@handles(rf"mbarrier\.inval\.{OWN}\.b64")
 def invalidate(machine: Machine, ins: Instruction) -> ByLanes:
     """Ends an mbarrier's life; its memory may be used again."""
     offsets = located(machine, ins, ins.operands[0], 8)
@@ -151,7 +156,7 @@ def invalidate(machine: Machine, ins: Instruction) -> ByLanes:
     return run
 
 
-@handles(r"mbarrier\.arrive(\.expect_tx)?\.shared::cta\.b64")
+@handles(rf"mbarrier\.arrive(\.expect_tx)?\.{OWN}\.b64")
 def arrive(machine: Machine, ins: Instruction, expects: str | None) -> ByLanes:
     """Each thread arrives once; expect_tx adds to the bytes that the phase lacks."""
     if ins.operands[0] != "_" or len(ins.operands) != 2 + bool(expects):
@@ -172,7 +177,7 @@ def arrive(machine: Machine, ins: Instruction, expects: str | None) -> ByLanes:
     return run
 
 
-@handles(r"mbarrier\.try_wait\.parity\.shared::cta\.b64")
+@handles(rf"mbarrier\.try_wait\.parity\.{OWN}\.b64")
 def wait(machine: Machine, ins: Instruction) -> ByLanes:
     """Waits until the phase of that parity is complete; the ISA allows an earlier return."""
     done = machine.target(ins, ins.operands[0], "pred")
@@ -238,7 +243,7 @@ class TensorMap:
         return found
 
 
-@handles(r"cp\.async\.bulk\.tensor\.[24]d\.shared::cta\.global\.mbarrier::complete_tx::bytes")
+@handles(rf"cp\.async\.bulk\.tensor\.[24]d\.{OWN_OR_CLUSTER}\.global\.mbarrier::complete_tx::bytes")
 def bulk_copy(machine: Machine, ins: Instruction) -> ByLanes:
     """Copies a box of a tensor; elements outside the tensor are zeros."""
     source = ins.operands[1]

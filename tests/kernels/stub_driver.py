@@ -1,0 +1,182 @@
+"""Triton's own driver and launcher of CUDA without a GPU, over a libcuda that computes nothing.
+
+`libcuda.c` checks launches and tensor maps by CUDA's rules, and records them. Real are triton's
+compiler as far as PTX, its driver, and its launchers in C. Kernels do not run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import triton.backends.nvidia
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver as drivers
+
+from dev.ptx import parse
+
+SOURCE = Path(__file__).with_name("libcuda.c")
+HEADERS = Path(triton.backends.nvidia.__file__).with_name("include")
+
+# Of libcuda.c.
+MAX_PARAM_BYTES, MAX_LAUNCHES = 4096, 4096
+
+# Bytes of types of parameters in PTX.
+BITS = re.compile(r"\.(?:[bufs])(8|16|32|64)\b")
+ARRAY = re.compile(r"\[(\d+)\]")
+
+STREAM = 0x7000
+
+
+class Record(ctypes.Structure):
+    """A launch, as libcuda.c records it."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("num_attributes", ctypes.c_uint),
+        ("stream", ctypes.c_ulonglong),
+        ("num_bytes", ctypes.c_size_t),
+        ("params", ctypes.c_ubyte * MAX_PARAM_BYTES),
+    )
+
+
+class Launched(NamedTuple):
+    """What CUDA gets of a launch; `params` are the bytes of all parameters, one after another."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    num_attributes: int
+    stream: int
+    params: bytes
+
+
+class TensorMap(NamedTuple):
+    """A tensor map in the stub's format: dims from the last one on, strides in bytes."""
+
+    address: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    @classmethod
+    def of(cls, data: bytes) -> TensorMap:
+        fields = memoryview(data).cast("Q").tolist()
+        rank = fields[1]
+        box = fields[12].to_bytes(8, "little")
+        return cls(
+            address=fields[0],
+            dims=tuple(fields[2 : 2 + rank]),
+            strides=tuple(fields[7 : 7 + rank]),
+            box=tuple(size + 1 for size in box[:rank]),
+            swizzle=fields[13],
+        )
+
+
+class StubDriver(nvidia.CudaDriver):
+    """Triton's driver for an H100 that does not exist."""
+
+    def __init__(self) -> None:
+        # Not the initialiser of the base class, which asks torch for a GPU.
+        self._libcuda = _stub().library
+        self.utils = nvidia.CudaUtils()
+        self.launcher_cls = nvidia.CudaLauncher
+        self.get_device_capability = lambda device=0: (9, 0)
+        self.get_current_stream = lambda device=0: STREAM
+        self.get_current_device = lambda: 0
+        self.set_current_device = lambda device: None
+
+    @property
+    def num_maps(self) -> int:
+        """Number of tensor maps that were asked for, with those that were refused."""
+        return int(self._libcuda.stub_num_maps())
+
+    def last(self, count: int) -> list[Launched]:
+        """The last launches, the latest one at the end."""
+        end = self._libcuda.stub_num_launches()
+        found = list[Launched]()
+        for number in range(max(0, end - count), end):
+            record = self._libcuda.stub_launch(number).contents
+            found.append(
+                Launched(
+                    kernel=record.kernel.decode(),
+                    grid=tuple(record.grid),
+                    block=tuple(record.block),
+                    shared_bytes=record.shared_bytes,
+                    num_attributes=record.num_attributes,
+                    stream=record.stream,
+                    params=bytes(record.params[: record.num_bytes]),
+                )
+            )
+        return found
+
+
+@contextmanager
+def launching() -> Iterator[StubDriver]:
+    """Launch kernels through triton's driver and the stub, within the context.
+
+    Kernels are compiled as far as PTX. No GPU may load them: triton's cache is one of their own.
+    """
+    sizes = mock.patch.object(CUDABackend, "make_cubin", _sizes_of_parameters)
+    with knobs.cache.scope(), knobs.nvidia.scope(), sizes:
+        knobs.cache.dir = f"{knobs.cache.dir}-stub"
+        knobs.nvidia.libcuda_path = _stub().folder.name  # to link with
+        driver = StubDriver()
+        drivers.set_active(driver)
+        yield driver
+
+
+def c_compiler() -> str | None:
+    """The C compiler, as triton chooses it."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+class Stub(NamedTuple):
+    """The loaded library, and its folder, which is removed when the process ends."""
+
+    library: ctypes.CDLL
+    folder: tempfile.TemporaryDirectory[str]
+
+
+@cache
+def _stub() -> Stub:
+    """Compile and load the library: triton's driver then finds it by its name in this process."""
+    compiler = c_compiler()
+    if compiler is None:
+        raise RuntimeError("no C compiler was found: install gcc, or set CC")
+    folder = tempfile.TemporaryDirectory()
+    path = f"{folder.name}/libcuda.so.1"
+    options = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{HEADERS}"]
+    subprocess.run([compiler, *options, str(SOURCE), "-o", path], check=True)
+    library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    library.stub_launch.restype = ctypes.POINTER(Record)
+    return Stub(library, folder)
+
+
+def _sizes_of_parameters(
+    backend: Any, ptx: str, metadata: Any, options: Any, capability: int
+) -> bytes:
+    """What stands for machine code: the sizes that libcuda.c reads."""
+    sizes = list[str]()
+    for param in parse(ptx).params.split(","):
+        bits, count = BITS.search(param), ARRAY.search(param)
+        assert bits is not None, param
+        sizes.append(str(int(bits[1]) // 8 * int(count[1] if count else 1)))
+    return " ".join(sizes).encode()
