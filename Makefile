@@ -3,6 +3,7 @@
 # Every target that needs Python packages makes its own environment first, from the pinned versions in
 # .ci/constraints.txt. VENV=path puts it elsewhere, PYTHON=path picks the interpreter, ARGS="..." is
 # handed on to pytest or to the ring-attn command, WORKERS=n runs so many files of tests side by side.
+# TRITON=3.6.0 installs that version into .aot/ and uses it for tests, `ptx` and `aot`.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -38,10 +39,14 @@ ROUNDING := tests/unit/test_testing.py tests/unit/test_backends.py tests/unit/te
 	tensor_parallel.py transformers.py) tests/integration/test_accelerate.py \
 	tests/integration/test_examples.py tests/integration/test_trainers.py
 
+# Another triton comes beside the environment, and before it.
+OTHER_TRITON := $(TRITON:%=.aot/%/.ready)
+WITH_TRITON := $(TRITON:%=PYTHONPATH=$(CURDIR)/.aot/%)
+
 # A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
 # of tests run side by side, 3 on 2 cores since many wait for timeouts; WORKERS=0 runs them in one
 # process, as a debugger wants it. Bytecode is kept, for the hundreds of processes that tests start.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(WITH_TRITON) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -57,11 +62,11 @@ $(READY): pyproject.toml setup.py .ci/constraints.txt
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
-test: $(READY)  ## run the tests, without the slow ones
+test: $(READY) $(OTHER_TRITON)  ## run the tests, without the slow ones
 	$(PYTEST) loadfile -m "not slow and not gpu" $(ARGS)
 
 # pytest ends with 5 where ARGS select no slow test.
-test-slow: $(READY)  ## run only the slow tests
+test-slow: $(READY) $(OTHER_TRITON)  ## run only the slow tests
 	$(PYTEST) worksteal -m "slow and not gpu" $(ARGS) || test $$? -eq 5
 
 test-all: test test-slow  ## run every test that needs no GPU
@@ -69,7 +74,7 @@ test-all: test test-slow  ## run every test that needs no GPU
 test-rounding: $(READY)  ## the tests that compare numbers; CAPABILITY=default or avx2, THREADS=2
 	$(PYTEST) loadfile -m "not slow and not gpu" $(ARGS) $(ROUNDING)
 
-ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
+ptx: $(READY) $(OTHER_TRITON)  ## run the kernels' PTX on the CPU, and plant faults into it
 	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py tests/kernels/test_blackwell.py
 
 fuzz: $(READY)  ## random calls against float64 for MINUTES=10, from SEED=0
@@ -107,9 +112,8 @@ verify: $(READY)  ## check every strategy against dense attention
 bench: $(READY)  ## time and memory of the ring: ring-attn bench ring
 	$(BIN)/ring-attn bench ring $(ARGS)
 
-# TRITON=3.6.0 puts that version beside the environment, and before it.
-aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; TRITON=3.6.0 for another
-	$(TRITON:%=PYTHONPATH=.aot/%) $(BIN)/python -m dev aot $(ARGS)
+aot: $(READY) $(OTHER_TRITON)  ## compile every kernel without a GPU
+	$(WITH_TRITON) $(BIN)/python -m dev aot $(ARGS)
 
 .aot/%/.ready: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*

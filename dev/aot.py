@@ -18,10 +18,12 @@ from itertools import product
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from dev.code_rules import SHARED_BYTES, Limits, failures, other_orders
 from dev.compiled import Compiled, CompileError, compile_launch, interpreting
+from ring_attn.backends.triton_support import TRITON_OF_SM_100
 from ring_attn.bench.report import Report
 from ring_attn.cli.arguments import add_common, parse_dtype, parse_size
 from ring_attn.cli.launch import map_in_processes
@@ -30,6 +32,7 @@ from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable, make_step_table, transposed
+from ring_attn.kernels.triton_release import RELEASE
 from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -109,7 +112,7 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# Spills that the backward of sm_90 may have: triton 3.7.1's; 3.6.0 and 3.9.0 have more, and fail.
+# Spills that the backward of sm_90 may have: triton 3.7.1's; 3.9.0 has more, and fails.
 # Sums take 208 to 224 of a consumer's 232 registers, the adding warp has 40; what is spilled is the
 # thread's index, kept to compute addresses. The 6 loads and stores are of a visit with 64 dims in a
 # ragged window, of 580 instructions.
@@ -210,6 +213,13 @@ def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
     for variant in variants(arch, head_dims):
         for config in _configs(variant, arch, head_dim, parse_dtype(dtype)):
             yield Cell(arch, head_dim, dtype, variant, config, *others)
+
+
+def why_left_out(arch: str) -> str | None:
+    """Why no cell of an architecture can be compiled with the installed triton, or None."""
+    if arch == "sm_100" and RELEASE < TRITON_OF_SM_100:
+        return f"sm_100 is left out: the backend refuses it with triton {triton.__version__}"
+    return None
 
 
 def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
@@ -387,7 +397,25 @@ def compile_cell(cell: Cell) -> CompiledRow:
         expected = replace(expected, spilled=160, around=28)
     elif cell.arch == "sm_100" and cell.variant.kernel == "dkdv":  # 256 dims
         expected = replace(expected, spilled=12)
+    if RELEASE < (3, 7):
+        expected = _of_triton_3_6(cell, expected)
     return _row(cell, *judged(cell.launch(), cell.arch, expected))
+
+
+def _of_triton_3_6(cell: Cell, expected: Limits) -> Limits:
+    """The limits where triton 3.6 spills more than 3.7.1, and another config would cost more."""
+    kernel, size = cell.variant.kernel, configs.bucket(cell.head_dim)
+    if kernel == "hopper_bwd" and size == 64:
+        # One more of the 580 instructions of a visit. With 64 rows of q no visit spills, but there
+        # are twice as many copies of dQ.
+        return replace(expected, within=7)
+    if (cell.arch, size, kernel) == ("sm_80", 128, "fwd"):  # before and after blocks
+        return replace(expected, spilled=64, beside=6)
+    if (cell.arch, size, kernel) == ("sm_80", 128, "dq"):  # outside the loop, as the next one
+        return replace(expected, spilled=8)
+    if (configs.column(cell.arch), size, kernel) == ("sm_86", 128, "decode"):
+        return replace(expected, spilled=8)
+    return expected
 
 
 def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[CompiledRow]:
@@ -444,8 +472,6 @@ class Selection:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles, prints cells and failures, writes the JSON; 1 if a cell failed."""
-    import triton
-
     if interpreting():
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
     archs, head_dims, dtypes = (
@@ -455,6 +481,9 @@ def run(args: argparse.Namespace) -> int:
         args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
         args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
+    if "sm_100" in setting.arch and (reason := why_left_out("sm_100")) is not None:
+        print(reason)
+        setting = replace(setting, arch=[arch for arch in setting.arch if arch != "sm_100"])
     chosen = setting.cells()
     bench = Report[Selection, CompiledRow](setting, args.json)
     for row in compile_all(chosen, args.jobs):

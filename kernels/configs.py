@@ -30,6 +30,8 @@ import torch
 import triton
 from torch import Tensor
 
+from .triton_release import RELEASE
+
 
 @dataclass(frozen=True)
 class Config:
@@ -83,8 +85,7 @@ TABLE: dict[tuple[str, str], tuple[Sizes | None, ...]] = {
     ("sm_86", "dkdv"): ((32, 128, 8, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
     ("sm_86", "dq"): ((64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
     ("sm_86", "decode"): ((16, 64, 4, 2), (16, 32, 4, 2), (16, 32, 4, 2)),
-    # With 128 dims triton 3.6.0 spills 40 bytes with softcap, 3.9.0 spills 48 without a mask,
-    # outside the loop; in dk and dv 3.6.0 spills 72 in windows.
+    # With 128 dims triton 3.9.0 spills 48 bytes without a mask, outside the loop.
     ("sm_90", "fwd"): ((128, 128, 8, 2), (128, 128, 8, 2), (128, 32, 8, 3)),
     ("sm_90", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 3), (16, 64, 8, 2)),
     ("sm_90", "dkdv_softcap"): (None, (32, 128, 8, 3), None),
@@ -128,6 +129,14 @@ FEW_PROGRAMS: dict[tuple[str, int], Config] = {
     ("sm_90", 128): Config(64, 64, 4, 2),
     ("sm_100", 64): Config(64, 64, 4, 1),
 }
+
+if RELEASE < (3, 7):
+    # Where triton 3.6 spills within the loops with the sizes above (bytes in windows: 72 on sm_90,
+    # 108 of few programs, 128 on sm_80), and with these it does not spill.
+    TABLE["sm_90", "dkdv"] = ((64, 128, 8, 3), (64, 128, 8, 2), (16, 64, 8, 2))
+    FEW_PROGRAMS["sm_90", 128] = Config(64, 64, 8, 2)
+    TABLE["sm_80", "dkdv"] = ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2))
+    TABLE["sm_80", "dkdv_whole"] = ((32, 128, 4, 2), (64, 64, 4, 2), None)
 
 # Bytes of K and V of the heads computed together: the share of sm_90's 50 MB of L2 cache that q,
 # out and the state leave.

@@ -14,6 +14,9 @@ from ring_attn.core.spec import AttentionSpec
 
 MAX_HEADDIM = 256
 
+# Before it, fences are missing: products could read memory before copies are visible (`make aot`).
+TRITON_OF_SM_100 = (3, 7)
+
 # Head dims of q and of v in decoding: MLA's absorbed form.
 DECODED_HEADDIMS = 576, 512
 
@@ -34,8 +37,7 @@ def why_not(spec: AttentionSpec, *, explicit: bool, decoding: bool) -> str | Non
         capability = torch.cuda.get_device_capability()
         if capability < (8, 0):
             return "needs a GPU of compute capability 8.0 or newer"
-        if capability[0] == 10 and _release("triton") < (3, 7):
-            # Without fences, products could read memory before its copies are visible: see `aot`.
+        if capability[0] == 10 and _release("triton") < TRITON_OF_SM_100:
             return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
     if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"

@@ -10,11 +10,13 @@ import triton
 
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.backends.triton_support import TRITON_OF_SM_100
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
+from ring_attn.kernels.triton_release import RELEASE
 from ring_attn.testing import (
     RESULTS,
     Expected,
@@ -31,6 +33,11 @@ DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.bfloat16,)
 
 in_interpreter = pytest.mark.skipif(DEVICE != "cpu", reason="looks into the interpreter")
+
+needs_sm_100 = pytest.mark.skipif(
+    RELEASE < TRITON_OF_SM_100,
+    reason=f"the backend refuses sm_100 with triton {triton.__version__}",
+)
 
 Step = Sequence[Tile]
 

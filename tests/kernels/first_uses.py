@@ -1,4 +1,4 @@
-"""First uses of compiled kernels on the stand-in driver, which computes nothing.
+"""First uses of compiled kernels on the stub of libcuda, which computes nothing.
 
 Runs in a process without TRITON_INTERPRET, of test_first_use.py: `python -m
 tests.kernels.first_uses`. With the word `remembered` a proof of another process must be found.
@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.compiler.compiler import max_shared_mem
-from triton.runtime import driver as drivers
 
 from ring_attn import proofs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.first_use import Use, why_wrong
 from ring_attn.kernels import flash_fwd
-from tests.kernels.repeats import DRIVER
+from tests.kernels.stub_driver import launching
 
 SPEC = AttentionSpec("cpu", torch.bfloat16, 1, 2, 1, 16, 16)
 FORWARD = Use("triton", "forward", SPEC, ("causal",))
@@ -47,17 +46,16 @@ def main() -> None:
     if "remembered" in sys.argv:
         assert proofs.has_passed(proofs.facts_of(repr(KEPT), "H100"))
         assert not proofs.has_passed(proofs.facts_of(repr(KEPT), "A100"))
-    drivers.set_active(DRIVER)
     warnings.simplefilter("ignore")
     supports = mock.patch.object(TritonBackend, "supports", lambda *_, **__: None)
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), supports:
+    with tempfile.TemporaryDirectory() as folder, launching() as driver, supports:
         # Triton hashes a kernel once, so that the cache would take the next for the broken one.
         knobs.cache.dir = folder
         with mock.patch.object(flash_fwd, "online_softmax_update", broken):
             reason = why()
             assert "CompilationError" in reason and "no_such_function" in reason, reason
         small = {"get_device_properties": lambda device: {"max_shared_mem": 1000}}
-        with mock.patch.multiple(DRIVER.utils, **small):
+        with mock.patch.multiple(driver.utils, **small):
             reason = why()
         assert "OutOfResources" in reason and "shared memory" in reason, reason
         max_shared_mem.cache_clear()

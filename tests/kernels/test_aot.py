@@ -51,7 +51,8 @@ def test_a_compiler_that_dies_fails_its_own_cell(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
-    for arch in aot.ARCHS:
+    archs = [arch for arch in aot.ARCHS if aot.why_left_out(arch) is None]
+    for arch in archs:
         for head_dim in aot.HEAD_DIMS:
             for dtype in aot.DTYPES:
                 cells = list(aot.cells(arch, head_dim, dtype))
@@ -245,3 +246,18 @@ def test_a_failure_is_named_and_ends_with_1(
     text = " ".join(capsys.readouterr().out.split())
     assert "FAIL sm_90 fwd only causal head_dim 64 float16 64x64 4 warps 2 stages: spills" in text
     assert "middle full" not in text and "1 failed" in text
+
+
+def test_an_architecture_that_the_backend_refuses_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = list[str]()
+    monkeypatch.setattr(aot, "RELEASE", (3, 6))
+    monkeypatch.setattr(aot, "interpreting", lambda: False)
+    monkeypatch.setattr(
+        aot, "compile_all", lambda cells, jobs: iter(compiled.extend(x.arch for x in cells) or ())
+    )
+    command = ["aot", "--arch", "sm_90", "sm_100", "--head-dim", "64", "--dtype", "bfloat16"]
+    assert main(command, commands=COMMANDS) == 0
+    assert set(compiled) == {"sm_90"}
+    assert "sm_100 is left out: the backend refuses it with triton" in capsys.readouterr().out

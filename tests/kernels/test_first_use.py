@@ -29,6 +29,7 @@ from ring_attn.first_use import Use, proof, proven_backend, uses, why_wrong
 from ring_attn.kernels import decode, flash_fwd, step_table
 from ring_attn.kernels.gluon_guard import gluon_missing
 from tests.kernels.test_aot import run_compiling
+from tests.kernels.test_launches import needs_c_compiler
 
 SPEC = AttentionSpec("cpu", torch.float16, 1, 2, 1, 16, 16)
 CAUSAL = Purpose(causal=True)
@@ -120,6 +121,7 @@ def test_a_planted_fault_is_refused_with_its_figures(
     assert "dv" not in reason
 
 
+@needs_c_compiler
 @pytest.mark.timeout(180)
 def test_kernels_that_do_not_compile_or_compute_nothing() -> None:
     facts = proofs.facts_of(repr(USE), "H100")

@@ -5,9 +5,11 @@ import pytest
 from tests.kernels.stub_driver import c_compiler
 from tests.kernels.test_aot import run_compiling
 
-pytestmark = pytest.mark.skipif(
+needs_c_compiler = pytest.mark.skipif(
     c_compiler() is None, reason="no C compiler: the stub of libcuda, and triton, need gcc or CC"
 )
+
+pytestmark = needs_c_compiler
 
 
 def test_tensor_maps_and_a_repeat_of_one_kernel() -> None:
