@@ -50,10 +50,10 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(WITH_TRITON) $(B
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all test-rounding ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
+.PHONY: help setup test test-slow test-all test-rounding test-oldest ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment: .venv, or VENV=path
 $(READY): pyproject.toml setup.py .ci/constraints.txt
@@ -76,6 +76,19 @@ test-rounding: $(READY)  ## the tests that compare numbers; CAPABILITY=default o
 
 ptx: $(READY) $(OTHER_TRITON)  ## run the kernels' PTX on the CPU, and plant faults into it
 	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py tests/kernels/test_hopper.py tests/kernels/test_blackwell.py
+
+# A part that takes four minutes: what Gluon's kernels are compiled to, and planted faults in it;
+# launches; the interpreter; the machine code of the backward.
+test-oldest: TRITON := 3.6.0
+test-oldest: $(READY)  ## a part of the kernels' tests, with the oldest triton
+	$(MAKE) test TRITON=$(TRITON) ARGS="$(OLDEST_TESTS)"
+	$(MAKE) test-slow TRITON=$(TRITON) ARGS="$(OLDEST_SLOW_TESTS)"
+	$(MAKE) aot TRITON=$(TRITON) ARGS="$(OLDEST_CELLS)"
+
+OLDEST_TESTS = $(patsubst %,tests/kernels/test_%.py,cache_keys flash hopper launches ptx)
+OLDEST_SLOW_TESTS = tests/kernels/test_ptx.py tests/kernels/test_launches.py \
+	-k 'hopper or sm_90-documents or repeated'
+OLDEST_CELLS = --quiet --kernel hopper_bwd dkdv --arch sm_90 --head-dim 64 128 --dtype bfloat16
 
 fuzz: $(READY)  ## random calls against float64 for MINUTES=10, from SEED=0
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m dev fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)

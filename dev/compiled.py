@@ -141,7 +141,7 @@ class CompileTarget:
 
 
 @contextlib.contextmanager
-def _active_driver(driver: CompileTarget) -> Iterator[None]:
+def active_driver(driver: Any) -> Iterator[None]:
     """Makes `driver` triton's active driver within the context."""
     from triton.runtime import driver as drivers
 
@@ -162,7 +162,7 @@ def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
         raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
     log = io.StringIO()
     with (
-        _active_driver(CompileTarget(arch)),
+        active_driver(CompileTarget(arch)),
         _stderr_of_process() as errors,
         contextlib.redirect_stdout(log),
     ):

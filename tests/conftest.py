@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from inspect import signature
 from itertools import compress
 from pathlib import Path
@@ -41,6 +42,10 @@ from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
 
 # When the first test could begin, by time.monotonic().
 START = pytest.StashKey[float]()
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}, triton {version('triton')}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,8 +23,8 @@ import triton.backends.nvidia
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver as drivers
 
+from dev.compiled import active_driver
 from dev.ptx import parse
 
 SOURCE = Path(__file__).with_name("libcuda.c")
@@ -139,8 +139,8 @@ def launching() -> Iterator[StubDriver]:
         knobs.cache.dir = f"{knobs.cache.dir}-stub"
         knobs.nvidia.libcuda_path = _stub().folder.name  # to link with
         driver = StubDriver()
-        drivers.set_active(driver)
-        yield driver
+        with active_driver(driver):
+            yield driver
 
 
 def c_compiler() -> str | None:

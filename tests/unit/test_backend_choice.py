@@ -19,6 +19,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs
 from ring_attn.kernels.gluon_guard import gluon_missing
 from ring_attn.planning.devices import builtin_cluster, with_backend
+from tests.kernels.calls import needs_sm_100
 
 
 def spec_of(
@@ -123,7 +124,7 @@ FLASH = tuple(INSTALLED)
         ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((8, 0), (), UNSURE, spec_of("cuda"), "aten"),
         ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),
-        ((10, 0), (), TRAINING, spec_of("cuda"), "triton"),
+        pytest.param((10, 0), (), TRAINING, spec_of("cuda"), "triton", marks=needs_sm_100),
         ((8, 6), FLASH, Purpose(), spec_of("cuda"), "triton"),
         ((7, 5), (), TRAINING, spec_of("cuda"), "aten"),
         ((9, 0), FLASH, UNSURE, spec_of("cpu", torch.float64), "aten"),
