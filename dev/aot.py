@@ -215,10 +215,10 @@ def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
             yield Cell(arch, head_dim, dtype, variant, config, *others)
 
 
-def why_left_out(arch: str) -> str | None:
-    """Why no cell of an architecture can be compiled with the installed triton, or None."""
+def why_refused(arch: str) -> str | None:
+    """The reason why the backend refuses an architecture with the installed triton, or None."""
     if arch == "sm_100" and RELEASE < TRITON_OF_SM_100:
-        return f"sm_100 is left out: the backend refuses it with triton {triton.__version__}"
+        return f"the backend refuses sm_100 with triton {triton.__version__}"
     return None
 
 
@@ -481,9 +481,12 @@ def run(args: argparse.Namespace) -> int:
         args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
         args.kernel or tuple(KERNELS), args.jobs,
     )  # fmt: skip
-    if "sm_100" in setting.arch and (reason := why_left_out("sm_100")) is not None:
-        print(reason)
-        setting = replace(setting, arch=[arch for arch in setting.arch if arch != "sm_100"])
+    refused = {arch: why for arch in setting.arch if (why := why_refused(arch)) is not None}
+    if refused and args.arch:
+        raise ValueError(f"{'; '.join(refused.values())}: leave it out of --arch")
+    for arch, why in refused.items():
+        print(f"{arch} is left out: {why}")
+    setting = replace(setting, arch=[arch for arch in setting.arch if arch not in refused])
     chosen = setting.cells()
     bench = Report[Selection, CompiledRow](setting, args.json)
     for row in compile_all(chosen, args.jobs):
