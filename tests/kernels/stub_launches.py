@@ -24,7 +24,7 @@ from ring_attn.kernels.launch import Launch, Repeat
 from ring_attn.kernels.step_table import StepTable, make_step_table
 from ring_attn.testing import random_qkv
 from tests.bounds import whole
-from tests.kernels.stub_driver import StubDriver, TensorMap, launching
+from tests.kernels.stub_driver import STREAM, StubDriver, TensorMap, launching
 
 ROWS, HEADS, DIM = 256, 4, 64
 CONFIG = configs.GLUON[DIM][0]
@@ -56,22 +56,36 @@ def launch_of(given: Sequence[Tensor]) -> Launch:
     )
 
 
-def check_maps(driver: StubDriver, given: Sequence[Tensor]) -> None:
-    """Compare the maps, the first parameters of the kernel, with q, k and v."""
+def maps_passed(driver: StubDriver) -> list[TensorMap]:
+    """The maps of q, k and v of the last launch, its kernel's first parameters."""
     [launched] = driver.last(1)
-    after_a_map = 4 * 4 + 4 * 8  # sizes and strides
-    for number, x in enumerate(given[:3]):
-        start = number * (MAP_BYTES + after_a_map)
-        found = TensorMap.of(launched.params[start : start + MAP_BYTES])
-        rows = 64 if number == 0 else CONFIG.BLOCK_N
-        expected = TensorMap(
+    apart = MAP_BYTES + 4 * 4 + 4 * 8  # sizes and strides follow each map
+    return [
+        TensorMap.of(launched.params[start : start + MAP_BYTES])
+        for start in range(0, 3 * apart, apart)
+    ]
+
+
+def maps_of(given: Sequence[Tensor]) -> list[TensorMap]:
+    """The maps by which q, k and v can be copied."""
+    return [
+        TensorMap(
             address=x.data_ptr(),
             dims=tuple(reversed(x.shape)),
             strides=tuple(x.element_size() * stride for stride in reversed(x.stride())),
             box=(DIM, 1, rows, 1),
             swizzle=128,
         )
-        assert found == expected, (number, found, expected)
+        for x, rows in zip(given, (64, CONFIG.BLOCK_N, CONFIG.BLOCK_N), strict=False)
+    ]
+
+
+def with_descriptor(launch: Launch, **changes: Any) -> Launch:
+    """The launch with another descriptor of q."""
+    descriptor = copy.copy(launch.args["q_desc"])
+    for name, value in changes.items():
+        setattr(descriptor, name, value)
+    return replace(launch, args={**launch.args, "q_desc": descriptor})
 
 
 def is_as_new(driver: StubDriver, repeat: Repeat, given: Sequence[Tensor]) -> bool:
@@ -88,10 +102,7 @@ def check_stale_pointers_are_found(
     driver: StubDriver, first: Launch, compiled: Any, others: Sequence[Tensor]
 ) -> None:
     """A repeat that keeps an address of its first call is not as a new launch."""
-    descriptors_stay = mock.patch.object(
-        launch_module, "_moved", lambda descriptor, base: first.args["q_desc"]
-    )
-    with descriptors_stay:
+    with mock.patch.object(launch_module, "_moved", lambda descriptor, base: descriptor):
         assert not is_as_new(driver, Repeat(first, compiled, NUM_TENSORS), others)
     pointer_stays = Repeat(first, compiled, NUM_TENSORS)
     enqueue, old = pointer_stays._enqueue, first.args["out_ptr"].data_ptr()
@@ -100,8 +111,8 @@ def check_stale_pointers_are_found(
     assert not is_as_new(driver, pointer_stays, others)
 
 
-def check_wrong_maps_are_refused(first: Launch) -> None:
-    """CUDA's rules refuse descriptors that no bulk copy can use; triton raises the broken rule."""
+def check_wrong_maps_are_found(driver: StubDriver, first: Launch, given: Sequence[Tensor]) -> None:
+    """CUDA refuses maps by the rule that they break; one map that it takes is of other elements."""
     batch, rows, heads, one = first.args["q_desc"].strides
     unaligned = torch.zeros(ROWS * HEADS * DIM + 4, dtype=torch.bfloat16)[4:]
     wrong: dict[str, dict[str, Any]] = {
@@ -110,16 +121,14 @@ def check_wrong_maps_are_refused(first: Launch) -> None:
         "size 0 of dim 2": {"shape": [1, 0, HEADS, DIM]},
     }
     for rule, changes in wrong.items():
-        descriptor = copy.copy(first.args["q_desc"])
-        for name, value in changes.items():
-            setattr(descriptor, name, value)
-        launch = replace(first, args={**first.args, "q_desc": descriptor})
         try:
-            launch.run()
+            with_descriptor(first, **changes).run()
         except RuntimeError as error:
             assert rule in str(error), error
         else:
             raise AssertionError(f"not refused: {rule}")
+    with_descriptor(first, strides=[batch, 2 * rows, heads, one]).run()
+    assert maps_passed(driver) != maps_of(given)
 
 
 def main() -> None:
@@ -127,11 +136,13 @@ def main() -> None:
         calls = [tensors() for _ in range(3)]
         first = launch_of(calls[0])
         compiled = first.run()
-        check_maps(driver, calls[0])
+        [launched] = driver.last(1)
+        assert launched.grid == (*first.grid, 1, 1)[:3] and launched.stream == STREAM
+        assert maps_passed(driver) == maps_of(calls[0])
         repeat = Repeat(first, compiled, NUM_TENSORS)
         assert all(is_as_new(driver, repeat, given) for given in calls)
         check_stale_pointers_are_found(driver, first, compiled, calls[1])
-        check_wrong_maps_are_refused(first)
+        check_wrong_maps_are_found(driver, first, calls[0])
 
 
 if __name__ == "__main__":
