@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ring_attn.kernels.launch import Launch
+from ring_attn.kernels.triton_release import RELEASE
 from tests.kernels import ring_toy
 from tests.kernels.calls import in_interpreter
 from tests.kernels.ptx import launching
@@ -80,6 +81,10 @@ def test_the_sanitizer_finds_waits_left_out(left_out: str, told: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    RELEASE < (3, 7),
+    reason="parts of a warp enter a barrier in the sanitizer of triton 3.6: not executed here",
+)
 @pytest.mark.timeout(1800)
 def test_the_sanitizer_has_nothing_to_say_of_the_forward() -> None:
     """The sanitizer makes 178,000 instructions of 2,000, which run for two minutes."""
