@@ -70,7 +70,7 @@ GRACE = 5.0
 # 60 % of a core. torch keeps meshes of destroyed groups, so ranks with so many are replaced.
 MANY_GROUPS = 17
 # Seconds from the request to stop until a process is stopped by a signal.
-STOP = 5.0
+STOP = 30.0
 
 
 def on_ranks(world_size: int, **options: float) -> Callable[[Callable[..., None]], Any]:

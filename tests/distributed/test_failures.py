@@ -43,7 +43,7 @@ def with_a_victim(
     victim: int, sent: signal.Signals, of: str, timeout: float
 ) -> tuple[Ended, Ended]:
     """A call in which the victim signals itself at the first function named `of`, and another."""
-    strike, call = partial(os.kill, os.getpid(), sent), partial(layer, timeout=timeout)
+    strike, call = partial(os.kill, os.getpid(), sent), partial(layer, timeout=roomy(timeout))
     with calls_within(0 if dist.get_rank() == victim else None, strike, of):
         first = ended(call)
     return first, ended(call)

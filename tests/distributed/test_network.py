@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dev.network import NEAR, NETWORKS, RANKS, STRATEGIES, Net, Network, compared, why_not
 from ring_attn import TransportOptions, ring_attention
 from ring_attn.testing import Case, run_all_ranks
-from tests.distributed.pool import Ended, ended
+from tests.distributed.pool import FAR, Ended, ended
 
 
 @pytest.fixture
@@ -55,17 +55,17 @@ def test_a_short_cut_is_waited_for_and_a_lasting_one_is_named(
     net: Net, lost: tuple[int, ...]
 ) -> None:
     net.change(Network())
-    net.run(attend, 20.0)
+    net.run(attend, FAR)
     net.change(Network(cut=lost))
-    net.start(attend, 20.0)
+    net.start(attend, FAR)
     time.sleep(1.5)
+    assert net.answered == [], "a rank has gone on without the lost ones"
     net.change(Network())
     ends = net.results()
     assert all(end.error is None for end in ends), ends
-    assert ends[lost[0]].seconds > 1.2
     net.change(Network(cut=lost))
     ends = net.run(attend, 2.5)
-    assert all(end.error is RuntimeError and end.seconds < 2.5 + 5.0 for end in ends), ends
+    assert all(end.error is RuntimeError for end in ends), ends
     for rank, end in enumerate(ends):
         beyond = [r for r in range(RANKS) if (r in lost) != (rank in lost)]
         assert any(f"global rank {r}" in end.text for r in beyond), ends
