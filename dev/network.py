@@ -266,7 +266,9 @@ def run(args: argparse.Namespace) -> int:
         for network in NETWORKS:
             rows = {name: compared(net, network, name) for name in STRATEGIES}
             for name, (planned, measured) in rows.items():
-                print(f"{network}: {name} waits {measured:.3f} s, planned {planned:.3f} s", flush=True)
+                print(
+                    f"{network}: {name} waits {measured:.3f} s, planned {planned:.3f} s", flush=True
+                )
             if not are_as_predicted(rows):
                 print(f"{network}: BAD, farther than a factor of {NEAR:g}, or in another order")
                 bad = True
