@@ -51,6 +51,15 @@ class Formed:
     longest: int
 
 
+@dataclass(eq=False)
+class Place:
+    """A rank's process group, to which its `RankGroup` keeps a weak reference."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    store: CountingStore
+
+
 class Clock:
     """Time that passes only while all threads sleep: then it jumps to the first that wakes."""
 
@@ -97,7 +106,7 @@ def simulate(
     def form(rank: int, woken: threading.Event) -> None:
         woken.wait()
         store, why, start = CountingStore(store_of_all), "", clock.monotonic()
-        place: Any = SimpleNamespace(rank=rank, ranks=tuple(range(world_size)), store=store)
+        place: Any = Place(rank, tuple(range(world_size)), store)
         try:
             group.RankGroup(place).medium(torch.device("cpu"), seconds)
         except RuntimeError as error:
