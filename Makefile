@@ -52,14 +52,25 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(WITH_TRITON) $(B
 .NOTPARALLEL:
 .PHONY: help setup test test-slow test-all test-rounding test-oldest ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
 
+# Two --quiet hide pip's warnings, as of index locations that do not exist; its errors are shown.
+INSTALL := $(BIN)/python -m pip install --quiet --quiet -c .ci/constraints.txt
+SIZES := torch, triton and the packages of tests and tools: about 0.6 GB to download and 2.4 GB on disk, \
+	several GB more where pip takes the torch build with CUDA's libraries
+
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment: .venv, or VENV=path
 $(READY): pyproject.toml setup.py .ci/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "setup of $(VENV): $(SIZES)"
+	@echo "setup 1/4: the environment, by $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup 2/4: setuptools and wheel"
+	@$(INSTALL) setuptools wheel
+	@echo "setup 3/4: torch and triton"
+	@$(INSTALL) torch triton
+	@echo "setup 4/4: ring_attn from this folder, and what its tests and tools need"
+	@$(INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 test: $(READY) $(OTHER_TRITON)  ## run the tests, without the slow ones
@@ -109,7 +120,7 @@ audit: $(VENV)/.audit  ## known vulnerabilities of the pinned packages
 	$(BIN)/pip-audit --requirement .ci/constraints.txt --no-deps --disable-pip --progress-spinner off
 
 $(VENV)/.audit: $(READY)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,audit]'
+	$(INSTALL) --no-build-isolation -e '.[dev,audit]'
 	@touch $@
 
 format: $(READY)  ## put the code into shape
@@ -118,6 +129,8 @@ format: $(READY)  ## put the code into shape
 
 run: $(READY)  ## see it work: examples/train.py on 2 ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py $(ARGS)
+	@echo "Shown: a transformer trained on 2 ranks, each with half of every sequence, and the same" \
+		"losses as in one process. Next: read examples/quickstart.py, or try make verify"
 
 verify: $(READY)  ## check every strategy against dense attention
 	$(BIN)/ring-attn verify $(ARGS)
@@ -129,7 +142,7 @@ aot: $(READY) $(OTHER_TRITON)  ## compile every kernel without a GPU
 	$(WITH_TRITON) $(BIN)/python -m dev aot $(ARGS)
 
 .aot/%/.ready: | $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
+	$(BIN)/python -m pip install --quiet --quiet --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
 
 # Where there is a GPU there is a torch for it: it is used as it is, and no environment is made. It
@@ -148,7 +161,7 @@ docs: $(VENV)/.docs  ## build the site of docs/ into docs/_build, with its refer
 	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build
 
 $(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(INSTALL) --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
@@ -162,7 +175,7 @@ clean-dist:
 	rm -rf dist
 
 $(VENV)/.release: $(READY)
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,release]'
+	$(INSTALL) --no-build-isolation -e '.[dev,release]'
 	@touch $@
 
 clean:  ## remove what builds and tools leave; the environment stays

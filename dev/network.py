@@ -6,6 +6,7 @@ privilege, and no netem in the kernel.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
 import os
@@ -42,8 +43,10 @@ TUN_SET, TUN_OPTIONS = 0x400454CA, 0x1001
 
 SEQLEN, HEADS = 128, Heads(32, 32, 128, 128)
 STRATEGIES = ("ring", "exchange", "all_gather")
-# Most that a wait may differ from the predicted one.
+# Most that a wait may differ from the predicted one, as a factor.
 NEAR = 1.25
+
+Waits = tuple[float, float]  # seconds as planned, and as measured
 
 
 class Network(NamedTuple):
@@ -213,7 +216,7 @@ def waits(case: Case) -> list[float]:
     return found
 
 
-def compared(net: Net, network: Network, name: str) -> tuple[float, float]:
+def compared(net: Net, network: Network, name: str) -> Waits:
     """A strategy's longest waits for bytes, forward and backward, as planned and as measured.
 
     The shortest of the calls' waits counts: a busy machine makes calls wait longer.
@@ -240,3 +243,33 @@ def compared(net: Net, network: Network, name: str) -> tuple[float, float]:
         if waited < NEAR * predicted:
             break
     return predicted, waited
+
+
+def are_as_predicted(rows: dict[str, Waits]) -> bool:
+    """Whether the waits of all strategies are near the planned ones, and in their order."""
+    near = all(1 / NEAR < measured / planned < NEAR for planned, measured in rows.values())
+    by_plan, by_measure = (sorted(rows, key=lambda name: rows[name][i]) for i in (0, 1))
+    return near and by_plan == by_measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure waits on slow networks; other processes of the machine add to them."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if (reason := why_not()) is not None:
+        raise RuntimeError(reason)
+    bad = False
+    with Net() as net:
+        for network in NETWORKS:
+            rows = {name: compared(net, network, name) for name in STRATEGIES}
+            for name, (planned, measured) in rows.items():
+                print(
+                    f"{network}: {name} waits {measured:.3f} s, planned {planned:.3f} s", flush=True
+                )
+            if not are_as_predicted(rows):
+                print(f"{network}: BAD, farther than a factor of {NEAR:g}, or in another order")
+                bad = True
+    return int(bad)

@@ -28,6 +28,8 @@ from tests.distributed.pool import Pool
 
 SEQLENS = (1, 2, 7, 16, 33, 64, 95)
 GROUP_CALLS, FAILING, SAMPLES = 50, 5, 20
+# Looks, 0.1 s apart, until the threads of a group must have ended.
+LOOKS = 50
 # Most growth of memory after the warm-up, which is the first half, in MiB for 1,000 calls.
 MOST_GROWTH = 1.0
 # Most that the last quarter may take of the third one's time of the CPU.
@@ -81,10 +83,20 @@ def on_rank(calls: int) -> list[Sample]:
         if number % (calls // SAMPLES) == 0:
             seconds = time.process_time() - start
             gc.collect()
-            time.sleep(0.5)  # threads of the last group end
-            samples.append(sample(number, seconds))
+            samples.append(settled(number, seconds, samples))
             start = time.process_time()
     return samples
+
+
+def settled(calls: int, seconds: float, before: Sequence[Sample]) -> Sample:
+    """Return a sample, after the threads of the last group have ended; what stays has grown."""
+    for _ in range(LOOKS):
+        time.sleep(0.1)
+        now = sample(calls, seconds)
+        first = before[0] if before else None
+        if first and now.threads <= first.threads and now.descriptors <= first.descriptors:
+            break
+    return now
 
 
 def sample(calls: int, seconds: float) -> Sample:

@@ -73,7 +73,7 @@ class Trainer:
 def main(args: argparse.Namespace, device: torch.device) -> bool:
     # (1) Who holds which rows: with zigzag all ranks have the same work under a causal mask.
     layout = SequenceLayout.zigzag(args.seqlen, dist.get_world_size())
-    return train(make_ring(layout).to(device), layout, args.steps)
+    return train(make_ring(layout).to(device), layout, args.steps, verbose=args.verbose)
 
 
 def train(
@@ -81,14 +81,17 @@ def train(
     layout: SequenceLayout,
     num_steps: int,
     make_twin: Callable[[], Transformer] = Transformer,
+    *,
+    verbose: bool = False,
 ) -> bool:
     device = next(model.parameters()).device
     ring, losses = Trainer(model, layout), []
+    shown = range(num_steps) if verbose else {(num_steps - 1) * i // 4 for i in range(5)}
     for step, batch in enumerate(islice(batches(layout.seqlen, device), num_steps)):
         # (6) If a rank leaves out a step, all raise.
         ring_attn.set_step(step)
         losses.append(ring.step(batch))
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and step in shown:
             print(f"step {step:2}: loss {losses[-1]:.6f} on {layout.world_size} ranks", flush=True)
     return is_as_one_process(torch.tensor(losses), batches(layout.seqlen, device), make_twin)
 
@@ -121,4 +124,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seqlen", type=int, default=2048, help="bytes of each sequence")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the loss of each step")
     start(partial(main, parser.parse_args()))

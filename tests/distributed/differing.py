@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, masks, ring_attention, tree_decode
+from ring_attn.transport.ranks.group import rank_group
 from tests.distributed.pool import device
 
 WORLD_SIZE = 4
@@ -145,11 +146,20 @@ HAPPENED = {
 }
 
 
+def wait_for_a_failure(group: Group) -> None:
+    """Wait until another rank has written down its error."""
+    assert group is not None
+    board = rank_group(group)._board
+    assert board is not None
+    while board.failure() is None:
+        time.sleep(0.05)
+
+
 def do(group: Group, order: str, **arguments: Any) -> None:
     outs: list[Tensor] = []
     for name in order.split():
         if name == "sleep":
-            time.sleep(3.0)
+            wait_for_a_failure(group)
         elif name == "bad":
             with pytest.raises(ValueError):
                 call(group, **arguments, softcap=-1.0)

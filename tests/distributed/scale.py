@@ -42,12 +42,22 @@ class CountingStore:
 
 @dataclass(frozen=True)
 class Formed:
-    """How a rank's first call ended, and what it asked of the store."""
+    """How a rank's first call ended, after how long, and what it asked of the store."""
 
     rank: int
     why: str
+    took_s: float  # of simulated time
     requests: int
     longest: int
+
+
+@dataclass(eq=False)
+class Place:
+    """A rank's process group, to which its `RankGroup` keeps a weak reference."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    store: CountingStore
 
 
 class Clock:
@@ -95,15 +105,16 @@ def simulate(
 
     def form(rank: int, woken: threading.Event) -> None:
         woken.wait()
-        store, why = CountingStore(store_of_all), ""
-        place: Any = SimpleNamespace(rank=rank, ranks=tuple(range(world_size)), store=store)
+        store, why, start = CountingStore(store_of_all), "", clock.monotonic()
+        place: Any = Place(rank, tuple(range(world_size)), store)
         try:
             group.RankGroup(place).medium(torch.device("cpu"), seconds)
         except RuntimeError as error:
             why = str(error)
         finally:
+            took_s = clock.monotonic() - start
             clock.next()
-        ended.append(Formed(rank, why, store.requests, store.longest))
+        ended.append(Formed(rank, why, took_s, store.requests, store.longest))
 
     places = SimpleNamespace(
         get_rank=lambda group: group.rank, get_process_group_ranks=lambda group: group.ranks

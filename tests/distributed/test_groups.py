@@ -37,7 +37,7 @@ from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import formation
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import FAR, on_ranks
 from tests.refusals import refused
 
 SEQLEN = 97
@@ -164,10 +164,8 @@ def make_groups_and_destroy_them() -> None:
     assert len(p2p._transports) == transports
     # A connection is closed on both sides once both ranks have let go of it.
     dist.barrier()
-    deadline = time.monotonic() + 5
     while any(now > one for now, one in zip(held_by_the_process(), before, strict=True)):
-        assert time.monotonic() < deadline, (held_by_the_process(), before)
-        time.sleep(0.02)
+        time.sleep(0.02)  # what is never freed hangs the rank
 
 
 @on_ranks(4)
@@ -246,7 +244,7 @@ def forked_child() -> str:
 
 
 def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
-    for rank, text in enumerate(fresh_ranks(2).run(forked_child, timeout=30)):
+    for rank, text in enumerate(fresh_ranks(2).run(forked_child)):
         assert text.startswith("RuntimeError: process "), text
         assert "forked" in text and f"rank {rank}" in text and "spawn" in text
 
@@ -278,10 +276,10 @@ def test_a_group_opens_no_connection_to_the_store() -> None:
 
 
 class SlowStore(formation.PollingStore):
-    """A store that takes 2 s to write down a note."""
+    """A store that takes 1.5 s to write down a note."""
 
     def set(self, key: str, value: str) -> None:
-        time.sleep(2.0)
+        time.sleep(1.5)
         super().set(key, value)
 
     def check(self, keys: list[str]) -> bool:
@@ -307,7 +305,7 @@ def test_a_slow_store_is_waited_for() -> None:
 
 # -- ranks that connect before their first call
 
-OPTIONS = TransportOptions(timeout=3)
+OPTIONS = TransportOptions(timeout=FAR)
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "auto"])

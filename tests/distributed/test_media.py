@@ -35,9 +35,9 @@ from ring_attn.transport.ranks.headers import UNKNOWN, Compared
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Lane, Posted
 from tests.distributed.differing import SINKS, STRATEGIES, WORLD_SIZE, call, decode
-from tests.distributed.pool import Ended, Pools, ended, on_ranks
+from tests.distributed.pool import FAR, Ended, Pools, ended, on_ranks
 from tests.refusals import refused, says
-from tests.stand_in import FOREVER, StandIn
+from tests.stand_in import StandIn
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -106,7 +106,9 @@ def test_all_communicators_are_aborted_at_once() -> None:
             nccl.lane((0,), channel, 1.0, GPU)
     for one in made:
         one.behind = [other for other in made if other is not one]
-    assert len(made) > 1 and ended(nccl.close).seconds < FOREVER / 4
+    with mock.patch.object(media.logger, "error") as logged:
+        nccl.close()
+    assert len(made) > 1 and not logged.called, logged.call_args_list
     assert all(one.aborted.is_set() for one in made)
 
 
@@ -131,14 +133,14 @@ def test_an_interrupt_leaves_no_group_open() -> None:
 def test_a_communicator_that_is_never_made() -> None:
     """Two ranks came; the other one dies while NCCL connects them, for which NCCL has no limit."""
     store, ended_at_last = dist.HashStore(), threading.Event()
-    connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait(20.0))
+    connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait())
     nccl = media.Nccl(store, "meeting", 0, (5, 7))
     name = f"meeting/{hashed((0, 1))}/shards"
-    threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), 5.0)).start()
+    threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), FAR)).start()
     with in_place_of_nccl(lambda *_: connects):
-        end = ended(lambda: nccl.lane((0, 1), "shards", 0.5, GPU))
+        end = ended(lambda: nccl.lane((0, 1), "shards", 1.0, GPU))
     ended_at_last.set()
-    assert end.error is MissingRanksError and end.seconds < 10.0, end
+    assert end.error is MissingRanksError, end
     assert says(end.text, "could not connect|ranks [7] did not come"), end
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dev.network import NEAR, NETWORKS, RANKS, STRATEGIES, Net, Network, compared, why_not
+from dev.network import RANKS, STRATEGIES, Net, Network, Waits, are_as_predicted, why_not
 from ring_attn import TransportOptions, ring_attention
 from ring_attn.testing import Case, run_all_ranks
-from tests.distributed.pool import Ended, ended
+from tests.distributed.pool import FAR, Ended, ended
 
 
 @pytest.fixture
@@ -34,14 +34,18 @@ def test_results_are_exact_though_packets_are_lost(net: Net, network: Network) -
         assert not ran.failures, ran.failures
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("network", NETWORKS, ids=str)
-def test_waits_are_as_predicted(net: Net, network: Network) -> None:
-    rows = {name: compared(net, network, name) for name in STRATEGIES}
-    assert all(1 / NEAR < waited / planned < NEAR for planned, waited in rows.values()), rows
-    planned, measured = (sorted(rows, key=lambda name: rows[name][i]) for i in (0, 1))
-    assert planned == measured, rows
+@pytest.mark.parametrize(
+    ("ring", "exchange", "right"),
+    [
+        ((2.0, 2.2), (1.0, 1.1), True),
+        ((2.0, 2.6), (1.0, 1.1), False),  # too long
+        ((2.0, 1.5), (1.0, 1.1), False),  # too short
+        ((1.1, 1.0), (1.0, 1.1), False),  # in another order
+    ],
+)
+def test_waits_are_judged(ring: Waits, exchange: Waits, right: bool) -> None:
+    """`python -m dev network` measures them, on a quiet machine."""
+    assert are_as_predicted({"ring": ring, "exchange": exchange}) == right
 
 
 def attend(timeout: float) -> Ended:
@@ -55,17 +59,17 @@ def test_a_short_cut_is_waited_for_and_a_lasting_one_is_named(
     net: Net, lost: tuple[int, ...]
 ) -> None:
     net.change(Network())
-    net.run(attend, 20.0)
+    net.run(attend, FAR)
     net.change(Network(cut=lost))
-    net.start(attend, 20.0)
+    net.start(attend, FAR)
     time.sleep(1.5)
+    assert net.answered == [], "a rank has gone on without the lost ones"
     net.change(Network())
     ends = net.results()
     assert all(end.error is None for end in ends), ends
-    assert ends[lost[0]].seconds > 1.2
     net.change(Network(cut=lost))
     ends = net.run(attend, 2.5)
-    assert all(end.error is RuntimeError and end.seconds < 2.5 + 5.0 for end in ends), ends
+    assert all(end.error is RuntimeError for end in ends), ends
     for rank, end in enumerate(ends):
         beyond = [r for r in range(RANKS) if (r in lost) != (rank in lost)]
         assert any(f"global rank {r}" in end.text for r in beyond), ends

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import TransportOptions, ring_attention
-from tests.distributed.pool import BACKENDS, Ended, Pool, Pools, device, ended
+from tests.distributed.pool import BACKENDS, FAR, Ended, Pool, Pools, device, ended, roomy
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +79,12 @@ def same_again(usual: Tensor, x: Tensor, options: TransportOptions) -> None:
     assert torch.equal(ring_attention(x, x, x, transport=options), usual)
 
 
-def start_again(victims: tuple[int, ...]) -> list[Ended]:
-    """How calls end in groups made anew with one store: a victim is away, then all are here."""
+def start_again(victims: tuple[int, ...]) -> tuple[float, list[Ended]]:
+    """How calls end in groups made anew with one store: a victim is away, then all are here.
+
+    Returns the time limit of the calls from which a victim is away, too.
+    """
+    timeout = roomy(1.0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store, backend = dist.distributed_c10d._get_default_store(), BACKENDS[device().type]
     x, ends = torch.full((1, 5, 2, 8), 1.0 + rank, device=device()), list[Ended]()
@@ -94,12 +98,12 @@ def start_again(victims: tuple[int, ...]) -> list[Ended]:
         with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         if rank != victim:
-            options = TransportOptions(timeout=20.0 if victim is None else 1.0)
+            options = TransportOptions(timeout=FAR if victim is None else timeout)
             ends.append(ended(partial(same_again, usual, x, options)))
         store.add("left", 1)
         while store.add("left", 0) < number * world_size:
             time.sleep(0.01)
-    return ends
+    return timeout, ends
 
 
 @pytest.mark.gloo
@@ -113,10 +117,10 @@ def test_groups_made_anew_with_the_old_store(ranks: Pools) -> None:
 
 def told_by_victims(pool: Pool, victims: tuple[int, ...]) -> None:
     """Every start without a victim ends by an error that names the victim, every other one runs."""
-    for rank, ends in enumerate(pool.run(start_again, victims, timeout=60)):
+    for rank, (timeout, ends) in enumerate(pool.run(start_again, victims)):
         errors = [None if end.error is None else end.text for end in ends]
         told = [one for one in errors if one is not None]
         assert len(ends) == 5 and len(told) == 2, errors
         away = [victim for victim in victims if victim != rank]
         for victim, text in zip(away, told, strict=True):
-            assert f"ranks [{victim}] did not come within 1 s" in text, text
+            assert f"ranks [{victim}] did not come within {timeout:g} s" in text, text

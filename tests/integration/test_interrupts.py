@@ -19,10 +19,9 @@ TINY = ["bench", "ring", "--world-size", "1", "--iters", "100000", "--quiet", "-
 TINY += ["--heads", "1", "--head-dim", "16", "--baseline", ""]
 
 
-def wait_until(reached: Callable[[], bool], seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(reached: Callable[[], bool]) -> None:
+    """Wait without a limit of its own: pytest ends a test that hangs."""
     while not reached():
-        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
@@ -53,8 +52,8 @@ class Started:
 
     def ended(self) -> tuple[int, str]:
         """Waits for the end: exit status and stderr; checks that no process or file is left."""
-        _, said = self.process.communicate(timeout=180)
-        wait_until(lambda: not self.running(), 30.0)
+        _, said = self.process.communicate()
+        wait_until(lambda: not self.running())
         assert not list(self.folder.iterdir())
         return self.process.returncode, said
 

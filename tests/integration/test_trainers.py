@@ -244,7 +244,7 @@ def test_ranks_that_do_not_split_the_same_are_refused(out: Path) -> None:
     with split_trainer(out) as trainer:
         trainer.train_dataset = Stream(dist.get_rank())
         end = ended(trainer.train)
-    assert end.error is ValueError and "ranks 0 and 1" in end.text and end.seconds < 20
+    assert end.error is ValueError and "ranks 0 and 1" in end.text
 
 
 class Differs(transformers.Trainer):

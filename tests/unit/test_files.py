@@ -1,4 +1,7 @@
-"""Files and variables of users that are not what they should be: refused at once, by name."""
+"""Files and variables of users that are not what they should be: refused at once, by name.
+
+And rules that the files of this repository keep.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,18 @@ from ring_attn.cli import launch
 from ring_attn.core.values import env_int
 from ring_attn.models.checkpoint import open_checkpoint
 from ring_attn.planning.devices import find_cluster, load_cluster
+from tests.clocks import asserts_upon_a_clock
 from tests.refusals import refused
+
+ROOT = Path(__file__).parents[2]
+# Asserts that depend on a clock, but not on a machine's speed, and why.
+CLOCKS = {
+    ("distributed/test_media.py", "test_a_late_exchange_is_named"): "a post is dated back by 47 s",
+    ("distributed/test_scale.py", "test_one_rank_names_the_missing_ones_for_all"): "simulated time",
+    ("distributed/test_stats.py", "adding_up"): "spans of one clock, each within another",
+    ("distributed/test_stats.py", "measured_as_planned"): "counts beside the times in one object",
+    ("distributed/test_stats.py", "test_decoding_is_measured"): "counts, as above",
+}
 
 
 def enter_checkpoint(path: Path) -> None:
@@ -63,11 +77,39 @@ def test_the_store_of_ranks_listens_on_the_loopback() -> None:
 
 def test_each_dependency_has_its_row() -> None:
     """CONTRIBUTING.md says why a package is there, and who keeps it."""
-    root = Path(__file__).parents[2]
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     needed = {re.split(r"[^\w.-]", one)[0] for one in asked} - {"ring-attn"}
-    rows = (root / "CONTRIBUTING.md").read_text().split("## Dependencies")[1].split("\n## ")[0]
+    rows = (ROOT / "CONTRIBUTING.md").read_text().split("## Dependencies")[1].split("\n## ")[0]
     cells = [line.split("|")[1:4] for line in rows.splitlines() if line.startswith("| ")][1:]
     assert {name.strip() for names, _, _ in cells for name in names.split(",")} == needed
     assert all(cell.strip() for row in cells for cell in row)
+
+
+def test_no_test_asserts_upon_a_clock() -> None:
+    """On a busy machine it would fail: count work, order events, or simulate the time."""
+    tests = ROOT / "tests"
+    found = {
+        (str(path.relative_to(tests)), function)
+        for path in tests.rglob("*.py")
+        if path != Path(__file__)
+        for function, _ in asserts_upon_a_clock(path.read_text())
+    }
+    assert found == {*CLOCKS}
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("start = time.time()\nwork()\nassert time.time() - start < 4", [3]),
+        ("start = perf_counter()\ntook = perf_counter() - start\nassert 0 < took < 4", [3]),
+        ("def took():\n    return time.monotonic()\n\nassert max(run(took)) < 4", [4]),
+        ("while not ready():\n    assert time.monotonic() < 4", [2]),
+        ("end = ended(call)\nassert end.error and end.took_s < 4", [2]),
+        ("PROGRAM = 'print(time.process_time())'", [1]),
+        ("start = time.monotonic()\nassert count() < 4", []),
+        ("assert time.sleep(1) is None and seconds < 4", []),
+    ],
+)
+def test_asserts_upon_a_clock_are_found(lines: str, found: list[int]) -> None:
+    assert [line for _, line in asserts_upon_a_clock(lines)] == found

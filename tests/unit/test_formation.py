@@ -1,13 +1,18 @@
-"""Ranks meet in a store that holds what dead ranks left there; each rank is a thread."""
+"""Ranks meet in a store that holds what dead ranks left there.
+
+Each rank is a thread, and time is simulated: a busy machine changes nothing.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-import time
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,16 +20,27 @@ import torch.distributed as dist
 from ring_attn.core.facts import Facts
 from ring_attn.transport.ranks import formation
 from ring_attn.transport.ranks.formation import DifferentError, Meeting, Meetings, MissingRanksError
+from tests.distributed.scale import REQUESTS, Clock
 
 MEMBERS = (4, 0, 7)
 LEAD = MEMBERS[0]
 SECONDS = 20.0
 
 
-@pytest.fixture(autouse=True)
-def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formation, "ANSWER_S", 0.3)
-    monkeypatch.setattr(formation, "LONGEST_PAUSE_S", 0.1)
+class SlowRequests:
+    """A rank's view of a store whose requests take any time: those of ranks come in any order."""
+
+    def __init__(self, store: dist.Store, clock: Clock, draw: random.Random) -> None:
+        self._clock, self._draw = clock, draw
+        for name in REQUESTS:
+            setattr(self, name, self._slow(getattr(store, name)))
+
+    def _slow(self, request: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*given: Any) -> Any:
+            self._clock.sleep(self._draw.uniform(0.0, 0.002))
+            return request(*given)
+
+        return slow
 
 
 class Met:
@@ -43,22 +59,43 @@ def meet(
     gap: float = 0.01,
 ) -> dict[int, Met]:
     """Lets ranks come in this order, each a little after the one before."""
-    met = {rank: Met() for rank in order}
+    return meet_in_groups(store, [(order, members)], seconds, told, gap)[0]
 
-    def run(rank: int) -> None:
+
+def meet_in_groups(
+    store: dist.Store,
+    groups: Sequence[tuple[Sequence[int], Sequence[int]]],
+    seconds: float = SECONDS,
+    told: Callable[[int], Facts | None] = lambda rank: None,
+    gap: float = 0.0,
+) -> list[dict[int, Met]]:
+    """As `meet`, for groups of ranks that meet at the same time: each an order, and members."""
+    found = [{rank: Met() for rank in order} for order, _ in groups]
+    clock, draw = Clock(), random.Random(0)
+
+    def run(number: int, rank: int, woken: threading.Event) -> None:
+        met = found[number][rank]
+
         def arrive(name: str) -> Callable[[], None]:
-            met[rank].at = name
+            met.at = name
             return lambda: None
 
-        time.sleep(gap * order.index(rank))
+        woken.wait()
         try:
-            Meetings(store, rank, members).attend(seconds, told(rank) or {}, arrive)
+            view: Any = SlowRequests(store, clock, draw)
+            Meetings(view, rank, groups[number][1]).attend(seconds, told(rank) or {}, arrive)
         except (MissingRanksError, DifferentError) as error:
-            met[rank].why = str(error)
+            met.why = str(error)
+        finally:
+            clock.next()
 
-    with ThreadPoolExecutor(len(order)) as threads:
-        list(threads.map(run, order))
-    return met
+    everyone = [(n, i, rank) for n, (order, _) in enumerate(groups) for i, rank in enumerate(order)]
+    with ThreadPoolExecutor(len(everyone)) as threads, mock.patch.object(formation, "time", clock):
+        runs = [threads.submit(run, n, rank, clock.alarm(gap * i)) for n, i, rank in everyone]
+        clock.next()
+        for one in runs:
+            one.result()
+    return found
 
 
 def leave_behind(store: dist.Store, came: Collection[int]) -> None:
@@ -132,8 +169,7 @@ def test_groups_with_one_store_stay_apart() -> None:
     """Groups of other ranks, or of the same ranks in another order, whose stores are one."""
     store = dist.HashStore()
     groups = [(0, 1), (2, 3), (1, 0), (3, 2)]
-    with ThreadPoolExecutor(len(groups)) as threads:
-        found = list(threads.map(lambda group: meet(store, group, group), groups))
+    found = meet_in_groups(store, [(group, group) for group in groups])
     for met in found:
         assert_met(met)
     assert len({one.at for met in found for one in met.values()}) == len(groups)

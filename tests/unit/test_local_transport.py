@@ -14,7 +14,6 @@ class Broken(Exception):
     """The error of a failing rank."""
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("failing", range(3))
 def test_whoever_waits_is_told(failing: int) -> None:
     told: list[tuple[int, str]] = []
@@ -40,7 +39,6 @@ def test_whoever_waits_is_told(failing: int) -> None:
     assert threading.active_count() == threads, "a rank is still waiting"
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("sent_to", [0, 1])
 def test_a_wrong_pairing_is_told(sent_to: int) -> None:
     """When all ranks wait, or have ended, the error says who waits for whom, on which channel."""

@@ -127,7 +127,7 @@ def test_on_cuda_times_are_those_of_the_device() -> None:
     measured = stats()
     figures, sync_s = measured.forward, measured.gradient_sync_s
     assert figures is not None and sync_s is not None
-    assert 0.01 < figures.compute_s <= figures.seconds < 10.0
+    assert 0.01 < figures.compute_s <= figures.seconds
     assert figures.wait_s < 0.01 * figures.compute_s
     assert 0.05 * figures.compute_s < sync_s < 0.2 * figures.compute_s
     assert figures.peak_bytes is not None and figures.peak_bytes >= held.nbytes

@@ -140,10 +140,13 @@ class RollCall:
         """Ends the roll-call on all ranks that have not seen everyone come."""
         self.answer("missing", f"{rank_name(self._rank)} has given up: {why}")
 
-    def wait(self, seconds: float, in_vain: InVain | None = None) -> None:
+    def wait(
+        self, seconds: float, in_vain: InVain | None = None, *, asked: float | None = None
+    ) -> None:
         """Waits until all members have come; else names the missing ranks, or who gave up.
 
-        `in_vain` says why some member will not come, if that is known.
+        `in_vain` says why some member will not come, if that is known. `asked` is the time limit
+        that the caller set, if only `seconds` of it are left: the error states the limit.
         """
 
         def news() -> Answer | None:
@@ -152,7 +155,8 @@ class RollCall:
                 return "missing", reason
             return answer
 
-        answer, when = poll(news, seconds), f"within {round(seconds, 1):g} s"
+        answer = poll(news, seconds)
+        when = f"within {seconds if asked is None else asked:g} s"
         if answer is None:
             asks = json.dumps([self._rank, when])
             if self._store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
@@ -269,14 +273,14 @@ class Meetings:
             in_vain = arrive(name)
             meeting.come(told)
             try:
-                return meeting.wait(deadline - time.monotonic(), in_vain)
+                return meeting.wait(deadline - time.monotonic(), in_vain, asked=seconds)
             except MovedError:
                 if self._opened:
                     raise
         kind, text = self._at(self._store.add(self._place, 0)).look() or ("", "")
         last = f"; they met before: {text}" if kind == "missing" else ""
         lead = rank_name(self._members[:1])
-        raise MissingRanksError(f"{lead} did not come within {round(seconds, 1):g} s{last}")
+        raise MissingRanksError(f"{lead} did not come within {seconds:g} s{last}")
 
     def _open(self) -> str:
         number = self._store.add(self._place, 1)
@@ -327,7 +331,7 @@ class PollingStore(Store):
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
         seconds = timeout.total_seconds()
         if not poll(lambda: self._store.check(keys), seconds):
-            raise RuntimeError(f"no rank has set {keys} within {round(seconds, 1):g} s")
+            raise RuntimeError(f"no rank has set {keys} within {seconds:g} s")
 
 
 def connect_gloo(
