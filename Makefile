@@ -3,9 +3,11 @@
 # Every target that needs Python packages makes its own environment first, from the pinned versions in
 # .ci/constraints.txt. VENV=path puts it elsewhere, PYTHON=path picks the interpreter, ARGS="..." is
 # handed on to pytest or to the ring-attn command, WORKERS=n runs so many files of tests side by side.
-# TRITON=3.6.0 installs that version into .aot/ and uses it for tests, `ptx` and `aot`.
+# TRITON=3.6.0 installs that version into .aot/ and uses it for tests, `ptx` and `aot`. TORCH=2.11.0
+# makes an environment of its own, .venv-2.11.0, with that torch and the triton that it asks for.
 
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-%)
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 3
@@ -52,8 +54,16 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(WITH_TRITON) $(B
 .NOTPARALLEL:
 .PHONY: help setup test test-slow test-all test-rounding test-oldest ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
 
+# Another torch asks for its own triton and setuptools.
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,.ci/constraints.txt)
+ifneq ($(TORCH),)
+$(CONSTRAINTS): .ci/constraints.txt
+	@mkdir -p $(@D)
+	@{ grep -vE '^(torch|triton|setuptools)==' $<; echo 'torch==$(TORCH)'; } > $@
+endif
+
 # Two --quiet hide pip's warnings, as of index locations that do not exist; its errors are shown.
-INSTALL := $(BIN)/python -m pip install --quiet --quiet -c .ci/constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --quiet -c $(CONSTRAINTS)
 SIZES := torch, triton and the packages of tests and tools: about 0.6 GB to download and 2.4 GB on disk, \
 	several GB more where pip takes the torch build with CUDA's libraries
 
@@ -61,7 +71,7 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment: .venv, or VENV=path
-$(READY): pyproject.toml setup.py .ci/constraints.txt
+$(READY): pyproject.toml setup.py $(CONSTRAINTS)
 	@echo "setup of $(VENV): $(SIZES)"
 	@echo "setup 1/4: the environment, by $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
