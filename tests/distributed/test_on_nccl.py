@@ -116,6 +116,7 @@ def numbered(nbytes: int, rank: int, lane: int) -> Tensor:
     return (torch.arange(nbytes, dtype=torch.int32, device=device()) * factor % 251).byte()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_messages_of_all_sizes_arrive() -> None:
     rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -189,7 +190,7 @@ def bits_that_delays_change(case: Case, trials: int) -> list[int]:
     return changed
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "double_ring", "exchange", "hybrid"])
 def test_delays_change_no_bit(ranks: Pools, strategy: str) -> None:
     case = Case("causal", "zigzag", strategy, "reference", seqlen=4 * ROWS[ranks.device])
@@ -305,7 +306,7 @@ def called_and_checked(run: Callable[[], object], group: Group) -> None:
     check(group)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "exchange"])
 @on_ranks(4)
 def test_ranks_that_differ_raise_by_the_next_check(strategy: str) -> None:
@@ -380,7 +381,7 @@ def after_a_fault(fault: str, part: str) -> Ended:
     return ended(partial(train_until, part, strike))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_rank_that_fails_ends_the_others(ranks: Pools, part: str, fault: str) -> None:
@@ -398,6 +399,7 @@ def test_a_rank_that_fails_ends_the_others(ranks: Pools, part: str, fault: str) 
     assert is_told(ends[1 - VICTIM]), ends
 
 
+@pytest.mark.slow
 @pytest.mark.gloo  # the stand-in for NCCL waits for its longest
 @on_ranks(2)
 def test_groups_are_destroyed_in_any_order() -> None:
@@ -472,6 +474,7 @@ def compare_with_one_process(*, fsdp: bool) -> None:
     assert_close("gradients", got.cpu(), oracle, noisy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [True, False], ids=["FSDP2", "sync_gradients"])
 @on_ranks(2)
 def test_a_model_beside_other_collectives(fsdp: bool) -> None:
@@ -485,6 +488,7 @@ def test_fsdp_without_nccls_order_of_launches(ranks: Pools) -> None:
         pool.run(partial(compare_with_one_process, fsdp=True))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_seventeen_groups_have_streams_of_their_own() -> None:
     groups = [dist.new_group() for _ in range(17)]

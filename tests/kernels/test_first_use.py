@@ -185,7 +185,9 @@ def largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
     return seconds_of(use, monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward", "decode"])
+@pytest.mark.parametrize(
+    "kind", ["decode", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "backward"))]
+)
 def test_a_case_takes_two_seconds_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest(kind, monkeypatch) < 2.0
 

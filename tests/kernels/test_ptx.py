@@ -102,7 +102,7 @@ CUTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("arch", ["sm_80", slow("sm_90")])
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(7)
 def test_steps_have_the_bits_of_one_launch(arch: str, dtype: str, headdim: int, name: str) -> None:
     """Steps with and without masked blocks are compiled apart; they add in the same order."""
     mask, cut = CUTS[name]

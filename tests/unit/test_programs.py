@@ -108,14 +108,14 @@ def every_call(world_size: int) -> Iterator[list[Call]]:
 )
 def test_no_program_has_a_fault_and_all_is_timed(world_size: int) -> None:
     count = 0
-    # With six ranks all calls take a minute.
-    chosen = islice(every_call(world_size), 0, None, 3 if world_size == 6 else 1)
+    # With six ranks all calls take a minute; `make test` has every third call of two ranks.
+    chosen = islice(every_call(world_size), 0, None, 3 if world_size in (2, 6) else 1)
     for calls, backward in product(chosen, (False, True)):
         assert check(programs_of(calls, backward=backward), calls[0]) == [], calls[0]
         if count % 7 == 0:
             assert_all_is_timed(calls, backward=backward)
         count += 1
-    assert count > 300
+    assert count > 100
 
 
 def assert_all_is_timed(calls: list[Call], *, backward: bool) -> None:
