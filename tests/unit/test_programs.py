@@ -104,12 +104,17 @@ def every_call(world_size: int) -> Iterator[list[Call]]:
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4, 6))]
+    ("world_size", "every"),
+    [
+        (2, 3),
+        *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (1, 2, 3, 4)),
+        pytest.param(6, 3, marks=pytest.mark.slow),  # all calls of six ranks take a minute
+    ],
 )
-def test_no_program_has_a_fault_and_all_is_timed(world_size: int) -> None:
+def test_no_program_has_a_fault_and_all_is_timed(world_size: int, every: int) -> None:
+    """Of `every` n-th call."""
     count = 0
-    # With six ranks all calls take a minute; `make test` has every third call of two ranks.
-    chosen = islice(every_call(world_size), 0, None, 3 if world_size in (2, 6) else 1)
+    chosen = islice(every_call(world_size), 0, None, every)
     for calls, backward in product(chosen, (False, True)):
         assert check(programs_of(calls, backward=backward), calls[0]) == [], calls[0]
         if count % 7 == 0:
