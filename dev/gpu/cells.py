@@ -1,0 +1,59 @@
+"""Cells and stages of the plan, as plain values: no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class NotHere(Exception):
+    """The cell cannot run on this machine; the text says why."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A call of a function in a worker, with a verdict of its own.
+
+    Attributes:
+        stage: name of its stage.
+        name: unique within the stage.
+        target: "module:function", which returns figures (a dict, or None), or raises.
+        arguments: of the function, as JSON has them.
+        limit: seconds after which the cell counts as hung.
+    """
+
+    stage: str
+    name: str
+    target: str
+    arguments: tuple[Any, ...] = ()
+    limit: float = 30.0
+
+    @property
+    def label(self) -> str:
+        """Name of the cell among those of all stages."""
+        return f"{self.stage}: {self.name}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cells that run after those of earlier stages.
+
+    Attributes:
+        name: as in `--stages`.
+        seconds: its part of the time on the device.
+        proves: what is known afterwards, in a few words.
+        cells: known cells.
+        lists: "module:function", which returns further cells in a worker: (name, target, arguments,
+            limit) each.
+        workers: number of processes that take cells side by side.
+        environment: variables of its workers, beside those of the run.
+    """
+
+    name: str
+    seconds: float
+    proves: str
+    cells: tuple[Cell, ...] = ()
+    lists: str = ""
+    workers: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)

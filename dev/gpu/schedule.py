@@ -1,0 +1,153 @@
+"""Runs stages: cells go to workers, and a hang, a crash or a dead context costs one cell."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dev.gpu.cells import Cell, Stage
+from dev.gpu.results import Results
+from dev.gpu.watch import Died, Worker
+
+# Seconds until a worker is ready, of a listing, and of a cell at least: with less none begins.
+START_SECONDS = 30.0
+LIST_SECONDS = 60.0
+LEAST_SECONDS = 3.0
+
+
+class Run:
+    """A run of stages until a deadline; workers are kept from stage to stage."""
+
+    def __init__(
+        self, results: Results, folder: Path, seconds: float, environment: Mapping[str, str]
+    ) -> None:
+        self.results = results
+        self._folder = folder
+        self._environment = dict(environment)
+        self._start = time.monotonic()
+        self._deadline = self._start + seconds
+        self._idle: list[Worker] = []
+        self._started = 0
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return round(time.monotonic() - self._start, 1)
+
+    def run(self, stages: Sequence[Stage], done: Collection[str] = ()) -> None:
+        """Run the cells of all stages except those in `done`; time that a stage leaves is kept."""
+        end = self._start
+        for stage in stages:
+            end = min(end + stage.seconds, self._deadline)
+            start = self.seconds
+            self._run_stage(stage, done, end)
+            self.results.add(
+                cell=stage.name, state="stage", at=self.seconds, s=round(self.seconds - start, 1)
+            )
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._idle:
+            worker.kill()
+        self._idle.clear()
+
+    def _run_stage(self, stage: Stage, done: Collection[str], end: float) -> None:
+        environment = self._environment | dict(stage.environment)
+        cells = [*stage.cells]
+        if stage.lists:
+            cells += self._listed(stage, environment, end)
+        waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
+        left = [cell for cell in cells if cell.label not in done]
+        for cell in left:
+            waiting.put(cell)
+        self._keep(stage.workers, environment)
+        lanes = [
+            threading.Thread(target=self._lane, args=(waiting, environment, end))
+            for _ in range(min(stage.workers, len(left)))
+        ]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+
+    def _listed(self, stage: Stage, environment: Mapping[str, str], end: float) -> list[Cell]:
+        """Return the cells that a worker lists, if it can."""
+        listing = Cell(stage.name, "(list of cells)", stage.lists, limit=LIST_SECONDS)
+        figures = self._run_cell(listing, environment, end).get("figures", {})
+        return [
+            Cell(stage.name, name, target, tuple(arguments), limit)
+            for name, target, arguments, limit in figures.get("cells", ())
+        ]
+
+    def _lane(
+        self, waiting: queue.SimpleQueue[Cell], environment: Mapping[str, str], end: float
+    ) -> None:
+        """Run one cell after another, as long as there are any."""
+        while True:
+            try:
+                cell = waiting.get_nowait()
+            except queue.Empty:
+                return
+            self._run_cell(cell, environment, end)
+
+    def _run_cell(self, cell: Cell, environment: Mapping[str, str], end: float) -> dict[str, Any]:
+        """Run a cell in an idle or a new worker; write and return its row."""
+        row: dict[str, Any]
+        if end - time.monotonic() < min(cell.limit, LEAST_SECONDS):
+            row = {"state": "no time"}
+        elif (worker := self._worker(environment)) is None:
+            row = {"state": "no start", "error": f"see {self._log(self._started)}"}
+        else:
+            self.results.add(cell=cell.label, state="begun", at=self.seconds)
+            row = self._verdict(worker, cell, min(cell.limit, end - time.monotonic()))
+        self.results.add(cell=cell.label, at=self.seconds, **row)
+        return row
+
+    def _verdict(self, worker: Worker, cell: Cell, seconds: float) -> dict[str, Any]:
+        """Return the row of a cell; the worker is kept only if it is healthy."""
+        row: dict[str, Any]
+        try:
+            row = worker.ask(cell, seconds)
+        except TimeoutError:
+            row = {"state": "hung", "s": round(seconds, 2), "stacks": worker.stacks()}
+            row["error"] = f"no verdict within {seconds:.0f} s"
+        except Died as error:
+            row = {"state": "died", "error": str(error), "log": worker.end_of_log()}
+        if row["state"] in ("hung", "died", "poisoned"):
+            worker.kill()
+        else:
+            self._idle.append(worker)
+        return row
+
+    def _worker(self, environment: Mapping[str, str]) -> Worker | None:
+        """Return a worker with these variables; None if it does not start."""
+        with self._lock:
+            for worker in self._idle:
+                if worker.environment == environment:
+                    self._idle.remove(worker)
+                    return worker
+            self._started += 1
+            log = self._log(self._started)
+        worker = Worker(log, environment)
+        try:
+            worker.answer(min(START_SECONDS, self._deadline - time.monotonic()))
+        except (TimeoutError, Died):
+            worker.kill()
+            return None
+        return worker
+
+    def _keep(self, count: int, environment: Mapping[str, str]) -> None:
+        """End idle workers that a stage does not need: their memory is on the device."""
+        useful = [worker for worker in self._idle if worker.environment == environment]
+        for worker in [*self._idle]:
+            if worker not in useful[:count]:
+                self._idle.remove(worker)
+                worker.kill()
+
+    def _log(self, number: int) -> Path:
+        return self._folder / f"worker{number}.log"

@@ -1,0 +1,99 @@
+"""A worker process seen from outside: asked, limited in time, and killed with all its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dev.gpu.cells import Cell
+
+ROOT = Path(__file__).parents[2]
+
+# Seconds that faulthandler gets to print stacks, and characters of a log that a row keeps.
+STACK_SECONDS = 0.5
+LOG_CHARACTERS = 4000
+
+
+class Died(Exception):
+    """The worker has ended without an answer; the text has its exit status."""
+
+
+class Worker:
+    """A process in a session of its own, so that one signal ends it and its children."""
+
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+        self._log = log.open("ab+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "dev.gpu.worker"], cwd=ROOT, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            start_new_session=True, env={**os.environ, **environment},
+        )  # fmt: skip
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Return the next answer.
+
+        Raises:
+            TimeoutError: it did not come within the time.
+            Died: the process has ended.
+        """
+        try:
+            line = self._lines.get(timeout=max(seconds, 0.01))
+        except queue.Empty:
+            raise TimeoutError from None
+        if line is None:
+            raise Died(f"exit status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, cell: Cell, seconds: float) -> dict[str, Any]:
+        """Run a cell; return its answer, or raise as `answer`."""
+        assert self._process.stdin is not None
+        request = {"target": cell.target, "arguments": cell.arguments}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Died(f"exit status {self._process.wait()}") from None
+        return self.answer(seconds)
+
+    def stacks(self) -> str:
+        """Return the stacks of the worker's threads, and of its children that answer SIGUSR1."""
+        start = os.fstat(self._log.fileno()).st_size
+        self._signal(signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        self._log.seek(start)
+        return self._log.read().decode(errors="replace")[-LOG_CHARACTERS:]
+
+    def end_of_log(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        self._log.seek(max(0, size - LOG_CHARACTERS))
+        return self._log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

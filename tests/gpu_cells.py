@@ -1,0 +1,88 @@
+"""Cells with planted faults, for the runner of `python -m dev gpu`; they need no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from dev.gpu.cells import Cell, NotHere, Stage
+
+STAGE = "planted"
+LIMIT = 1.0
+
+# Bytes of a pthread_mutex_t at least; zeros are an unlocked one.
+MUTEX_BYTES = 128
+
+
+def passes() -> dict[str, float]:
+    """Fail with CUDA's error if an earlier cell of this process has lost the context."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.cuda.synchronize()
+    return {"pid": os.getpid()}
+
+
+def is_wrong() -> None:
+    raise AssertionError("dq: error / bound 31.2")
+
+
+def is_refused() -> None:
+    raise NotHere("there is no ncu")
+
+
+def lose_context() -> None:
+    """From here on every call of CUDA raises."""
+
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]
+    synchronize()
+
+
+def hang(library: type[ctypes.CDLL] = ctypes.CDLL) -> None:
+    """Lock a mutex twice, in C: no signal ends it, nor does an exception."""
+    c, mutex = library(None), ctypes.create_string_buffer(MUTEX_BYTES)
+    for _ in range(2):
+        c.pthread_mutex_lock(mutex)
+
+
+def hang_with_the_gil() -> None:
+    hang(ctypes.PyDLL)
+
+
+def hang_with_a_child() -> None:
+    """The child would outlive a worker that is killed alone."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    thread = threading.Thread(target=hang, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def listed() -> dict[str, Any]:
+    """One more cell, as a stage lists its cells in a worker."""
+    return {"cells": [("listed", "tests.gpu_cells:passes", [], LIMIT)]}
+
+
+FAULTS = (is_wrong, is_refused, lose_context, hang, hang_with_the_gil, hang_with_a_child, crash)
+
+
+def planted(workers: int = 1) -> Stage:
+    """A stage in which each fault has a good cell after it."""
+    cells = []
+    for fault in FAULTS:
+        name = fault.__name__
+        cells.append(Cell(STAGE, name, f"tests.gpu_cells:{name}", limit=LIMIT))
+        cells.append(Cell(STAGE, f"after {name}", "tests.gpu_cells:passes", limit=LIMIT))
+    return Stage(STAGE, 60.0, "one cell", tuple(cells), "tests.gpu_cells:listed", workers)
