@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -48,6 +48,7 @@ class Stage:
             limit) each.
         workers: number of processes that take cells side by side.
         environment: variables of its workers, beside those of the run.
+        only: listed cells need this word in their names.
     """
 
     name: str
@@ -57,3 +58,11 @@ class Stage:
     lists: str = ""
     workers: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    only: str = ""
+
+    def having(self, word: str | None) -> Stage:
+        """Return the stage with those of its cells whose names have the word."""
+        if word is None:
+            return self
+        cells = tuple(cell for cell in self.cells if word in cell.name)
+        return replace(self, cells=cells, only=word)

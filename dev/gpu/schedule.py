@@ -14,7 +14,7 @@ from dev.gpu.results import Results
 from dev.gpu.watch import Died, Worker
 
 # Seconds until a worker is ready, of a listing, and of a cell at least: with less none begins.
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 LIST_SECONDS = 60.0
 LEAST_SECONDS = 3.0
 
@@ -82,6 +82,7 @@ class Run:
         return [
             Cell(stage.name, name, target, tuple(arguments), limit)
             for name, target, arguments, limit in figures.get("cells", ())
+            if stage.only in name
         ]
 
     def _lane(

@@ -36,13 +36,14 @@ class Command(NamedTuple):
     """A subcommand: its words, two places, and its line of help.
 
     `options` is "module:function", or a module with `add_arguments`, whose docstring is the text of
-    the help; `module` has `run`.
+    the help; `module` has `run`. `loads` says whether `run` needs the package's `__init__`.
     """
 
     name: str
     options: str
     module: str
     help: str
+    loads: bool = True
 
     @property
     def words(self) -> list[str]:
@@ -109,7 +110,8 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
                 # argparse would ignore the value.
                 parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
         args = parser.parse_args(options)
-        load()
+        if command.loads:
+            load()
         module = import_module(command.module)
         with ExitStack() as stack:
             if not is_first_rank():

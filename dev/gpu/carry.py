@@ -1,0 +1,254 @@
+"""The folder `.carry`: what a machine with a GPU lacks, made on a machine without one.
+
+    kernels.tar.xz      kernels of the GPU's tests, compiled for sm_90, as a cache of triton
+    libraries/          FlashAttention 3 to compare with; NCCL for several ranks on one GPU
+    manifest.json       hashes of the kernels' sources and of these files, and triton's version
+
+A kernel's key in the cache has a hash of its source: after a change nothing would be found, and the
+time on the GPU would be spent on the compiler. So a folder of other sources is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dev.gpu import device
+from dev.gpu.cells import Stage
+from dev.gpu.nccl_library import VERSION as NCCL_VERSION
+from dev.gpu.nccl_library import only_for
+from dev.gpu.ranks import LIBRARY
+from dev.gpu.results import FILE, Results, Row, counts, last_rows, read_rows, with_verdict
+from dev.gpu.schedule import Run
+from dev.gpu.watch import ROOT
+
+MANIFEST, KERNELS, LIBRARIES = "manifest.json", "kernels.tar.xz", "libraries"
+FA3_NAME, NCCL_NAME = "fa3.tar.xz", "libnccl.so.2.xz"
+FA3 = "fa3-fwd==0.0.3"
+NCCL = f"nvidia-nccl-cu13=={NCCL_VERSION}"
+ARCHITECTURE = 90
+
+# What a lent machine takes, in bytes.
+MAX_BYTES = 60 << 20
+
+# Of a kernel, a machine with a GPU reads only these files.
+SUFFIXES = (".cubin", ".json")
+
+# A file in which triton lists those of a kernel, by their paths.
+GROUP = "__grp__"
+
+
+# -- here, without a GPU
+
+
+def prepare(folder: Path, only: str | None, seconds: float) -> int:
+    """Compile kernels for at most so many seconds, and pack them with the libraries."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cache = folder.resolve() / "cache"
+    rows = compile_kernels(folder, cache, only, seconds)
+    failed = [row for row in last_rows(rows).values() if row["state"] not in ("ok", "not here")]
+    packed = pack_kernels(cache, folder / KERNELS)
+    missing = add_libraries(folder / LIBRARIES)
+    write_manifest(folder)
+    size = sum(path.stat().st_size for path in _files(folder).values())
+    print(f"{folder}: {packed} kernels, {size / 2**20:.1f} MiB, {dict(counts(rows))}")
+    for reason in missing:
+        print("left out:", reason)
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{folder} has {size / 2**20:.1f} MiB, at most {MAX_BYTES >> 20} may travel"
+        )
+    return int(bool(failed))
+
+
+def compile_kernels(folder: Path, cache: Path, only: str | None, seconds: float) -> list[Row]:
+    """Compile what each test that needs a GPU launches; tests with a verdict are left out.
+
+    A change of a kernel's source begins anew.
+    """
+    log, sources = folder / "log", _hashes_of_sources()
+    manifest = folder / "compiling.json"
+    if not manifest.exists() or json.loads(manifest.read_text()) != sources:
+        shutil.rmtree(log, ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
+    manifest.write_text(json.dumps(sources))
+    before = read_rows(log / FILE) if (log / FILE).exists() else []
+    results = Results(log)
+    variables = {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    run = Run(results, log, seconds, device.environment(device.COMPILER) | variables)
+    name, lists = "kernels", "dev.gpu.tests:listed"
+    stage = Stage(name, seconds, "compiled", lists=lists, workers=os.cpu_count() or 1)
+    try:
+        run.run([stage.having(only)], with_verdict(before))
+    finally:
+        run.close()
+    return [*before, *results.rows]
+
+
+def pack_kernels(cache: Path, target: Path) -> int:
+    """Pack the machine code of a cache, with paths within it; return the number of kernels."""
+    count = 0
+    with tarfile.open(target, "w:xz", preset=6) as tar:
+        for name, content in _cached(cache):
+            count += name.split("/")[-1].startswith(GROUP)
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return count
+
+
+def _cached(cache: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files to pack."""
+    for entry in sorted(cache.glob("*")):
+        for group in entry.glob(f"{GROUP}*"):
+            children = json.loads(group.read_text())["child_paths"]
+            kept = [name for name in children if name.endswith(SUFFIXES)]
+            for name in kept:
+                yield f"{entry.name}/{name}", (entry / name).read_bytes()
+            names = {name: f"{entry.name}/{name}" for name in kept}
+            yield f"{entry.name}/{group.name}", json.dumps({"child_paths": names}).encode()
+
+
+def add_libraries(folder: Path) -> list[str]:
+    """Get the libraries that are not there yet; return why some are left out."""
+    folder.mkdir(exist_ok=True)
+    makers: dict[str, Callable[[Path], None]] = {FA3_NAME: _pack_fa3, NCCL_NAME: _pack_nccl}
+    missing = []
+    for name, make in makers.items():
+        if (folder / name).exists():
+            continue
+        try:
+            make(folder / name)
+        except (subprocess.CalledProcessError, OSError, zipfile.BadZipFile) as error:
+            missing.append(f"{name}: {type(error).__name__}: {error}")
+            (folder / name).unlink(missing_ok=True)
+    return missing
+
+
+def _pack_fa3(target: Path) -> None:
+    """The modules of the wheel, with shared objects without symbols."""
+    with tempfile.TemporaryDirectory() as temporary, tarfile.open(target, "w:xz") as tar:
+        wheel = zipfile.ZipFile(_download(FA3, Path(temporary)))
+        for name in wheel.namelist():
+            if ".dist-info/" not in name and not name.endswith("/"):
+                tar.add(wheel.extract(name, temporary), name)
+
+
+def _pack_nccl(target: Path) -> None:
+    """The library, with the code of one architecture."""
+    with tempfile.TemporaryDirectory() as temporary:
+        wheel = zipfile.ZipFile(_download(NCCL, Path(temporary)))
+        data = bytearray(wheel.read("nvidia/nccl/lib/libnccl.so.2"))
+        only_for(ARCHITECTURE, data)
+        library = Path(temporary) / "libnccl.so.2"
+        library.write_bytes(data)
+        subprocess.run(["strip", "--strip-debug", library], check=True)
+        target.write_bytes(lzma.compress(library.read_bytes(), preset=6))
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*pip, requirement], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def write_manifest(folder: Path) -> None:
+    import triton
+
+    manifest = {
+        "triton": triton.__version__,
+        "sources": _hashes_of_sources(),
+        "files": {name: _hash(path) for name, path in _files(folder).items()},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The files that travel, by their names within the folder."""
+    found = [folder / KERNELS, *sorted((folder / LIBRARIES).glob("*"))]
+    return {str(path.relative_to(folder)): path for path in found if path.exists()}
+
+
+def _hashes_of_sources() -> dict[str, str]:
+    paths = sorted((ROOT / "kernels").glob("*.py"))
+    return {path.name: _hash(path) for path in paths}
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# -- there, on the machine with a GPU
+
+
+def unpacked(folder: Path, target: Path, device: str) -> dict[str, str]:
+    """Unpack a carried folder; return the variables by which workers use it.
+
+    Without a folder nothing is carried, and kernels are compiled when they are needed.
+
+    Raises:
+        ValueError: a source of a kernel or a carried file has changed since.
+    """
+    if not (folder / MANIFEST).exists():
+        print(f"nothing is carried: there is no {folder / MANIFEST}, so every kernel is compiled")
+        return {}
+    check(folder)
+    if device != "cuda":
+        return {}
+    variables = {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
+    libraries = folder / LIBRARIES
+    if (libraries / FA3_NAME).exists():
+        with tarfile.open(libraries / FA3_NAME) as tar:
+            tar.extractall(target / "python", filter="data")
+        paths = [str(target / "python"), os.environ.get("PYTHONPATH", "")]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if (libraries / NCCL_NAME).exists():
+        library = target / "libnccl.so.2"
+        library.write_bytes(lzma.decompress((libraries / NCCL_NAME).read_bytes()))
+        variables[LIBRARY] = str(library)
+    return variables
+
+
+def check(folder: Path) -> None:
+    """Compare a carried folder with its manifest, and with the sources.
+
+    Raises:
+        ValueError: naming what has changed.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text())
+    now: Mapping[str, Mapping[str, Any]] = {
+        "sources": _hashes_of_sources(),
+        "files": {name: _hash(path) for name, path in _files(folder).items()},
+    }
+    for kind, hashes in now.items():
+        then = manifest[kind]
+        names = sorted(then.keys() | hashes.keys())
+        changed = [name for name in names if then.get(name) != hashes.get(name)]
+        if changed:
+            raise ValueError(
+                f"{folder} is of other {kind}: {', '.join(changed)} changed since it was made, so "
+                "no kernel would be found; run python -m dev gpu --prepare again, or delete it"
+            )
+
+
+def unpack_kernels(packed: Path, cache: Path) -> Path:
+    """Unpack a cache of triton, whose lists of files get their paths here."""
+    with tarfile.open(packed) as tar:
+        tar.extractall(cache, filter="data")
+    for group in cache.glob(f"*/{GROUP}*"):
+        names = json.loads(group.read_text())["child_paths"]
+        paths = {name: str(cache / place) for name, place in names.items()}
+        group.write_text(json.dumps({"child_paths": paths}))
+    return cache

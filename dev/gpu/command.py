@@ -1,0 +1,79 @@
+"""Runs `python -m dev gpu`: stages, preparation or recording."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from dev.gpu import device, plan
+from dev.gpu.cells import Stage
+from dev.gpu.profiles import FOLDER
+from dev.gpu.results import BAD, FILE, Results, counts, read_rows, with_verdict
+from dev.gpu.schedule import Run
+from dev.gpu.screen import screen
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.record:
+        from dev.gpu.record import record
+
+        return record(args.record)
+    if args.prepare:
+        from dev.gpu.carry import prepare
+
+        return prepare(args.carry, args.only, args.seconds)
+    stages = chosen(plan.stages(args.device), args.stages, args.only)
+    if args.list:
+        print(*lines_of(stages), sep="\n")
+        return 0
+    return run_stages(args, stages)
+
+
+def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
+    """Run the stages and print the screen; 1 if a cell is bad."""
+    from dev.gpu.carry import unpacked
+
+    before = [] if args.before is None else read_rows(args.before)
+    out = args.out.resolve()
+    results = Results(out)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = device.environment(args.device) | {FOLDER: str(out)}
+        # A trial uses no kernel of a GPU; a carried folder is checked all the same.
+        carried = unpacked(args.carry, Path(folder), device=args.device)
+        made = Run(results, out, args.seconds, environment | carried)
+        try:
+            made.run(stages, with_verdict(before))
+        except KeyboardInterrupt:
+            print("interrupted: what has run is in", out / FILE, file=sys.stderr)
+        finally:
+            made.close()
+    print(screen([*before, *results.rows]))
+    return int(any(counts(results.rows)[state] for state in BAD))
+
+
+def chosen(stages: Sequence[Stage], names: str | None, only: str | None) -> list[Stage]:
+    """Return the stages of these names, in the plan's order, with cells that have a word.
+
+    Raises:
+        ValueError: no stage has a name.
+    """
+    known = [stage.name for stage in stages]
+    wanted = known if names is None else names.split(",")
+    wrong = [name for name in wanted if name not in known]
+    if wrong:
+        raise ValueError(f"--stages {names}: no stage {', '.join(wrong)}; use {', '.join(known)}")
+    return [stage.having(only) for stage in stages if stage.name in wanted]
+
+
+def lines_of(stages: Sequence[Stage]) -> list[str]:
+    lines = []
+    for stage in stages:
+        lines.append(
+            f"{stage.name}: {stage.seconds:g} s, {stage.workers} at a time: {stage.proves}"
+        )
+        lines += [f"    {cell.name}" for cell in stage.cells]
+        lines += [f"    and those of {stage.lists}"] if stage.lists else []
+    return lines

@@ -1,0 +1,79 @@
+"""The device of a worker: a GPU, or in a trial the CPU, where Triton's interpreter runs kernels.
+
+A trial (`--device cpu`) has small sizes and float16, since the interpreter has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dev.gpu.cells import NotHere
+
+VARIABLE = "RING_ATTN_GPU_DEVICE"
+CUDA, CPU = "cuda", "cpu"
+# No device: kernels are compiled for sm_90, and their results are ones.
+COMPILER = "compiler"
+
+
+def name() -> str:
+    return os.environ.get(VARIABLE, CUDA)
+
+
+def is_trial() -> bool:
+    return name() == CPU
+
+
+def compiles() -> bool:
+    return name() == COMPILER
+
+
+def environment(device: str) -> dict[str, str]:
+    """Variables of the workers of a run."""
+    variables = {
+        VARIABLE: device,
+        # A refused backend would hide what is wrong with it.
+        "RING_ATTN_FIRST_USE": "off",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if device == CPU:
+        variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return variables
+
+
+def need_cuda(why: str) -> None:
+    """Raise NotHere in a trial."""
+    if is_trial():
+        raise NotHere(f"needs a GPU: {why}")
+
+
+def dtype() -> Any:
+    import torch
+
+    return torch.float16 if is_trial() else torch.bfloat16
+
+
+class Compilations:
+    """Counts kernels that triton compiled and kernels that it found in its cache."""
+
+    def __init__(self) -> None:
+        self.compiled = self.found = 0
+
+    def __call__(self, src: Any, metadata: Any, group: Any, times: Any, cache_hit: bool) -> None:
+        self.found += bool(cache_hit)
+        self.compiled += not cache_hit
+
+    def __enter__(self) -> Compilations:
+        from triton import knobs
+
+        knobs.compilation.listener = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from triton import knobs
+
+        knobs.compilation.listener = None
+
+    @property
+    def figures(self) -> dict[str, int]:
+        return {"compiled": self.compiled, "found": self.found}

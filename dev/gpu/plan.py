@@ -1,0 +1,177 @@
+"""The plan: stages and their cells, in the order in which a short time on a GPU is spent.
+
+What could be wrong comes before what could be slow. The seconds of the stages are those of an H100
+with prepared kernels; a stage leaves what it does not need to the next ones.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from dev.gpu import device
+from dev.gpu.cells import Cell, Stage
+from dev.gpu.worker import PRELOAD
+
+# (kernels, head dim) of the contact ladder: the most valuable first.
+KERNELS = (
+    ("portable", 128),
+    ("gluon 0", 128),
+    ("gluon 0", 64),
+    ("portable", 64),
+    ("gluon 0", 256),
+    ("portable", 256),
+)
+TRIAL_KERNELS = (("portable", 64),)
+MASKS = ("full", "causal")
+
+IMPLEMENTATIONS = ("ours", "cudnn", "torch flash", "FlashAttention 3")
+SPEED_ROWS, SPEED_HEADS, SPEED_DIM = 16384, (32, 8), 128
+# Further sizes, of rows and head dim.
+SIZES = ((4096, 128), (16384, 64), (4096, 64), (65536, 128), (16384, 256))
+
+# Strategies with the layout that each takes.
+STRATEGIES = (
+    ("ring", "zigzag"),
+    ("ring", "contiguous"),
+    ("all_gather", "zigzag"),
+    ("ulysses", "zigzag"),
+    ("hybrid", "zigzag"),
+    ("exchange", "zigzag"),
+    ("q_exchange", "contiguous"),
+)
+
+TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
+
+# Imported before a worker is ready.
+CHEAP = "torch ring_attn.testing"
+WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
+
+
+def stages(name_of_device: str) -> tuple[Stage, ...]:
+    """All stages of a run."""
+    trial = name_of_device == device.CPU
+    with_kernels = {PRELOAD: WITH_KERNELS}
+    return (
+        _environment(with_kernels),
+        _contact(trial, with_kernels),
+        # In a trial the tests pretend that there is a GPU, which no other stage may see.
+        Stage(
+            "tests",
+            85.0,
+            "every test that needs a GPU",
+            lists="dev.gpu.tests:listed",
+            workers=2 if trial else 6,
+            environment={PRELOAD: CHEAP} if trial else with_kernels,
+        ),
+        _speed("speed", 50.0, ((SPEED_ROWS, SPEED_DIM),), with_kernels),
+        _rings(with_kernels),
+        _graphs(with_kernels),
+        _ranks(trial, with_kernels),
+        _profiles(with_kernels),
+        _speed("sizes", 40.0, SIZES, with_kernels),
+        _tune(trial, with_kernels),
+    )
+
+
+def _stage(
+    name: str, seconds: float, proves: str, cells: list[Cell], imports: dict[str, str]
+) -> Stage:
+    return Stage(name, seconds, proves, tuple(cells), environment=imports)
+
+
+def _environment(imports: dict[str, str]) -> Stage:
+    name = "environment"
+    cells = [
+        Cell(name, function, f"dev.gpu.environment:{function}", limit=40.0)
+        for function in ("versions", "ceilings")
+    ]
+    return _stage(name, 25.0, "versions, tools, and the ceilings of this card", cells, imports)
+
+
+def _contact(trial: bool, imports: dict[str, str]) -> Stage:
+    name = "contact"
+    cells = []
+    for (kernels, dim), mask in product(TRIAL_KERNELS if trial else KERNELS, MASKS):
+        for direction in ("forward", "backward"):
+            label = f"{direction}, {kernels}, {dim} dims, {mask}"
+            target = f"dev.gpu.contact:{direction}"
+            cells.append(Cell(name, label, target, (kernels, dim, mask), limit=25.0))
+    for queries in (1, 17):
+        cells.append(Cell(name, f"decode, {queries}", "dev.gpu.contact:decode", (queries,), 25.0))
+    blocking = imports | {"CUDA_LAUNCH_BLOCKING": "1"}
+    return _stage(name, 35.0, "each kernel once: right, wrong where, or hung", cells, blocking)
+
+
+def _speed(
+    name: str, seconds: float, sizes: tuple[tuple[int, int], ...], imports: dict[str, str]
+) -> Stage:
+    cells = []
+    for (rows, dim), mask, implementation in product(sizes, ("causal", "full"), IMPLEMENTATIONS):
+        label = f"{implementation}, {rows} rows, {dim} dims, {mask}"
+        arguments = (implementation, rows, *SPEED_HEADS, dim, mask)
+        cells.append(Cell(name, label, "dev.gpu.speed:measure", arguments, limit=25.0))
+    return _stage(name, seconds, "TFLOP/s beside the other kernels", cells, imports)
+
+
+def _rings(imports: dict[str, str]) -> Stage:
+    name = "rings"
+    cells = [
+        Cell(name, f"{strategy}, {layout}", "dev.gpu.rings:holds", (strategy, layout), 25.0)
+        for strategy, layout in STRATEGIES
+    ]
+    cells += [
+        Cell(name, f"bits of {strategy}", "dev.gpu.rings:same_bits", (strategy,), 25.0)
+        for strategy in ("ring", "ulysses")
+    ]
+    return _stage(name, 30.0, "strategies over local copies; the bits of one rank", cells, imports)
+
+
+def _graphs(imports: dict[str, str]) -> Stage:
+    name = "graphs"
+    cells = [
+        Cell(name, f"capture of {strategy}", "dev.gpu.graphs:capture", (strategy,), 25.0)
+        for strategy in ("ring", "all_gather")
+    ]
+    target = "dev.gpu.graphs:messages_to_itself"
+    cells.append(Cell(name, "NCCL to itself", target, limit=25.0))
+    return _stage(name, 15.0, "replays have the bits of calls; NCCL to itself", cells, imports)
+
+
+def _ranks(trial: bool, imports: dict[str, str]) -> Stage:
+    """Two and four ranks, in each way in which they can share the GPU."""
+    name = "ranks"
+    cells = []
+    for way in ("gloo",) if trial else ("hostid", "multi"):
+        cells += [_rank_cell(way, 2, "first_contact")]
+        cells += [_rank_cell(way, 2, "strategy", *given) for given in STRATEGIES]
+        cells += [_rank_cell(way, 2, "sizes"), _rank_cell(way, 2, "late_ranks", 5 if trial else 30)]
+        cells += [] if trial else [_rank_cell(way, 2, "graph", 10)]
+        for argument in ("causal", "softmax_scale"):
+            target, arguments = "dev.gpu.ranks:notices", (way, "disagreement", argument)
+            cells.append(Cell(name, f"{way}: other {argument}", target, arguments, 90.0))
+        for when in ("first", "later"):
+            label = f"{way}: a rank killed at a {when} call"
+            cells.append(Cell(name, label, "dev.gpu.ranks:killed", (way, when), 90.0))
+        cells += [_rank_cell(way, 4, "strategy", *given) for given in STRATEGIES[:4]]
+    return _stage(name, 100.0, "processes over NCCL: bits, errors, graphs", cells, imports)
+
+
+def _rank_cell(way: str, world_size: int, case: str, *arguments: str | int) -> Cell:
+    words = " ".join(map(str, (case, *arguments)))
+    label = f"{way}, {world_size} ranks: {words}"
+    return Cell("ranks", label, "dev.gpu.ranks:run", (way, world_size, case, *arguments), 90.0)
+
+
+def _profiles(imports: dict[str, str]) -> Stage:
+    name = "profiles"
+    cells = [
+        Cell(name, f"{kernel}", "dev.gpu.profiles:profile", (kernel, direction), 40.0)
+        for kernel, direction in (("hopper_fwd", "forward"), ("hopper_bwd", "backward"))
+    ]
+    return _stage(name, 45.0, "why a kernel is slow", cells, imports)
+
+
+def _tune(trial: bool, imports: dict[str, str]) -> Stage:
+    seconds = TRIAL_TUNE_SECONDS if trial else TUNE_SECONDS
+    cell = Cell("tune", "configs", "dev.gpu.profiles:tune", (seconds,), limit=seconds + 40.0)
+    return _stage("tune", 110.0, "the fastest configs", [cell], imports)

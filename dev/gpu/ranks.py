@@ -1,0 +1,208 @@
+"""Cells of several ranks that share one GPU over NCCL: processes that a worker starts and keeps.
+
+NCCL refuses a GPU twice on a host. There are two ways around it, which test different paths:
+
+    hostid    each rank has a host name of its own: NCCL's path between nodes, over TCP; any NCCL
+    multi     NCCL 2.30 or newer permits it: the path within a node; `--prepare` carries the library
+
+A trial has ranks of gloo ("gloo"). Speeds mean nothing: the ranks take the GPU in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from dev.gpu import device
+from dev.gpu.cells import NotHere
+
+# The path of a newer NCCL, of which `carry` tells the workers.
+LIBRARY = "RING_ATTN_GPU_NCCL"
+
+# Seconds until the ranks have a process group, and of a case.
+START_SECONDS, CASE_SECONDS = 40.0, 40.0
+
+# Seconds in which ranks must notice that a peer was killed: the group's timeout and torch's
+# watchdog, which then ends the process.
+NOTICE_SECONDS = 40.0
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or did not answer."""
+
+
+class Ranks:
+    """Processes with a process group, which run the same case each."""
+
+    def __init__(self, way: str, world_size: int) -> None:
+        port = _free_port()
+        self._processes = []
+        self._lines: list[queue.Queue[str | None]] = []
+        for rank in range(world_size):
+            variables = environment(way, rank, world_size, port)
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "dev.gpu.rank_program", way], text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables},
+            )  # fmt: skip
+            lines: queue.Queue[str | None] = queue.Queue()
+            threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+            self._processes.append(process)
+            self._lines.append(lines)
+        self.answers(START_SECONDS)  # they are ready
+
+    def run(self, case: str, *arguments: Any, seconds: float = CASE_SECONDS) -> list[Any]:
+        """Run a function of `rank_program` on all ranks; return their answers.
+
+        Raises:
+            RankFailed: naming the ranks that raised, died or did not answer in time.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([case, arguments]) + "\n")
+        return self.answers(seconds)
+
+    def answers(self, seconds: float) -> list[Any]:
+        found, failed = [], []
+        for rank, answer in enumerate(self.outcomes(seconds)):
+            if "error" in answer:
+                failed.append(f"rank {rank}: {answer['error']}")
+            found.append(answer.get("figures"))
+        if failed:
+            raise RankFailed("; ".join(failed))
+        return found
+
+    def outcomes(self, seconds: float) -> list[dict[str, Any]]:
+        """Return figures or the error of each rank."""
+        end = time.monotonic() + seconds
+        found: list[dict[str, Any]] = []
+        for process, lines in zip(self._processes, self._lines, strict=True):
+            try:
+                line = lines.get(timeout=max(0.01, end - time.monotonic()))
+            except queue.Empty:
+                found.append({"error": f"no answer within {seconds:g} s", "silent": True})
+                continue
+            if line is None:
+                found.append({"error": f"ended with {process.wait()}"})
+            else:
+                found.append(json.loads(line))
+        return found
+
+    def send(self, rank: int, case: str, *arguments: Any) -> None:
+        """Start a case on one rank."""
+        stdin = self._processes[rank].stdin
+        assert stdin is not None
+        stdin.write(json.dumps([case, arguments]) + "\n")
+
+    def kill(self, rank: int) -> None:
+        self._processes[rank].kill()
+
+    def close(self) -> None:
+        """End the processes at once: what NCCL does at the exit is not of these cases."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+_kept: dict[tuple[str, int], Ranks] = {}
+
+
+def run(way: str, world_size: int, case: str, *arguments: Any) -> dict[str, Any]:
+    """Run a case on ranks that are kept for the next one; a failure ends them."""
+    key = way, world_size
+    for other in [key_ for key_ in _kept if key_ != key]:
+        _kept.pop(other).close()
+    start = time.monotonic()
+    if key not in _kept:
+        _kept[key] = Ranks(way, world_size)
+    started = time.monotonic() - start
+    try:
+        answers = _kept[key].run(case, *arguments)
+    except BaseException:
+        _kept.pop(key).close()
+        raise
+    return {"ranks": answers, "start_s": round(started, 1)}
+
+
+def notices(way: str, case: str, *arguments: Any) -> dict[str, Any]:
+    """Run a case after which every rank must have raised; its ranks are not used again."""
+    ranks = Ranks(way, 2)
+    try:
+        for rank in range(2):
+            ranks.send(rank, case, *arguments)
+        outcomes = ranks.outcomes(NOTICE_SECONDS)
+    finally:
+        ranks.close()
+    unaware = [rank for rank, outcome in enumerate(outcomes) if "error" not in outcome]
+    silent = [rank for rank, outcome in enumerate(outcomes) if outcome.get("silent")]
+    if unaware or silent:
+        raise AssertionError(f"ranks {unaware} noticed nothing, ranks {silent} hang: {outcomes}")
+    return {"errors": [str(outcome["error"])[:500] for outcome in outcomes]}
+
+
+def killed(way: str, when: str) -> dict[str, Any]:
+    """Kill rank 1 before or within a call; rank 0 must raise or end within NOTICE_SECONDS."""
+    ranks = Ranks(way, 2)
+    try:
+        if when == "later":
+            ranks.run("call_once")
+        ranks.send(0, "call_often")
+        if when == "later":
+            ranks.send(1, "call_often")
+            time.sleep(1.0)
+        ranks.kill(1)
+        start = time.monotonic()
+        outcome = ranks.outcomes(NOTICE_SECONDS)[0]
+    finally:
+        ranks.close()
+    if "error" not in outcome or outcome.get("silent"):
+        raise AssertionError(f"rank 0 did not notice that rank 1 was killed: {outcome}")
+    return {"error": str(outcome["error"])[:500], "after_s": round(time.monotonic() - start, 1)}
+
+
+def environment(way: str, rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Variables of a rank; each is as if alone on its node, so that nobody asks for its own GPU."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if way == "gloo":
+        return variables
+    if device.is_trial():
+        raise NotHere("needs a GPU: NCCL")
+    variables |= {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+    if way == "hostid":
+        return variables | {
+            "NCCL_HOSTID": f"ring{rank}",
+            "NCCL_NET": "Socket",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+    library = os.environ.get(LIBRARY, "")
+    if not library:
+        raise NotHere("several ranks as one node need NCCL 2.30 or newer, which was not carried")
+    return variables | {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)

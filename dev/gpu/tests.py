@@ -1,0 +1,94 @@
+"""Tests of pytest as cells: each is run alone, in a worker that keeps what it has imported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from dev.gpu import device
+from dev.gpu.cells import NotHere
+from dev.gpu.device import Compilations
+
+FILES = ("tests/kernels/test_gpu.py", "tests/unit/test_profiling.py")
+# A test may compile ten kernels where it finds none.
+LIMIT, COMPILER_LIMIT = 60.0, 900.0
+
+# Plugins by device: a pretended H100, whose kernels fill their results with ones.
+PRETEND = ("-p", "tests.kernels.fake_h100")
+PLUGINS = {device.CPU: PRETEND, device.COMPILER: (*PRETEND, "-p", "dev.gpu.compiling")}
+
+# Without the project's addopts, whose strictness refuses options of plugins that are missing here.
+OPTIONS = ("-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider")
+
+
+class Listed:
+    """A plugin that notes the names of tests."""
+
+    def __init__(self) -> None:
+        self.names = list[str]()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.names = [item.nodeid for item in session.items]
+
+
+class Reported:
+    """A plugin that notes the outcome of a test."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self.skipped: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failure = str(report.longrepr)
+        elif report.skipped:
+            self.skipped = str(report.longrepr)
+
+
+def listed() -> dict[str, Any]:
+    """The tests that need a GPU; the first case of each test comes first, then the second."""
+    plugin = Listed()
+    printed = _pytest(plugin, "--collect-only", "-m", "gpu", *FILES)
+    if not plugin.names:
+        raise RuntimeError(f"no test was found: {printed}")
+    limit = COMPILER_LIMIT if device.compiles() else LIMIT
+    names = in_turn(plugin.names)
+    return {"cells": [[name, "dev.gpu.tests:run", [name], limit] for name in names]}
+
+
+def in_turn(names: list[str]) -> list[str]:
+    """Order names so that no test waits for all cases of another."""
+    cases: Counter[str] = Counter()
+    turns = dict[str, int]()
+    for name in names:
+        test = name.split("[")[0]
+        turns[name] = cases[test]
+        cases[test] += 1
+    return sorted(names, key=lambda name: turns[name])
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run a test; raise its failure."""
+    plugin = Reported()
+    with Compilations() as compilations:
+        printed = _pytest(plugin, name)
+    if plugin.failure is not None:
+        raise AssertionError(plugin.failure[-3000:])
+    if plugin.skipped is not None:
+        raise NotHere(plugin.skipped)
+    if " passed" not in printed:
+        raise RuntimeError(f"pytest ran no test: {printed[-2000:]}")
+    return compilations.figures
+
+
+def _pytest(plugin: object, *words: str) -> str:
+    """Run pytest in this process; return what it prints."""
+    plugins = PLUGINS.get(device.name(), ())
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        pytest.main([*OPTIONS, *plugins, *words], plugins=[plugin])
+    return printed.getvalue()
