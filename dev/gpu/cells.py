@@ -47,7 +47,8 @@ class Stage:
         lists: "module:function", which returns further cells in a worker: (name, target, arguments,
             limit) each.
         workers: number of processes that take cells side by side.
-        environment: variables of its workers, beside those of the run.
+        environment: variables of its workers, beside those of the run; "$NAME" stands for one of
+            those, and for nothing if there is none.
         only: listed cells need this word in their names.
     """
 

@@ -79,8 +79,8 @@ def decode(queries: int) -> Found:
 
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
         tiles = decode_tiles(layout.segments(rank), mask)
-        shards = (layout.shard(x, rank) for x in (k, v))
-        return drivers.decode(call, tiles, q, *shards, transport)
+        k_shard, v_shard = (layout.shard(x, rank) for x in (k, v))
+        return drivers.decode(call, tiles, q, k_shard, v_shard, transport)
 
     out, lse = run_local(layout.world_size, work)[0]
     return _judged({"out": out, "lse": lse}, *expect(inputs, mask))

@@ -10,6 +10,7 @@ from itertools import product
 
 from dev.gpu import device
 from dev.gpu.cells import Cell, Stage
+from dev.gpu.ranks import LIBRARY
 from dev.gpu.worker import PRELOAD
 
 # (kernels, head dim) of the contact ladder: the most valuable first.
@@ -35,15 +36,20 @@ STRATEGIES = (
     ("ring", "contiguous"),
     ("all_gather", "zigzag"),
     ("ulysses", "zigzag"),
-    ("hybrid", "zigzag"),
     ("exchange", "zigzag"),
     ("q_exchange", "contiguous"),
 )
+
+HYBRID = ("hybrid", "zigzag")
+
+# Seconds of a cell of several ranks, with their start and the end of timeouts.
+RANKS_LIMIT = 90.0
 
 TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
 
 # Imported before a worker is ready.
 CHEAP = "torch ring_attn.testing"
+RANKS = f"{CHEAP} dev.gpu.rank_program"
 WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
 
 
@@ -66,7 +72,7 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
         _speed("speed", 50.0, ((SPEED_ROWS, SPEED_DIM),), with_kernels),
         _rings(with_kernels),
         _graphs(with_kernels),
-        _ranks(trial, with_kernels),
+        *_ranks_in_each_way(trial),
         _profiles(with_kernels),
         _speed("sizes", 40.0, SIZES, with_kernels),
         _tune(trial, with_kernels),
@@ -98,7 +104,7 @@ def _contact(trial: bool, imports: dict[str, str]) -> Stage:
             cells.append(Cell(name, label, target, (kernels, dim, mask), limit=25.0))
     for queries in (1, 17):
         cells.append(Cell(name, f"decode, {queries}", "dev.gpu.contact:decode", (queries,), 25.0))
-    blocking = imports | {"CUDA_LAUNCH_BLOCKING": "1"}
+    blocking = imports if trial else imports | {"CUDA_LAUNCH_BLOCKING": "1"}
     return _stage(name, 35.0, "each kernel once: right, wrong where, or hung", cells, blocking)
 
 
@@ -117,7 +123,7 @@ def _rings(imports: dict[str, str]) -> Stage:
     name = "rings"
     cells = [
         Cell(name, f"{strategy}, {layout}", "dev.gpu.rings:holds", (strategy, layout), 25.0)
-        for strategy, layout in STRATEGIES
+        for strategy, layout in (*STRATEGIES, HYBRID)
     ]
     cells += [
         Cell(name, f"bits of {strategy}", "dev.gpu.rings:same_bits", (strategy,), 25.0)
@@ -137,29 +143,37 @@ def _graphs(imports: dict[str, str]) -> Stage:
     return _stage(name, 15.0, "replays have the bits of calls; NCCL to itself", cells, imports)
 
 
-def _ranks(trial: bool, imports: dict[str, str]) -> Stage:
-    """Two and four ranks, in each way in which they can share the GPU."""
-    name = "ranks"
-    cells = []
-    for way in ("gloo",) if trial else ("hostid", "multi"):
-        cells += [_rank_cell(way, 2, "first_contact")]
-        cells += [_rank_cell(way, 2, "strategy", *given) for given in STRATEGIES]
-        cells += [_rank_cell(way, 2, "sizes"), _rank_cell(way, 2, "late_ranks", 5 if trial else 30)]
-        cells += [] if trial else [_rank_cell(way, 2, "graph", 10)]
-        for argument in ("causal", "softmax_scale"):
-            target, arguments = "dev.gpu.ranks:notices", (way, "disagreement", argument)
-            cells.append(Cell(name, f"{way}: other {argument}", target, arguments, 90.0))
-        for when in ("first", "later"):
-            label = f"{way}: a rank killed at a {when} call"
-            cells.append(Cell(name, label, "dev.gpu.ranks:killed", (way, when), 90.0))
-        cells += [_rank_cell(way, 4, "strategy", *given) for given in STRATEGIES[:4]]
-    return _stage(name, 100.0, "processes over NCCL: bits, errors, graphs", cells, imports)
+def _ranks_in_each_way(trial: bool) -> list[Stage]:
+    if trial:
+        return [_ranks("gloo", trial, 60.0, {})]
+    # Loaded before torch's own NCCL; without a carried library its cells are refused.
+    library = {"LD_PRELOAD": f"${LIBRARY}"}
+    return [_ranks("hostid", trial, 60.0, {}), _ranks("multi", trial, 50.0, library)]
+
+
+def _ranks(way: str, trial: bool, seconds: float, variables: dict[str, str]) -> Stage:
+    """Two and four ranks that share the GPU in one of the ways of `dev.gpu.ranks`."""
+    cells = [_rank_cell(way, 2, "first_contact")]
+    cells += [_rank_cell(way, 2, "strategy", *given) for given in STRATEGIES]
+    cells += [_rank_cell(way, 2, "sizes"), _rank_cell(way, 2, "late_ranks", 5 if trial else 30)]
+    cells += [] if trial else [_rank_cell(way, 2, "graph", 10)]
+    cells += [_rank_cell(way, 4, "strategy", *given) for given in (HYBRID, *STRATEGIES[:4])]
+    for argument in ("causal", "softmax_scale"):
+        target, arguments = "dev.gpu.ranks:notices", (way, "disagreement", argument)
+        cells.append(Cell(way, f"other {argument}", target, arguments, RANKS_LIMIT))
+    for when in ("first", "later"):
+        label = f"a rank is killed at a {when} call"
+        cells.append(Cell(way, label, "dev.gpu.ranks:killed", (way, when), RANKS_LIMIT))
+    # Its workers fork the ranks, so none of them may have used CUDA.
+    own = variables | {PRELOAD: RANKS}
+    return _stage(way, seconds, "processes on one GPU: bits, errors, graphs", cells, own)
 
 
 def _rank_cell(way: str, world_size: int, case: str, *arguments: str | int) -> Cell:
     words = " ".join(map(str, (case, *arguments)))
-    label = f"{way}, {world_size} ranks: {words}"
-    return Cell("ranks", label, "dev.gpu.ranks:run", (way, world_size, case, *arguments), 90.0)
+    label = f"{world_size} ranks: {words}"
+    given = (way, world_size, case, *arguments)
+    return Cell(way, label, "dev.gpu.ranks:run", given, RANKS_LIMIT)
 
 
 def _profiles(imports: dict[str, str]) -> Stage:

@@ -1,16 +1,13 @@
-"""A rank of `dev.gpu.ranks`: runs the cases that it reads from stdin, and prints an answer each."""
+"""A rank of `dev.gpu.ranks`, and the cases that it runs."""
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
 import random
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -40,27 +37,24 @@ ROWS, HEADS, DIM = 1024, 8, 64
 TRIAL_ROWS, TRIAL_DIM = 64, 16
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    way = sys.argv[1]
-    if way == "gloo":
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    else:
-        where = torch.device("cuda", 0)
-        torch.cuda.set_device(where)
-        backends, timeout = "cpu:gloo,cuda:nccl", timedelta(seconds=TIMEOUT)
-        dist.init_process_group(backends, device_id=where, timeout=timeout)
+def serve(way: str, variables: Mapping[str, str], pipe: Connection) -> None:
+    """Join the process group; run the cases that come, and send an answer for each."""
+    os.environ.update(variables)
     torch.set_num_threads(1)
-    print(json.dumps({}), file=answers)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
+    timeout = timedelta(seconds=TIMEOUT)
+    if way == "gloo":
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        gpu = torch.device("cuda", 0)
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=gpu, timeout=timeout)
+    pipe.send({"figures": None})
+    while True:
+        case, arguments = pipe.recv()
         try:
-            answer = {"figures": globals()[name](*arguments)}
+            pipe.send({"figures": globals()[case](*arguments)})
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:3000]}
-        print(json.dumps(answer, default=str), file=answers)
+            pipe.send({"error": f"{type(error).__name__}: {error}"[:3000]})
 
 
 def on_cuda() -> bool:
@@ -209,7 +203,7 @@ def dim() -> int:
     return DIM if on_cuda() else TRIAL_DIM
 
 
-def call(given: Tensor | None = None, **options: Any) -> list[Tensor]:
+def call(given: Tensor | None = None, **changes: Any) -> list[Tensor]:
     """A causal forward and backward of this rank's rows, of the same data at each call."""
     if given is None:
         generator = torch.Generator(where()).manual_seed(dist.get_rank())
@@ -220,7 +214,7 @@ def call(given: Tensor | None = None, **options: Any) -> list[Tensor]:
     layout = ring_attn.SequenceLayout.zigzag(seqlen=rows() * size, world_size=size)
     q, k, v = (x.detach().requires_grad_() for x in given[:3])
     transport = TransportOptions(timeout=TIMEOUT)
-    options = {"causal": True, "strategy": "ring"} | options
+    options: dict[str, Any] = {"causal": True, "strategy": "ring", **changes}
     out = ring_attn.ring_attention(q, k, v, layout=layout, transport=transport, **options)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])]
 
@@ -230,7 +224,3 @@ def everywhere(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, function(*arguments))
     return results
-
-
-if __name__ == "__main__":
-    main()

@@ -10,20 +10,17 @@ A trial has ranks of gloo ("gloo"). Speeds mean nothing: the ranks take the GPU 
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import queue
 import socket
-import subprocess
-import sys
-import threading
 import time
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from dev.gpu import device
 from dev.gpu.cells import NotHere
 
-# The path of a newer NCCL, of which `carry` tells the workers.
+# The path of a newer NCCL, which `carry` unpacks. Workers of the stage "multi" load it first.
 LIBRARY = "RING_ATTN_GPU_NCCL"
 
 # Seconds until the ranks have a process group, and of a case.
@@ -39,23 +36,30 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """Processes with a process group, which run the same case each."""
+    """Processes with a process group, which run the same case each.
+
+    They are forked from the worker, which has imported torch and never uses CUDA itself.
+    """
 
     def __init__(self, way: str, world_size: int) -> None:
-        port = _free_port()
+        from dev.gpu.rank_program import serve
+
+        context, port = multiprocessing.get_context("fork"), _free_port()
         self._processes = []
-        self._lines: list[queue.Queue[str | None]] = []
+        self._pipes = list[Connection]()
         for rank in range(world_size):
+            ours, theirs = context.Pipe()
             variables = environment(way, rank, world_size, port)
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "dev.gpu.rank_program", way], text=True, bufsize=1,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables},
-            )  # fmt: skip
-            lines: queue.Queue[str | None] = queue.Queue()
-            threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+            process = context.Process(target=serve, args=(way, variables, theirs), daemon=True)
+            process.start()
+            theirs.close()
             self._processes.append(process)
-            self._lines.append(lines)
-        self.answers(START_SECONDS)  # they are ready
+            self._pipes.append(ours)
+        try:
+            self.answers(START_SECONDS)  # they are ready
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, case: str, *arguments: Any, seconds: float = CASE_SECONDS) -> list[Any]:
         """Run a function of `rank_program` on all ranks; return their answers.
@@ -63,42 +67,38 @@ class Ranks:
         Raises:
             RankFailed: naming the ranks that raised, died or did not answer in time.
         """
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([case, arguments]) + "\n")
+        for rank in range(len(self._processes)):
+            self.send(rank, case, *arguments)
         return self.answers(seconds)
 
     def answers(self, seconds: float) -> list[Any]:
-        found, failed = [], []
-        for rank, answer in enumerate(self.outcomes(seconds)):
-            if "error" in answer:
-                failed.append(f"rank {rank}: {answer['error']}")
-            found.append(answer.get("figures"))
-        if failed:
-            raise RankFailed("; ".join(failed))
-        return found
+        outcomes = self.outcomes(seconds)
+        errors = {rank: x["error"] for rank, x in enumerate(outcomes) if "error" in x}
+        if errors:
+            raise RankFailed("; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))
+        return [outcome["figures"] for outcome in outcomes]
 
     def outcomes(self, seconds: float) -> list[dict[str, Any]]:
         """Return figures or the error of each rank."""
         end = time.monotonic() + seconds
-        found: list[dict[str, Any]] = []
-        for process, lines in zip(self._processes, self._lines, strict=True):
-            try:
-                line = lines.get(timeout=max(0.01, end - time.monotonic()))
-            except queue.Empty:
-                found.append({"error": f"no answer within {seconds:g} s", "silent": True})
-                continue
-            if line is None:
-                found.append({"error": f"ended with {process.wait()}"})
-            else:
-                found.append(json.loads(line))
-        return found
+        return [self._outcome(rank, end) for rank in range(len(self._processes))]
+
+    def _outcome(self, rank: int, end: float) -> dict[str, Any]:
+        process, pipe = self._processes[rank], self._pipes[rank]
+        wait([pipe, process.sentinel], timeout=max(0.0, end - time.monotonic()))
+        try:
+            if pipe.poll():
+                outcome: dict[str, Any] = pipe.recv()
+                return outcome
+        except (EOFError, ConnectionResetError):
+            process.join(1.0)
+        if process.is_alive():
+            return {"error": "no answer in time", "silent": True}
+        return {"error": f"ended with {process.exitcode}"}
 
     def send(self, rank: int, case: str, *arguments: Any) -> None:
         """Start a case on one rank."""
-        stdin = self._processes[rank].stdin
-        assert stdin is not None
-        stdin.write(json.dumps([case, arguments]) + "\n")
+        self._pipes[rank].send((case, arguments))
 
     def kill(self, rank: int) -> None:
         self._processes[rank].kill()
@@ -108,7 +108,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            process.join()
 
 
 _kept: dict[tuple[str, int], Ranks] = {}
@@ -188,10 +188,9 @@ def environment(way: str, rank: int, world_size: int, port: int) -> dict[str, st
             "NCCL_NET": "Socket",
             "NCCL_SOCKET_IFNAME": "lo",
         }
-    library = os.environ.get(LIBRARY, "")
-    if not library:
+    if LIBRARY not in os.environ:
         raise NotHere("several ranks as one node need NCCL 2.30 or newer, which was not carried")
-    return variables | {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return variables | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def _free_port() -> int:
@@ -199,10 +198,3 @@ def _free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
     return port
-
-
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
-    lines.put(None)

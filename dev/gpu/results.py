@@ -9,6 +9,7 @@ States of a cell:
     hung       had no verdict within its limit, and was killed
     died       its process crashed
     not here   this machine cannot run it; the error says why
+    cut        was running when the time of its stage or of the run ended
     no time    was not begun
     no start   its worker did not start
 
@@ -52,7 +53,7 @@ class Results:
                 file.write(json.dumps(row, default=str) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            if row["state"] != "begun":
+            if row["state"] not in ("begun", "no time"):
                 error = " ".join(str(row.get("error", "")).split())[:SHOWN]
                 print(f"{row['at']:6.1f} s  {row['state']:8} {row['cell']}  {error}", flush=True)
 

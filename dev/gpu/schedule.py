@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from dev.gpu.cells import Cell, Stage
@@ -57,7 +59,9 @@ class Run:
         self._idle.clear()
 
     def _run_stage(self, stage: Stage, done: Collection[str], end: float) -> None:
-        environment = self._environment | dict(stage.environment)
+        known = defaultdict(str, self._environment)
+        own = {name: Template(x).substitute(known) for name, x in stage.environment.items()}
+        environment = self._environment | own
         cells = [*stage.cells]
         if stage.lists:
             cells += self._listed(stage, environment, end)
@@ -101,12 +105,25 @@ class Run:
         row: dict[str, Any]
         if end - time.monotonic() < min(cell.limit, LEAST_SECONDS):
             row = {"state": "no time"}
-        elif (worker := self._worker(environment)) is None:
-            row = {"state": "no start", "error": f"see {self._log(self._started)}"}
         else:
-            self.results.add(cell=cell.label, state="begun", at=self.seconds)
-            row = self._verdict(worker, cell, min(cell.limit, end - time.monotonic()))
+            row = self._run_in_worker(cell, environment, end)
         self.results.add(cell=cell.label, at=self.seconds, **row)
+        return row
+
+    def _run_in_worker(
+        self, cell: Cell, environment: Mapping[str, str], end: float
+    ) -> dict[str, Any]:
+        try:
+            worker = self._worker(environment, end)
+        except TimeoutError:
+            return {"state": "no time"}
+        except Died as error:
+            return {"state": "no start", "error": str(error)}
+        self.results.add(cell=cell.label, state="begun", at=self.seconds)
+        left = end - time.monotonic()
+        row = self._verdict(worker, cell, min(cell.limit, left))
+        if row["state"] == "hung" and left < cell.limit:
+            row["state"] = "cut"
         return row
 
     def _verdict(self, worker: Worker, cell: Cell, seconds: float) -> dict[str, Any]:
@@ -125,8 +142,13 @@ class Run:
             self._idle.append(worker)
         return row
 
-    def _worker(self, environment: Mapping[str, str]) -> Worker | None:
-        """Return a worker with these variables; None if it does not start."""
+    def _worker(self, environment: Mapping[str, str], end: float) -> Worker:
+        """Return a worker with these variables.
+
+        Raises:
+            TimeoutError: a new one is not ready when the time ends.
+            Died: a new one does not start.
+        """
         with self._lock:
             for worker in self._idle:
                 if worker.environment == environment:
@@ -135,11 +157,15 @@ class Run:
             self._started += 1
             log = self._log(self._started)
         worker = Worker(log, environment)
+        left = end - time.monotonic()
         try:
-            worker.answer(min(START_SECONDS, self._deadline - time.monotonic()))
-        except (TimeoutError, Died):
+            worker.answer(min(START_SECONDS, left))
+        except (TimeoutError, Died) as error:
+            text = worker.end_of_log()
             worker.kill()
-            return None
+            if isinstance(error, TimeoutError) and left < START_SECONDS:
+                raise
+            raise Died(f"the worker does not start: {error} {text}") from None
         return worker
 
     def _keep(self, count: int, environment: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ Ours is compared with the oracle before it is timed.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ class Fa3(Implementation):
 
     def __init__(self, problem: Shape, data: Inputs) -> None:
         try:
-            from fa3_fwd_interface import flash_attn_func
+            module = import_module("fa3_fwd_interface")
         except ImportError as error:
             raise NotHere(f"fa3-fwd is not there: {error}") from None
-        self._function, self._problem, self._data = flash_attn_func, problem, data
+        self._function, self._problem, self._data = module.flash_attn_func, problem, data
 
     def forward(self) -> None:
         q, k, v, _ = self._data

@@ -50,14 +50,25 @@ class Reported:
 
 
 def listed() -> dict[str, Any]:
-    """The tests that need a GPU; the first case of each test comes first, then the second."""
+    """The tests that need a GPU; the first case of each test comes first, then the second.
+
+    A trial has only the first cases.
+    """
     plugin = Listed()
     printed = _pytest(plugin, "--collect-only", "-m", "gpu", *FILES)
     if not plugin.names:
         raise RuntimeError(f"no test was found: {printed}")
     limit = COMPILER_LIMIT if device.compiles() else LIMIT
     names = in_turn(plugin.names)
+    if device.is_trial():
+        names = [name for name in names if name.startswith(FILES[0])]
+        names = names[: len({test_of(name) for name in names})]
     return {"cells": [[name, "dev.gpu.tests:run", [name], limit] for name in names]}
+
+
+def test_of(name: str) -> str:
+    """The name of a test without its case."""
+    return name.split("[")[0]
 
 
 def in_turn(names: list[str]) -> list[str]:
@@ -65,7 +76,7 @@ def in_turn(names: list[str]) -> list[str]:
     cases: Counter[str] = Counter()
     turns = dict[str, int]()
     for name in names:
-        test = name.split("[")[0]
+        test = test_of(name)
         turns[name] = cases[test]
         cases[test] += 1
     return sorted(names, key=lambda name: turns[name])
