@@ -10,7 +10,6 @@ from pathlib import Path
 
 from dev.gpu import device, plan
 from dev.gpu.cells import Stage
-from dev.gpu.profiles import FOLDER
 from dev.gpu.results import BAD, FILE, Results, counts, read_rows, with_verdict
 from dev.gpu.schedule import Run
 from dev.gpu.screen import screen
@@ -40,7 +39,7 @@ def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
     out = args.out.resolve()
     results = Results(out)
     with tempfile.TemporaryDirectory() as folder:
-        environment = device.environment(args.device) | {FOLDER: str(out)}
+        environment = device.environment(args.device) | {device.FOLDER: str(out)}
         # A trial uses no kernel of a GPU; a carried folder is checked all the same.
         carried = unpacked(args.carry, Path(folder), device=args.device)
         made = Run(results, out, args.seconds, environment | carried)

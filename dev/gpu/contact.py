@@ -25,7 +25,7 @@ from ring_attn.strategies.tree_decode import decode_tiles, make_call
 from ring_attn.testing import Expected, Inputs, check, poisoned_empty, random_qkv
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import expect, whole
-from tests.kernels.calls import PORTABLE
+from tests.kernels.calls import PORTABLE, frozen
 
 ARCHITECTURE = "sm_90"
 
@@ -96,8 +96,7 @@ def _configs(kernels: str, headdim: int) -> dict[str, Config]:
     if device.is_trial():
         return dict.fromkeys(PORTABLE, configs.INTERPRETER)
     if kernels == "portable":
-        dtype = device.dtype()
-        return {kind: configs.frozen(kind, ARCHITECTURE, headdim, dtype) for kind in PORTABLE}
+        return frozen(ARCHITECTURE, headdim)
     given = {"gluon": configs.in_gluon(ARCHITECTURE)[headdim][int(kernels.split()[1])]}
     one_pass = configs.ONE_PASS[ARCHITECTURE].get(headdim)
     return given | ({} if one_pass is None else {"one_pass": one_pass})

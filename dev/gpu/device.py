@@ -11,6 +11,9 @@ from typing import Any
 from dev.gpu.cells import NotHere
 
 VARIABLE = "RING_ATTN_GPU_DEVICE"
+
+# The folder of the run's results, for cells that write files.
+FOLDER = "RING_ATTN_GPU_OUT"
 CUDA, CPU = "cuda", "cpu"
 # No device: kernels are compiled for sm_90, and their results are ones.
 COMPILER = "compiler"

@@ -25,7 +25,7 @@ KERNELS = (
 TRIAL_KERNELS = (("portable", 64),)
 MASKS = ("full", "causal")
 
-IMPLEMENTATIONS = ("ours", "cudnn", "torch flash", "FlashAttention 3")
+IMPLEMENTATIONS = ("ours", "cudnn", "torch flash", "FlashAttention 3", "portable")
 SPEED_ROWS, SPEED_HEADS, SPEED_DIM = 16384, (32, 8), 128
 # Further sizes, of rows and head dim.
 SIZES = ((4096, 128), (16384, 64), (4096, 64), (65536, 128), (16384, 256))
@@ -72,6 +72,7 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
         _speed("speed", 50.0, ((SPEED_ROWS, SPEED_DIM),), with_kernels),
         _rings(with_kernels),
         _graphs(with_kernels),
+        _costs(with_kernels),
         *_ranks_in_each_way(trial),
         _profiles(with_kernels),
         _speed("sizes", 40.0, SIZES, with_kernels),
@@ -143,6 +144,17 @@ def _graphs(imports: dict[str, str]) -> Stage:
     return _stage(name, 15.0, "replays have the bits of calls; NCCL to itself", cells, imports)
 
 
+def _costs(imports: dict[str, str]) -> Stage:
+    name = "costs"
+    cells = [
+        Cell(name, "host", "dev.gpu.costs:host"),
+        Cell(name, "slowdown", "dev.gpu.costs:slowdown"),
+        Cell(name, "first use", "dev.gpu.costs:use_for_the_first_time"),
+        Cell(name, "decode", "dev.gpu.costs:decode", (65536,)),
+    ]
+    return _stage(name, 15.0, "single figures that the planner assumes", cells, imports)
+
+
 def _ranks_in_each_way(trial: bool) -> list[Stage]:
     if trial:
         return [_ranks("gloo", trial, 60.0, {})]
@@ -154,6 +166,8 @@ def _ranks_in_each_way(trial: bool) -> list[Stage]:
 def _ranks(way: str, trial: bool, seconds: float, variables: dict[str, str]) -> Stage:
     """Two and four ranks that share the GPU in one of the ways of `dev.gpu.ranks`."""
     cells = [_rank_cell(way, 2, "first_contact")]
+    if not trial:
+        cells += [_rank_cell(way, 2, case) for case in ("connection_memory", "channels")]
     cells += [_rank_cell(way, 2, "strategy", *given) for given in STRATEGIES]
     cells += [_rank_cell(way, 2, "sizes"), _rank_cell(way, 2, "late_ranks", 5 if trial else 30)]
     cells += [] if trial else [_rank_cell(way, 2, "graph", 10)]

@@ -11,9 +11,7 @@ from typing import Any
 
 from dev.gpu import device
 from dev.gpu.cells import NotHere
-
-# The folder of the run, of which the parent tells.
-FOLDER = "RING_ATTN_GPU_OUT"
+from dev.gpu.device import FOLDER
 
 SECTIONS = (
     "SpeedOfLight", "WarpStateStats", "SchedulerStats", "MemoryWorkloadAnalysis", "SourceCounters",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor
 
 import ring_attn
 from dev.gpu.rings import case_of
+from ring_attn.connections import CHANNELS as connected
 from ring_attn.core.program import CHANNELS, Hop
 from ring_attn.testing import run_all_ranks
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.options import TransportOptions
+from ring_attn.transport.options import MAX_CTAS, TransportOptions
 from ring_attn.transport.p2p import open_p2p
 
 # Seconds after which a missing peer is an error.
@@ -82,6 +85,30 @@ def first_contact() -> dict[str, Any]:
         work.wait()
     assert received.eq(float(before)).all(), received
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda() else None}
+
+
+def connection_memory() -> dict[str, Any]:
+    """Measure the memory of each channel of our communicators, of two ranks; none must exist yet.
+
+    The GPU's free memory also counts the other ranks.
+    """
+    torch.cuda.empty_cache()
+    dist.barrier()
+    before = torch.cuda.mem_get_info()[0]
+    ring_attn.prepare()
+    torch.cuda.synchronize()
+    dist.barrier()
+    used = before - torch.cuda.mem_get_info()[0]
+    connections = dist.get_world_size() * len(connected) * MAX_CTAS
+    return {"MiB": used / connections / 2**20, "all_MiB": used / 2**20}
+
+
+def channels() -> dict[str, Any]:
+    """Read from NCCL's log how many channels a peer has, in the last communicator."""
+    log = Path(os.environ["NCCL_DEBUG_FILE"]).read_text(errors="replace")
+    found = re.findall(r"(\d+) p2p channels, (\d+) p2p channels per peer", log)
+    assert found, f"NCCL's log says nothing of channels: {log[-500:]}"
+    return {"channels": int(found[-1][0]), "per peer": int(found[-1][1])}
 
 
 def strategy(name: str, layout: str) -> dict[str, Any]:

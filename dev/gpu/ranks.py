@@ -15,10 +15,12 @@ import os
 import socket
 import time
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from dev.gpu import device
 from dev.gpu.cells import NotHere
+from dev.gpu.device import FOLDER
 
 # The path of a newer NCCL, which `carry` unpacks. Workers of the stage "multi" load it first.
 LIBRARY = "RING_ATTN_GPU_NCCL"
@@ -181,7 +183,12 @@ def environment(way: str, rank: int, world_size: int, port: int) -> dict[str, st
         return variables
     if device.is_trial():
         raise NotHere("needs a GPU: NCCL")
-    variables |= {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+    log = Path(os.environ.get(FOLDER, ".")) / f"nccl_{way}_{rank}.txt"
+    variables |= {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT",
+        "NCCL_DEBUG_FILE": str(log),
+    }
     if way == "hostid":
         return variables | {
             "NCCL_HOSTID": f"ring{rank}",

@@ -21,7 +21,7 @@ PACKAGE = "ring_attn"
 # else of ours; a backend no other backend. Imports inside functions count.
 ROWS = [
     "core core.dtypes core.names core.values core.heads core.state torch_private version",
-    "core.segments proofs",
+    "core.segments proofs backends.measured",
     "core.mask core.spec core.messages transport.options compiling",
     "core.dense core.layout backends.rates strategies.strategy",
     "core.facts core.masks core.oracle core.tiles",

@@ -1,0 +1,11 @@
+"""Measured rates, which replace those of `rates`: a file of `python -m dev gpu --record`.
+
+By architecture and backend: (FLOP/s, launch, row_columns, edge_columns) of `Rate`, forward and
+backward, and the source.
+"""
+
+from __future__ import annotations
+
+Figures = tuple[float, float, float, float]
+
+MEASURED: dict[tuple[str, str], tuple[Figures, Figures, str]] = {}
