@@ -52,7 +52,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(WITH_TRITON) $(B
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all test-rounding test-oldest ptx fuzz lint audit format run verify bench aot gpu docs wheel release clean clean-dist
+.PHONY: help setup test test-slow test-all test-rounding test-oldest ptx fuzz lint audit format run verify bench aot gpu gpu-prepare docs wheel release clean clean-dist
 
 # Another torch asks for its own triton and setuptools.
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,.ci/constraints.txt)
@@ -155,16 +155,12 @@ aot: $(READY) $(OTHER_TRITON)  ## compile every kernel without a GPU
 	$(BIN)/python -m pip install --quiet --quiet --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
 
-# Where there is a GPU there is a torch for it: it is used as it is, and no environment is made. It
-# needs pytest and pytest-timeout, too. The budgets leave two minutes of ten for what begins within them.
-gpu:  ## on a machine with a GPU, in 10 minutes: its tests, kernels' speed and tune, into gpu-results/
-	rm -rf gpu-results && mkdir gpu-results
-	@failed=0; set -x; nvidia-smi > gpu-results/gpu.txt || failed=1; \
-	$(PYTHON) -m pytest -m gpu --budget 210 --junitxml gpu-results/tests.xml $(ARGS) \
-		tests/kernels/test_gpu.py tests/unit/test_profiling.py || failed=1; \
-	$(PYTHON) -m ring_attn bench kernel --budget 120 --json gpu-results/kernel.json \
-		--heads 32/8 --head-dim 128,64 --seqlen 16k,4k || failed=1; \
-	$(PYTHON) -m ring_attn tune --budget 140 --json gpu-results/tune.json || failed=1; exit $$failed
+# Where there is a GPU there is a torch for it: it is used as it is, and no environment is made.
+gpu:  ## on a machine with a GPU, in 9 minutes: its tests and figures, into gpu-results/
+	$(PYTHON) -m dev gpu $(ARGS)
+
+gpu-prepare: $(READY) $(OTHER_TRITON)  ## before, without a GPU: compile its kernels into .carry/
+	$(WITH_TRITON) $(BIN)/python -m dev gpu --prepare $(ARGS)
 
 # The tools come beside the torch of the environment; nothing of CUDA is installed.
 docs: $(VENV)/.docs  ## build the site of docs/ into docs/_build, with its reference

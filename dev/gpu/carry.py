@@ -30,7 +30,7 @@ from dev.gpu.cells import Stage
 from dev.gpu.nccl_library import VERSION as NCCL_VERSION
 from dev.gpu.nccl_library import only_for
 from dev.gpu.ranks import LIBRARY
-from dev.gpu.results import FILE, Results, Row, counts, last_rows, read_rows, with_verdict
+from dev.gpu.results import FILE, Results, Row, counts, last_rows, read_rows
 from dev.gpu.schedule import Run
 from dev.gpu.watch import ROOT
 
@@ -78,7 +78,9 @@ def compile_kernels(folder: Path, cache: Path, only: str | None, seconds: float)
 
     A change of a kernel's source begins anew.
     """
-    log, sources = folder / "log", _hashes_of_sources()
+    import triton
+
+    log, sources = folder / "log", _hashes_of_sources() | {"triton": triton.__version__}
     manifest = folder / "compiling.json"
     if not manifest.exists() or json.loads(manifest.read_text()) != sources:
         shutil.rmtree(log, ignore_errors=True)
@@ -91,10 +93,15 @@ def compile_kernels(folder: Path, cache: Path, only: str | None, seconds: float)
     name, lists = "kernels", "dev.gpu.tests:listed"
     stage = Stage(name, seconds, "compiled", lists=lists, workers=os.cpu_count() or 1)
     try:
-        run.run([stage.having(only)], with_verdict(before))
+        run.run([stage.having(only)], _compiled(before))
     finally:
         run.close()
     return [*before, *results.rows]
+
+
+def _compiled(rows: list[Row]) -> set[str]:
+    """Labels of the cells whose kernels are in the cache."""
+    return {label for label, row in last_rows(rows).items() if row["state"] in ("ok", "not here")}
 
 
 def pack_kernels(cache: Path, target: Path) -> int:

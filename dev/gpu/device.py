@@ -62,7 +62,7 @@ class Compilations:
     def __init__(self) -> None:
         self.compiled = self.found = 0
 
-    def __call__(self, src: Any, metadata: Any, group: Any, times: Any, cache_hit: bool) -> None:
+    def __call__(self, *, cache_hit: bool, **_: Any) -> None:
         self.found += bool(cache_hit)
         self.compiled += not cache_hit
 

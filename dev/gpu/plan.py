@@ -6,6 +6,7 @@ with prepared kernels; a stage leaves what it does not need to the next ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from dev.gpu import device
@@ -45,6 +46,9 @@ HYBRID = ("hybrid", "zigzag")
 # Seconds of a cell of several ranks, with their start and the end of timeouts.
 RANKS_LIMIT = 90.0
 
+# Factor of all limits in a trial.
+PATIENCE = 3.0
+
 TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
 
 # Imported before a worker is ready.
@@ -57,7 +61,7 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
     """All stages of a run."""
     trial = name_of_device == device.CPU
     with_kernels = {PRELOAD: WITH_KERNELS}
-    return (
+    made = (
         _environment(with_kernels),
         _contact(trial, with_kernels),
         # In a trial the tests pretend that there is a GPU, which no other stage may see.
@@ -78,6 +82,13 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
         _speed("sizes", 40.0, SIZES, with_kernels),
         _tune(trial, with_kernels),
     )
+    return tuple(map(_patient, made)) if trial else made
+
+
+def _patient(stage: Stage) -> Stage:
+    """The stage with longer limits: a trial may share its cores."""
+    cells = tuple(replace(cell, limit=PATIENCE * cell.limit) for cell in stage.cells)
+    return replace(stage, seconds=PATIENCE * stage.seconds, cells=cells)
 
 
 def _stage(

@@ -19,7 +19,8 @@ from dev.gpu.watch import ROOT
 
 RATES = ROOT / "ring_attn/backends/measured.py"
 
-HEADER = '''"""Measured rates, which replace those of `rates`: a file of `python -m dev gpu --record`.
+HEADER = '''\
+"""Measured rates, which replace those of `rates`; `python -m dev gpu --record` writes them.
 
 By architecture and backend: (FLOP/s, launch, row_columns, edge_columns) of `Rate`, forward and
 backward, and the source.

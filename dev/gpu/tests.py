@@ -44,7 +44,9 @@ class Reported:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failure = str(report.longrepr)
+            # The error first: the rest of the text may be cut off.
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.failure = f"{getattr(crash, 'message', '')}\n{report.longreprtext[-3000:]}"
         elif report.skipped:
             self.skipped = str(report.longrepr)
 
@@ -88,7 +90,7 @@ def run(name: str) -> dict[str, Any]:
     with Compilations() as compilations:
         printed = _pytest(plugin, name)
     if plugin.failure is not None:
-        raise AssertionError(plugin.failure[-3000:])
+        raise AssertionError(plugin.failure)
     if plugin.skipped is not None:
         raise NotHere(plugin.skipped)
     if " passed" not in printed:

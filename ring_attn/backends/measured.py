@@ -1,4 +1,4 @@
-"""Measured rates, which replace those of `rates`: a file of `python -m dev gpu --record`.
+"""Measured rates, which replace those of `rates`; `python -m dev gpu --record` writes them.
 
 By architecture and backend: (FLOP/s, launch, row_columns, edge_columns) of `Rate`, forward and
 backward, and the source.
