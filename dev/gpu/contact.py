@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from dev.gpu import device
+from dev.gpu.cells import NotHere
 from ring_attn import drivers
+from ring_attn.backends import rates
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
@@ -26,8 +28,6 @@ from ring_attn.testing import Expected, Inputs, check, poisoned_empty, random_qk
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import expect, whole
 from tests.kernels.calls import PORTABLE, frozen
-
-ARCHITECTURE = "sm_90"
 
 # One of whole blocks, and one that ends within a block.
 MASKS = {"full": Mask(1024, 1024), "causal": Mask(1000, 1000, causal=True)}
@@ -95,10 +95,16 @@ def _configs(kernels: str, headdim: int) -> dict[str, Config]:
     """Configs of "portable", or of "gluon N": the N-th forward of that head dim."""
     if device.is_trial():
         return dict.fromkeys(PORTABLE, configs.INTERPRETER)
+    architecture = configs.architecture(torch.device(device.CUDA))
     if kernels == "portable":
-        return frozen(ARCHITECTURE, headdim)
-    given = {"gluon": configs.in_gluon(ARCHITECTURE)[headdim][int(kernels.split()[1])]}
-    one_pass = configs.ONE_PASS[ARCHITECTURE].get(headdim)
+        return frozen(architecture, headdim)
+    if architecture not in rates.GLUON_HEADDIMS:
+        raise NotHere(f"{architecture} has no kernels in Gluon")
+    some = configs.in_gluon(architecture).get(headdim)
+    if some is None:
+        raise NotHere(f"no forward in Gluon takes {headdim} dims on {architecture}")
+    given = {"gluon": some[int(kernels.split()[1])]}
+    one_pass = configs.ONE_PASS[architecture].get(headdim)
     return given | ({} if one_pass is None else {"one_pass": one_pass})
 
 

@@ -36,7 +36,7 @@ def versions() -> dict[str, Any]:
         "tools": {tool: shutil.which(tool) for tool in ("gcc", "ncu", "cuda-gdb", "make")},
         "variables": {name: x for name, x in os.environ.items() if name.startswith(PREFIXES)},
         "cache": str(knobs.cache.dir),
-        "card": "a trial on a CPU",
+        "card": "a trial on a CPU, of small sizes, whose figures mean nothing",
     }
     if not device.is_trial():
         properties = torch.cuda.get_device_properties(0)

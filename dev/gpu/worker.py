@@ -57,6 +57,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     dead = error_of_context()
     if dead is not None:
         answer |= {"state": "poisoned", "context": dead}
+    else:
+        release_memory()
     return answer | {"s": round(time.monotonic() - start, 2)}
 
 
@@ -70,6 +72,13 @@ def error_of_context() -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:MAX_CHARACTERS]
     return None
+
+
+def release_memory() -> None:
+    """Give freed memory back to the device, which other workers use, too."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _write(answers: TextIO, answer: dict[str, Any]) -> None:
