@@ -85,4 +85,4 @@ def planted(workers: int = 1) -> Stage:
         name = fault.__name__
         cells.append(Cell(STAGE, name, f"tests.gpu_cells:{name}", limit=LIMIT))
         cells.append(Cell(STAGE, f"after {name}", "tests.gpu_cells:passes", limit=LIMIT))
-    return Stage(STAGE, 60.0, "one cell", tuple(cells), "tests.gpu_cells:listed", workers)
+    return Stage(STAGE, 60.0, "one cell", tuple(cells), "tests.gpu_cells:listed", workers=workers)

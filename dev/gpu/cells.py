@@ -46,6 +46,7 @@ class Stage:
         cells: known cells.
         lists: "module:function", which returns further cells in a worker: (name, target, arguments,
             limit) each.
+        lists_with: arguments of that function.
         workers: number of processes that take cells side by side.
         environment: variables of its workers, beside those of the run; "$NAME" stands for one of
             those, and for nothing if there is none.
@@ -57,6 +58,7 @@ class Stage:
     proves: str
     cells: tuple[Cell, ...] = ()
     lists: str = ""
+    lists_with: tuple[Any, ...] = ()
     workers: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     only: str = ""

@@ -43,6 +43,10 @@ STRATEGIES = (
 
 HYBRID = ("hybrid", "zigzag")
 
+# Ways in which ranks share the GPU, with variables of their workers: the second loads a newer NCCL
+# before torch's own; without a carried library its cells are refused.
+WAYS: dict[str, dict[str, str]] = {"hostid": {}, "multi": {"LD_PRELOAD": f"${LIBRARY}"}}
+
 # Seconds of a cell of several ranks, with their start and the end of timeouts.
 RANKS_LIMIT = 90.0
 
@@ -79,6 +83,7 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
         _costs(with_kernels),
         *_ranks_in_each_way(trial),
         _profiles(with_kernels),
+        *([] if trial else [_tests_over_nccl(way, library) for way, library in WAYS.items()]),
         _speed("sizes", 40.0, SIZES, with_kernels),
         _tune(trial, with_kernels),
     )
@@ -169,9 +174,19 @@ def _costs(imports: dict[str, str]) -> Stage:
 def _ranks_in_each_way(trial: bool) -> list[Stage]:
     if trial:
         return [_ranks("gloo", trial, 60.0, {})]
-    # Loaded before torch's own NCCL; without a carried library its cells are refused.
-    library = {"LD_PRELOAD": f"${LIBRARY}"}
-    return [_ranks("hostid", trial, 60.0, {}), _ranks("multi", trial, 50.0, library)]
+    return [_ranks(way, trial, 55.0, library) for way, library in WAYS.items()]
+
+
+def _tests_over_nccl(way: str, variables: dict[str, str]) -> Stage:
+    """The tests of ranks that share a GPU, which have more cases, and start ranks of their own."""
+    return Stage(
+        f"{way}-tests",
+        60.0,
+        "tests of several processes over NCCL",
+        lists="dev.gpu.tests:listed_over_nccl",
+        lists_with=(way,),
+        environment=variables | {PRELOAD: CHEAP},
+    )
 
 
 def _ranks(way: str, trial: bool, seconds: float, variables: dict[str, str]) -> Stage:

@@ -1,11 +1,8 @@
 """Cells of several ranks that share one GPU over NCCL: processes that a worker starts and keeps.
 
-NCCL refuses a GPU twice on a host. There are two ways around it, which test different paths:
-
-    hostid    each rank has a host name of its own: NCCL's path between nodes, over TCP; any NCCL
-    multi     NCCL 2.30 or newer permits it: the path within a node; `--prepare` carries the library
-
-A trial has ranks of gloo ("gloo"). Speeds mean nothing: the ranks take the GPU in turns.
+The ways are those of `ring_attn.testing.one_gpu`, which test different paths of NCCL. "multi" needs
+a newer NCCL than torch may have; `--prepare` carries it. A trial has ranks of gloo ("gloo").
+Speeds mean nothing: the ranks take the GPU in turns.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import socket
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dev.gpu import device
 from dev.gpu.cells import NotHere
@@ -170,34 +167,24 @@ def killed(way: str, when: str) -> dict[str, Any]:
 
 
 def environment(way: str, rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Variables of a rank; each is as if alone on its node, so that nobody asks for its own GPU."""
+    """Variables of a rank."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     if way == "gloo":
-        return variables
+        return variables | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     if device.is_trial():
         raise NotHere("needs a GPU: NCCL")
-    log = Path(os.environ.get(FOLDER, ".")) / f"nccl_{way}_{rank}.txt"
-    variables |= {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT",
-        "NCCL_DEBUG_FILE": str(log),
-    }
-    if way == "hostid":
-        return variables | {
-            "NCCL_HOSTID": f"ring{rank}",
-            "NCCL_NET": "Socket",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
-    if LIBRARY not in os.environ:
+    if way == "multi" and LIBRARY not in os.environ:
         raise NotHere("several ranks as one node need NCCL 2.30 or newer, which was not carried")
-    return variables | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    from ring_attn.testing.one_gpu import Way, sharing_environment
+
+    log = Path(os.environ.get(FOLDER, ".")) / f"nccl_{way}_{rank}.txt"
+    debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(log)}
+    return variables | debug | sharing_environment(cast(Way, way), rank)
 
 
 def _free_port() -> int:

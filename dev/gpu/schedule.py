@@ -81,7 +81,9 @@ class Run:
 
     def _listed(self, stage: Stage, environment: Mapping[str, str], end: float) -> list[Cell]:
         """Return the cells that a worker lists, if it can."""
-        listing = Cell(stage.name, "(list of cells)", stage.lists, limit=LIST_SECONDS)
+        listing = Cell(
+            stage.name, "(list of cells)", stage.lists, stage.lists_with, limit=LIST_SECONDS
+        )
         figures = self._run_cell(listing, environment, end).get("figures", {})
         return [
             Cell(stage.name, name, target, tuple(arguments), limit)

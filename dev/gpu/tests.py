@@ -13,6 +13,7 @@ from dev.gpu import device
 from dev.gpu.cells import NotHere
 from dev.gpu.device import Compilations
 
+RANKS = "tests/distributed"
 FILES = ("tests/kernels/test_gpu.py", "tests/unit/test_profiling.py")
 # A test may compile ten kernels where it finds none.
 LIMIT, COMPILER_LIMIT = 60.0, 900.0
@@ -36,19 +37,22 @@ class Listed:
 
 
 class Reported:
-    """A plugin that notes the outcome of a test."""
+    """A plugin that notes the outcomes of tests."""
 
     def __init__(self) -> None:
-        self.failure: str | None = None
-        self.skipped: str | None = None
+        self.passed = 0
+        self.failures, self.skipped = list[str](), list[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             # The error first: the rest of the text may be cut off.
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.failure = f"{getattr(crash, 'message', '')}\n{report.longreprtext[-3000:]}"
+            text = report.longreprtext[-3000:]
+            self.failures.append(f"{report.nodeid}: {getattr(crash, 'message', '')}\n{text}")
         elif report.skipped:
-            self.skipped = str(report.longrepr)
+            self.skipped.append(str(report.longrepr))
+        elif report.when == "call":
+            self.passed += 1
 
 
 def listed() -> dict[str, Any]:
@@ -68,6 +72,17 @@ def listed() -> dict[str, Any]:
     return {"cells": [[name, "dev.gpu.tests:run", [name], limit] for name in names]}
 
 
+def listed_over_nccl(way: str) -> dict[str, Any]:
+    """The tests of ranks that share a GPU; a cell has all cases of a test, with the same ranks."""
+    plugin = Listed()
+    printed = _pytest(plugin, "--collect-only", "--nccl", way, RANKS)
+    names = [*dict.fromkeys(map(test_of, plugin.names))]
+    if not names:
+        raise RuntimeError(f"no test was found: {printed}")
+    options = ["--nccl", way]
+    return {"cells": [[name, "dev.gpu.tests:run", [name, *options], LIMIT] for name in names]}
+
+
 def test_of(name: str) -> str:
     """The name of a test without its case."""
     return name.split("[")[0]
@@ -84,18 +99,19 @@ def in_turn(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: turns[name])
 
 
-def run(name: str) -> dict[str, Any]:
-    """Run a test; raise its failure."""
+def run(name: str, *options: str) -> dict[str, Any]:
+    """Run a test, or all cases of one; raise the first failure."""
     plugin = Reported()
     with Compilations() as compilations:
-        printed = _pytest(plugin, name)
-    if plugin.failure is not None:
-        raise AssertionError(plugin.failure)
-    if plugin.skipped is not None:
-        raise NotHere(plugin.skipped)
-    if " passed" not in printed:
+        printed = _pytest(plugin, *options, name)
+    if plugin.failures:
+        count = f"{len(plugin.failures)} failed, {plugin.passed} passed: "
+        raise AssertionError(count + plugin.failures[0])
+    if not plugin.passed:
+        if plugin.skipped:
+            raise NotHere(plugin.skipped[0])
         raise RuntimeError(f"pytest ran no test: {printed[-2000:]}")
-    return compilations.figures
+    return {"passed": plugin.passed, "skipped": len(plugin.skipped), **compilations.figures}
 
 
 def _pytest(plugin: object, *words: str) -> str:
