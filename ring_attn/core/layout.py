@@ -88,8 +88,12 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """The layout of valid fields, unchecked."""
         layout = object.__new__(cls)
-        fields = {"seqlen": seqlen, "world_size": world_size, "cuts": cuts, "parts": parts}
-        vars(layout).update(fields, kind=kind)
+        # One after the other, as torch 2.11's dynamo cannot trace an update of `vars(layout)`.
+        object.__setattr__(layout, "kind", kind)
+        object.__setattr__(layout, "seqlen", seqlen)
+        object.__setattr__(layout, "world_size", world_size)
+        object.__setattr__(layout, "cuts", cuts)
+        object.__setattr__(layout, "parts", parts)
         return layout
 
     @classmethod

@@ -204,7 +204,7 @@ def _call(
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
     with telling(group):
         refusals.check_options(name, execution, ExecutionOptions)
-        qkv = unpacked(form, tensors, packed=bool(sides))
+        qkv = unpacked(form, tensors, packed=len(sides) > 0)
         check_deterministic(qkv, options)
         documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
         suffixes = ("",) if len(documents) == 1 else ("_q", "_k")

@@ -82,7 +82,7 @@ def read_mask(
     `mask_function` computes visibility from indices, `use_vmap` marks it as the user's own;
     `attention_mask` is (batch, seqlen), False for padding; `q_length` counts this rank's rows.
     """
-    parts = list(_parts(mask_function)) if mask_function else []
+    parts = [] if mask_function is None else list(_parts(mask_function))
     known = set(MASK_PATTERNS)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         known.add(CHUNKS)

@@ -286,7 +286,7 @@ def _call(
     group: Group = None,
 ) -> Result:
     with telling(group):
-        qkv = unpacked(form, tensors, packed=bool(documents))
+        qkv = unpacked(form, tensors, packed=len(documents) > 0)
         check_deterministic(qkv, options)
         meaning = _FAMILIES[family][0](qkv, options.causal, group, *documents)
     return attend(qkv, options, group=group, **meaning)
