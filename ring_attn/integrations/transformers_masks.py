@@ -29,11 +29,16 @@ from ring_attn.core.mask import Mask
 
 # Parts of masks that causal, window_size, cu_seqlens and chunks express. transformers takes
 # positions that jump, as in zigzag, for packed sequences; the attention checks positions itself.
-MASK_PATTERNS = {
-    "and_mask", "and_masks", "causal_mask_function", "bidirectional_mask_function",
-    "sliding_window_overlay", "sliding_window_bidirectional_overlay",
-    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
-}  # fmt: skip
+MASK_PATTERNS = (
+    "and_mask",
+    "and_masks",
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+)
 IGNORED = -100
 
 UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"
@@ -83,13 +88,13 @@ def read_mask(
     `attention_mask` is (batch, seqlen), False for padding; `q_length` counts this rank's rows.
     """
     parts = [] if mask_function is None else list(_parts(mask_function))
-    known = set(MASK_PATTERNS)
+    known = [*MASK_PATTERNS]  # a list, as torch 2.11 cannot trace a copied set
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        known.add(CHUNKS)
+        known.append(CHUNKS)
     union = _union_with_blocks(parts)
     if union is not None:
-        known |= {UNION, BLOCKS}
-    unknown = sorted({name for name, _ in parts} - known)
+        known += [UNION, BLOCKS]
+    unknown = sorted({name for name, _ in parts if name not in known})
     if unknown or (kwargs.get("use_vmap") and union is None):
         raise NotImplementedError(
             f"the model asks for a mask made of {', '.join(unknown) or 'functions of its own'}: "
