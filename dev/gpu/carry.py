@@ -17,7 +17,6 @@ import lzma
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dev.gpu import device
+from dev.gpu import device, triton_key
 from dev.gpu.cells import Stage
 from dev.gpu.nccl_library import VERSION as NCCL_VERSION
 from dev.gpu.nccl_library import only_for
@@ -53,15 +52,19 @@ GROUP = "__grp__"
 # -- here, without a GPU
 
 
-def prepare(folder: Path, only: str | None, seconds: float) -> int:
-    """Compile kernels for at most so many seconds, and pack them with the libraries."""
+def prepare(folder: Path, only: str | None, seconds: float, python: str) -> int:
+    """Compile kernels for at most so many seconds, and pack them with the libraries.
+
+    `python` is the version of Python of the machine with the GPU.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     cache = folder.resolve() / "cache"
-    rows = compile_kernels(folder, cache, only, seconds)
+    library = triton_key.library_hash(python, folder)
+    rows = compile_kernels(folder, cache, only, seconds, library)
     failed = [row for row in last_rows(rows).values() if row["state"] not in ("ok", "not here")]
     packed = pack_kernels(cache, folder / KERNELS)
-    missing = add_libraries(folder / LIBRARIES)
-    write_manifest(folder)
+    missing = add_libraries(folder / LIBRARIES, python)
+    write_manifest(folder, python, library)
     size = sum(path.stat().st_size for path in _files(folder).values())
     print(f"{folder}: {packed} kernels, {size / 2**20:.1f} MiB, {dict(counts(rows))}")
     for reason in missing:
@@ -73,14 +76,17 @@ def prepare(folder: Path, only: str | None, seconds: float) -> int:
     return int(bool(failed))
 
 
-def compile_kernels(folder: Path, cache: Path, only: str | None, seconds: float) -> list[Row]:
+def compile_kernels(
+    folder: Path, cache: Path, only: str | None, seconds: float, library: str
+) -> list[Row]:
     """Compile what each test that needs a GPU launches; tests with a verdict are left out.
 
     A change of a kernel's source begins anew.
     """
     import triton
 
-    log, sources = folder / "log", _hashes_of_sources() | {"triton": triton.__version__}
+    log = folder / "log"
+    sources = _hashes_of_sources() | {"triton": triton.__version__, "library": library}
     manifest = folder / "compiling.json"
     if not manifest.exists() or json.loads(manifest.read_text()) != sources:
         shutil.rmtree(log, ignore_errors=True)
@@ -89,6 +95,7 @@ def compile_kernels(folder: Path, cache: Path, only: str | None, seconds: float)
     before = read_rows(log / FILE) if (log / FILE).exists() else []
     results = Results(log)
     variables = {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    variables |= {triton_key.VARIABLE: library}
     run = Run(results, log, seconds, device.environment(device.COMPILER) | variables)
     name, lists = "kernels", "dev.gpu.tests:listed"
     stage = Stage(name, seconds, "compiled", lists=lists, workers=os.cpu_count() or 1)
@@ -128,35 +135,35 @@ def _cached(cache: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{entry.name}/{group.name}", json.dumps({"child_paths": names}).encode()
 
 
-def add_libraries(folder: Path) -> list[str]:
+def add_libraries(folder: Path, python: str) -> list[str]:
     """Get the libraries that are not there yet; return why some are left out."""
     folder.mkdir(exist_ok=True)
-    makers: dict[str, Callable[[Path], None]] = {FA3_NAME: _pack_fa3, NCCL_NAME: _pack_nccl}
+    makers: dict[str, Callable[[Path, str], None]] = {FA3_NAME: _pack_fa3, NCCL_NAME: _pack_nccl}
     missing = []
     for name, make in makers.items():
         if (folder / name).exists():
             continue
         try:
-            make(folder / name)
+            make(folder / name, python)
         except (subprocess.CalledProcessError, OSError, zipfile.BadZipFile) as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
             (folder / name).unlink(missing_ok=True)
     return missing
 
 
-def _pack_fa3(target: Path) -> None:
+def _pack_fa3(target: Path, python: str) -> None:
     """The modules of the wheel, with shared objects without symbols."""
     with tempfile.TemporaryDirectory() as temporary, tarfile.open(target, "w:xz") as tar:
-        wheel = zipfile.ZipFile(_download(FA3, Path(temporary)))
+        wheel = zipfile.ZipFile(triton_key.download(FA3, Path(temporary), python))
         for name in wheel.namelist():
             if ".dist-info/" not in name and not name.endswith("/"):
                 tar.add(wheel.extract(name, temporary), name)
 
 
-def _pack_nccl(target: Path) -> None:
+def _pack_nccl(target: Path, python: str) -> None:
     """The library, with the code of one architecture."""
     with tempfile.TemporaryDirectory() as temporary:
-        wheel = zipfile.ZipFile(_download(NCCL, Path(temporary)))
+        wheel = zipfile.ZipFile(triton_key.download(NCCL, Path(temporary), python))
         data = bytearray(wheel.read("nvidia/nccl/lib/libnccl.so.2"))
         only_for(ARCHITECTURE, data)
         library = Path(temporary) / "libnccl.so.2"
@@ -165,17 +172,13 @@ def _pack_nccl(target: Path) -> None:
         target.write_bytes(lzma.compress(library.read_bytes(), preset=6))
 
 
-def _download(requirement: str, folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*pip, requirement], check=True)
-    return next(folder.glob("*.whl"))
-
-
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path, python: str, library: str) -> None:
     import triton
 
     manifest = {
         "triton": triton.__version__,
+        "python": python,
+        "triton_key": triton_key.short(triton_key.key_of(library)),
         "sources": _hashes_of_sources(),
         "files": {name: _hash(path) for name, path in _files(folder).items()},
     }
@@ -214,6 +217,7 @@ def unpacked(folder: Path, target: Path, device: str) -> dict[str, str]:
     check(folder)
     if device != "cuda":
         return {}
+    warn_of_other_keys(folder)
     variables = {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
     libraries = folder / LIBRARIES
     if (libraries / FA3_NAME).exists():
@@ -226,6 +230,20 @@ def unpacked(folder: Path, target: Path, device: str) -> dict[str, str]:
         library.write_bytes(lzma.decompress((libraries / NCCL_NAME).read_bytes()))
         variables[LIBRARY] = str(library)
     return variables
+
+
+def warn_of_other_keys(folder: Path) -> None:
+    """Say at once if no carried kernel can be found: the time would go into the compiler."""
+    import triton
+    from triton.runtime.cache import triton_key as key_here
+
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if manifest["triton_key"] != triton_key.short(key_here()):
+        print(
+            f"no kernel of {folder} will be found, and every one is compiled: they are for triton "
+            f"{manifest['triton']} and Python {manifest['python']}, and here are triton "
+            f"{triton.__version__} and Python {triton_key.python_here()}"
+        )
 
 
 def check(folder: Path) -> None:

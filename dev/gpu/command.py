@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prepare:
         from dev.gpu.carry import prepare
 
-        return prepare(args.carry, args.only, args.seconds)
+        return prepare(args.carry, args.only, args.seconds, args.python)
     stages = chosen(plan.stages(args.device), args.stages, args.only)
     if args.list:
         print(*lines_of(stages), sep="\n")

@@ -29,8 +29,10 @@ def compiling(fake: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from triton.runtime import driver
 
     from dev.compiled import CompileTarget
+    from dev.gpu.triton_key import use_library_of_variable
     from ring_attn.kernels.launch import Launch
 
+    use_library_of_variable()
     driver.set_active(CompileTarget(ARCHITECTURE))  # else triton would look for a GPU's driver
     monkeypatch.setattr(Launch, "run", compile_and_fill)
     yield

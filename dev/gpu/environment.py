@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shutil
@@ -26,12 +25,13 @@ def versions() -> dict[str, Any]:
     from triton import knobs
     from triton.runtime.cache import triton_key
 
-    key = hashlib.sha256(triton_key().encode()).hexdigest()
+    from dev.gpu.triton_key import short
+
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "triton_key": key[:16],
+        "triton_key": short(triton_key()),
         "cores": os.cpu_count(),
         "tools": {tool: shutil.which(tool) for tool in ("gcc", "ncu", "cuda-gdb", "make")},
         "variables": {name: x for name, x in os.environ.items() if name.startswith(PREFIXES)},

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cell failed.
 
     --prepare compiles the kernels of the GPU's tests for sm_90 and packs them, with libraries to
-    compare with. Use the GPU machine's version of triton. It goes on where an earlier one ended.
+    compare with. Use the GPU machine's version of triton, and name its Python. It goes on where an
+    earlier one ended.
     """
     add = parser.add_argument
     seconds = f"of the whole run (default: {SECONDS:g})"
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     carry = Path(".carry")
     add("--carry", type=Path, default=carry, metavar="DIR", help=f"default: {carry}")
     add("--prepare", action="store_true", help="make the carried folder, without a GPU")
+    add("--python", default="3.12", metavar="X.Y", help="with --prepare: of that machine (3.12)")
     add("--list", action="store_true", help="print the stages and their cells")
     words = "write measured figures of these results.jsonl into the tables"
     add("--record", type=Path, nargs="+", metavar="FILE", help=words)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
-from dev.gpu import carry, nccl_library
+from dev.gpu import carry, nccl_library, triton_key
 from dev.gpu.contact import fault_of
 from dev.gpu.results import last_rows, read_rows
 from dev.gpu.screen import screen
@@ -56,7 +57,8 @@ def carried(tmp_path: Path) -> Path:
     folder = tmp_path / "carry"
     (folder / carry.LIBRARIES).mkdir(parents=True)
     assert carry.pack_kernels(cache, folder / carry.KERNELS) == 1
-    carry.write_manifest(folder)
+    python = triton_key.python_here()
+    carry.write_manifest(folder, python, triton_key.library_hash(python, folder))
     return folder
 
 
@@ -171,3 +173,35 @@ def test_a_wrong_stage_is_refused_without_torch() -> None:
 def test_a_kernel_cache_is_an_archive_without_paths_above(carried: Path) -> None:
     with tarfile.open(carried / carry.KERNELS) as tar:
         assert all(name.startswith("KEY/") for name in tar.getnames())
+
+
+def test_keys_are_made_as_with_another_pythons_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Triton's own function makes the same key from a library with the other hash."""
+    from triton.runtime import cache
+
+    here = cache.triton_key()
+    library = triton_key.library_hash(triton_key.python_here(), tmp_path)
+    assert library in here and triton_key.key_of(library) == here
+    kept = tmp_path / f"libtriton-{triton.__version__}-3.99.sha256"
+    kept.write_text("a" * 64)
+    other = triton_key.library_hash("3.99", tmp_path)
+    monkeypatch.setattr(cache, "triton_key", cache.triton_key)  # the patch ends with this test
+    monkeypatch.setenv(triton_key.VARIABLE, other)
+    triton_key.use_library_of_variable()
+    assert cache.triton_key() == here.replace(library, "a" * 64) != here
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="no hash of its library"):
+        monkeypatch.setattr(cache, "triton_key", lambda: "other")
+        triton_key.key_of(other)
+
+
+def test_a_carry_of_another_python_is_said_at_once(
+    carried: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carry.unpacked(carried, tmp_path / "here", "cuda")
+    assert "will be found" not in capsys.readouterr().out
+    carry.write_manifest(carried, "3.99", "a" * 64)
+    carry.unpacked(carried, tmp_path / "there", "cuda")
+    assert "Python 3.99, and here are triton" in capsys.readouterr().out
