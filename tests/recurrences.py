@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -178,51 +179,96 @@ def gradients_of(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[T
     return torch.autograd.grad(out, leaves, dout, materialize_grads=True)
 
 
-def compare(
-    kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int, silent: int = 0
-) -> None:
-    """Asserts values and gradients on this rank; then with NaN in document `spoilt`, of the others.
+@dataclass(frozen=True)
+class Problem:
+    """A recurrence over a sequence.
 
-    `cuts` are the boundaries of documents. The outputs of the first `silent` positions get no
-    gradient: what their inputs get comes through start states alone. All ranks make all exchanges
-    before one of them asserts.
+    Attributes:
+        kind: a key of KINDS.
+        cuts: boundaries of documents, from 0 to the length.
+        silent: so many first positions have no gradient of their outputs.
     """
-    split, whole = KINDS[kind]
-    rank, x = dist.get_rank(), inputs(layout.seqlen)
-    documents = [b - a for a, b in pairwise(cuts)]
-    place = {"layout": layout, "cu_seqlens": torch.tensor(cuts) if len(cuts) > 2 else None}
-    if kind != "delta rule":
-        x.pop("beta")
-    shared = {"weight": torch.randn(6, 1, WIDTH)} if kind == "convolution" else {}
-    names = ["q"] if shared else list(x)
-    dout = torch.randn(2, layout.seqlen, *((6,) if shared else (2, 5)))
-    dout[:, :silent] = 0.0
 
-    def results(layer: Callable[..., Result], given: Inputs, dout: Tensor) -> Inputs:
+    kind: str
+    cuts: tuple[int, ...]
+    silent: int
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.kind == "convolution"
+
+    def tensors(self) -> tuple[Inputs, Inputs, Tensor]:
+        """Return the inputs with rows, those without, and the gradient of the outputs."""
+        x = inputs(self.cuts[-1])
+        if self.kind != "delta rule":
+            x.pop("beta")
+        shared = {"weight": torch.randn(6, 1, WIDTH)} if self.is_convolution else {}
+        dout = torch.randn(2, self.cuts[-1], *((6,) if self.is_convolution else (2, 5)))
+        dout[:, : self.silent] = 0.0
+        return x, shared, dout
+
+    def results(self, layer: Callable[..., Result], given: Inputs, dout: Tensor) -> Inputs:
+        """Return the outputs of a layer, gradients of its inputs, and its end state if it has."""
+        names = ["q"] if self.is_convolution else list(given)
         leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
         out, _ = layer(leaves)
-        found = out, *torch.autograd.grad(out, [leaves[name] for name in names], dout)
-        with torch.no_grad():
-            _, end = layer(given, **({} if shared else {"output_final_state": True}))
-        return dict(zip(("out", *names), found, strict=True)) | ({} if shared else {"end": end})
+        gradients = torch.autograd.grad(out, [leaves[name] for name in names], dout)
+        found = dict(zip(("out", *names), (out, *gradients), strict=True))
+        if not self.is_convolution:
+            with torch.no_grad():
+                _, end = layer(given, output_final_state=True)
+            found["end"] = end
+        return found
 
-    def of_whole(dtype: torch.dtype, copies: int = 1) -> list[Inputs]:
-        """Results of the batch; of several copies, which are one batch as well."""
+
+@lru_cache(maxsize=64)
+def whole_results(problem: Problem) -> tuple[Inputs, list[Inputs]]:
+    """Return the results of the whole sequence in float64, and in noisy runs."""
+    _, whole = KINDS[problem.kind]
+    x, shared, dout = problem.tensors()
+    documents = [b - a for a, b in pairwise(problem.cuts)]
+
+    def run(dtype: torch.dtype, copies: int) -> list[Inputs]:
+        """Return the results of several copies of the batch, which are one batch as well."""
         given = {name: torch.cat([t.to(dtype)] * copies) for name, t in x.items()}
         others = {name: t.to(dtype) for name, t in shared.items()}
-        layer = lambda x, **_: by_document(whole, x, others, documents)  # noqa: E731
-        found = results(layer, given, torch.cat([dout.to(dtype)] * copies))
+
+        def layer(rows: Inputs, **_: Any) -> Result:
+            return by_document(whole, rows, others, documents)
+
+        found = problem.results(layer, given, torch.cat([dout.to(dtype)] * copies))
         by_copy = zip(*(y.chunk(copies) for y in found.values()), strict=True)
         return [dict(zip(found, part, strict=True)) for part in by_copy]
 
+    (oracle,) = run(torch.float64, copies=1)
+    with RandomRounding(seed=0):  # of each copy anew: so many noisy runs in the time of one
+        noisy = run(torch.float32, copies=NUM_RUNS)
+    return oracle, noisy
+
+
+def compare(
+    kind: str, layout: SequenceLayout, cuts: Sequence[int], spoilt: int, silent: int = 0
+) -> None:
+    """Assert values and gradients on this rank; then with NaN in document `spoilt`, of the others.
+
+    `cuts` are the boundaries of documents. The outputs of the first `silent` positions get no
+    gradient: their inputs get theirs through start states only. All ranks make all exchanges
+    before one of them asserts.
+    """
+    problem = Problem(kind, tuple(cuts), silent)
+    split, _ = KINDS[kind]
+    rank, (x, shared, dout) = dist.get_rank(), problem.tensors()
+    place = {"layout": layout, "cu_seqlens": torch.tensor(cuts) if len(cuts) > 2 else None}
+
     def of_shards(x: Inputs) -> Inputs:
         own = {name: layout.shard(t, rank) for name, t in x.items()}
-        layer = lambda x, **final: split(x | shared, place | final)  # noqa: E731
-        return results(layer, own, layout.shard(dout, rank))
 
-    (oracle,) = of_whole(torch.float64)
-    with RandomRounding(seed=0):  # of each copy anew: so many noisy runs in the time of one
-        noisy = of_whole(torch.float32, NUM_RUNS)
+        def layer(rows: Inputs, **final: Any) -> Result:
+            return split(rows | shared, place | final)
+
+        return problem.results(layer, own, layout.shard(dout, rank))
+
+    oracle, noisy = whole_results(problem)
     inside = slice(*cuts[spoilt : spoilt + 2])
     spoiled = {name: t.clone() for name, t in x.items()}
     for name in ("q", "k", "v"):
@@ -230,7 +276,7 @@ def compare(
     right, wrong = of_shards(x), of_shards(spoiled)
     positions = layout.position_ids(rank)
     others = (positions < inside.start) | (positions >= inside.stop)
-    if not shared:
+    if not problem.is_convolution:
         assert_close("end", right.pop("end"), oracle["end"], named(noisy, "end"))
         wrong.pop("end")
     for got, rows in ((right, slice(None)), (wrong, others)):

@@ -165,7 +165,13 @@ def package(path: str, function: Callable[..., Any]) -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x in ("Kimi's", "Mamba 1") else ())
+        for x in KERNELS
+    ],
+)
 @on_ranks(2)
 def test_public_functions_are_called_as_they_are(name: str) -> None:
     kernel, rank = KERNELS[name], dist.get_rank()

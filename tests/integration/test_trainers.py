@@ -147,7 +147,7 @@ class Training(NamedTuple):
 
 
 TRAININGS = {
-    "padded": Training(usual, slow=False),
+    "padded": Training(usual),
     "documents": Training(partial(usual, collate="packed, with cu_seq_lens")),
     "llama4": Training(usual, where={"family": "llama4"}),
     "bamba, three ranks": Training(usual, 3, where={"family": "bamba"}),
@@ -226,6 +226,7 @@ def saved_and_resumed(out: Path) -> tuple[Run, Run]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_checkpoints(ranks: Pools, out: Path) -> None:
     """A checkpoint equals that of one process; a run resumed from it ends with the same bits."""
     oracle, noisy = one_process("padded", out)
