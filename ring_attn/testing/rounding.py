@@ -114,7 +114,7 @@ class RandomRounding(TorchDispatchMode):
         super().__init__()
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._drawn: dict[torch.dtype, Tensor] = {}
+        self._drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in MATRIX_PRODUCTS:
@@ -139,16 +139,18 @@ class RandomRounding(TorchDispatchMode):
             return
         in_memory_order = x.as_strided((x.numel(),), (1,))
         for part in in_memory_order.split(NUM_DRAWS // 2):
-            part.mul_(self._factors(part.numel(), x.dtype))
+            part.mul_(self._factors(part.numel(), x.dtype, x.device))
 
-    def _factors(self, num: int, dtype: torch.dtype) -> Tensor:
+    def _factors(self, num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return `num` random factors, each 1 - eps, 1 or 1 + eps."""
-        if dtype not in self._drawn:
+        key = dtype, device
+        if key not in self._drawn:
             draw = torch.rand(NUM_DRAWS, generator=self._generator)
             moves = (draw < MOVES_UP).double() - (draw >= 1.0 - MOVES_UP).double()
-            self._drawn[dtype] = (1.0 + torch.finfo(dtype).eps * moves).to(dtype)
+            factors = 1.0 + torch.finfo(dtype).eps * moves
+            self._drawn[key] = factors.to(device, dtype)
         start = self._random.randrange(NUM_DRAWS - num + 1)
-        return self._drawn[dtype][start : start + num]
+        return self._drawn[key][start : start + num]
 
 
 @cache
@@ -200,9 +202,11 @@ def check_rounded(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor
         noisy: results of `noisy_runs`, in the dtype that `got` must have.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: shapes differ, or there is no noisy run.
         TypeError: dtypes of `got` and `noisy` differ.
     """
+    if len(noisy) == 0:
+        raise ValueError(f"{name} needs results of noisy runs, got none: call noisy_runs")
     if any(x.shape != oracle.shape for x in (got, *noisy)):
         shapes = {tuple(x.shape) for x in noisy}
         raise ValueError(

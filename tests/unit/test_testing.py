@@ -373,6 +373,8 @@ def test_infinite_scores_stay_and_nan_fails() -> None:
     assert not check_rounded("scores", x * math.nan, oracle, noisy).ok
     with pytest.raises(ValueError, match="must have shape"):
         check_rounded("scores", x[:2], oracle, noisy)
+    with pytest.raises(ValueError, match="got none"):
+        check_rounded("scores", x, oracle, [])
     with pytest.raises(TypeError, match="must be torch.float32"):
         check_rounded("scores", x.half(), oracle, noisy)
 
