@@ -346,6 +346,8 @@ def test_the_roundings_have_the_variance_of_rounding_to_nearest() -> None:
     assert abs(variance - 1 / 12) < deviation + 0.02  # uniform numbers, not logarithmic ones
     with RandomRounding(0):
         assert torch.equal(x.view(256, 256).T.contiguous(), x.view(256, 256).T)  # a copy
+        counts = (x > 1.5).float().view(256, 256).sum(0)  # a mixture of experts splits by them
+    assert torch.equal(counts, (x > 1.5).view(256, 256).sum(0).float())
 
 
 def test_products_are_added_up_in_another_order() -> None:
