@@ -12,12 +12,16 @@ import transformers
 from torch import Tensor
 
 from ring_attn.integrations.transformers import register
+from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
 from tests.distributed.test_transformers import NUM_PROMPT, SEQLEN, both, make_prompt
 from tests.hf_models import CONFIGS, HYBRIDS, make_batch, make_model, yardstick
 
 NUM_TOKENS = 18
+
+# Noisy runs of a generation, which takes longer than one forward.
+NUM_NOISY = 8
 Generated = tuple[Tensor, Tensor, tuple[int, ...]]
 
 
@@ -49,7 +53,7 @@ def generate_sharded(family: str, kind: str, options: dict[str, Any]) -> Generat
 
 
 WITHOUT_ATTENTION = ("mamba2", "falcon_mamba")
-GENERATING = ("qwen3_next", "bamba", "lfm2")  # others are slow
+GENERATING = ("lfm2",)  # others are slow
 CHUNKED = {"prefill_chunk_size": 15}  # the last chunk has 7 rows
 
 
@@ -61,7 +65,7 @@ CHUNKED = {"prefill_chunk_size": 15}  # the last chunk has 7 rows
         *(("llama", kind, {}, 2) for kind in ("contiguous", "striped")),
         ("llama", "zigzag", {"do_sample": True, "top_k": 50}, 2),
         *((family, "zigzag", {}, 3) for family in ("qwen2", "llama4", "lfm2")),
-        ("qwen3_next", "contiguous", CHUNKED, 2),
+        pytest.param("qwen3_next", "contiguous", CHUNKED, 2, marks=pytest.mark.slow),
         *(
             pytest.param(
                 family, "zigzag", {}, 2, marks=() if family in GENERATING else pytest.mark.slow
@@ -81,10 +85,16 @@ def test_generation(
         torch.manual_seed(3)
     tokens, _ = generate(model, **options)
     assert len(tokens[:, NUM_PROMPT:].unique()) > 5, "a text of few tokens would hide a mistake"
-    oracle, noisy = both(model, lambda model: model(tokens[:, :-1]).logits[:, NUM_PROMPT - 1 :])
+    noisy = None
+    if family in HYBRIDS:
+        # Token by token a recurrence is another algorithm, with other errors, than over a prompt.
+        noisy = [logits for _, logits in noisy_runs(lambda: generate(model, **options), NUM_NOISY)]
+    oracle, of_prompts = both(
+        model, lambda model: model(tokens[:, :-1]).logits[:, NUM_PROMPT - 1 :]
+    )
     for sequences, logits, lens in got:
         assert torch.equal(sequences, tokens)
-        assert_close("logits", logits, oracle, noisy)
+        assert_close("logits", logits, oracle, noisy or of_prompts)
         assert torch.equal(logits, got[0][1])
         assert sum(lens) == NUM_PROMPT + NUM_TOKENS - 1 and max(lens) - min(lens) <= 4
 
