@@ -111,9 +111,14 @@ def _configs(kernels: str, headdim: int) -> dict[str, Config]:
 def _inputs(mask: Mask, headdim: int) -> Inputs:
     heads, kv_heads = (2, 1) if device.is_trial() else (8, 2)
     return random_qkv(
-        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=heads, nheads_kv=kv_heads,
-        headdim=headdim, device=device.name(), dtype=device.dtype(),
-    )  # fmt: skip
+        seqlen_q=mask.seqlen_q,
+        seqlen_k=mask.seqlen_k,
+        nheads=heads,
+        nheads_kv=kv_heads,
+        headdim=headdim,
+        device=device.name(),
+        dtype=device.dtype(),
+    )
 
 
 def _judged(got: Mapping[str, Tensor], oracle: Expected, plain: Expected) -> Found:

@@ -149,40 +149,67 @@ def _links() -> Iterator[Estimate]:
 def _others() -> Iterator[Estimate]:
     fa3 = rates.RATES["sm_90"]["triton"].forward
     yield Estimate(
-        "launch", "time before a step's tiles start: us", fa3.launch * 1e6,
-        "ring_attn/backends/rates.py", "`speed`, `sizes`", _launch_us,
-    )  # fmt: skip
+        "launch",
+        "time before a step's tiles start: us",
+        fa3.launch * 1e6,
+        "ring_attn/backends/rates.py",
+        "`speed`, `sizes`",
+        _launch_us,
+    )
     yield Estimate(
-        "slowdown", "share of its speed that attention loses beside messages", devices.SLOWDOWN,
-        "ring_attn/planning/devices.py", "`costs`", _figure("costs: slowdown", "share"),
-    )  # fmt: skip
+        "slowdown",
+        "share of its speed that attention loses beside messages",
+        devices.SLOWDOWN,
+        "ring_attn/planning/devices.py",
+        "`costs`",
+        _figure("costs: slowdown", "share"),
+    )
     yield Estimate(
-        "one-pass kv heads", "batch x kv heads from which one kernel computes dq, dk and dv",
-        rates.ONE_PASS_KV_HEADS, "ring_attn/backends/rates.py", BY_HAND,
-    )  # fmt: skip
+        "one-pass kv heads",
+        "batch x kv heads from which one kernel computes dq, dk and dv",
+        rates.ONE_PASS_KV_HEADS,
+        "ring_attn/backends/rates.py",
+        BY_HAND,
+    )
     yield Estimate(
-        "channels", "most channels of a communicator, each of which takes an SM", options.MAX_CTAS,
-        "ring_attn/transport/options.py", "`multi`",
+        "channels",
+        "most channels of a communicator, each of which takes an SM",
+        options.MAX_CTAS,
+        "ring_attn/transport/options.py",
+        "`multi`",
         _figure("multi: 2 ranks: channels", "channels"),
-    )  # fmt: skip
+    )
     yield Estimate(
-        "connection bytes", "memory of a channel that receives from a rank: MiB",
-        count.CONNECTION_BYTES / 2**20, "ring_attn/machines/count.py", "`multi`",
+        "connection bytes",
+        "memory of a channel that receives from a rank: MiB",
+        count.CONNECTION_BYTES / 2**20,
+        "ring_attn/machines/count.py",
+        "`multi`",
         _figure("multi: 2 ranks: connection_memory", "MiB"),
-    )  # fmt: skip
+    )
     yield Estimate(
-        "first use", "time of the case of a first use, at most: s", 2.0,
-        "ring_attn/first_use.py", "`costs`", _figure("costs: first use", "seconds"),
-    )  # fmt: skip
+        "first use",
+        "time of the case of a first use, at most: s",
+        2.0,
+        "ring_attn/first_use.py",
+        "`costs`",
+        _figure("costs: first use", "seconds"),
+    )
     yield Estimate(
-        "decode", "one token, 64k rows of 8 kv heads of 128, as bandwidth: TB/s",
-        rates.MEMORY_BANDWIDTH["sm_90"] / 1e12, "ring_attn/strategies/tree_decode.py", "`costs`",
+        "decode",
+        "one token, 64k rows of 8 kv heads of 128, as bandwidth: TB/s",
+        rates.MEMORY_BANDWIDTH["sm_90"] / 1e12,
+        "ring_attn/strategies/tree_decode.py",
+        "`costs`",
         _figure("costs: decode", "TBs"),
-    )  # fmt: skip
+    )
     yield Estimate(
-        "exposed time", "communication of two ranks that is not hidden: share of the time", 0.0,
-        "ring_attn/machines/time.py", "`ring-attn bench ring` on two GPUs",
-    )  # fmt: skip
+        "exposed time",
+        "communication of two ranks that is not hidden: share of the time",
+        0.0,
+        "ring_attn/machines/time.py",
+        "`ring-attn bench ring` on two GPUs",
+    )
 
 
 def _figure(cell: str, name: str) -> Callable[[Cells], float | None]:

@@ -47,6 +47,6 @@ def samples_of(cells: dict[str, Row], implementation: str, direction: str) -> li
                 edge=tile.edge,
                 per_pair=per_pair,
                 seconds=ms[1] / 1e3,
-            )  # fmt: skip
+            )
         )
     return samples

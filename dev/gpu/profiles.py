@@ -14,8 +14,12 @@ from dev.gpu.cells import NotHere
 from dev.gpu.device import FOLDER
 
 SECTIONS = (
-    "SpeedOfLight", "WarpStateStats", "SchedulerStats", "MemoryWorkloadAnalysis", "SourceCounters",
-)  # fmt: skip
+    "SpeedOfLight",
+    "WarpStateStats",
+    "SchedulerStats",
+    "MemoryWorkloadAnalysis",
+    "SourceCounters",
+)
 
 
 def profile(kernel: str, direction: str) -> dict[str, Any]:

@@ -23,14 +23,18 @@ def case_of(strategy: str, layout: str, rows: int, *, same_bits: bool = False) -
     if device.is_trial():
         mask = Mask(128, 128, causal=True)
         return Case(
-            mask, layout, strategy, "reference", "float32", TRIAL_HEADS, batch=1,
+            mask,
+            layout,
+            strategy,
+            "reference",
+            "float32",
+            TRIAL_HEADS,
+            batch=1,
             same_bits=same_bits,
-        )  # fmt: skip
+        )
     heads = MANY_HEADS if strategy == "ulysses" else HEADS
     mask = Mask(rows, rows, causal=True)
-    return Case(
-        mask, layout, strategy, "triton", "bfloat16", heads, batch=1, same_bits=same_bits
-    )  # fmt: skip
+    return Case(mask, layout, strategy, "triton", "bfloat16", heads, batch=1, same_bits=same_bits)
 
 
 def holds(strategy: str, layout: str) -> dict[str, Any]:

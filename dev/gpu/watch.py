@@ -35,10 +35,16 @@ class Worker:
         self.environment = dict(environment)
         self._log = log.open("ab+")
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "dev.gpu.worker"], cwd=ROOT, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            start_new_session=True, env={**os.environ, **environment},
-        )  # fmt: skip
+            [sys.executable, "-u", "-m", "dev.gpu.worker"],
+            cwd=ROOT,
+            text=True,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -7,8 +7,8 @@ model runs several times, and in each run
 
     every result of an operator, except small whole numbers such as counts, is multiplied by
     1 - eps, 1 or 1 + eps, with probabilities of 2, 96 and 2 %. That moves it by 1 to 2 units in the
-    last place (ulp), on average 2.16 of their squares, so that the variance is 1/12 ulp^2: that of
-    rounding to nearest;
+    last place (ulp), on average 2.2 of their squares, so that the variance is 1/11 ulp^2, a little
+    above the 1/12 ulp^2 of rounding to nearest;
 
     every matrix product adds its terms in another order, so that long sums have their errors, too.
 

@@ -292,8 +292,14 @@ def test_replays_of_different_graphs_are_found_at_the_next_check() -> None:
 # -- ranks that differ
 
 # Differences that change no size: NCCL matches messages by their order and size only.
-DIFFERENCES = ("values of sinks", "softmax_scale", "mask", "skipped", "backwards swapped",
-               "backward left out")  # fmt: skip
+DIFFERENCES = (
+    "values of sinks",
+    "softmax_scale",
+    "mask",
+    "skipped",
+    "backwards swapped",
+    "backward left out",
+)
 
 
 def is_told(end: Ended) -> bool:

@@ -22,9 +22,14 @@ ROOT = Path(__file__).parents[2]
 # Files of the package that speak of estimates without a figure of their own: they repeat, explain
 # or sum those of other files.
 EXPLAIN = {
-    "api.py", "backends/__init__.py", "backends/flash_attn.py", "backends/measured.py",
-    "machines/cluster.py", "planning/choice.py", "torch_private.py",
-}  # fmt: skip
+    "api.py",
+    "backends/__init__.py",
+    "backends/flash_attn.py",
+    "backends/measured.py",
+    "machines/cluster.py",
+    "planning/choice.py",
+    "torch_private.py",
+}
 
 
 def stages() -> dict[str, Stage]:

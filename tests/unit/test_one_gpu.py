@@ -15,8 +15,13 @@ from ring_attn.testing.one_gpu import WAYS, Way
 from tests import conftest
 from tests.refusals import refused
 
-VARIABLES = ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_MULTI_RANK_GPU_ENABLE",
-             "NCCL_LAUNCH_ORDER_IMPLICIT")  # fmt: skip
+VARIABLES = (
+    "NCCL_HOSTID",
+    "NCCL_NET",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+)
 
 
 @pytest.fixture

@@ -340,10 +340,12 @@ def test_the_roundings_have_the_variance_of_rounding_to_nearest() -> None:
     with RandomRounding(0):
         moved = x * 1.0
     ulp = torch.finfo(torch.float32).eps  # of numbers from 1 to 2
-    variance = float(((moved - x) / ulp).square().mean())
-    # Of 2 * MOVES_UP * 2^16 moves, each of 1 to 4 squared ulps: within five standard deviations.
-    deviation = 5 * (2 * MOVES_UP * 8 / len(x)) ** 0.5
-    assert abs(variance - 1 / 12) < deviation + 0.02  # uniform numbers, not logarithmic ones
+    squares = ((moved - x) / ulp).square().double()
+    # Numbers below 1.5 move by one ulp and the others by two, so by 2.5 squared ulps on average.
+    expected = 2 * MOVES_UP * 2.5
+    error_of_mean = float(squares.std()) / len(x) ** 0.5
+    assert abs(float(squares.mean()) - expected) < 5 * error_of_mean
+    assert 1 / 12 < expected < 1 / 9  # these numbers are uniform; logarithmic ones have 1/11
     with RandomRounding(0):
         assert torch.equal(x.view(256, 256).T.contiguous(), x.view(256, 256).T)  # a copy
         counts = (x > 1.5).float().view(256, 256).sum(0)  # a mixture of experts splits by them
@@ -383,12 +385,15 @@ def test_infinite_scores_stay_and_nan_fails() -> None:
 
 def test_no_bound_of_attention_depends_on_the_luck_of_a_plain_run() -> None:
     """Results are within the bound of a plain run that has no error but the last rounding's."""
+    judged = 0
     for case in sample([case for case in cases() if case.strategy != "auto"], 60, seed=3):
         try:
-            ran = run_all_ranks(case, 3)
+            ran = run_all_ranks(case, 4)  # two factors, for hybrids
         except (NotImplementedError, ValueError):
             continue
         oracle, plain = expected(case)
         lucky = {name: getattr(oracle, name).to(getattr(plain, name).dtype) for name in RESULTS}
         for verdict in check_all(ran.whole, oracle, replace(plain, **lucky)):
             assert verdict.ok, (case, str(verdict))
+        judged += 1
+    assert judged > 40  # the others are refused
