@@ -8,6 +8,8 @@ writes the table of the documentation.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +134,20 @@ def run(model: Any, ids: Tensor, **more: Any) -> Tensor:
     return logits
 
 
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A model in one process: its input, and what its logits (1, SEQLEN, VOCAB) should be."""
+
+    model: Any
+    ids: Tensor
+    oracle: Tensor
+
+    @functools.cached_property
+    def noisy(self) -> list[Tensor]:
+        """Logits of runs with random rounding, which most models are refused before they need."""
+        return noisy_runs(lambda: run(self.model, self.ids))
+
+
 def outcome(architecture: Architecture) -> str:
     """What becomes of the model on one rank and on all ranks: "right", "refused", "WRONG", ...
 
@@ -140,16 +156,16 @@ def outcome(architecture: Architecture) -> str:
     ids = torch.randint(3, VOCAB, (1, SEQLEN), generator=torch.Generator().manual_seed(1))
     try:
         model = make(architecture, "eager")
-        noisy = noisy_runs(lambda: run(model, ids))
+        run(model, ids)
         with all_in_float64():
             oracle = run(copy.deepcopy(model).double(), ids)
     except Exception as error:
         return _refused_when_made(architecture) or f"not tried: {type(error).__name__}"
-    whole = ids, oracle, noisy
+    whole = _Whole(model, ids, oracle)
     rank, groups = dist.get_rank(), [dist.new_group([r]) for r in range(dist.get_world_size())]
     groups = [groups[rank], dist.new_group()]
     words = [
-        [_compared(architecture, model, whole, group, given) for given in (True, False)]
+        [_compared(architecture, whole, group, given) for given in (True, False)]
         for group in groups
     ]
     for group in groups:
@@ -178,28 +194,26 @@ def _shown(architecture: Architecture, error: Exception) -> str:
 
 def _compared(
     architecture: Architecture,
-    model: Any,
-    whole: tuple[Tensor, Tensor, list[Tensor]],
+    whole: _Whole,
     group: Any,
     given: bool,
 ) -> str:
     """The outcome of a forward of this rank's rows, with position_ids if `given`."""
-    rank, layout = (
-        dist.get_rank(group),
-        SequenceLayout.contiguous(SEQLEN, dist.get_world_size(group)),
-    )
-    ids, oracle, *noisy = (layout.shard(x, rank) for x in (*whole[:2], *whole[2]))
-    positions = shard_batch({"input_ids": whole[0]}, layout, rank)["position_ids"]
+    rank = dist.get_rank(group)
+    layout = SequenceLayout.contiguous(SEQLEN, dist.get_world_size(group))
+    positions = shard_batch({"input_ids": whole.ids}, layout, rank)["position_ids"]
     try:
         with register(group):
             split = make(architecture, "ring_attn")
-            split.load_state_dict(model.state_dict())
+            split.load_state_dict(whole.model.state_dict())
             more = {"position_ids": positions + first_position(split)} if given else {}
-            got = run(split, ids, **more)
+            got = run(split, layout.shard(whole.ids, rank), **more)
     except (NotImplementedError, ValueError) as error:
         return _shown(architecture, error)
     except Exception as error:
         return f"fails: {type(error).__name__}"
+    oracle = layout.shard(whole.oracle, rank)
+    noisy = [layout.shard(logits, rank) for logits in whole.noisy]
     return "right" if check_rounded("logits", got, oracle, noisy).ok else "WRONG"
 
 
