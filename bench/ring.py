@@ -20,11 +20,11 @@ from ring_attn.bench.report import Report
 from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
 from ring_attn.bench.timing import STAGES, quantiles, turned
 from ring_attn.cli.arguments import new_table, show, with_options
-from ring_attn.cli.launch import rank_device, run_ranks
 from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.profiling import peak_bytes
 from ring_attn.testing import Inputs, Verdict, check, random_qkv
+from ring_attn.testing.launch import rank_device, run_ranks
 
 WARMUP, QUICK = 2, (1024, 3)
 

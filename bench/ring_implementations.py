@@ -14,10 +14,10 @@ from torch import Tensor
 
 import ring_attn
 from ring_attn.bench.implementations import Differentiable
-from ring_attn.cli.launch import num_threads, rank_device
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.groups import check_group
+from ring_attn.testing.launch import num_threads, rank_device
 from ring_attn.transport.base import TransportStats
+from ring_attn.transport.groups import check_group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p
 

@@ -26,7 +26,6 @@ from dev.compiled import Compiled, CompileError, compile_launch, interpreting
 from ring_attn.backends.triton_support import TRITON_OF_SM_100
 from ring_attn.bench.report import Report
 from ring_attn.cli.arguments import add_common, parse_dtype, parse_size
-from ring_attn.cli.launch import map_in_processes
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels import configs, decode, flash_bwd, flash_fwd, merge_tree
 from ring_attn.kernels.configs import Config
@@ -34,6 +33,7 @@ from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable, make_step_table, transposed
 from ring_attn.kernels.triton_release import RELEASE
 from ring_attn.kernels.turn_table import TurnTable, make_turn_table
+from ring_attn.testing.launch import map_in_processes
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 # Head dims of q and k; after a slash v's, if it differs.

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ring_attn import TransportOptions, ring_attention, set_step, tree_decode
-from ring_attn.strategies.strategy import NAMES
+from ring_attn.core.strategy import NAMES
 from ring_attn.testing import Case, Heads
 from ring_attn.testing.ranks import arguments_of
 from tests.distributed.pool import Ended, Pool, RankError, calls_within, ended, forkserver

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import halo, ring_attention, tree_decode
-from ring_attn.strategies.strategy import NAMES
+from ring_attn.core.strategy import NAMES
 from ring_attn.testing import Case
 from ring_attn.testing.ranks import arguments_of
 from tests.distributed.pool import Pool

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 from ring_attn import profiling, recurrence
 from ring_attn.api import ring_attention, select_backend, tree_decode
-from ring_attn.connections import check, prepare
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
-from ring_attn.decode import next_rank
+from ring_attn.core.strategy import Strategy
+from ring_attn.decoding.call import next_rank
 from ring_attn.models import tensor_parallel
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.gradients import sync_gradients
 from ring_attn.models.logprobs import token_logprobs
-from ring_attn.neighbours import halo, roll
 from ring_attn.planning import balance
 from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats
-from ring_attn.strategies.strategy import Strategy
+from ring_attn.sequence.halo import halo, roll
+from ring_attn.transport.connections import check, prepare
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.identity import set_step
 from ring_attn.version import __version__ as __version__

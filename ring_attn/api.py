@@ -9,33 +9,36 @@ from typing import Literal, Unpack, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import decode, decode_refusals, groups, ops, refusals
+from ring_attn.attention import operators as ops
+from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
     Arguments,
     AttentionOptions,
     Call,
     DecodeOptions,
-    Group,
     Layout,
     LayoutNumbers,
     asked,
     sized,
     with_strategy,
 )
-from ring_attn.compiling import left_out_of_graphs
+from ring_attn.checks import attention as checks
+from ring_attn.checks import decoding as decode_checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import check_flag
-from ring_attn.first_use import proven_backend
+from ring_attn.core.strategy import Strategy
+from ring_attn.decoding import call as decode
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.strategies.strategy import Strategy
-from ring_attn.transport import capture
+from ring_attn.transport import capture, groups
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, telling
 from ring_attn.transport.ranks.identity import debug_enabled
+from ring_attn.values.checks import check_flag
+from ring_attn.values.compiling import left_out_of_graphs
 
 
 @overload
@@ -182,18 +185,18 @@ def ring_attention(
         torch.Size([1, 500, 8, 64])
     """
     with telling(group):
-        refusals.check_results(return_lse, return_max_logits, dropout_p)
+        checks.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
             raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
-        refusals.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
+        checks.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
         if sinks is not None:
-            refusals.check_sinks(sinks, q)
+            checks.check_sinks(sinks, q)
         if cu_seqlens is not None or cu_seqlens_k is not None:
-            refusals.check_boundaries("cu_seqlens", cu_seqlens, q.device)
-            refusals.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
+            checks.check_boundaries("cu_seqlens", cu_seqlens, q.device)
+            checks.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
         group_name, mesh_shape = groups.described(group, q.device.type)
-        differentiated = refusals.check_differentiated(q=q, k=k, v=v, sinks=sinks)
-        left, right = refusals.check_pair(window_size)
+        differentiated = checks.check_differentiated(q=q, k=k, v=v, sinks=sinks)
+        left, right = checks.check_pair(window_size)
         text = asked(
             causal=causal, left=left, right=right, softmax_scale=softmax_scale, softcap=softcap,
             group=group_name, mesh_shape=mesh_shape,
@@ -203,11 +206,11 @@ def ring_attention(
         )  # fmt: skip
         numbers: LayoutNumbers = ((), ())
         if not isinstance(layout, str):
-            of_q, of_k = refusals.check_layouts(layout)
+            of_q, of_k = checks.check_layouts(layout)
             known = of_q.numbers
             numbers = known, known if of_k is of_q else of_k.numbers
         if mask is not None:
-            refusals.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
+            checks.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
         slices = None if mask is None else mask.tensor
         arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, text)
         packed = q.ndim == 3
@@ -378,22 +381,22 @@ def tree_decode(
     """
     with telling(group):
         several = cache_seqlens is not None or block_table is not None
-        refusals.check_tensors(q, k, v, packed=False, paged=block_table is not None)
-        decode_refusals.check_decode(q, k, v, sinks, layout)
+        checks.check_tensors(q, k, v, packed=False, paged=block_table is not None)
+        decode_checks.check_decode(q, k, v, sinks, layout)
         if several:
-            decode_refusals.check_tables(q, cache_seqlens, block_table, mask)
+            decode_checks.check_tables(q, cache_seqlens, block_table, mask)
         process_group = groups.check_group(group)
         check_flag("return_lse", return_lse)
-        refusals.check_sinks(sinks, q)
+        checks.check_sinks(sinks, q)
         groups.check_group_device(process_group, q.device)
-        left, right = refusals.check_pair(window_size)
+        left, right = checks.check_pair(window_size)
         text = asked(
             causal=causal, left=left, right=right, softmax_scale=softmax_scale, softcap=softcap,
             group=process_group.group_name, backend=backend, transport=transport, decoding=True,
         )  # fmt: skip
         call = Call.from_text(text, process_group.rank(), process_group.size())
         if mask is not None:
-            refusals.check_mask_alone(mask, not causal, window_size)
+            checks.check_mask_alone(mask, not causal, window_size)
         if cache_seqlens is not None:
             tables = cache_seqlens, block_table
             out, lse = decode.attend_sequences(q, k, v, sinks, *tables, layout, call, process_group)
@@ -453,17 +456,17 @@ def select_backend(
         >>> choice.name, choice.why
         ('aten', 'the only one on cpu')
     """
-    refusals.check_tensors(q, k, v, packed=True)
-    refusals.check_softcap(softcap)
-    refusals.check_sinks(sinks, q)
-    refusals.check_name("backend", backend)
-    left, right = refusals.check_window(window_size, False)
-    documents = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
+    checks.check_tensors(q, k, v, packed=True)
+    checks.check_softcap(softcap)
+    checks.check_sinks(sinks, q)
+    checks.check_name("backend", backend)
+    left, right = checks.check_window(window_size, False)
+    documents = checks.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
     if mask is not None:
-        refusals.check_mask_alone(mask, False, window_size, cu_seqlens)
+        checks.check_mask_alone(mask, False, window_size, cu_seqlens)
     purpose = Purpose(
-        backward=refusals.check_differentiated(q=q, k=k, v=v, sinks=sinks),
-        same_bits=refusals.check_same_bits(same_bits),
+        backward=checks.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+        same_bits=checks.check_same_bits(same_bits),
         window=left >= 0 if mask is None else mask.has_windows,
         several=len(documents) > 2 if mask is None else len(mask.slices) > 1,
         causal=right >= 0 if mask is None else mask.has_upper_bounds,

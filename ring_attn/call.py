@@ -24,24 +24,24 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import groups, refusals
 from ring_attn.backends import Purpose, get_backend
-from ring_attn.compiling import remembered
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import FlashArguments, Mask
 from ring_attn.core.program import Program
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
 from ring_attn.core.tiles import Traveller
-from ring_attn.core.values import check_one_of
-from ring_attn.strategies.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
 from ring_attn.torch_private import group_by_name, is_traced_as_constant, specialized
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
+from ring_attn.values.checks import check_one_of
+from ring_attn.values.compiling import remembered
 
-Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
 
 
@@ -113,10 +113,10 @@ def check_execution(options: ExecutionOptions) -> None:
         check_one_of("strategy", strategy, (*NAMES, "auto"))
     else:
         checked_strategy(strategy)
-    backend = refusals.check_name("backend", options.get("backend", "auto"))
+    backend = checks.check_name("backend", options.get("backend", "auto"))
     if backend != "auto":
         get_backend(backend)
-    refusals.check_same_bits(options.get("same_bits"))
+    checks.check_same_bits(options.get("same_bits"))
     groups.check_transport(options.get("transport", TransportOptions()))
 
 
@@ -264,16 +264,16 @@ def asked(
     """A call of these options, checked, as JSON for `Call.from_text`; the window is two numbers."""
     values = {
         "causal": causal,
-        "window_size": list(refusals.check_window((left, right), causal)),
-        "softmax_scale": refusals.check_scale(softmax_scale),
-        "softcap": refusals.check_softcap(softcap),
-        "backend": refusals.check_name("backend", backend),
+        "window_size": list(checks.check_window((left, right), causal)),
+        "softmax_scale": checks.check_scale(softmax_scale),
+        "softcap": checks.check_softcap(softcap),
+        "backend": checks.check_name("backend", backend),
         "transport": _plain(groups.check_transport(transport)),
         "group": group,
         "mesh_shape": list(mesh_shape),
         "layout": layout,
         "strategy": _plain(strategy if isinstance(strategy, str) else checked_strategy(strategy)),
-        "same_bits": refusals.check_same_bits(same_bits),
+        "same_bits": checks.check_same_bits(same_bits),
         "differentiated": differentiated,
         "max_logits": max_logits,
         "decoding": decoding,
@@ -328,9 +328,9 @@ class Arguments(NamedTuple):
 
     def documents(self) -> Documents:
         """Boundaries of the queries' documents and of the keys', checked, on the host."""
-        cu_q = refusals.check_cu_seqlens("cu_seqlens", self.cu_seqlens)
-        cu_k = refusals.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
-        refusals.check_documents(cu_q, cu_k)
+        cu_q = checks.check_cu_seqlens("cu_seqlens", self.cu_seqlens)
+        cu_k = checks.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
+        checks.check_documents(cu_q, cu_k)
         return cu_q, cu_q if cu_k is None else cu_k
 
     def given_mask(self) -> Mask | None:
@@ -373,10 +373,10 @@ def sized(
     if call.layout is None:
         layout = tuple(map(SequenceLayout.from_numbers, numbers))
 
-    layouts = refusals.resolve_layouts(layout, rows, totals, call.rank, call.world_size)
+    layouts = checks.resolve_layouts(layout, rows, totals, call.rank, call.world_size)
     seqlens, mask = (layouts[0].seqlen, layouts[1].seqlen), given_mask
     if mask is not None:
-        refusals.check_given_mask(mask, *seqlens)
+        checks.check_given_mask(mask, *seqlens)
     else:
         mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
     return replace(call, spec=spec, layouts=layouts, mask=mask)

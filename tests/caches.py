@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import drivers
+from ring_attn.attention import drivers
+from ring_attn.checks.decoding import check_sequences
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.decode_refusals import check_sequences
 from ring_attn.strategies.tree_decode import make_call
 from ring_attn.testing import Inputs, poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local

@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
-from ring_attn.cli import launch
+from ring_attn.testing import launch
 from ring_attn.testing.one_gpu import WAYS, sharing_refusal
 from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
 

@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
-from ring_attn.integrations.transformers_models import first_position
+from ring_attn.integrations.transformers.models import first_position
 from ring_attn.testing import check_rounded, noisy_runs
 from tests.hf_models import VOCAB, all_in_float64
 

@@ -24,10 +24,10 @@ from torch.nn.functional import logsigmoid
 
 from ring_attn.bench.timing import turned
 from ring_attn.cli.env import machine
-from ring_attn.cli.launch import run_ranks, timed_on_ranks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.groups import check_group
 from ring_attn.models.recurrent import SPLITS, Place
+from ring_attn.testing.launch import run_ranks, timed_on_ranks
+from ring_attn.transport.groups import check_group
 
 HEADS, HEADDIM = 4, 64
 LAYOUTS, MODES = ("contiguous", "zigzag"), ("fwd", "fwd_bwd")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dev.gpu import device
 from dev.gpu.cells import NotHere
-from ring_attn import drivers
+from ring_attn.attention import drivers
 from ring_attn.backends import rates
 from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dev.gpu import device
 from dev.gpu.graphs import alone
-from ring_attn import first_use
+from ring_attn.attention import first_use
 from ring_attn.backends import Purpose, get_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask

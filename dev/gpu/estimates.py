@@ -191,7 +191,7 @@ def _others() -> Iterator[Estimate]:
         "first use",
         "time of the case of a first use, at most: s",
         2.0,
-        "ring_attn/first_use.py",
+        "ring_attn/attention/first_use.py",
         "`costs`",
         _figure("costs: first use", "seconds"),
     )

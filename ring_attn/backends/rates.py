@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ring_attn.backends.measured import MEASURED
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import check_cost, check_speed
+from ring_attn.values.checks import check_cost, check_speed
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
 from ring_attn.cli.arguments import command_line, write_json
 from ring_attn.cli.env import machine
-from ring_attn.cli.launch import checked_device, rank_device, run_ranks, timed_on_ranks
 from ring_attn.core.program import Collective, Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
-from ring_attn.groups import check_group
 from ring_attn.machines.cluster import Cluster, Device, Host, Link, compute_seconds
 from ring_attn.planning import devices
+from ring_attn.testing.launch import checked_device, rank_device, run_ranks, timed_on_ranks
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.groups import check_group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 

@@ -16,22 +16,22 @@ from rich.console import Console
 from rich.text import Text
 
 from ring_attn import select_backend
+from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import Purpose
 from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import VARIABLES, machine
-from ring_attn.cli.launch import (
+from ring_attn.cli.verify import CaseResult, run_case
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.testing import Case
+from ring_attn.testing.launch import (
     LAUNCH_ORDER,
     checked_device,
     rank_device,
     run_ranks,
     under_torchrun,
 )
-from ring_attn.cli.verify import CaseResult, run_case
-from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import env_int
-from ring_attn.first_use import proven_backend
-from ring_attn.testing import Case
+from ring_attn.values.outside import env_int
 
 RANKS = 2
 

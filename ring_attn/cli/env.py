@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring_attn import select_backend
 from ring_attn.cli.arguments import write_json
-from ring_attn.cli.launch import num_cores
-from ring_attn.core.dtypes import BY_NAME
+from ring_attn.testing.cases import backend_reasons
+from ring_attn.testing.launch import num_cores
 from ring_attn.version import __version__, installed_version
 
 # Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
@@ -39,9 +38,6 @@ VARIABLES = (
     "LOCAL_WORLD_SIZE",
 )
 
-# Sizes of the sample for which backends are checked; every backend supports them.
-SAMPLE_HEADS, SAMPLE_HEADDIM = 4, 64
-
 
 def machine() -> dict[str, Any]:
     """Versions and hardware, ready for JSON."""
@@ -55,18 +51,6 @@ def machine() -> dict[str, Any]:
         "devices": _gpus(),
         "distributed": _distributed_backends(),
     }
-
-
-def backend_reasons() -> dict[str, dict[str, str | None]]:
-    """Backend -> "device dtype" -> None if the backend can run here, else the reason why not."""
-    by_backend: dict[str, dict[str, str | None]] = {}
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for name, dtype in BY_NAME.items():
-            sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
-            reasons = select_backend(sample, sample, sample).reasons
-            for backend, reason in reasons.items():
-                by_backend.setdefault(backend, {})[f"{device} {name}"] = reason
-    return by_backend
 
 
 def run(args: argparse.Namespace) -> int:

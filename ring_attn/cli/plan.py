@@ -20,7 +20,6 @@ from ring_attn.cli.arguments import (
     with_options,
     write_json,
 )
-from ring_attn.cli.launch import num_threads
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
@@ -37,6 +36,7 @@ from ring_attn.planning.devices import (
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import programs_of, registered
+from ring_attn.testing.launch import num_threads
 
 # At this size a table of all pairs of ranks takes 0.1 GiB; a plan holds about 25 such tables.
 MAX_RANKS = 4096

@@ -22,11 +22,11 @@ from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, Watch, free_memory, time_in_turn
 from ring_attn.cli.arguments import show
-from ring_attn.cli.launch import map_in_processes, num_cores
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
 from ring_attn.testing import Inputs
+from ring_attn.testing.launch import map_in_processes, num_cores
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 
 # Kinds of configs to search, the most valuable first.

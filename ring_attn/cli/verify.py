@@ -16,15 +16,8 @@ import torch.distributed as dist
 
 from ring_attn import select_backend
 from ring_attn.cli.arguments import write_json
-from ring_attn.cli.env import backend_reasons, machine
-from ring_attn.cli.launch import (
-    checked_device,
-    rank_device,
-    run_ranks,
-    under_torchrun,
-)  # fmt: skip
+from ring_attn.cli.env import machine
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
-from ring_attn.core.values import check_one_of, env_int
 from ring_attn.testing import (
     LAYOUTS,
     STRATEGIES,
@@ -36,7 +29,15 @@ from ring_attn.testing import (
     run_rank,
     usable_backends,
 )
-from ring_attn.testing.cases import sample
+from ring_attn.testing.cases import backend_reasons, sample
+from ring_attn.testing.launch import (
+    checked_device,
+    rank_device,
+    run_ranks,
+    under_torchrun,
+)  # fmt: skip
+from ring_attn.values.checks import check_one_of
+from ring_attn.values.outside import env_int
 
 # Cases of a sample: with 120, each strategy meets every layout and mask.
 SAMPLE, QUICK = 150, 40

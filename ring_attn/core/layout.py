@@ -22,12 +22,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ring_attn.compiling import kept
 from ring_attn.core.mask import Mask
 from ring_attn.core.names import LAYOUTS as LAYOUTS
 from ring_attn.core.segments import Segment, check_cover, check_segments
 from ring_attn.core.segments import joined as joined_segments
-from ring_attn.core.values import as_int, as_ints, as_tuple, check_dim, check_one_of, check_type
+from ring_attn.values.checks import as_int, as_ints, as_tuple, check_dim, check_one_of, check_type
+from ring_attn.values.compiling import kept
 
 # Layouts of queries and of keys.
 Layouts = tuple["SequenceLayout", "SequenceLayout"]

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.segments import pairs_up_to
-from ring_attn.core.values import as_int, as_ints, check_flag, check_type
+from ring_attn.values.checks import as_int, as_ints, check_flag, check_type
 
 # Stands for an unbounded side of a band; small enough not to overflow when added to positions.
 UNBOUNDED = 1 << 50

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_attn.core.dense import of_block_mask, of_blocks, of_dense
 from ring_attn.core.mask import Mask, Slice, check_number_of_slices, checked_lengths
-from ring_attn.core.values import as_int, as_tuple, check_type
+from ring_attn.values.checks import as_int, as_tuple, check_type
 
 Lengths = Sequence[int] | Tensor
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ring_attn.core.values import as_int, check_type
+from ring_attn.values.checks import as_int, check_type
 
 Number = TypeVar("Number", int, Tensor)
 

@@ -15,8 +15,8 @@ from ring_attn.core.messages import Packet
 from ring_attn.core.program import Array
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
-from ring_attn.core.values import check_number
 from ring_attn.core.work import needed_rows, totals
+from ring_attn.values.checks import check_number
 
 # If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
 # recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.

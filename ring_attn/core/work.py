@@ -26,7 +26,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import pairs_up_to
 from ring_attn.core.tiles import Displacement, Grid, Sizes, Traveller, check_fit, ring_grid
-from ring_attn.core.values import on_host
+from ring_attn.values.host import on_host
 
 # Stands for "no row" under a minimum: larger than any row.
 NO_ROW = torch.iinfo(torch.int32).max

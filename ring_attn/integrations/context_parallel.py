@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import check_dim
 from ring_attn.models.batch import unshard
 from ring_attn.models.dtensors import chunks
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
+from ring_attn.values.checks import check_dim
 
 # torch's name -> ours.
 _STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 import torch
 from torch import Tensor
 
-from ring_attn import refusals
 from ring_attn.api import ring_attention, select_backend
 from ring_attn.backends import PREFERENCE, get_backend
-from ring_attn.call import DistributedOptions, ExecutionOptions, Group, Layout
-from ring_attn.compiling import left_out_of_graphs
-from ring_attn.core.values import as_int, check_tensor
+from ring_attn.call import DistributedOptions, ExecutionOptions, Layout
+from ring_attn.checks import attention as checks
+from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import telling
+from ring_attn.values.checks import as_int, check_tensor
+from ring_attn.values.compiling import left_out_of_graphs
 
 _ASKS_BACKEND = (
     "deterministic=True checks which backend would run, and a graph cannot: compile without "
@@ -203,7 +204,7 @@ def _call(
     """
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
     with telling(group):
-        refusals.check_options(name, execution, ExecutionOptions)
+        checks.check_options(name, execution, ExecutionOptions)
         qkv = unpacked(form, tensors, packed=len(sides) > 0)
         check_deterministic(qkv, options)
         documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
@@ -310,7 +311,7 @@ def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
     num_dims = 3 if packed else 4
     if form:
         whole = tensors[-1]
-        refusals.check_floating(form, whole)
+        checks.check_floating(form, whole)
         if whole.ndim != num_dims + 1 or whole.size(-3) != len(form):
             raise ValueError(
                 f"{form} must be ({rows}, {len(form)}, nheads, headdim), got {tuple(whole.shape)}"
@@ -328,7 +329,7 @@ def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
     """Refuses boundaries with a document of more than `most` rows; names end in `suffix`."""
     name, most_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
     if torch.compiler.is_compiling():
-        refusals.check_boundaries(name, cu_seqlens)
+        checks.check_boundaries(name, cu_seqlens)
         return
     longest = max(b - a for a, b in pairwise(on_host(name, cu_seqlens)))
     if as_int(most_name, most) < longest:
@@ -339,7 +340,7 @@ def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
 
 def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
     """Boundaries of documents as ints; refuses None."""
-    boundaries = refusals.check_cu_seqlens(name, cu_seqlens)
+    boundaries = checks.check_cu_seqlens(name, cu_seqlens)
     if boundaries is None:
         raise TypeError(f"{name} must be an int32 tensor, got None")
     return boundaries

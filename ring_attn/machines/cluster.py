@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from ring_attn.backends.rates import Rate
-from ring_attn.core.values import check_cost, check_size, check_speed, check_types
+from ring_attn.values.checks import check_cost, check_size, check_speed, check_types
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def draw(program: Program) -> str:
         >>> from ring_attn.core.layout import SequenceLayout
         >>> from ring_attn.core.mask import Mask
         >>> from ring_attn.core.spec import AttentionSpec
-        >>> from ring_attn.strategies.strategy import Strategy
+        >>> from ring_attn.core.strategy import Strategy
         >>> from ring_attn.strategies.registry import make_call, program_of
         >>> layout = SequenceLayout.contiguous(8, 2)
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 8, 8)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ring_attn import groups, refusals
-from ring_attn.call import Group
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import as_int, as_ints, check_type
+from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import new_p2p, telling
+from ring_attn.values.checks import as_int, as_ints, check_type
 
 
 def shard_batch(
@@ -118,8 +119,8 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     """
     process_group = groups.check_group(group)
     with telling(process_group):
-        refusals.check_shard(x, dim, layout, process_group)
-        refusals.check_capture("unshard", x)
+        checks.check_shard(x, dim, layout, process_group)
+        checks.check_capture("unshard", x)
     # An all-gather needs equal sizes: short shards are padded, and cut again after it.
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ring_attn.core.values import regular_file
+from ring_attn.values.outside import regular_file
 
 INDEX = "model.safetensors.index.json"
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import groups
-from ring_attn.core.values import check_int, check_one_of
 from ring_attn.profiling import gradient_sync
+from ring_attn.transport import groups
 from ring_attn.transport.p2p import check_within
+from ring_attn.values.checks import check_int, check_one_of
 
 BUCKET_BYTES = 32 << 20
 

@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ring_attn import groups, refusals
-from ring_attn.call import Group
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import check_type
 from ring_attn.models.batch import unshard
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import telling
+from ring_attn.values.checks import check_type
 
 
 def token_logprobs(
@@ -65,7 +66,7 @@ def token_logprobs(
             )
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        rank = refusals.check_shard(shift_labels, 1, layout, process_group)
+        rank = checks.check_shard(shift_labels, 1, layout, process_group)
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     own = -cross_entropy(
         scaled.flatten(0, 1), shift_labels.flatten(), ignore_index=ignore_index, reduction="none"

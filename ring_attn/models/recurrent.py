@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn import functional
 
-from ring_attn import groups, refusals
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import as_tuple, check_type
 from ring_attn.models.style import with_forward
-from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from ring_attn.sequence.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
+from ring_attn.transport import groups
 from ring_attn.transport.p2p import telling
+from ring_attn.values.checks import as_tuple, check_type
 
 __all__ = ["Place"]
 
@@ -82,7 +83,7 @@ def register_recurrence(function: str, split: Split) -> None:
         split: called as `split(function, place, *args, **kwargs)` instead, with this rank's rows.
             `place` has `layout`, `cu_seqlens` and `group`, as `ring_attn.recurrence` takes them.
     """
-    if not refusals.check_name("function", function).isidentifier():
+    if not checks.check_name("function", function).isidentifier():
         raise ValueError(f"function must be the name of a function, got {function!r}")
     if not callable(split):
         raise TypeError(f"split must be a function, got {split!r}")

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from ring_attn.api import ring_attention
 from ring_attn.call import SdpaOptions
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import check_tensor
 from ring_attn.torch_private import native_sdpa
+from ring_attn.values.checks import check_tensor
 
 
 def sdpa_attention(

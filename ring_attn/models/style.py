@@ -34,15 +34,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ring_attn import groups, refusals
 from ring_attn.call import DistributedOptions, ExecutionOptions, Layout, check_execution
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import as_int, as_tuple, check_one_of, check_type
+from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.models.dtensors import SplitRows, rows_of
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
-from ring_attn.strategies.strategy import Strategy, resolve_strategy
 from ring_attn.torch_private import tree_leaves, tree_map_only
+from ring_attn.transport import groups
 from ring_attn.transport.options import TransportOptions
+from ring_attn.values.checks import as_int, as_tuple, check_one_of, check_type
 
 Inside = Literal["global", "local"]
 
@@ -100,7 +101,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(self.layout, str):
             SequenceLayout.from_name(self.layout, 0, 1)
         else:
-            refusals.check_layouts(self.layout)
+            checks.check_layouts(self.layout)
         execution = ("strategy", "backend", "same_bits", "transport")
         check_execution(cast(ExecutionOptions, {name: getattr(self, name) for name in execution}))
         for name in ("seq_dim", "head_dim"):
@@ -236,7 +237,7 @@ class _ParallelAttention:
         if not isinstance(style.layout, str):
             rows = (q.size(style.seq_dim), qkv[1].size(style.seq_dim))
             place = self.rank, self.world_size
-            layouts = refusals.resolve_layouts(style.layout, rows, (None, None), *place)
+            layouts = checks.resolve_layouts(style.layout, rows, (None, None), *place)
         output = self._captured(module, call, self.rows.distributed(qkv, layouts))
         if not any(isinstance(x, DTensor) for x in tree_leaves(output)):
             raise TypeError(

@@ -34,8 +34,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ring_attn.core.values import check_int, check_one_of, check_tensor, check_type
 from ring_attn.models.checkpoint import open_checkpoint
+from ring_attn.values.checks import check_int, check_one_of, check_tensor, check_type
 
 #: The role of a parameter, which decides its cut.
 #:

@@ -20,10 +20,10 @@ from ring_attn.core.facts import digest
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
 

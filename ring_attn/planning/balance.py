@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.core import values
+from ring_attn.checks.attention import check_cu_seqlens, check_window
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.planning.partition import (
@@ -46,7 +46,7 @@ from ring_attn.planning.partition import (
     exact_sums,
     least_maximum,
 )
-from ring_attn.refusals import check_cu_seqlens, check_window
+from ring_attn.values import checks as values
 
 # Positions inside documents that `by_documents` considers, besides all ends of documents. It covers
 # every position of sequences up to this length, and 16 per rank for 4096 ranks in longer ones.

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ring_attn import refusals
 from ring_attn.backends import get_backend
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import as_tuple
+from ring_attn.core.strategy import NAMES, Strategy, family
 from ring_attn.core.work import totals
 from ring_attn.planning import balance
 from ring_attn.planning.bounds import MAX_EXACT
 from ring_attn.planning.choice import Candidate, Problem
 from ring_attn.planning.coarse import coarser
 from ring_attn.strategies.registry import code_of
-from ring_attn.strategies.strategy import NAMES, Strategy, family
+from ring_attn.values.checks import as_tuple
 
 # Number of positions considered for balanced boundaries: bounds the time for long sequences.
 BALANCE_POSITIONS = 1 << 15
@@ -90,7 +90,7 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
     """The layouts to choose among, by name."""
     mask, world_size = problem.mask, problem.world_size
     if not isinstance(layout, str):
-        layout = refusals.check_layouts(layout)
+        layout = checks.check_layouts(layout)
         for side, value, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
             if (value.world_size, value.seqlen) != (world_size, seqlen):
                 raise ValueError(

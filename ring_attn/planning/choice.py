@@ -15,12 +15,12 @@ from typing import Any
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.runs import travel
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy, family, label
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.time import Simulation
-from ring_attn.strategies.strategy import Strategy, family, label
+from ring_attn.sequence.runs import travel
 
 # Ways in which a rank spends its time, and what it means that one takes longer.
 WAYS = {

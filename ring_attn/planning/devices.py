@@ -19,9 +19,10 @@ import torch
 
 from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import check_one_of, env_int, regular_file
 from ring_attn.machines.cluster import Cluster, Device, Host, Link
 from ring_attn.transport.options import MAX_CTAS
+from ring_attn.values.checks import check_one_of
+from ring_attn.values.outside import env_int, regular_file
 
 GB = 1e9
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core import values
+from ring_attn.values import checks as values
 
 # `cheapest_cuts` seeks each cut within this many parts' work of its position for equal parts. With
 # 5 % imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.

@@ -37,11 +37,11 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from ring_attn.checks.attention import check_window
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.segments import Segment
-from ring_attn.core.values import as_int, as_tuple, check_int
 from ring_attn.planning.balance import Balance, check_max_balance
-from ring_attn.refusals import check_window
+from ring_attn.values.checks import as_int, as_tuple, check_int
 
 # Most of a rank that one document may fill; the next value is tried if a placement is unbalanced.
 MAX_SHARES = tuple(Fraction(1, n) for n in (1, 2, 4, 8, 16))

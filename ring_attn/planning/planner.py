@@ -21,13 +21,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ring_attn import refusals
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
-from ring_attn.core import values
+from ring_attn.checks import attention as checks
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.core.tiles import check_fit
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.time import simulate
@@ -56,7 +56,8 @@ from ring_attn.planning.coarse import is_rough, whole, whole_cost, whole_count, 
 from ring_attn.planning.devices import find_cluster, with_backend
 from ring_attn.planning.memory import Peak, peak_of
 from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
-from ring_attn.strategies.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.values import checks as values
+from ring_attn.values.host import on_host, without_garbage_collection
 
 # Candidates to simulate: as few as the choice needs; these and one of each name of
 # `strategy.NAMES`, the one with the lowest bound; or all.
@@ -80,7 +81,7 @@ NEARLY = 0.9
 # -- the public function
 
 
-@values.on_host()
+@on_host()
 def explain(
     *,
     seqlen: int,
@@ -177,7 +178,7 @@ def explain(
     values.check_one_of("effort", effort, get_args(Effort))
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
-    refusals.check_name("backend", backend)
+    checks.check_name("backend", backend)
     values.check_flag("backward", backward)
     values.check_flag("exact", exact)
     values.check_int("recurrent", recurrent, least=0)
@@ -187,12 +188,12 @@ def explain(
         values.check_number("memory_bytes", memory_bytes)
         if not memory_bytes > 0:
             raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
-    refusals.check_softcap(softcap)
-    refusals.check_same_bits(same_bits)
-    window = refusals.check_window(window_size, causal)
-    cu_q = refusals.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
-    cu_k = refusals.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
-    refusals.check_documents(cu_q, cu_k)
+    checks.check_softcap(softcap)
+    checks.check_same_bits(same_bits)
+    window = checks.check_window(window_size, causal)
+    cu_q = checks.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
+    cu_k = checks.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
+    checks.check_documents(cu_q, cu_k)
     mask = Mask(seqlen, seqlen_k, causal, window, cu_q, cu_q if cu_k is None else cu_k)
     if cluster is None:
         cluster = find_cluster(device_type, world_size)
@@ -218,8 +219,8 @@ def explain(
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 
 
-@values.without_garbage_collection()
-@values.on_host()
+@without_garbage_collection()
+@on_host()
 def choose(
     problem: Problem,
     layouts: Mapping[str, Layouts],

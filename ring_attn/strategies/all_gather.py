@@ -49,11 +49,11 @@ from ring_attn.core.messages import Gathered, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet, result_arrays
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import StepTiles, Traveller
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import StrategyCode, core_program, input_arrays, pack_and_post
 from ring_attn.strategies.order import why_not_in_order
-from ring_attn.strategies.strategy import Strategy
 
 
 class AllGather(StrategyCode):

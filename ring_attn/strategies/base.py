@@ -16,8 +16,8 @@ from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Operand, Program, View
 from ring_attn.core.sizes import SHARD, result_arrays
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import StepTiles, Traveller, check_fit
-from ring_attn.strategies.strategy import Strategy
 
 # The tensors that every core's forward saves.
 SAVED = ("q", "k", "v", "out", "lse")

@@ -36,8 +36,8 @@ from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import result_arrays
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Named, Strategy
 from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays, pack_and_post
-from ring_attn.strategies.strategy import Named, Strategy
 
 
 class QExchange(StrategyCode):

@@ -21,10 +21,10 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.names import STRATEGIES
 from ring_attn.core.program import Program
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import on_host
+from ring_attn.core.strategy import CORES, NAMES, Named, Strategy
 from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import StrategyCode
-from ring_attn.strategies.strategy import CORES, NAMES, Named, Strategy
+from ring_attn.values.host import on_host
 
 
 def register(code: StrategyCode) -> None:

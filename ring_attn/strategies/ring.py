@@ -65,11 +65,11 @@ from ring_attn.core import sizes
 from ring_attn.core.messages import Message, room_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Named, Strategy
 from ring_attn.core.tiles import Displacement, Grid, StepTiles, Traveller, ring_grid
 from ring_attn.strategies import base
 from ring_attn.strategies.base import StrategyCode, differentiate
 from ring_attn.strategies.order import why_not_in_order
-from ring_attn.strategies.strategy import Named, Strategy
 
 # KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
 # fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads

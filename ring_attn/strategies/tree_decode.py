@@ -35,9 +35,9 @@ from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import result_arrays
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import StepTiles, Tile
 from ring_attn.strategies.base import pack_and_post
-from ring_attn.strategies.strategy import Strategy
 
 
 def make_call(

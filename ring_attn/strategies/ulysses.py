@@ -40,11 +40,11 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import CORES, Named, Strategy
 from ring_attn.core.tiles import with_first_row
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays
 from ring_attn.strategies.order import why_not_by_heads
-from ring_attn.strategies.strategy import CORES, Named, Strategy
 
 # For each group, for each member: pairs (rows of the member, rows of the group) of equal length.
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]

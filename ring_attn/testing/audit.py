@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ring_attn.cli.launch import run_ranks
 from ring_attn.core.names import AUDITED_SIZES
-from ring_attn.core.values import as_ints
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
+from ring_attn.testing.launch import run_ranks
 from ring_attn.testing.observe import Change, Outcome, run_step
 from ring_attn.testing.rounding import rounding_bound
+from ring_attn.values.checks import as_ints
 
 # Runs of the twin with random roundings.
 NUM_NOISY = 8

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.cli.env import backend_reasons
+from ring_attn.api import select_backend
 from ring_attn.core import masks as masks_of
 from ring_attn.core.dtypes import BY_NAME
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.names import TESTED_LAYOUTS, TESTED_STRATEGIES
 from ring_attn.core.oracle import Inputs
-from ring_attn.strategies.strategy import NAMES, Strategy
+from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.testing.inputs import random_qkv, random_sinks
 
 STRATEGIES, LAYOUTS = TESTED_STRATEGIES, TESTED_LAYOUTS
@@ -386,3 +386,19 @@ def _cases(backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str) -
                 mask, layout, strategy, backend, DTYPES[turn % 3], heads[(turn + j) % len(heads)],
                 seed=turn, softcap=softcap, sinks=sinks,
             )  # fmt: skip
+
+
+# Sizes of the sample for which backends are checked; every backend supports them.
+SAMPLE_HEADS, SAMPLE_HEADDIM = 4, 64
+
+
+def backend_reasons() -> dict[str, dict[str, str | None]]:
+    """Backend -> "device dtype" -> None if the backend can run here, else the reason why not."""
+    by_backend: dict[str, dict[str, str | None]] = {}
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for name, dtype in BY_NAME.items():
+            sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
+            reasons = select_backend(sample, sample, sample).reasons
+            for backend, reason in reasons.items():
+                by_backend.setdefault(backend, {})[f"{device} {name}"] = reason
+    return by_backend

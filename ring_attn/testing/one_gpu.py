@@ -8,7 +8,8 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ring_attn.core.values import check_one_of, env_int
+from ring_attn.values.checks import check_one_of
+from ring_attn.values.outside import env_int
 
 Way = Literal["hostid", "multi"]
 WAYS: tuple[Way, ...] = get_args(Way)

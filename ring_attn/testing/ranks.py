@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import drivers
 from ring_attn.api import ring_attention
+from ring_attn.attention import drivers
 from ring_attn.call import AttentionOptions, Call
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
@@ -26,8 +26,8 @@ from ring_attn.core.oracle import (
     plain_gradients,
 )
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import resolve_strategy
 from ring_attn.strategies.registry import make_call
-from ring_attn.strategies.strategy import resolve_strategy
 from ring_attn.testing.cases import Case
 from ring_attn.testing.inputs import poisoned_empty, strided
 from ring_attn.transport.local import LocalTransport, run_local

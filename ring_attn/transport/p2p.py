@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import groups, refusals
 from ring_attn.core.facts import Facts
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.torch_private import coalesced, group_timeout
-from ring_attn.transport import capture, streams
+from ring_attn.transport import capture, groups, streams
 from ring_attn.transport.base import (
     After,
     Agreement,
@@ -177,7 +176,7 @@ class P2PTransport(Transport):
         here = as_facts({"rows": f"{rows[0]} rows of q and {rows[1]} of k"})
         uneven = self._difference("rows", here, device)
         if uneven is not None:
-            raise refusals.uneven_rows(uneven)
+            raise _uneven_rows(uneven)
         shared.even_rows.add(rows)
 
     def check(self) -> None:
@@ -486,3 +485,11 @@ def telling(group: object) -> Iterator[None]:
         if process_group is not None:
             rank_group(process_group).refuse(error)
         raise
+
+
+def _uneven_rows(rows: str) -> ValueError:
+    """Make the error of ranks with different numbers of rows, which no layout's name describes."""
+    return ValueError(
+        f"without a SequenceLayout all ranks must have equally many rows, got {rows}: pass "
+        "layout=SequenceLayout.boundaries(...), or another SequenceLayout, to every rank"
+    )

@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ring_attn import neighbours, ops
+from ring_attn.attention import operators as ops
+from ring_attn.sequence import halo as neighbours
 from tests.deferred.cuda import HOME, Capture, CaptureError, Cuda, HostSyncError, Queue, Stream
 
 # Operators that only allocate memory, and operators that would make the host wait.

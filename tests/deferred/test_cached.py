@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn import SequenceLayout, halo, neighbours
+from ring_attn import SequenceLayout, halo
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable, make_step_table
+from ring_attn.sequence import halo as neighbours
 from ring_attn.transport import streams
 from ring_attn.transport.cached import Cached
 from tests.deferred.device import Node, Recorder

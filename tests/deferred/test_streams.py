@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import refusals
 from ring_attn.backends import kept_launches
+from ring_attn.checks import attention as checks
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import media
 from ring_attn.transport.ranks.group import rank_group
@@ -153,6 +153,6 @@ def test_launches_and_captures_are_on_the_tensors_device(recorder: Recorder) -> 
     cuda = recorder.cuda
     cuda.captured = HOME
     with pytest.raises(NotImplementedError):
-        refusals.check_capture("ring_attention", mock.Mock(device=GPU))
-    refusals.check_capture("ring_attention", mock.Mock(device=torch.device("cuda", OTHER)))
+        checks.check_capture("ring_attention", mock.Mock(device=GPU))
+    checks.check_capture("ring_attention", mock.Mock(device=torch.device("cuda", OTHER)))
     assert kept_launches.enqueue(lambda _: cuda.current, None, HOME) == HOME != cuda.current

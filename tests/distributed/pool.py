@@ -43,7 +43,7 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "torch._inductor.compile_fx",
     "ring_attn.testing",
-    "ring_attn.cli.launch",
+    "ring_attn.testing.launch",
 ]
 # Preloaded if a test module has loaded transformers: the import takes longer than ten ranks' start.
 PRELOAD_TRANSFORMERS = [

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import SequenceLayout, shard_batch
-from ring_attn.integrations import transformers_models as integration
+from ring_attn.integrations.transformers import models as integration
 from ring_attn.integrations.transformers import register
 from tests.distributed.pool import Pools, on_ranks
 from tests.hf_architectures import architectures, make, outcome, table

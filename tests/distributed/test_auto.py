@@ -18,13 +18,13 @@ import ring_attn
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.machines.cluster import Cluster, Link
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import cpu_cluster
 from ring_attn.planning.planner import choose
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p

@@ -33,7 +33,7 @@ from ring_attn import (
     tree_decode,
     unshard,
 )
-from ring_attn.strategies.strategy import Strategy
+from ring_attn.core.strategy import Strategy
 from ring_attn.transport import capture, p2p
 from tests.distributed.pool import ended, on_ranks
 from tests.refusals import refused, says

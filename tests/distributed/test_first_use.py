@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import SequenceLayout, TransportOptions, ops, ring_attention
+from ring_attn import SequenceLayout, TransportOptions, ring_attention
+from ring_attn.attention import operators as ops
 from ring_attn.backends import choose_backend
 from tests.distributed.pool import on_ranks
 

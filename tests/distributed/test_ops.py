@@ -168,7 +168,7 @@ def test_selective_checkpoint_does_not_run_the_ring_twice(name: str) -> None:
 @on_ranks(2)
 def test_opcheck() -> None:
     """All of torch's operator checks pass, for every strategy, forward and backward."""
-    from ring_attn import ops
+    from ring_attn.attention import operators as ops
 
     sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], requires_grad=True)
     for options in (*({"causal": True, "strategy": one} for one in STRATEGIES), {"sinks": sinks}):

@@ -26,7 +26,7 @@ from ring_attn.integrations.ring_flash_attn import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
-from ring_attn.integrations.transformers_models import registered
+from ring_attn.integrations.transformers.models import registered
 from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close, named
 from tests.distributed.pool import on_ranks

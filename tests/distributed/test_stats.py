@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from ring_attn import SequenceLayout, Strategy, ring_attention, tree_decode
 from ring_attn.core.program import Program
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import resolve_strategy
 from ring_attn.machines.count import bytes_sent
 from ring_attn.profiling import Figures, collect, gradient_sync, stats
 from ring_attn.strategies.registry import make_call, program_of
-from ring_attn.strategies.strategy import resolve_strategy
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import Case, Heads, random_qkv
 from ring_attn.testing.ranks import arguments_of

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
-from ring_attn.integrations.transformers_cache import NOT_WITH_CACHE
+from ring_attn.integrations.transformers.cache import NOT_WITH_CACHE
 from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close, named
 from tests.cold import assert_compiles

@@ -101,7 +101,7 @@ def test_ranks_end_with_a_process_that_is_killed(
 ) -> None:
     begun = tmp_path / "begun"
     work = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
-    program = f"from ring_attn.cli.launch import run_ranks; run_ranks(exec, 1, {work!r})"
+    program = f"from ring_attn.testing.launch import run_ranks; run_ranks(exec, 1, {work!r})"
     command = start(["-c", program])
     wait_until(begun.exists)
     command.process.kill()

@@ -15,9 +15,9 @@ import transformers
 from accelerate import ParallelismConfig
 from torch import Tensor
 
-from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
-from ring_attn.integrations.trainer_batches import as_documents, fingerprint
+from ring_attn.integrations.trainer import trainer as integration
+from ring_attn.integrations.trainer.batches import as_documents, fingerprint
 from ring_attn.integrations.transformers import register
 from tests.hf_models import make_model
 from tests.hf_trainers import arguments, make_trainer

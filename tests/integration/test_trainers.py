@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
 
 from ring_attn import ring_attention
-from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
+from ring_attn.integrations.trainer import trainer as integration
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.distributed.pool import Ended, Pools, ended, on_ranks

@@ -14,8 +14,8 @@ from transformers import masking_utils
 
 from ring_attn import SequenceLayout
 from ring_attn.integrations.transformers import register
-from ring_attn.integrations.transformers_masks import Rule, mask_of, read_mask
-from ring_attn.integrations.transformers_models import causal_of
+from ring_attn.integrations.transformers.masks import Rule, mask_of, read_mask
+from ring_attn.integrations.transformers.models import causal_of
 from tests.hf_models import make_model
 
 FUNCTIONS = transformers.AttentionInterface._global_mapping

@@ -17,10 +17,10 @@ import triton.language as tl
 from triton import knobs
 from triton.compiler.compiler import max_shared_mem
 
-from ring_attn import proofs
+from ring_attn.attention.first_use import Use, why_wrong
+from ring_attn.backends import proofs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.first_use import Use, why_wrong
 from ring_attn.kernels import flash_fwd
 from tests.kernels.stub_driver import launching
 

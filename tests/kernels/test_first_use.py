@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ring_attn import backends, first_use, proofs
-from ring_attn.backends import Purpose, base, choose_backend
+from ring_attn import backends
+from ring_attn.attention import first_use
+from ring_attn.attention.first_use import Use, proof, proven_backend, uses, why_wrong
+from ring_attn.backends import Purpose, base, choose_backend, proofs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.oracle import Verdict
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.first_use import Use, proof, proven_backend, uses, why_wrong
 from ring_attn.kernels import decode, flash_fwd, step_table
 from ring_attn.kernels.gluon_guard import gluon_missing
 from tests.kernels.test_aot import run_compiling

@@ -16,8 +16,8 @@ import torch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import make_call, why_not_same_bits
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import MASKS, RESULTS, AllRanks, Case, Heads, Layouts, run_all_ranks
 from tests.kernels.calls import DEVICE, blocks, patched_select
 

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from ring_attn import drivers
+from ring_attn.attention import drivers
 from ring_attn.call import Call
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Inner
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import make_call, program_of
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import poisoned_empty, random_qkv
 from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement

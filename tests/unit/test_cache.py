@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ring_attn.checks.decoding import check_sequences
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.decode_refusals import check_sequences
 from ring_attn.testing import random_qkv, random_sinks
 from tests.caches import ROOM, Cache, assert_exact, decoded
 

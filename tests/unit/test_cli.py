@@ -28,8 +28,8 @@ from ring_attn.cli.arguments import (
     parse_size,
     write_json,
 )
-from ring_attn.cli.launch import map_in_processes, run_ranks
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
+from ring_attn.testing.launch import map_in_processes, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -283,7 +283,7 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
     script = tmp_path / "twice.py"
     script.write_text(
         "import torch.distributed as dist\n"
-        "from ring_attn.cli.launch import run_ranks\n"
+        "from ring_attn.testing.launch import run_ranks\n"
         "print([run_ranks(dist.get_rank, 1) for _ in range(2)] == [[0]] * 2)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

@@ -11,9 +11,9 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import choose_traveller, flops
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
 from ring_attn.strategies.q_exchange import exchanged_layout
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import LAYOUTS, Sent
 from tests.unit.test_programs import MASKS, calls_of, sent, spec_of
 

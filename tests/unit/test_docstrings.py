@@ -23,8 +23,8 @@ NEED_RANKS = [
     "ring_attn.models.sdpa.route_sdpa",
     "ring_attn.models.sdpa.sdpa_attention",
     "ring_attn.models.logprobs.token_logprobs",
-    "ring_attn.neighbours.roll",
-    "ring_attn.neighbours.halo",
+    "ring_attn.sequence.halo.roll",
+    "ring_attn.sequence.halo.halo",
 ]
 
 # Importing this module runs the command line.

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ring_attn.cli import launch
-from ring_attn.core.values import env_int
 from ring_attn.models.checkpoint import open_checkpoint
 from ring_attn.planning.devices import find_cluster, load_cluster
+from ring_attn.testing import launch
+from ring_attn.values.outside import env_int
 from tests.clocks import asserts_upon_a_clock
 from tests.refusals import refused
 

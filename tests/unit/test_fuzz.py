@@ -13,12 +13,13 @@ import torch
 
 from dev import fuzz
 from dev.fuzz import KINDS
-from ring_attn import neighbours, states
 from ring_attn.backends import base, reference
 from ring_attn.core import program as ops
 from ring_attn.core import state
 from ring_attn.core.tiles import Tile
 from ring_attn.machines import run as machine
+from ring_attn.sequence import halo as neighbours
+from ring_attn.sequence import states
 
 
 @pytest.fixture(autouse=True, scope="module")

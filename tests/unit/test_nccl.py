@@ -13,11 +13,11 @@ import pytest
 
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.count import CONNECTION_BYTES, communicator_bytes
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport.options import MAX_CTAS
 from tests.nccl_model import Line, Ranks, deadlock
 from tests.unit.test_programs import calls_of, spec_of

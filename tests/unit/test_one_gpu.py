@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn.cli.launch import checked_device
 from ring_attn.testing import share_gpu
+from ring_attn.testing.launch import checked_device
 from ring_attn.testing.one_gpu import WAYS, Way
 from tests import conftest
 from tests.refusals import refused

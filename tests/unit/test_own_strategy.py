@@ -13,6 +13,7 @@ import pytest
 from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask
 from ring_attn.core.masks import chunked
+from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.machines.check import check
 from ring_attn.machines.count import peak_bytes
 from ring_attn.machines.draw import draw
@@ -20,7 +21,6 @@ from ring_attn.machines.time import simulate
 from ring_attn.planning.devices import builtin_cluster
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.registry import both_programs, programs_of, register, registered
-from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
 from tests.unit.test_programs import assert_all_is_timed, calls_of, sent
 

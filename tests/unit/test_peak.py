@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn import drivers
+from ring_attn.attention import drivers
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.call import Call
 from ring_attn.core import masks
@@ -17,12 +17,12 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.program import Channel
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.state import rounded_gradient
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines import count
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.registry import both_programs
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.transport.base import Batch, Transport

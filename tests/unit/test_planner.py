@@ -16,6 +16,7 @@ import torch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.machines.cluster import Cluster
 from ring_attn.planning import bounds, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
@@ -24,7 +25,6 @@ from ring_attn.planning.choice import Candidate, Choice, Problem, label
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster
 from ring_attn.planning.planner import choose, explain
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
-from ring_attn.strategies.strategy import NAMES, Strategy
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.counts import counted

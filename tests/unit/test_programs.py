@@ -18,6 +18,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import NO_TILES, Grid, Traveller
 from ring_attn.machines.check import _add_work, check
 from ring_attn.machines.count import bytes_sent
@@ -26,7 +27,6 @@ from ring_attn.planning.balance import by_area
 from ring_attn.planning.devices import Rate, cpu_cluster
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.registry import make_call, program_of, programs_of
-from ring_attn.strategies.strategy import CORES, Strategy
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
 MASKS = masks(61)

@@ -14,9 +14,9 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.strategies.ring import CODE as RING
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.kernels.calls import DEVICE
 from tests.refusals import refused, says

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn import drivers
+from ring_attn.attention import drivers
 from ring_attn.backends.base import Backend
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
 from ring_attn.strategies.registry import code_of, program_of
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import NAMES, Strategy, family, label, resolve_strategy
 from ring_attn.strategies.ring import double_rings
-from ring_attn.strategies.strategy import NAMES, Strategy, family, label, resolve_strategy
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ring_attn.core.program import Hop
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import (
     MaskKind,
     StepTiles,
@@ -35,7 +36,6 @@ from ring_attn.core.tiles import (
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import needed_displacements, needed_rows, pair_work
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.testing import Layouts
 from tests.bounds import painted, visible_pairs
 from tests.counts import counted

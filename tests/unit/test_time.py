@@ -16,11 +16,11 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.machines.cluster import Cluster, Device, Host, Link
 from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.devices import Rate
 from ring_attn.strategies.registry import programs_of
-from ring_attn.strategies.strategy import Strategy
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
 ROWS = 64

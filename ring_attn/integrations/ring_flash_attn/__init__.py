@@ -36,12 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import groups, refusals
-from ring_attn.call import Group
-from ring_attn.compiling import left_out_of_graphs
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.segments import Segment
-from ring_attn.core.values import as_int, check_type
+from ring_attn.core.strategy import Strategy
 from ring_attn.integrations.flash_attn import (
     Options,
     Qkv,
@@ -54,8 +52,11 @@ from ring_attn.integrations.flash_attn import (
     unpacked,
 )
 from ring_attn.integrations.ring_flash_attn import adapters
-from ring_attn.strategies.strategy import Strategy
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import telling
+from ring_attn.values.checks import as_int, check_type
+from ring_attn.values.compiling import left_out_of_graphs
 
 # Error of torch.compile with fullgraph=True for functions that are left out of the graph.
 _READS_DOCUMENTS = (
@@ -187,7 +188,7 @@ def _gathered(
     keys: slice,
 ) -> dict[str, Any]:
     """A sequence in equal runs by all-gather; each rank passes its documents."""
-    refusals.check_tensors(*qkv, packed=True)
+    checks.check_tensors(*qkv, packed=True)
     rows, nheads_kv, _ = qkv[1].shape
     heads_k_stride = as_int("heads_k_stride", heads_k_stride, least=1)
     if nheads_kv % heads_k_stride:

@@ -22,15 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import groups, refusals
-from ring_attn.call import Group
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import as_int, check_type
-from ring_attn.integrations.transformers import Registration, transformers_package
-from ring_attn.integrations.transformers_models import registered, watch_models
+from ring_attn.core.strategy import Strategy
+from ring_attn.integrations.transformers.models import registered, watch_models
+from ring_attn.integrations.transformers.registration import Registration, transformers_package
 from ring_attn.models.recurrent import Place
-from ring_attn.strategies.strategy import Strategy
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import telling
+from ring_attn.values.checks import as_int, check_type
 
 NAME = "flash_attention_2"
 
@@ -125,7 +126,7 @@ def _check_rows(
     """Refuses a mask and positions of this rank's `num` rows that contradict the documents."""
     process_group = groups.check_group(group)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    cuts = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens)
+    cuts = checks.check_cu_seqlens("cu_seqlens", cu_seqlens)
     assert cuts is not None, "only None gives None"
     if cuts[-1] != num * world_size:
         raise ValueError(
@@ -211,7 +212,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> Subst
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
     """Sets the documents of the next forwards of a group: boundaries in the whole sequence."""
-    if refusals.check_cu_seqlens("cu_seqlens", cu_seqlens) is None:
+    if checks.check_cu_seqlens("cu_seqlens", cu_seqlens) is None:
         raise TypeError("cu_seqlens must be an int32 tensor, got None")
     _documents[groups.check_group(process_group)] = cu_seqlens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-from ring_attn.core.values import regular_file
+from ring_attn.values.outside import regular_file
 
 CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ring_attn.core.facts import Facts
 from ring_attn.core.program import CHANNELS, Channel
-from ring_attn.core.values import as_int
 from ring_attn.transport.base import Agreement, as_facts
+from ring_attn.values.checks import as_int
 
 # gloo's tags are 32 bits, of which torch takes the lower 31.
 TAG_BITS = 0x7FFFFFFF

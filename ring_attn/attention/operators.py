@@ -25,15 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn import drivers, refusals
+from ring_attn.attention import drivers
+from ring_attn.attention.first_use import proven_backend
 from ring_attn.call import Arguments, Call, Documents, LayoutNumbers, sized
+from ring_attn.checks import attention as checks
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.first_use import proven_backend
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import chosen, code_of, why_not_same_bits
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.torch_private import below_autograd
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
@@ -292,7 +293,7 @@ def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError("ring_attn::attention was called without differentiated=True")
     if dout is None:
         return (None, None, None, None)
-    refusals.check_plain("the gradient of out", dout)
+    checks.check_plain("the gradient of out", dout)
     sinks, cu_seqlens, cu_seqlens_k, mask, *saved = ctx.saved_tensors
     arguments = ctx.arguments._replace(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, mask=mask)
     # Autograd's part only refuses second derivatives.

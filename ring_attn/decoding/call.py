@@ -10,21 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import decode_refusals, drivers, refusals
+from ring_attn.attention import drivers
+from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends.base import cached_by_gpu
 from ring_attn.call import Call
+from ring_attn.checks import attention as checks
+from ring_attn.checks import decoding as decode_checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
-from ring_attn.core.values import as_int, check_type
-from ring_attn.first_use import proven_backend
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.identity import debug_enabled
+from ring_attn.values.checks import as_int, check_type
 
 
 @capture.a_call
@@ -44,9 +46,9 @@ def attend(
         layout = SequenceLayout.contiguous(k.size(1), 1)
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
     if layout is not None:
-        refusals.check_layout("k", layout, k.size(1), None, call.rank, call.world_size)
+        checks.check_layout("k", layout, k.size(1), None, call.rank, call.world_size)
         if mask is not None:
-            refusals.check_given_mask(mask, q.size(1), layout.seqlen)
+            checks.check_given_mask(mask, q.size(1), layout.seqlen)
     decode_call, agreement = _planned(
         spec, call, several=False, seqlen_q=q.size(1), mask=mask, layout=layout
     )
@@ -81,7 +83,7 @@ def attend_sequences(
     """`attend` for sequences of unlike lengths, whose rows may stand in pages."""
     left, right = call.window_size
     window = left, 0 if call.causal else right
-    sequences = decode_refusals.check_sequences(
+    sequences = decode_checks.check_sequences(
         k, block_table, layout, window, call.rank, call.world_size
     )
     if isinstance(cache_seqlens, int):
@@ -89,7 +91,7 @@ def attend_sequences(
     lengths = None
     if not capture.is_on() and (debug_enabled() or not streams.are_used(q.device)):
         lengths = tuple(cache_seqlens.tolist())
-        decode_refusals.check_lengths(sequences, lengths, layout, block_table, k.size(0))
+        decode_checks.check_lengths(sequences, lengths, layout, block_table, k.size(0))
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
     decode_call, agreement = _planned(
         spec, call, several=True, seqlen_q=q.size(1), page_size=sequences.page_size, layout=layout,

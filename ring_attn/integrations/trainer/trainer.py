@@ -1,19 +1,4 @@
-"""Hugging Face's Trainer, or TRL's SFTTrainer, on sequences that are split over ranks.
-
-    register(layout="zigzag")
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="ring_attn")
-    split_sequence(Trainer)(model=model, args=args, train_dataset=data).train()
-
-The group given to `register` splits each sequence; different groups are data parallel. See
-`docs/hugging_face.md`.
-
-The Trainer does everything else over all ranks. `per_device_*_batch_size` counts the sequences of a
-group. Loss, gradients and the logged numbers are the whole batches', for any lengths.
-
-Documents never attend to each other. `cu_seq_lens_q` marks them, or positions that restart, as from
-`DataCollatorWithFlattening` and TRL's packing. The rows of a batch become documents too: they are
-concatenated without the padding at their ends, and split as one sequence.
-"""
+"""A subclass of a Trainer whose steps split each sequence over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -30,14 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from ring_attn import groups
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.integrations.trainer_batches import as_documents, fingerprint, num_targets
-from ring_attn.integrations.transformers import Registration
-from ring_attn.integrations.transformers_cache import LAYOUT
-from ring_attn.integrations.transformers_masks import tokens_of
+from ring_attn.integrations.trainer.batches import as_documents, fingerprint, num_targets
+from ring_attn.integrations.transformers.cache import LAYOUT
+from ring_attn.integrations.transformers.masks import tokens_of
+from ring_attn.integrations.transformers.registration import Registration
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows
+from ring_attn.transport import groups
 from ring_attn.transport.p2p import check_pending, telling
 from ring_attn.transport.ranks.identity import set_step
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn.compiling import remembered
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.values import as_int, check_dim, check_flag, check_number, check_type
-from ring_attn.groups import check_group_device
 from ring_attn.torch_private import is_batched, is_grad_tracking, is_legacy_batched
 from ring_attn.transport import capture
+from ring_attn.transport.groups import check_group_device
+from ring_attn.values.checks import as_int, check_dim, check_flag, check_number, check_type
+from ring_attn.values.compiling import remembered
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
 # are normal float32 numbers, and so are scaled scores of products up to 2**64.
@@ -318,14 +318,6 @@ def resolve_layouts(
     for name, each, n, total in zip(("q", "k"), layouts, rows, totals, strict=True):
         check_layout(name, each, n, total, rank, world_size)
     return layouts[0], layouts[1]
-
-
-def uneven_rows(told: str) -> ValueError:
-    """The error of ranks with different numbers of rows, which no name of a layout can describe."""
-    return ValueError(
-        f"without a SequenceLayout all ranks must have equally many rows, got {told}: pass "
-        "layout=SequenceLayout.boundaries(...), or another SequenceLayout, to every rank"
-    )
 
 
 def check_layout(

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from ring_attn.core.names import DEVICES
-from ring_attn.core.values import check_one_of, env_int
+from ring_attn.values.checks import check_one_of
+from ring_attn.values.outside import env_int
 
 T = TypeVar("T")
 R = TypeVar("R")

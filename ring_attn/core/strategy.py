@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import check_flag, check_int, check_one_of
+from ring_attn.values.checks import check_flag, check_int, check_one_of
 
 
 class Core(Protocol):

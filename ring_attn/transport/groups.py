@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.compiling import remembered
-from ring_attn.core.values import check_number, check_type
 from ring_attn.torch_private import flattened, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
+from ring_attn.values.checks import check_number, check_type
+from ring_attn.values.compiling import remembered
+
+Group = dist.ProcessGroup | DeviceMesh | None
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
 
 
-def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+def check_group(group: Group) -> dist.ProcessGroup:
     """The process group of all ranks: `group` itself, the group of a mesh, or the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -63,7 +65,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
+def mesh_shape(group: Group) -> tuple[int, ...]:
     return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
 
 

@@ -1,19 +1,4 @@
-"""Runs Hugging Face models on a split sequence: `attn_implementation="ring_attn"`.
-
-    ring = register(layout="zigzag")
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="ring_attn")
-
-Every rank runs the whole, unchanged model on its rows. All layers but attention work on each row by
-itself, given its position. So a rank needs the `position_ids` and labels of its rows, which
-`shard_batch` makes: `docs/hugging_face.md` has a loop of your own, images, and generation from a
-cache that is split over the ranks. For transformers' Trainer see `ring_attn.integrations.trainer`.
-
-The model's forward passes `sequence_layout` on to the attention; leave it out if all ranks have
-equally many rows in the registered layout. Mark packed documents by transformers' `cu_seq_lens_q`
-(and `_k`), in positions of the whole sequence. Mark padding at the end of rows by an
-`attention_mask` of the whole sequence, which `shard_batch` does not cut. The whole
-`token_type_ids` mark the tokens of an image, which see each other.
-"""
+"""Register `attn_implementation="ring_attn"`, and compute the attention of its models."""
 
 from __future__ import annotations
 
@@ -27,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import groups, refusals
 from ring_attn.api import ring_attention, tree_decode
-from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, Group, check_execution
-from ring_attn.compiling import left_out_of_graphs
+from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, check_execution
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
-from ring_attn.core.values import as_tuple
-from ring_attn.integrations.transformers_cache import LAYOUT, CacheStep, make_cache
-from ring_attn.integrations.transformers_masks import (
+from ring_attn.integrations.transformers.cache import LAYOUT, CacheStep, make_cache
+from ring_attn.integrations.transformers.masks import (
     BatchMask,
     Rule,
     check_batch_mask,
@@ -45,7 +28,7 @@ from ring_attn.integrations.transformers_masks import (
     scaled_again,
     scales_by_row_index,
 )
-from ring_attn.integrations.transformers_models import (
+from ring_attn.integrations.transformers.models import (
     cache_of,
     causal_of,
     check_config,
@@ -58,8 +41,12 @@ from ring_attn.integrations.transformers_models import (
 from ring_attn.models.batch import from_document
 from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import telling
+from ring_attn.values.checks import as_tuple
+from ring_attn.values.compiling import left_out_of_graphs
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
@@ -214,7 +201,7 @@ class Registration:
         with telling(self.group):
             rank, rows, batch = dist.get_rank(groups.check_group(self.group)), q.size(1), q.size(0)
             layout_or_step, documents = place
-            cuts = refusals.check_cu_seqlens("cu_seq_lens_q", documents[0])
+            cuts = checks.check_cu_seqlens("cu_seq_lens_q", documents[0])
             step = self._step(layout_or_step, rows, cuts)
             seqlen = step.cache.seqlen
             past = seqlen - step.num_new(rows)
@@ -256,7 +243,7 @@ class Registration:
         """The places of a recurrent layer's rows, by its keywords; None if all are here."""
         with telling(self.group):
             group = groups.check_group(self.group)
-            cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
+            cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
             step = getattr(cache_of(given), "step", None)
             step = step or self._step(_placed(given.get(LAYOUT), self.layout), rows, cuts)
             if dist.get_world_size(group) == 1 or step.chunk is None:
@@ -293,7 +280,7 @@ class Registration:
                 "from 0: ring_attn.shard_batch makes them"
             )
         placed = _placed(given.get(LAYOUT), self.layout)
-        cuts = refusals.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
+        cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
         step = self._step(placed, position_ids.size(-1), cuts)
         checked = (position_ids._version, (step, cuts, rank, first))
         if _validated.get(position_ids) == checked:
@@ -361,12 +348,12 @@ def register(
         'ring_zigzag'
     """
     package = transformers_package()
-    refusals.check_options("register", execution, ExecutionOptions)
+    checks.check_options("register", execution, ExecutionOptions)
     check_execution(execution)
     groups.check_group_type(group)
-    refusals.check_name("name", name)
+    checks.check_name("name", name)
     ignored = frozenset(
-        refusals.check_name("each of ignore", one) for one in as_tuple("ignore", ignore)
+        checks.check_name("each of ignore", one) for one in as_tuple("ignore", ignore)
     )
     if not isinstance(layout, str):
         raise TypeError(

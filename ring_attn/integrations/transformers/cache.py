@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn import groups
-from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.runs import last_run
-from ring_attn.decode import next_rank
-from ring_attn.integrations.transformers_masks import tokens_of
-from ring_attn.integrations.transformers_models import ALONE_TYPES, RECURRENT_TYPES, cache_of
+from ring_attn.decoding.call import next_rank
+from ring_attn.integrations.transformers.masks import tokens_of
+from ring_attn.integrations.transformers.models import ALONE_TYPES, RECURRENT_TYPES, cache_of
 from ring_attn.models.batch import unshard
+from ring_attn.sequence.runs import last_run
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 
 # The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
 LAYOUT = "sequence_layout"

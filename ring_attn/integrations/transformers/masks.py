@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ring_attn import refusals
+from ring_attn.checks import attention as checks
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -283,7 +283,7 @@ def check_batch_mask(
     shape: tuple[int, int],
 ) -> None:
     """Refuses padding and images beside documents, or for a part of the sequence."""
-    if cuts != refusals.check_cu_seqlens("cu_seq_lens_k", documents[1]):
+    if cuts != checks.check_cu_seqlens("cu_seq_lens_k", documents[1]):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
     if batch_mask is None:
         return

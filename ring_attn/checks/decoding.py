@@ -8,11 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ring_attn import refusals
+from ring_attn.checks import attention as checks
 from ring_attn.core.cache import Sequences
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.values import as_int, check_type
+from ring_attn.values.checks import as_int, check_type
 
 # Larger sides of a window are unbounded: no cache is that long, and sums with positions fit int32.
 WIDEST = 1 << 30
@@ -59,7 +59,7 @@ def check_tables(
 
 
 def _check_int32(name: str, x: Tensor, q: Tensor, shape: tuple[int | None, ...]) -> None:
-    refusals.check_plain(name, x)
+    checks.check_plain(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}: pass {name}.int()")
     if x.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, x.shape, strict=True)):
@@ -95,7 +95,7 @@ def check_sequences(
         )
     if layout is not None:
         held = layout.shard_len(rank) if layout.world_size == world_size else -1
-        refusals.check_layout("k", layout, held if page_size else rows, None, rank, world_size)
+        checks.check_layout("k", layout, held if page_size else rows, None, rank, world_size)
     return _sequences(layout, rows, page_size, window_size, rank, world_size)
 
 

@@ -177,7 +177,7 @@ def _hash_of_configs() -> str:
 
 def _sources() -> Iterator[Path]:
     """Yield the package's sources, also in a checkout, where `kernels` is a link to a folder."""
-    for parent, folders, names in os.walk(Path(__file__).parent, followlinks=True):
+    for parent, folders, names in os.walk(Path(__file__).parents[1], followlinks=True):
         folders.sort()
         yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ring_attn import groups
-from ring_attn.call import Group
 from ring_attn.core.program import Channel
+from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import check_calls, group_device, new_p2p
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_attn import refusals
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.runs import Travel, pieces_of, travel
-from ring_attn.neighbours import exchanged
 from ring_attn.profiling import Direction, observe
+from ring_attn.sequence.halo import exchanged
+from ring_attn.sequence.runs import Travel, pieces_of, travel
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, telling
@@ -83,7 +83,7 @@ class WithEndGradients(torch.autograd.Function):
 
 def entering(direction: Direction, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
     """The states that enter this rank's runs, in a direction."""
-    refusals.check_capture("recurrence", end)
+    checks.check_capture("recurrence", end)
     layout, cuts, group, matrix = maps
     shapes = decay.shape[1:], end.shape[1:]
     described = {

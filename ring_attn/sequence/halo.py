@@ -22,18 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import groups, refusals
-from ring_attn.call import Group
+from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.program import Collective
-from ring_attn.core.runs import runs_of
-from ring_attn.core.values import as_int, check_type
 from ring_attn.profiling import observe
+from ring_attn.sequence.runs import runs_of
 from ring_attn.torch_private import group_by_name
+from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.cached import Cached
+from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, telling
+from ring_attn.values.checks import as_int, check_type
 
 # (layout, rows before, rows after, rank)
 PlanKey = tuple[SequenceLayout, int, int, int]
@@ -86,7 +87,7 @@ def halo(
     process_group = groups.check_group(group)
     with telling(process_group):
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
-        rank = refusals.check_shard(x, dim, layout, process_group)
+        rank = checks.check_shard(x, dim, layout, process_group)
     rows = x.movedim(dim, 0)
     flat = rows.reshape(rows.size(0), math.prod(rows.shape[1:]))
     numbers = list(layout.numbers)
@@ -141,7 +142,7 @@ def roll(
     with telling(group):
         shift = as_int("shift", shift)
         check_type("layout", layout, SequenceLayout)
-        cuts = refusals.check_cu_seqlens("cu_seqlens", cu_seqlens)
+        cuts = checks.check_cu_seqlens("cu_seqlens", cu_seqlens)
         if cuts and cuts[-1] > layout.seqlen:
             raise ValueError(
                 f"cu_seqlens must end within the layout's {layout.seqlen} rows, got {cuts[-1]}"
@@ -168,7 +169,7 @@ def _halo(
 
     `shape` is the dim of the rows in the caller's tensor, and its other dims.
     """
-    refusals.check_capture("halo", x)
+    checks.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
     place: PlanKey = SequenceLayout.from_numbers(layout), left, right, rank

@@ -16,14 +16,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn import groups
 from ring_attn.models.recurrent import (
     Place,
     current,
@@ -31,11 +30,9 @@ from ring_attn.models.recurrent import (
     refuse_compiled,
     split_functions,
 )
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import telling
-
-if TYPE_CHECKING:
-    from ring_attn.integrations.ring_flash_attn.adapters import Substitution
-    from ring_attn.integrations.transformers import Registration
 
 # Types of layers in a config that have a recurrence, and that mix no rows.
 ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
@@ -56,8 +53,22 @@ WITH_CACHE = (
     "`Registration.cache(model)` of their model"
 )
 
+
+class Registered(Protocol):
+    """What the hooks of a model need of the implementation that its config names."""
+
+    @property
+    def group(self) -> Group: ...
+
+    def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
+        """Refuse `position_ids` that are not those of this rank's rows."""
+
+    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
+        """Return where the rows of a recurrent layer stand in the sequence."""
+
+
 # The registered names of attn_implementation.
-registered: dict[str, Registration | Substitution] = {}
+registered: dict[str, Registered] = {}
 
 # Options of configs that make layers read other rows than by attention.
 OTHER_ROWS = {

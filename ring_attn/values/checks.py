@@ -5,50 +5,14 @@ Each error names the argument, the expected value and the value that was passed.
 
 from __future__ import annotations
 
-import gc
 import math
 import operator
-import os
-import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@contextmanager
-def on_host() -> Iterator[None]:
-    """Makes tensors of plain data on the host, whatever torch's default device."""
-    # torch's context slows every call of torch, which costs 10 % of a plan for 4096 ranks.
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with torch.device("cpu"):
-        yield
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """For making millions of small values without cycles: looking for cycles takes longer."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def regular_file(path: str | Path) -> Path:
-    """The path of a file; refuses pipes and devices, which could be read without end."""
-    path = Path(path)
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} must be a regular file, and is a folder, a pipe or a device")
-    return path
 
 
 def as_int(name: str, value: Any, *, least: int | None = None) -> int:
@@ -115,17 +79,6 @@ def check_number(name: str, value: object) -> None:
     # `Real` is for numbers of numpy.
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a float, got {_shown(value)}")
-
-
-def env_int(name: str, default: int) -> int:
-    """The number in an environment variable; `default` where it is not set or empty."""
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise ValueError(
-            f"the environment variable {name} must be a number from 0, got {text!r}: unset it, or "
-            "leave it to torchrun where torchrun sets it"
-        )
-    return int(text)
 
 
 def check_one_of(name: str, value: object, names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.integrations.transformers_masks import IGNORED, real_tokens, tokens_of
+from ring_attn.integrations.transformers.masks import IGNORED, real_tokens, tokens_of
 from ring_attn.transport.ranks.identity import checksum
 
 # Tensors (batch, rows, ...) to split over the ranks.

@@ -31,21 +31,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn import drivers, proofs
-from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend
+from ring_attn.attention import drivers
+from ring_attn.backends import FORWARD, BackendChoice, Purpose, choose_backend, get_backend, proofs
 from ring_attn.backends.base import cached_by_gpu, gpu_model
+from ring_attn.checks.decoding import check_sequences
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.oracle import Inputs, Verdict, check, dense_gradients, plain_gradients
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.values import check_one_of
-from ring_attn.decode_refusals import check_sequences
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import make_call
-from ring_attn.strategies.strategy import Strategy
 from ring_attn.transport import capture
 from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.values.checks import check_one_of
 
 logger = logging.getLogger("ring_attn")
 

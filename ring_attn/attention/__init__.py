@@ -1,0 +1,1 @@
+"""Attention over split sequences: operators of torch, drivers of programs, first uses."""

@@ -1,0 +1,1 @@
+"""Rows and states that pass between ranks along the sequence: halos, runs, recurrences."""
