@@ -84,11 +84,11 @@ $(READY): pyproject.toml setup.py $(CONSTRAINTS)
 	@touch $@
 
 test: $(READY) $(OTHER_TRITON)  ## run the tests, without the slow ones
-	$(PYTEST) loadfile -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) loadfile -m "not (slow or costly or gpu)" $(ARGS)
 
 # pytest ends with 5 where ARGS select no slow test.
 test-slow: $(READY) $(OTHER_TRITON)  ## run only the slow tests
-	$(PYTEST) worksteal -m "slow and not gpu" $(ARGS) || test $$? -eq 5
+	$(PYTEST) worksteal -m "(slow or costly) and not gpu" $(ARGS) || test $$? -eq 5
 
 test-all: test test-slow  ## run every test that needs no GPU
 

@@ -40,6 +40,10 @@ from ring_attn.testing import launch
 from ring_attn.testing.one_gpu import WAYS, sharing_refusal
 from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
 
+# Names of tests that `make test-slow` runs, since each takes a second of CPU or more, and others
+# show most of what they show in less. `tests/cpu_seconds.py` measures.
+COSTLY = Path(__file__).with_name("costly.txt")
+
 # When the first test could begin, by time.monotonic().
 START = pytest.StashKey[float]()
 
@@ -89,16 +93,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests of the folder `distributed` as dist, and cases left out of a sweep as slow.
 
-    Leaves out tests that do not run on the chosen medium, see `--nccl`.
+    Marks tests of the file `costly.txt` as costly. Leaves out tests that do not run on the chosen medium, see `--nccl`.
     """
     cases: Counter[tuple[Path, str]] = Counter()
     here = [_runs_here(item, config.getoption("--nccl")) for item in items]
     if not all(here):
         config.hook.pytest_deselected(items=[*compress(items, map(operator.not_, here))])
         items[:] = compress(items, here)
+    costly = set(COSTLY.read_text().splitlines())
     for item in items:
         if item.path.parent.name == "distributed":
             item.add_marker("dist")
+        if item.nodeid in costly:
+            item.add_marker("costly")
         sweep = item.get_closest_marker("sweep")
         if sweep is not None and item.get_closest_marker("slow") is None:
             test = item.path, item.originalname  # type: ignore[attr-defined]

@@ -113,3 +113,10 @@ def test_no_test_asserts_upon_a_clock() -> None:
 )
 def test_asserts_upon_a_clock_are_found(lines: str, found: list[int]) -> None:
     assert [line for _, line in asserts_upon_a_clock(lines)] == found
+
+
+def test_costly_tests_exist() -> None:
+    """A name in `costly.txt` whose test is gone would leave a new test of this name out."""
+    for name in (ROOT / "tests" / "costly.txt").read_text().splitlines():
+        path, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
