@@ -93,7 +93,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests of the folder `distributed` as dist, and cases left out of a sweep as slow.
 
-    Marks tests of the file `costly.txt` as costly. Leaves out tests that do not run on the chosen medium, see `--nccl`.
+    Marks tests of the file `costly.txt` as costly. Leaves out tests that do not run on the chosen
+    medium, see `--nccl`.
     """
     cases: Counter[tuple[Path, str]] = Counter()
     here = [_runs_here(item, config.getoption("--nccl")) for item in items]
