@@ -179,8 +179,11 @@ def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
     else:
         degree = call.strategy.ulysses_degree
         # int: a graph is compiled for one share of the heads, even if sizes are symbols.
-        share = share_heads(int(q.size(2)), int(k.size(2)), degree)[call.rank % degree]
-        heads = [(share.num, share.num_kv)] if share.num else []
+        shares = share_heads(
+            int(q.size(2)), int(k.size(2)), degree, whole_groups=call.same_bits is True
+        )
+        share = shares[call.rank % degree]
+        heads = [(run.num, run.num_kv) for run in share.runs]
     extra = []
     for nheads, nheads_kv in heads:
         like = {

@@ -44,7 +44,7 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
-from ring_attn.core.heads import HeadShare
+from ring_attn.core.heads import HeadRun
 from ring_attn.core.messages import Gathered, Packet, Parcels, Records
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet, result_arrays
@@ -110,15 +110,15 @@ def in_one_place(call: Call) -> bool:
     return CODE.gradients(call).in_order
 
 
-def chunks_of(call: Call) -> tuple[HeadShare, ...]:
+def chunks_of(call: Call) -> tuple[HeadRun, ...]:
     """The chunks of heads in the order of gathering; the last chunk may have fewer heads."""
     heads, group = call.spec.nheads_kv, call.spec.nheads // call.spec.nheads_kv
     step = heads if call.world_size == 1 else call.strategy.heads_per_chunk or 1
     cuts = [*range(0, heads, step), heads]
-    return tuple(HeadShare(a * group, (b - a) * group, a, b - a) for a, b in pairwise(cuts))
+    return tuple(HeadRun(a * group, (b - a) * group, a, b - a) for a, b in pairwise(cuts))
 
 
-def chunk_spec(spec: AttentionSpec, chunk: HeadShare) -> AttentionSpec:
+def chunk_spec(spec: AttentionSpec, chunk: HeadRun) -> AttentionSpec:
     return replace(spec, nheads=chunk.num, nheads_kv=chunk.num_kv)
 
 
@@ -141,7 +141,7 @@ class _Message:
     """A gathering: the side whose shards are gathered, and the heads."""
 
     side: Traveller
-    chunk: HeadShare
+    chunk: HeadRun
 
     @property
     def heads(self) -> slice:
@@ -166,7 +166,7 @@ class _Gathering:
         self._rows: dict[Traveller, int] = {x: _shard_rows(call, x) for x in ("kv", "q")}
         self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
         # The chunk whose dK and dV are being summed over the ranks, if any, and the buffers.
-        self._summing: tuple[HeadShare, Buffer, Buffer] | None = None
+        self._summing: tuple[HeadRun, Buffer, Buffer] | None = None
 
     # -- gathering
 
@@ -290,12 +290,12 @@ class _Gathering:
 
     # -- gradients
 
-    def _array(self, name: str, chunk: HeadShare, rows: int, dtype: torch.dtype) -> Array:
+    def _array(self, name: str, chunk: HeadRun, rows: int, dtype: torch.dtype) -> Array:
         heads = chunk.q if name == "dq" else chunk.kv
         source = self.arrays[name[1:]]
         return Array(source.batch, rows, heads.stop - heads.start, source.dim, dtype)
 
-    def _part(self, name: str, chunk: HeadShare, rows: int) -> ops.New:
+    def _part(self, name: str, chunk: HeadRun, rows: int) -> ops.New:
         array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
         return ops.New(f"{name} part", array, zero=True)
 
@@ -306,7 +306,7 @@ class _Gathering:
             if several or (copied and name != "q"):
                 yield ops.New(f"d{name}", replace(self.arrays[name], dtype=dtype))
 
-    def _round(self, name: str, source: Operand, chunk: HeadShare, dtype: torch.dtype) -> ops.Round:
+    def _round(self, name: str, source: Operand, chunk: HeadRun, dtype: torch.dtype) -> ops.Round:
         heads = None
         if len(self.chunks) > 1:
             heads = chunk.q if name == "dq" else chunk.kv
@@ -314,10 +314,10 @@ class _Gathering:
         array = self._array(name, chunk, rows, dtype)
         return ops.Round(View(name, None, heads), source, array, scaled=name != "dv")
 
-    def _gradient_packet(self, chunk: HeadShare) -> Packet:
+    def _gradient_packet(self, chunk: HeadRun) -> Packet:
         return gradient_packet(chunk_spec(self.call.spec, chunk), "kv", self._rows["kv"])
 
-    def _post_shares(self, index: int, chunk: HeadShare) -> Iterator[Op]:
+    def _post_shares(self, index: int, chunk: HeadRun) -> Iterator[Op]:
         """Starts to sum a chunk's dK and dV of all rows over the ranks, and frees them."""
         packet, rows, world_size = (
             self._gradient_packet(chunk),

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from ring_attn.backends import get_backend
 from ring_attn.call import Call
-from ring_attn.core.heads import is_replicated, share_heads
+from ring_attn.core.heads import HeadShare, is_replicated, share_heads
 
 
 def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = None) -> str | None:
@@ -47,14 +47,27 @@ def why_not_in_order(call: Call, of_core: Callable[[Call], str | None] | None = 
     return None
 
 
+def shares_of(call: Call) -> tuple[HeadShare, ...]:
+    """Return the heads of each rank of a group that exchanges heads for rows.
+
+    With `same_bits=True` each KV head is on one rank, if there are enough, since sums over ranks
+    have another order.
+    """
+    return share_heads(
+        call.spec.nheads,
+        call.spec.nheads_kv,
+        call.strategy.ulysses_degree,
+        whole_groups=call.same_bits is True,
+    )
+
+
 def why_not_by_heads(call: Call) -> str | None:
     """None if every KV head is on one rank of its group, else the reason why sums reorder."""
-    heads = call.spec.nheads, call.spec.nheads_kv
-    ulysses_degree = call.strategy.ulysses_degree
-    if not is_replicated(share_heads(*heads, ulysses_degree), heads[1]):
+    nheads, nheads_kv = call.spec.nheads, call.spec.nheads_kv
+    if not is_replicated(shares_of(call), nheads_kv):
         return None
     return (
-        f"with {heads[0]} heads, {heads[1]} kv heads and ulysses_degree {ulysses_degree} a kv head "
-        "is on several ranks, which sum its gradients in another order; take a degree that keeps "
-        "each kv head on one rank"
+        f"with {nheads} heads, {nheads_kv} kv heads and ulysses_degree "
+        f"{call.strategy.ulysses_degree} a kv head is on several ranks, which sum its gradients in "
+        "another order; take a degree that keeps each kv head on one rank"
     )

@@ -35,7 +35,7 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.call import Call
 from ring_attn.core import program as ops
-from ring_attn.core.heads import HeadShare, is_replicated, share_heads
+from ring_attn.core.heads import HeadRun, HeadShare, is_replicated
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
@@ -44,7 +44,7 @@ from ring_attn.core.strategy import CORES, Named, Strategy
 from ring_attn.core.tiles import with_first_row
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays
-from ring_attn.strategies.order import why_not_by_heads
+from ring_attn.strategies.order import shares_of, why_not_by_heads
 
 # For each group, for each member: pairs (rows of the member, rows of the group) of equal length.
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
@@ -77,19 +77,22 @@ class Ulysses(StrategyCode):
         return exchanges.program(backward=backward, rounded=rounded)
 
     def core(self, call: Call) -> Call:
-        degree = call.strategy.ulysses_degree
-        shares = share_heads(call.spec.nheads, call.spec.nheads_kv, degree)
-        return self._inner.core(core(call, max(shares, key=lambda share: share.num)))
+        largest = max(shares_of(call), key=lambda share: share.num)
+        return self._inner.core(core(call, largest))
 
     def kept(self, rank: int, world_size: int) -> tuple[str, ...]:
         return ()
 
     def fullest_ranks(self, call: Call) -> set[int]:
         """A member with each number of heads, of the groups of the fullest ranks."""
-        spec, degree = call.spec, call.strategy.ulysses_degree
-        shares = [(x.num, x.num_kv) for x in share_heads(spec.nheads, spec.nheads_kv, degree)]
-        members = [shares.index(share) for share in set(shares)]
-        return {r - r % degree + member for r in super().fullest_ranks(call) for member in members}
+        degree = call.strategy.ulysses_degree
+        sizes = [(share.num, share.num_kv) for share in shares_of(call)]
+        members = [sizes.index(size) for size in set(sizes)]
+        return {
+            rank - rank % degree + member
+            for rank in super().fullest_ranks(call)
+            for member in members
+        }
 
 
 def _whole(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
@@ -109,7 +112,7 @@ NAMES = {
 }
 
 
-def core(call: Call, heads: HeadShare) -> Call:
+def core(call: Call, heads: HeadRun | HeadShare) -> Call:
     """The core's call with some of the heads, and with one rank for each group."""
     degree = call.strategy.ulysses_degree
     q, kv = (merge_groups(layout, degree)[0] for layout in call.layouts)
@@ -124,8 +127,8 @@ def core(call: Call, heads: HeadShare) -> Call:
 
 def _cores(call: Call) -> list[Call]:
     """The core's calls, one for each number of heads."""
-    shares = share_heads(call.spec.nheads, call.spec.nheads_kv, call.strategy.ulysses_degree)
-    return list(dict.fromkeys(core(call, share) for share in shares if share.num))
+    shares = shares_of(call)
+    return list(dict.fromkeys(core(call, run) for share in shares for run in share.runs))
 
 
 @dataclass(frozen=True)
@@ -146,16 +149,16 @@ class _Kind:
     def full_name(self) -> str:
         return f"{self.name} sum" if self.summed else self.name
 
-    def heads(self, share: HeadShare) -> slice:
-        return share.q if self.side == "q" else share.kv
+    def heads(self, run: HeadRun) -> slice:
+        return run.q if self.side == "q" else run.kv
 
-    def num_heads(self, share: HeadShare) -> int:
-        return share.num if self.side == "q" else share.num_kv
+    def num_heads(self, run: HeadRun) -> int:
+        return run.num if self.side == "q" else run.num_kv
 
 
-def _by_heads(name: str) -> str:
-    """The name of a tensor with all rows of the group and this rank's share of the heads."""
-    return f"{name} by heads"
+def _by_heads(name: str, index: int) -> str:
+    """Name a tensor with all rows of the group and one run of this rank's heads."""
+    return f"{name} by heads {index}"
 
 
 class _Exchanges:
@@ -164,7 +167,7 @@ class _Exchanges:
     def __init__(self, call: Call, inner: StrategyCode) -> None:
         self.call, self.inner = call, inner
         self.degree = call.strategy.ulysses_degree
-        self.shares = share_heads(call.spec.nheads, call.spec.nheads_kv, self.degree)
+        self.shares = shares_of(call)
         self.summed = is_replicated(self.shares, call.spec.nheads_kv)
         number, self.member = divmod(call.rank, self.degree)
         self.share = self.shares[self.member]
@@ -182,33 +185,37 @@ class _Exchanges:
         first = 2 if backward else 0
         made: list[Op] = [ops.Step("to heads")]
         made += self._exchange(there, "shards", first, to_heads=True)
-        saved: tuple[str, ...] = ()
-        if self.share.num:
-            core_call = core(self.call, self.share)
+        saved: list[str] = []
+        for index, run in enumerate(self.share.runs):
+            core_call = core(self.call, run)
             program = self.inner.program(
                 core_call, backward=backward, rounded=rounded and not self.summed
             )
-            inputs, results = ([kind.name for kind in kinds] for kinds in (there, back))
+            inputs = [kind.name for kind in there]
+            results = [kind.name for kind in back]
             if backward:
-                arrays |= {_by_heads(name): program.arrays[name] for name in SAVED}
+                arrays |= {_by_heads(name, index): program.arrays[name] for name in SAVED}
                 inputs += SAVED
             else:
-                saved = tuple(map(_by_heads, program.saved))
+                saved += [_by_heads(name, index) for name in program.saved]
                 results += [name for name in program.saved if name not in results]
-            made.append(ops.Inner(
-                program, core_call.spec, self.peers,
-                tuple((name, _by_heads(name)) for name in inputs),
-                tuple((name, _by_heads(name)) for name in results),
-                self.share.q,
-            ))  # fmt: skip
+            inner = ops.Inner(
+                program=program,
+                spec=core_call.spec,
+                ranks=self.peers,
+                inputs=tuple((name, _by_heads(name, index)) for name in inputs),
+                results=tuple((name, _by_heads(name, index)) for name in results),
+                sinks=run.q,
+            )
+            made.append(inner)
             if backward:
-                made.append(ops.Free((_by_heads("dout"),)))
+                made.append(ops.Free((_by_heads("dout", index),)))
         made.append(ops.Step("to rows"))
         made += self._exchange(back, channel, first + 1, to_heads=False)
         if backward:
             made += self._rounded(back, spec.dtype if rounded else spec.accum_dtype)
         call = self.call
-        return Program(call.world_size, call.rank, backward, tuple(made), arrays, saved)
+        return Program(call.world_size, call.rank, backward, tuple(made), arrays, tuple(saved))
 
     # -- exchanges
 
@@ -244,8 +251,9 @@ class _Exchanges:
         send = Buffer(f"sent to {side}", room_of(sent))
         recv = Buffer(f"received to {side}", room_of(received))
         yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
-        if not to_heads and kinds[0].name == "dq" and self.share.num:
-            yield ops.Free(tuple(_by_heads(kind.name) for kind in kinds))
+        if not to_heads and kinds[0].name == "dq" and self.share.runs:
+            indices = range(len(self.share.runs))
+            yield ops.Free(tuple(_by_heads(kind.name, i) for i in indices for kind in kinds))
         yield ops.Post(
             channel=channel, step=step, route=route, send=send, recv=recv, message=received,
             nbytes=sent.nbytes - counts[0][self.member], ranks=self.group,
@@ -289,28 +297,30 @@ class _Exchanges:
                 array = Array(spec.batch, rows, heads, kind.dim, kind.dtype)
                 yield kind.full_name, array, kind.summed
             return
-        for kind in kinds if self.share.num else ():
-            rows = core(self.call, self.share).ranks.rows(kind.side)
-            array = Array(spec.batch, rows, kind.num_heads(self.share), kind.dim, kind.dtype)
-            yield _by_heads(kind.name), array, False
+        for index, run in enumerate(self.share.runs):
+            rows_of = core(self.call, run).ranks.rows
+            for kind in kinds:
+                rows = rows_of(kind.side)
+                array = Array(spec.batch, rows, kind.num_heads(run), kind.dim, kind.dtype)
+                yield _by_heads(kind.name, index), array, False
 
     def _copies(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> tuple[Copy, ...]:
         """Copies between the messages and the tensors before, or after, the exchange."""
         copies: list[Copy] = []
-        entry, group = 0, self.call.rank // self.degree
+        entry = 0  # of the packets, in the order of `_packet`
+        group = self.call.rank // self.degree
         for other, (share, _) in enumerate(self._parts(all_heads=all_heads)):
-            for kind in kinds if share.num else ():
-                if all_heads:
-                    view = View(kind.full_name, None, kind.heads(share))
-                    copies.append(Copy(entry, view, add=kind.summed))
-                else:
-                    layout = self.call.layouts[0 if kind.side == "q" else 1]
-                    placed = merge_groups(layout, self.degree)[1][group][other]
-                    copies += [
-                        Copy(entry, View(_by_heads(kind.name), there), here)
-                        for here, there in placed
-                    ]
-                entry += 1
+            for index, run in enumerate(share.runs):
+                for kind in kinds:
+                    if all_heads:
+                        view = View(kind.full_name, None, kind.heads(run))
+                        copies.append(Copy(entry, view, add=kind.summed))
+                    else:
+                        layout = self.call.layouts[0 if kind.side == "q" else 1]
+                        placed = merge_groups(layout, self.degree)[1][group][other]
+                        name = _by_heads(kind.name, index)
+                        copies += [Copy(entry, View(name, there), here) for here, there in placed]
+                    entry += 1
         return tuple(copies)
 
 
@@ -318,14 +328,13 @@ class _Exchanges:
 def _packet(
     batch: int, kinds: tuple[_Kind, ...], share: HeadShare, rows_q: int, rows_kv: int
 ) -> Packet:
-    """The packet with a share's heads of some rows; empty without heads."""
+    """Return the packet with a share's heads of some rows: run by run, kind by kind."""
+    rows = {"q": rows_q, "kv": rows_kv}
     arrays = [
-        Array(
-            batch, rows_q if kind.side == "q" else rows_kv, kind.num_heads(share), kind.dim,
-            kind.dtype,
-        )
-        for kind in (kinds if share.num else ())
-    ]  # fmt: skip
+        Array(batch, rows[kind.side], kind.num_heads(run), kind.dim, kind.dtype)
+        for run in share.runs
+        for kind in kinds
+    ]
     return packet_of([(x.shape, x.dtype) for x in arrays])
 
 

@@ -24,6 +24,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines import run
+from ring_attn.strategies.order import why_not_by_heads
 from ring_attn.strategies.registry import code_of, program_of
 from ring_attn.testing import (
     LAYOUTS,
@@ -98,6 +99,23 @@ def test_the_error_does_not_grow_with_the_ranks(layout: str, dtype: str, backend
             for ranks in (1, 8)
         )
         assert eight <= 1.1 * alone, (name, nheads_kv, eight, alone)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("degree", "world_size"), [(3, 3), (3, 6), (5, 5)])
+@pytest.mark.parametrize("heads", [Heads(12, 2, 8, 16), Heads(10, 2, 8, 8), Heads(9, 3, 8, 8)])
+def test_heads_are_dealt_as_equally_as_possible(
+    heads: Heads, degree: int, world_size: int, sinks: bool
+) -> None:
+    """A rank may have parts of two groups of heads; with same_bits=True it has whole groups."""
+    strategy = Strategy(ulysses_degree=degree)
+    case = Case(
+        "causal", "zigzag", strategy, "reference", "float32", heads, 61, sinks=sinks, softcap=3.0
+    )
+    assert not run_all_ranks(case, world_size).failures
+    for call in calls_of(case, world_size):
+        reason = why_not_by_heads(replace(call, same_bits=True))
+        assert (reason is None) == (degree <= heads.nheads_kv)
 
 
 @cache
