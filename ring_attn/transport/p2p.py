@@ -469,8 +469,8 @@ def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport
 
 
 @contextmanager
-def telling(group: object) -> Iterator[None]:
-    """A context that tells the other ranks of an error by which this rank refuses a call.
+def reporting(group: object) -> Iterator[None]:
+    """Report to the other ranks an error by which this rank refuses a call.
 
     The other ranks may be in that call, so it is counted: this rank's next call must not be
     mistaken for it. Does nothing without a group, which is unchecked, or if the call was counted
