@@ -43,7 +43,7 @@ def communicator_bytes(programs: Sequence[Program], rank: int, world_size: int) 
 def _add_sources(program: Program, rank: int, members: Members, sources: Sources) -> None:
     """Adds the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
 
-    A communicator has one channel and some ranks, as in `transport.ranks.media.Nccl`.
+    A communicator has one channel and some ranks, as in `transport.ranks.links.NcclLink`.
     """
     for op in program.ops:
         if not isinstance(op, ops.Post | ops.Inner):
