@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
@@ -193,6 +193,12 @@ class Memory:
                 self._round(op)
             case ops.Inner():
                 self._inner(op)
+            case ops.Step() | ops.Join():
+                pass  # takes no memory
+            case ops.Decode() | ops.Merge():
+                pass  # the memory of `tree_decode` is not counted
+            case _:
+                assert_never(op)
 
     def _receive_parts(self, post: ops.Post) -> None:
         """Takes memory for the other ranks' parts of a sum, which a host adds up itself."""
