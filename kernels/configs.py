@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -66,85 +67,211 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 # Head dims of the tables; other head dims are rounded up.
 BUCKETS = (64, 128, 256)
 
-# BLOCK_M, BLOCK_N, num_warps and num_stages.
-Sizes = tuple[int, int, int, int]
 
-# Sizes for each of BUCKETS; None where the first kind of the line has no other sizes.
-TABLE: dict[tuple[str, str], tuple[Sizes | None, ...]] = {
+class Sizes(NamedTuple):
+    """The sizes of a `Config`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+# Sizes by architecture and kind, and then by head dim, one of BUCKETS. Where a kind has none for a
+# head dim, it takes those of the first kind of its line.
+TABLE: dict[tuple[str, str], dict[int, Sizes]] = {
     # On sm_80 4 warps, each with 32 rows, read K and V half as often as 8 do. With 8, shared memory
     # took longer than the products. Two programs of 4 fit a multiprocessor. What 128 dims spill
     # (`aot.compile_cell`) costs 2 % of a block of dk and dv, and nothing in a forward's blocks.
-    ("sm_80", "fwd"): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 8, 2)),
-    ("sm_80", "dkdv"): ((32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 8, 2)),
-    ("sm_80", "dkdv_softcap"): (None, (64, 64, 8, 2), (16, 64, 8, 2)),
-    ("sm_80", "dkdv_whole"): ((32, 128, 4, 2), None, None),
-    ("sm_80", "dq"): ((128, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 1)),
-    ("sm_80", "dq_softcap"): ((64, 64, 8, 1), (64, 64, 8, 2), None),
-    ("sm_80", "decode"): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
-    ("sm_86", "fwd"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 1)),
-    ("sm_86", "dkdv"): ((32, 128, 8, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
-    ("sm_86", "dq"): ((64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
-    ("sm_86", "decode"): ((16, 64, 4, 2), (16, 32, 4, 2), (16, 32, 4, 2)),
+    ("sm_80", "fwd"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=2),
+        128: Sizes(BLOCK_M=128, BLOCK_N=32, num_warps=4, num_stages=2),
+        256: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+    },
+    ("sm_80", "dkdv"): {
+        64: Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=2),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+        256: Sizes(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=2),
+    },
+    ("sm_80", "dkdv_softcap"): {
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=2),
+    },
+    ("sm_80", "dkdv_whole"): {
+        64: Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=4, num_stages=2),
+    },
+    ("sm_80", "dq"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=32, num_warps=4, num_stages=2),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+        256: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1),
+    },
+    ("sm_80", "dq_softcap"): {
+        64: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+    },
+    ("sm_80", "decode"): {
+        64: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+        128: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+        256: Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=3),
+    },
+    ("sm_86", "fwd"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        128: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1),
+    },
+    ("sm_86", "dkdv"): {
+        64: Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=2),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=2),
+    },
+    ("sm_86", "dq"): {
+        64: Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=1),
+    },
+    ("sm_86", "decode"): {
+        64: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
+        128: Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=2),
+        256: Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=2),
+    },
     # With 128 dims triton 3.9.0 spills 48 bytes without a mask, outside the loop.
-    ("sm_90", "fwd"): ((128, 128, 8, 2), (128, 128, 8, 2), (128, 32, 8, 3)),
-    ("sm_90", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 3), (16, 64, 8, 2)),
-    ("sm_90", "dkdv_softcap"): (None, (32, 128, 8, 3), None),
-    ("sm_90", "dq"): ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    ("sm_90", "dq_softcap"): ((128, 64, 8, 3), None, None),
-    ("sm_90", "decode"): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
-    ("sm_100", "fwd"): ((128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 1)),
-    ("sm_100", "fwd_whole"): ((128, 64, 8, 1), None, None),
-    ("sm_100", "dkdv"): ((64, 128, 8, 1), (64, 64, 8, 2), (16, 64, 8, 1)),
-    ("sm_100", "dkdv_softcap"): (None, (64, 64, 8, 1), None),
+    ("sm_90", "fwd"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2),
+        128: Sizes(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
+    },
+    ("sm_90", "dkdv"): {
+        64: Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3),
+        128: Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3),
+        256: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=2),
+    },
+    ("sm_90", "dkdv_softcap"): {
+        128: Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=3),
+    },
+    ("sm_90", "dq"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3),
+        128: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        256: Sizes(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=2),
+    },
+    ("sm_90", "dq_softcap"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+    },
+    ("sm_90", "decode"): {
+        64: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+        128: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+        256: Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=3),
+    },
+    ("sm_100", "fwd"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2),
+        128: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        256: Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
+    },
+    ("sm_100", "fwd_whole"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=1),
+    },
+    ("sm_100", "dkdv"): {
+        64: Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=1),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=1),
+    },
+    ("sm_100", "dkdv_softcap"): {
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1),
+    },
     # With two stages triton 3.7.1 leaves proxy fences out of dq.
-    ("sm_100", "dq"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 8, 1)),
-    ("sm_100", "decode"): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
-    ("gfx942", "fwd"): ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1)),
-    ("gfx942", "dkdv"): ((64, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1)),
-    ("gfx942", "dq"): ((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
-    ("gfx942", "decode"): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2)),
+    ("sm_100", "dq"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=1),
+        128: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=1),
+        256: Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=1),
+    },
+    ("sm_100", "decode"): {
+        64: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+        128: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+        256: Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=3),
+    },
+    ("gfx942", "fwd"): {
+        64: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=1),
+        128: Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=1),
+        256: Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
+    },
+    ("gfx942", "dkdv"): {
+        64: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
+        128: Sizes(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=1),
+        256: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1),
+    },
+    ("gfx942", "dq"): {
+        64: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
+        256: Sizes(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1),
+    },
+    ("gfx942", "decode"): {
+        64: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
+        128: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
+        256: Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=2),
+    },
 }
 
 # Decoding with head dims above 256, MLA's 576 and 512: on triton 3.7.1 nothing spills.
 WIDE_DECODE: dict[str, Sizes] = {
-    "sm_80": (32, 32, 8, 2),
-    "sm_86": (32, 32, 8, 2),
-    "sm_90": (64, 32, 8, 2),
-    "sm_100": (32, 32, 8, 2),
-    "gfx942": (16, 16, 4, 1),
+    "sm_80": Sizes(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
+    "sm_86": Sizes(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
+    "sm_90": Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2),
+    "sm_100": Sizes(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
+    "gfx942": Sizes(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1),
 }
 
 # For all architectures and kernels: float32 has no tensor cores in ieee precision. Its products are
 # unrolled into registers, so that only small tiles fit; with 256 dims 240 bytes are spilled.
-FLOAT32: tuple[Sizes, ...] = ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
+FLOAT32: dict[int, Sizes] = {
+    64: Sizes(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1),
+    128: Sizes(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1),
+    256: Sizes(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1),
+}
 
 # Configs of dk and dv for launches with fewer programs than multiprocessors. With half the kv rows
 # they make twice as many programs, mostly of half the warps with the same instructions each. The q
 # rows are the same, and so are the bits. On sm_90 128 dims spill 16 to 36 bytes: with a mask two
 # loads a block.
 FEW_PROGRAMS: dict[tuple[str, int], Config] = {
-    ("sm_80", 64): Config(32, 64, 4, 2),
-    ("sm_80", 128): Config(64, 32, 4, 2),
-    ("sm_90", 64): Config(64, 64, 4, 3),
-    ("sm_90", 128): Config(64, 64, 4, 2),
-    ("sm_100", 64): Config(64, 64, 4, 1),
+    ("sm_80", 64): Config(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2),
+    ("sm_80", 128): Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+    ("sm_90", 64): Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_90", 128): Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    ("sm_100", 64): Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
 }
 
 if RELEASE < (3, 7):
     # Where triton 3.6 spills within the loops with the sizes above (bytes in windows: 72 on sm_90,
     # 108 of few programs, 128 on sm_80), and with these it does not spill.
-    TABLE["sm_90", "dkdv"] = ((64, 128, 8, 3), (64, 128, 8, 2), (16, 64, 8, 2))
-    FEW_PROGRAMS["sm_90", 128] = Config(64, 64, 8, 2)
-    TABLE["sm_80", "dkdv"] = ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2))
-    TABLE["sm_80", "dkdv_whole"] = ((32, 128, 4, 2), (64, 64, 4, 2), None)
+    TABLE["sm_90", "dkdv"] = {
+        64: Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3),
+        128: Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=2),
+    }
+    FEW_PROGRAMS["sm_90", 128] = Config(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)
+    TABLE["sm_80", "dkdv"] = {
+        64: Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=2),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        256: Sizes(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=2),
+    }
+    TABLE["sm_80", "dkdv_whole"] = {
+        64: Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=4, num_stages=2),
+        128: Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    }
 
 # Bytes of K and V of the heads computed together: the share of sm_90's 50 MB of L2 cache that q,
 # out and the state leave.
 L2_BYTES = 32 << 20
 
 
-def _persistent(block_m: int, block_n: int, num_stages: int) -> Config:
-    return Config(block_m, block_n, 4, num_stages, l2_bytes=L2_BYTES, programs_per_sm=1)
+def _persistent(*, block_m: int, block_n: int, num_stages: int) -> Config:
+    return Config(
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
+        num_stages=num_stages,
+        l2_bytes=L2_BYTES,
+        programs_per_sm=1,
+    )
 
 
 # Configs of `hopper_fwd`, the forward of sm_90 in 16 bits, by head dim: the first is the frozen
@@ -152,18 +279,29 @@ def _persistent(block_m: int, block_n: int, num_stages: int) -> Config:
 GLUON: dict[int, tuple[Config, ...]] = {
     # Registers leave room for one program only, so more stages cost nothing. With 4 stages the
     # modulus is a bit mask. With 128 x 128 triton 3.9.0 spills 28 bytes if ragged.
-    64: (_persistent(128, 128, 4), _persistent(192, 64, 2), _persistent(128, 128, 2)),
+    64: (
+        _persistent(block_m=128, block_n=128, num_stages=4),
+        _persistent(block_m=192, block_n=64, num_stages=2),
+        _persistent(block_m=128, block_n=128, num_stages=2),
+    ),
     # A block's products take 2048 clocks, so two stages hide more than the latency of a copy.
-    128: (_persistent(128, 128, 2), _persistent(128, 128, 3), _persistent(128, 64, 4)),
+    128: (
+        _persistent(block_m=128, block_n=128, num_stages=2),
+        _persistent(block_m=128, block_n=128, num_stages=3),
+        _persistent(block_m=128, block_n=64, num_stages=4),
+    ),
     # 64 columns spill 60 bytes if ragged.
-    256: (_persistent(128, 32, 3),),
+    256: (_persistent(block_m=128, block_n=32, num_stages=3),),
 }
 
 # Configs of `blackwell_fwd`, the forward of sm_100 in 16 bits: two tiles of 128 rows. Shared memory
 # leaves room for two stages with 128 dims.
 BLACKWELL: dict[int, tuple[Config, ...]] = {
-    64: (_persistent(256, 128, 4), _persistent(256, 128, 2)),
-    128: (_persistent(256, 128, 2),),
+    64: (
+        _persistent(block_m=256, block_n=128, num_stages=4),
+        _persistent(block_m=256, block_n=128, num_stages=2),
+    ),
+    128: (_persistent(block_m=256, block_n=128, num_stages=2),),
 }
 
 # Configs of the backward of five products in 16 bits, by architecture and head dim: `turns_bwd`, on
@@ -171,15 +309,15 @@ BLACKWELL: dict[int, tuple[Config, ...]] = {
 # of shared memory, copies of dQ would take longer than the products. Its consumers have 232
 # registers. On sm_100 `blackwell_bwd`. For spills see the limits in dev/aot.py.
 ONE_PASS: dict[str, dict[int, Config]] = {
-    "sm_80": {128: Config(64, 64, 4, 2)},
-    "sm_86": {128: Config(64, 64, 8, 2)},
+    "sm_80": {128: Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)},
+    "sm_86": {128: Config(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)},
     "sm_90": {
-        64: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
-        128: Config(64, 128, 4, 2, l2_bytes=L2_BYTES),
+        64: Config(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=2, l2_bytes=L2_BYTES),
+        128: Config(BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=2, l2_bytes=L2_BYTES),
     },
     "sm_100": {
-        64: Config(128, 128, 4, 4, l2_bytes=L2_BYTES),
-        128: Config(128, 128, 4, 2, l2_bytes=L2_BYTES),
+        64: Config(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=4, l2_bytes=L2_BYTES),
+        128: Config(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=2, l2_bytes=L2_BYTES),
     },
 }
 
@@ -192,32 +330,53 @@ FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
 # products of the other.
 SEARCHED: dict[str, tuple[Sizes, ...]] = {
     "fwd": (
-        (128, 64, 4, 2), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2),
-        (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1),
-        (64, 32, 4, 1),
+        Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=2),
+        Sizes(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3),
+        Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+        Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=1),
+        Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
     ),
     "dkdv": (
-        (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (64, 64, 8, 2),
-        (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 2),
+        Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3),
+        Sizes(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+        Sizes(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2),
+        Sizes(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=2),
     ),
     "dq": (
-        (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2),
-        (64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1),
+        Sizes(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        Sizes(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+        Sizes(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
     ),
     "decode": (
-        (16, 128, 4, 3), (16, 128, 8, 3), (16, 64, 4, 4), (16, 64, 4, 2),
-        (16, 64, 8, 3), (16, 32, 4, 4), (16, 32, 2, 4),
+        Sizes(BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=3),
+        Sizes(BLOCK_M=16, BLOCK_N=128, num_warps=8, num_stages=3),
+        Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=4),
+        Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
+        Sizes(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=3),
+        Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=4),
+        Sizes(BLOCK_M=16, BLOCK_N=32, num_warps=2, num_stages=4),
     ),
-}  # fmt: skip
+}
 
 # On sm_90 a search tries this many of the first configs also with heads in groups of L2_BYTES.
 REORDERED = 3
 
 # One pass over memory, with enough rows to keep a few loads of 16 bytes per thread in flight.
-DELTA = Config(32, 0, 4, 1)
+DELTA = Config(BLOCK_M=32, BLOCK_N=0, num_warps=4, num_stages=1)
 
 # Large enough to amortise the interpreter's cost per block, small enough for short tests.
-INTERPRETER = Config(64, 64, 4, 1)
+INTERPRETER = Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)
 
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
@@ -239,12 +398,11 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
         return in_gluon(arch)[size][0]
     if kind == "one_pass":
         return ONE_PASS[arch][size]
-    column = BUCKETS.index(size)
     if dtype == torch.float32:
-        return Config(*FLOAT32[column])
-    own = TABLE.get((arch, kind), (None, None, None))[column]
-    sizes = own or TABLE[arch, _base(kind)][column]
-    assert sizes is not None, "the first kind of a line has all head dims"
+        return Config(*FLOAT32[size])
+    own = TABLE.get((arch, kind), {})
+    # The first kind of a line has all head dims.
+    sizes = own[size] if size in own else TABLE[arch, _base(kind)][size]
     return Config(*sizes)
 
 

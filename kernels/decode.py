@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Config
-from .flash_fwd import block_dim, in_units, offset_of, offset_unit, pointers, scales, strides
+from .flash_fwd import KernelArgs, arguments, block_dim, in_units, offset_of, pointers, scales
 from .launch import Launch
 from .online_softmax import (
     online_softmax_finalize,
@@ -282,7 +282,7 @@ def main_dim(headdim: int) -> int:
 
 
 def shares(k: Tensor, v: Tensor) -> bool:
-    """Tells whether v is the first dims of k, in the same memory, and fills k's first block."""
+    """Return whether v is the first dims of k, in the same memory, and fills k's first block."""
     same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
     return same and block_dim(v.size(3)) == main_dim(k.size(3))
 
@@ -313,7 +313,7 @@ def decode_launch(
     softcap: float = 0.0,
     shared: bool = False,
 ) -> Launch:
-    """The launch that folds all parts into states.
+    """Return the launch that folds all parts into states.
 
     Args:
         q: (batch, rows, nheads, headdim); q, k, v with any strides, but 1 in the last dim.
@@ -330,40 +330,40 @@ def decode_launch(
         softcap: 0 means none.
         shared: v is the first dims of k, in the same memory.
     """
-    _, rows, nheads, headdim = q.shape
-    main = main_dim(headdim)
-    sequences = isinstance(seen, SequenceRule)
+    inputs = KernelArgs(q, k, v)
     rule = seen if isinstance(seen, SequenceRule) else SequenceRule(0, 0, 1, 0, 0, 0)
     runs = SeenRows(0, 0) if isinstance(seen, SequenceRule) else seen
-    group = nheads // k.size(2)
-    num_blocks = -(-rows * group // config.BLOCK_M)
+    num_blocks = -(-q.size(1) * inputs.group // config.BLOCK_M)
     acc, m, l = states
+    tables = {"cache_seqlens": cache_seqlens, "table": runs.table}
+    contiguous = {"block_table": block_table, "acc": acc, "m": m, "l": l, **tables}
     return Launch(
-        decode_kernel,
-        (num_blocks * parts.num_parts * q.size(0) * k.size(2),),
-        {
-            **pointers(q=q, k=k, v=v, block_table=block_table, acc=acc, m=m, l=l),
-            **pointers(cache_seqlens=cache_seqlens, table=runs.table),
-            **strides(q=q, k=k, v=v),
-            "num_rows": rows, "nheads_kv": k.size(2), "num_blocks": num_blocks,
-            "num_parts": parts.num_parts, "num_runs": runs.num_runs,
-            "start": runs.start, "stop": runs.stop,
-            "part_start": parts.start, "part_length": parts.length,
+        kernel=decode_kernel,
+        grid=(num_blocks * parts.num_parts * q.size(0) * k.size(2),),
+        args={
+            **arguments(inputs.strided, contiguous),
+            "num_rows": q.size(1),
+            "nheads_kv": k.size(2),
+            "num_blocks": num_blocks,
+            "num_parts": parts.num_parts,
+            "num_runs": runs.num_runs,
+            "start": runs.start,
+            "stop": runs.stop,
+            "part_start": parts.start,
+            "part_length": parts.length,
             **rule._asdict(),
             "table_pages": 0 if block_table is None else block_table.size(1),
             **scales(softmax_scale, softcap),
         },
-        {
-            "GROUP": group, "UNIT": offset_unit(q, k, v),
-            "HEAD_DIM": headdim, "HEAD_DIM_V": v.size(3), "BLOCK_D": main,
-            "BLOCK_REST": block_dim(headdim - main) if headdim > main else 0,
-            "BLOCK_DV": block_dim(v.size(3)), "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N,
-            "PAGE_SIZE": 0 if block_table is None else k.size(1), "SEQUENCES": sequences,
-            "TABLE": runs.table is not None, "SHARED": shared, "SOFTCAP": softcap != 0.0,
-            "PART_UNIT": PART_UNIT, "LEAST_PART": LEAST_PART,
+        constants={
+            **_constants_of_dims(inputs),
+            **_constants_of_rows(runs, k, block_table, config),
+            "SEQUENCES": isinstance(seen, SequenceRule),
+            "SHARED": shared,
+            "SOFTCAP": softcap != 0.0,
         },
-        config.options,
-    )  # fmt: skip
+        options=config.options,
+    )
 
 
 @triton.jit
@@ -417,7 +417,7 @@ def merge_parts_kernel(
 def merge_parts_launch(
     acc: Tensor, m: Tensor, l: Tensor, out: Tensor, lse: Tensor, num_parts: int
 ) -> Launch:
-    """The launch that merges the states of all parts into out and lse.
+    """Return the launch that merges the states of all parts into out and lse.
 
     acc (batch, num_parts, rows, nheads, headdim_v), m in base 2 and l without the last dim, out
     (batch, rows, nheads, headdim_v), lse (batch, nheads, rows): all float32 and contiguous.
@@ -439,3 +439,24 @@ def merge_parts_launch(
         },
         MERGE.options,
     )
+
+
+def _constants_of_dims(inputs: KernelArgs) -> dict[str, int]:
+    """Constants of the head dims; a wide head dim has two blocks, the rest in the second."""
+    headdim = inputs.q.size(3)
+    main = main_dim(headdim)
+    rest = block_dim(headdim - main) if headdim > main else 0
+    return {**inputs.constants, "BLOCK_D": main, "BLOCK_REST": rest}
+
+
+def _constants_of_rows(
+    runs: SeenRows, k: Tensor, block_table: Tensor | None, config: Config
+) -> dict[str, int]:
+    return {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "PAGE_SIZE": 0 if block_table is None else k.size(1),
+        "TABLE": runs.table is not None,
+        "PART_UNIT": PART_UNIT,
+        "LEAST_PART": LEAST_PART,
+    }

@@ -35,6 +35,8 @@ from torch import Tensor
 
 from .configs import Config
 from .flash_fwd import (
+    KernelArgs,
+    arguments,
     block_dim,
     in_units,
     load_block,
@@ -42,11 +44,9 @@ from .flash_fwd import (
     offset_of,
     offset_unit,
     offsets_in_block,
-    pointers,
     step_launch,
     store_rows,
     store_stats,
-    strides,
 )
 from .launch import Launch
 from .online_softmax import LOG2E, tanh
@@ -322,7 +322,7 @@ def flash_dq_kernel(
 def delta_launch(
     out: Tensor, dout: Tensor, lse: Tensor, minus_lse: Tensor, delta: Tensor, config: Config
 ) -> Launch:
-    """The launch that writes delta, and -lse in base 2.
+    """Return the launch that writes delta, and -lse in base 2.
 
     out and dout (batch, rows, nheads, headdim_v), any strides, but 1 in the last dim; lse,
     minus_lse and delta (batch, nheads, rows) float32, contiguous.
@@ -332,8 +332,10 @@ def delta_launch(
         delta_kernel,
         (triton.cdiv(num_rows, config.BLOCK_M) * batch * nheads,),
         {
-            **pointers(out=out, dout=dout, lse=lse, minus_lse=minus_lse, delta=delta),
-            **strides(out=out, dout=dout),
+            **arguments(
+                {"out": out, "dout": dout},
+                {"lse": lse, "minus_lse": minus_lse, "delta": delta},
+            ),
             "num_rows": num_rows,
             "nheads": nheads,
         },
@@ -356,29 +358,23 @@ def dq_launch(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch that adds one step's dq, without softmax_scale.
+    """Return the launch that adds one step's dq, without softmax_scale.
 
     Args:
-        inputs: q, k, v, dout, minus_lse, delta: q (batch, rows, nheads, headdim), k (batch,
-            rows_kv, nheads_kv, headdim), v (batch, rows_kv, nheads_kv, headdim_v) and dout (batch,
-            rows, nheads, headdim_v) with any strides, but 1 in the last dim; minus_lse, in base 2,
-            and delta, over all keys of all steps, (batch, nheads, rows) float32, contiguous.
+        inputs: q, k, v, dout, minus_lse and delta, as `KernelArgs` has them.
         dq: float32, contiguous; added to.
         table: q rows x kv rows, descending.
         config: for whose blocks the table is.
         softmax_scale: positive.
         softcap: 0 means none.
     """
-    strided, statistics = inputs_by_name(inputs)
-    q = strided["q"]
     return step_launch(
         flash_dq_kernel,
-        strided,
-        {**statistics, "dq": dq},
-        {"num_rows": q.size(1), "nheads": q.size(2)},
+        KernelArgs(*inputs),
+        {"dq": dq},
         table,
         config,
-        {},
+        constants={},
         softmax_scale=softmax_scale,
         softcap=softcap,
     )
@@ -394,31 +390,21 @@ def dkdv_launch(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch that adds one step's dk (without softmax_scale) and dv, as `dq_launch`.
+    """Return the launch that adds one step's dk (without softmax_scale) and dv.
 
     The table is of kv rows x q rows (`transposed`), ascending.
     """
-    strided, statistics = inputs_by_name(inputs)
-    q, k, dout = strided["q"], strided["k"], strided["dout"]
-    # With one stride for both, a thread keeps half the offsets of rows: on sm_90 short blocks of
-    # 128 dims spill 16 to 36 bytes in place of 40 to 108.
-    same_rows = q.stride(1) == dout.stride(1)
+    named = KernelArgs(*inputs)
     return step_launch(
         flash_dkdv_kernel,
-        strided,
-        {**statistics, "dk": dk, "dv": dv},
-        {"num_rows": q.size(1), "num_rows_kv": k.size(1), "nheads_kv": k.size(2)},
+        named,
+        {"dk": dk, "dv": dv},
         table,
         config,
-        {"SAME_ROWS": same_rows},
+        # With one stride for q and dout, a thread keeps half the offsets of rows: on sm_90 short
+        # blocks of 128 dims spill 16 to 36 bytes instead of 40 to 108.
+        constants={"SAME_ROWS": named.same_rows},
         kv_rows=True,
         softmax_scale=softmax_scale,
         softcap=softcap,
     )
-
-
-def inputs_by_name(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs with strides, and contiguous inputs, by name."""
-    q, k, v, dout, minus_lse, delta = inputs
-    strided = {"q": q, "k": k, "v": v, "dout": dout}
-    return strided, {"minus_lse": minus_lse, "delta": delta}

@@ -320,43 +320,114 @@ def block_dim(headdim: int) -> int:
     return max(16, triton.next_power_of_2(headdim))
 
 
+def arguments(
+    strided: Mapping[str, Tensor], contiguous: Mapping[str, Tensor | None]
+) -> dict[str, Any]:
+    """Pointers of tensors, and the strides of those that have any strides, as arguments."""
+    return {**pointers(**strided, **contiguous), **strides(**strided)}
+
+
+@dataclass(frozen=True)
+class KernelArgs:
+    """The inputs of a step, which yield arguments of a kernel by name.
+
+    Attributes:
+        q: (batch, rows, nheads, headdim); q, k, v, dout with any strides, but 1 in the last dim.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dout: (batch, rows, nheads, headdim_v), in a backward.
+        minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; in a backward.
+        delta: likewise, over all keys of all steps.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor | None = None
+    minus_lse: Tensor | None = None
+    delta: Tensor | None = None
+
+    @property
+    def strided(self) -> dict[str, Tensor]:
+        inputs = {"q": self.q, "k": self.k, "v": self.v}
+        return inputs if self.dout is None else {**inputs, "dout": self.dout}
+
+    @property
+    def statistics(self) -> dict[str, Tensor | None]:
+        if self.dout is None:
+            return {}
+        return {"minus_lse": self.minus_lse, "delta": self.delta}
+
+    @property
+    def group(self) -> int:
+        """Number of q heads that share a kv head."""
+        return self.q.size(2) // self.k.size(2)
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether rows of q and of dout are equally far apart."""
+        return self.dout is not None and self.q.stride(1) == self.dout.stride(1)
+
+    def sizes(self, *, kv_rows: bool) -> dict[str, int]:
+        """Numbers of rows and heads, for a kernel over q rows of heads or kv rows of kv heads."""
+        if kv_rows:
+            return {
+                "num_rows": self.q.size(1),
+                "num_rows_kv": self.k.size(1),
+                "nheads_kv": self.k.size(2),
+            }
+        return {"num_rows": self.q.size(1), "nheads": self.q.size(2)}
+
+    @property
+    def constants(self) -> dict[str, int]:
+        headdim, headdim_v = self.q.size(3), self.v.size(3)
+        return {
+            "GROUP": self.group,
+            "UNIT": offset_unit(*self.strided.values()),
+            "HEAD_DIM": headdim,
+            "HEAD_DIM_V": headdim_v,
+            "BLOCK_D": block_dim(headdim),
+            "BLOCK_DV": block_dim(headdim_v),
+        }
+
+
 def step_launch(
     kernel: Any,
-    inputs: Mapping[str, Tensor],
+    inputs: KernelArgs,
     others: Mapping[str, Tensor | None],
-    sizes: Mapping[str, int],
     table: StepTable,
     config: Config,
-    constants: Mapping[str, Any],
     *,
+    constants: Mapping[str, Any],
     softmax_scale: float,
     softcap: float,
     kv_rows: bool = False,
 ) -> Launch:
-    """The launch of a portable kernel over a table of q rows of heads, or kv rows of kv heads."""
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    schedule = step_schedule(q, k, v, table, config, kv_rows=kv_rows)
-    args = {
-        **pointers(**inputs, **others, blocks=table.blocks, runs=table.runs),
-        **strides(**inputs),
-        **sizes,
-        **schedule.args,
-        **scales(softmax_scale, softcap),
-    }
-    known = {
-        "GROUP": q.size(2) // k.size(2),
-        "UNIT": offset_unit(*inputs.values()),
-        "HEAD_DIM": q.size(3),
-        "HEAD_DIM_V": v.size(3),
-        "BLOCK_D": block_dim(q.size(3)),
-        "BLOCK_DV": block_dim(v.size(3)),
-        "BLOCK_M": config.BLOCK_M,
-        "BLOCK_N": config.BLOCK_N,
-        **table.constants,
-        "SOFTCAP": softcap != 0.0,
-        **constants,
-    }
-    return Launch(kernel, (schedule.num_tasks,), args, known, config.options)
+    """Return the launch of a portable kernel over q rows of heads, or kv rows of kv heads.
+
+    `others` are further tensors, contiguous, and `constants` further constants of the kernel.
+    """
+    schedule = step_schedule(inputs.q, inputs.k, inputs.v, table, config, kv_rows=kv_rows)
+    tables = {"blocks": table.blocks, "runs": table.runs}
+    return Launch(
+        kernel=kernel,
+        grid=(schedule.num_tasks,),
+        args={
+            **arguments(inputs.strided, {**inputs.statistics, **others, **tables}),
+            **inputs.sizes(kv_rows=kv_rows),
+            **schedule.args,
+            **scales(softmax_scale, softcap),
+        },
+        constants={
+            **inputs.constants,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            **table.constants,
+            "SOFTCAP": softcap != 0.0,
+            **constants,
+        },
+        options=config.options,
+    )
 
 
 def forward_launch(
@@ -372,7 +443,7 @@ def forward_launch(
     first: bool,
     last: bool,
 ) -> Launch:
-    """The launch that folds one step.
+    """Return the launch that folds one step.
 
     Args:
         q: (batch, rows, nheads, headdim); q, k, v with any strides, but 1 in the last dim.
@@ -389,12 +460,11 @@ def forward_launch(
     carried = {"acc": state.acc, "m": state.m, "l": state.l, "out": state.out, "lse": state.lse}
     return step_launch(
         flash_fwd_kernel,
-        {"q": q, "k": k, "v": v},
+        KernelArgs(q, k, v),
         {**carried, "sinks": state.sinks},
-        {"num_rows": q.size(1), "nheads": q.size(2)},
         table,
         config,
-        {"FIRST": first, "LAST": last, "HAS_SINKS": state.sinks is not None},
+        constants={"FIRST": first, "LAST": last, "HAS_SINKS": state.sinks is not None},
         softmax_scale=softmax_scale,
         softcap=softcap,
     )

@@ -54,7 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .configs import Config
-from .flash_fwd import pointers, scales
+from .flash_fwd import KernelArgs, pointers, scales
 from .hopper_add import ADDED, ADDED_ROWS, CONSUMERS, PART, PART_DIMS, Context, add_in_turns
 from .hopper_blocks import (
     ROWS,
@@ -456,7 +456,7 @@ def bwd_launch(
     *,
     softmax_scale: float,
 ) -> Launch:
-    """The launch that adds one step's dq and dk (without softmax_scale) and dv.
+    """Return the launch that adds one step's dq and dk (without softmax_scale) and dv.
 
     Args:
         inputs: as in `flash_bwd.dq_launch`; q, k, v, dout as from `hopper_fwd.copyable`.
@@ -466,7 +466,8 @@ def bwd_launch(
         config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps (of a consumer).
         softmax_scale: positive.
     """
-    q, k, v, dout, minus_lse, delta = inputs
+    named = KernelArgs(*inputs)
+    q, k, v, dout, *_ = inputs
     dq, dk, dv = gradients
     schedule = step_schedule(q, k, v, table, config, kv_rows=True)
     return Launch(
@@ -477,16 +478,14 @@ def bwd_launch(
             "k_desc": block_descriptor(k, ROWS.value),
             "v_desc": block_descriptor(v, ROWS.value),
             "dout_desc": block_descriptor(dout, config.BLOCK_M),
-            **pointers(minus_lse=minus_lse, delta=delta, dq=dq, dk=dk, dv=dv, turns=turns),
+            **pointers(**named.statistics, dq=dq, dk=dk, dv=dv, turns=turns),
             **pointers(blocks=table.blocks, runs=table.runs, pieces=table.pieces),
             **schedule.args,
-            "num_rows": q.size(1),
-            "num_rows_kv": k.size(1),
-            "nheads_kv": k.size(2),
+            **named.sizes(kv_rows=True),
             "scale": scales(softmax_scale, 0.0)["inner_scale"],
         },
         {
-            "GROUP": q.size(2) // k.size(2),
+            "GROUP": named.group,
             "BLOCK_M": config.BLOCK_M,
             "STAGES": config.num_stages,
             **table.constants,

@@ -55,7 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .configs import Config
-from .flash_fwd import Carried, pointers, scales
+from .flash_fwd import Carried, KernelArgs, pointers, scales
 from .hopper_blocks import (
     ROWS,
     BlockRows,
@@ -437,7 +437,7 @@ def hopper_launch(
     last: bool,
     beside_copies: bool = False,
 ) -> Launch:
-    """The launch that folds one step, as `forward_launch`, for calls that `takes_gluon` allows.
+    """Return the launch that folds one step, as `forward_launch`, if `takes_gluon` allows it.
 
     Args:
         q: q, k, v as from `copyable`, k and v with rows.
@@ -445,6 +445,7 @@ def hopper_launch(
         config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
         beside_copies: leave multiprocessors to copies between GPUs.
     """
+    inputs = KernelArgs(q, k, v)
     schedule = step_schedule(q, k, v, table, config, beside_copies=beside_copies)
     return Launch(
         hopper_fwd_kernel,
@@ -459,12 +460,11 @@ def hopper_launch(
             "num_tasks": schedule.num_tasks,
             "num_programs": schedule.num_programs,
             **schedule.args,
-            "num_rows": q.size(1),
-            "nheads": q.size(2),
+            **inputs.sizes(kv_rows=False),
             **scales(softmax_scale, softcap),
         },
         {
-            "GROUP": q.size(2) // k.size(2),
+            "GROUP": inputs.group,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
             "STAGES": config.num_stages,

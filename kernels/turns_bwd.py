@@ -22,8 +22,8 @@ from torch import Tensor
 from triton import knobs
 
 from .configs import Config
-from .flash_bwd import inputs_by_name, load_stats, probabilities
-from .flash_fwd import in_units, load_block, offset_of, step_launch
+from .flash_bwd import load_stats, probabilities
+from .flash_fwd import KernelArgs, in_units, load_block, offset_of, step_launch
 from .launch import Launch
 from .step_table import column_range, load_block_row, visible_pairs
 from .tasks import block_and_head
@@ -266,7 +266,7 @@ def turns_launch(
     *,
     softmax_scale: float,
 ) -> Launch:
-    """The launch that adds one step's dq and dk (without softmax_scale) and dv.
+    """Return the launch that adds one step's dq and dk (without softmax_scale) and dv.
 
     Args:
         inputs: as in `flash_bwd.dq_launch`, with equal head dims.
@@ -277,18 +277,16 @@ def turns_launch(
         softmax_scale: positive.
     """
     dq, dk, dv = gradients
-    strided, statistics = inputs_by_name(inputs)
-    q, k, dout = strided["q"], strided["k"], strided["dout"]
+    named = KernelArgs(*inputs)
     return step_launch(
         turns_bwd_kernel,
-        strided,
-        {**statistics, "dq": dq, "dk": dk, "dv": dv, "turns": turns, "pieces": table.pieces},
-        {"num_rows": q.size(1), "num_rows_kv": k.size(1), "nheads_kv": k.size(2)},
+        named,
+        {"dq": dq, "dk": dk, "dv": dv, "turns": turns, "pieces": table.pieces},
         table,
         config,
-        {
+        constants={
             "PARTIAL": table.partial,
-            "SAME_ROWS": q.stride(1) == dout.stride(1),
+            "SAME_ROWS": named.same_rows,
             "WARPS": config.num_warps,
             "DQ": dq is not None,
             "DKV": dk is not None,

@@ -35,7 +35,7 @@ from ring_attn.transport import capture, groups
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, telling
+from ring_attn.transport.p2p import open_p2p, reporting
 from ring_attn.transport.ranks.identity import debug_enabled
 from ring_attn.values.checks import check_flag
 from ring_attn.values.compiling import left_out_of_graphs
@@ -184,7 +184,7 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
-    with telling(group):
+    with reporting(group):
         checks.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
             raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
@@ -379,7 +379,7 @@ def tree_decode(
         >>> ring_attn.tree_decode(q, k, v).shape
         torch.Size([1, 1, 8, 64])
     """
-    with telling(group):
+    with reporting(group):
         several = cache_seqlens is not None or block_table is not None
         checks.check_tensors(q, k, v, packed=False, paged=block_table is not None)
         decode_checks.check_decode(q, k, v, sinks, layout)

@@ -110,7 +110,7 @@ class Line:
                 self.run(op.program, _some(ranks, op.ranks), begun)
             elif isinstance(op, Post | Wait):
                 members = _some(ranks, op.ranks)
-                # As in `transport.ranks.media.Nccl`: a communicator for each channel and ranks.
+                # As in `transport.ranks.links.NcclLink`: a communicator for each channel and ranks.
                 communicator = members, op.channel
                 if isinstance(op, Wait):
                     self.wait(pending.pop(communicator))

@@ -38,7 +38,7 @@ from ring_attn.strategies.registry import chosen, code_of, why_not_same_bits
 from ring_attn.torch_private import below_autograd
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.p2p import open_p2p, telling
+from ring_attn.transport.p2p import open_p2p, reporting
 
 # `Arguments`; only the numbers of layouts may be symbols.
 _ARGUMENTS = (
@@ -122,7 +122,7 @@ def _attention(
     """
     arguments = Arguments(*fields)
     group, call = arguments.asked()
-    with telling(group):
+    with reporting(group):
         shapes = q.shape, k.shape, v.shape
         call, agreement = _prepare(arguments, call, q.device, q.dtype, shapes, sinks)
         transport = open_p2p(group, call.transport)
@@ -256,7 +256,7 @@ def _attention_backward(
     arguments = Arguments(*fields)
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
     group, call = arguments.asked()
-    with telling(group):
+    with reporting(group):
         kv = batch, rows_kv, nheads_kv
         shapes = (batch, rows, nheads, headdim), (*kv, headdim), (*kv, headdim_v)
         call, agreement = _prepare(arguments, call, dout.device, dout.dtype, shapes, sinks)

@@ -22,7 +22,7 @@ class Rate:
     """Speed of one direction of attention.
 
     Attributes:
-        flops: FLOP/s of large tiles, counted by `sizes.flops`.
+        flops: FLOP/s of large tiles, counted by `core.sizes.flops`.
         launch: seconds before a step's tiles start.
         row_columns: extra columns that every row costs.
         edge_columns: extra columns that every row cut by the mask costs.

@@ -23,9 +23,8 @@ from ring_attn.cli.arguments import (
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
-from ring_attn.planning.bounds import call_of, walked_calls
+from ring_attn.planning.calls import call_of
 from ring_attn.planning.choice import Choice
-from ring_attn.planning.coarse import worlds
 from ring_attn.planning.devices import (
     CLUSTER_VARIABLE,
     DEVICES,
@@ -34,6 +33,7 @@ from ring_attn.planning.devices import (
     load_cluster,
 )
 from ring_attn.planning.planner import explain
+from ring_attn.planning.scale import estimates_of
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import programs_of, registered
 from ring_attn.testing.launch import num_threads
@@ -69,10 +69,10 @@ def run_plan(args: argparse.Namespace) -> int:
     if not args.quiet:
         text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
         print(text if args.verbose else "\n".join(map(narrow, text.splitlines())))
-    found = worlds(choice.problem, choice.best)
-    walked = len(walked_calls(*found[0]))
-    if len(found) > 1:
-        sizes = " and ".join(str(world.problem.world_size) for world in found)
+    estimates = estimates_of(choice.problem, choice.best)
+    walked = estimates.num_walked
+    if estimates.is_extrapolated:
+        sizes = " and ".join(map(str, estimates.world_sizes))
         print(f"times follow from {sizes} ranks, each of which stands for several")
     elif walked < args.world_size:
         print(f"times are of {walked} ranks, which stand for all {args.world_size}")

@@ -451,3 +451,11 @@ def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]
 
 
 _cached_segments_of_kind = lru_cache(maxsize=1024)(_segments_of_kind)
+
+
+def with_world_size(layouts: Layouts, world_size: int) -> Layouts | None:
+    """Return the layouts of the same kinds over other ranks; None if they have no name."""
+    if not {layout.kind for layout in layouts} <= set(LAYOUTS):
+        return None
+    q, kv = (SequenceLayout.from_name(x.kind, x.seqlen, world_size) for x in layouts)
+    return q, kv

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 
@@ -407,7 +407,7 @@ STATE = "state"
 
 
 def effects(op: Op) -> Effects:
-    """The effects of an op, but for the buffers of a post, which others use until its wait."""
+    """Return the effects of an op, except on buffers of a post, in use until its wait."""
     match op:
         case Pack():
             return Effects(reads=_outside(op.copies), takes=(op.buffer,))
@@ -448,7 +448,10 @@ def effects(op: Op) -> Effects:
             return Effects((*op.q_side, *op.kv, *out), writes)
         case Inner():
             return Effects(reads=tuple(View(outer) for _, outer in op.inputs))
-    return Effects()
+        case Step() | Post() | Wait() | Join():
+            return Effects()
+        case _:
+            assert_never(op)
 
 
 def _parts(into: View) -> tuple[View, ...]:

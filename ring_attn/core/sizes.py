@@ -1,4 +1,4 @@
-"""Closed-form sizes: messages of a ring, operations, all-reduces."""
+"""Closed-form sizes: messages of a ring, results, operations, and bytes that a step merges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ring_attn.core.program import Array
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.work import needed_rows, totals
-from ring_attn.values.checks import check_number
 
 # If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
 # recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
@@ -96,31 +95,13 @@ def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
 
 
 def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:
-    """Floating point operations for `area` visible pairs: 2 matmuls forward, 5 backward.
+    """Return the floating point operations for `area` visible pairs: 2 matmuls forward, 5 backward.
 
     `backward` True counts the backward alone, False the forward.
     """
     qk, pv = 2 * spec.headdim, 2 * spec.headdim_v
     per_pair = 3 * qk + 2 * pv if backward else qk + pv
     return area * per_pair * spec.batch * spec.nheads
-
-
-def all_reduce_bytes(seqlen: int, hidden_size: int, num_blocks: int, itemsize: int) -> int:
-    """Bytes of activations that a tensor-parallel model all-reduces in a forward, counted once.
-
-    Each block has two all-reduces of (seqlen, hidden_size), after the output projection and the
-    down projection (Megatron-LM, arXiv 1909.08053).
-    `seqlen` counts the rows of a rank, over all sequences.
-    """
-    return 2 * num_blocks * seqlen * hidden_size * itemsize
-
-
-def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
-    """Seconds for `nbytes` on a link of `gbit_per_s`, without latency."""
-    check_number("gbit_per_s", gbit_per_s)
-    if not gbit_per_s > 0.0:
-        raise ValueError(f"gbit_per_s must be positive, got {gbit_per_s}")
-    return nbytes / (gbit_per_s * 1e9 / 8.0)
 
 
 def merged_bytes(spec: AttentionSpec) -> int:

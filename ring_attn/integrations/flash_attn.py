@@ -30,7 +30,7 @@ from ring_attn.backends import PREFERENCE, get_backend
 from ring_attn.call import DistributedOptions, ExecutionOptions, Layout
 from ring_attn.checks import attention as checks
 from ring_attn.transport.groups import Group
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_int, check_tensor
 from ring_attn.values.compiling import left_out_of_graphs
 
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
         return_attn_probs,
     )  # fmt: skip
     if block_table is not None:
-        with telling(group):
+        with reporting(group):
             raise NotImplementedError(
                 "block_table must be None: a prompt against a paged cache is not built; "
                 "ring_attn.tree_decode takes the newest tokens against one that is split over the "
@@ -203,7 +203,7 @@ def _call(
     them, else two each.
     """
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
-    with telling(group):
+    with reporting(group):
         checks.check_options(name, execution, ExecutionOptions)
         qkv = unpacked(form, tensors, packed=len(sides) > 0)
         check_deterministic(qkv, options)

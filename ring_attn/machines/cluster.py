@@ -141,7 +141,7 @@ class Cluster:
 
 
 def merged(cluster: Cluster, each: float) -> Cluster:
-    """The cluster of devices that each stand for `each` devices of this one (`planning.coarse`)."""
+    """The cluster of devices that each stand for `each` devices of this one (`planning.scale`)."""
 
     def rate(one: Rate) -> Rate:
         return Rate(*(each * cost for cost in astuple(one)))

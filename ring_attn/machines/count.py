@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
@@ -43,7 +43,7 @@ def communicator_bytes(programs: Sequence[Program], rank: int, world_size: int) 
 def _add_sources(program: Program, rank: int, members: Members, sources: Sources) -> None:
     """Adds the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
 
-    A communicator has one channel and some ranks, as in `transport.ranks.media.Nccl`.
+    A communicator has one channel and some ranks, as in `transport.ranks.links.NcclLink`.
     """
     for op in program.ops:
         if not isinstance(op, ops.Post | ops.Inner):
@@ -193,6 +193,12 @@ class Memory:
                 self._round(op)
             case ops.Inner():
                 self._inner(op)
+            case ops.Step() | ops.Join():
+                pass  # takes no memory
+            case ops.Decode() | ops.Merge():
+                pass  # the memory of `tree_decode` is not counted
+            case _:
+                assert_never(op)
 
     def _receive_parts(self, post: ops.Post) -> None:
         """Takes memory for the other ranks' parts of a sum, which a host adds up itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import assert_never
 
 from ring_attn.core import program as ops
 from ring_attn.core.program import Op, Program
@@ -11,7 +12,7 @@ _WIDTH = 34
 
 
 def draw(program: Program) -> str:
-    """The ops of one rank, one op a line, with what they send, copy or compute.
+    """Return the ops of one rank, one op a line, with what they send, copy or compute.
 
     Example:
         >>> import torch
@@ -51,7 +52,7 @@ def _lines(program: Program, depth: int) -> Iterator[str]:
 
 
 def _text(op: Op) -> str:
-    """The op in a few words; empty if it costs nothing."""
+    """Describe the op in a few words; empty if it costs nothing."""
     match op:
         case ops.Pack() | ops.Clear() | ops.Unpack():
             return f"{_name(op)} {op.buffer.name}"
@@ -75,7 +76,10 @@ def _text(op: Op) -> str:
             return "inner program" + ("" if op.ranks is None else f" among ranks {op.ranks}")
         case ops.Free():
             return ""
-    return _name(op)
+        case ops.Step() | ops.Assign() | ops.Start() | ops.Finish() | ops.Delta() | ops.Merge():
+            return _name(op)
+        case _:
+            assert_never(op)
 
 
 def _name(op: Op) -> str:
@@ -83,7 +87,7 @@ def _name(op: Op) -> str:
 
 
 def _size(op: Op) -> str:
-    """The bytes that an op sends or copies, or the pairs that it computes."""
+    """Return the bytes that an op sends or copies, or the pairs that it computes."""
     match op:
         case ops.Attend() | ops.Decode() | ops.Differentiate():
             return f"{sum(tile.area for tile in op.tiles)} pairs"
@@ -91,4 +95,11 @@ def _size(op: Op) -> str:
             return f"{op.message.nbytes} B"
         case ops.Post():
             return f"{op.nbytes} B"
-    return ""
+        case ops.Step() | ops.Wait() | ops.Join() | ops.Free() | ops.Clear() | ops.New():
+            return ""
+        case ops.Assign() | ops.Start() | ops.Finish() | ops.Delta() | ops.Round():
+            return ""
+        case ops.Inner() | ops.Merge():
+            return ""
+        case _:
+            assert_never(op)

@@ -1,14 +1,14 @@
-"""Runs a program on tensors: every strategy, forward and backward, runs here.
+"""Run a program on tensors: every strategy, forward and backward, runs here.
 
-An observed call (`ring_attn.profiling`) also records named ranges, counts of steps and merges, and
-the times of posts, waits and compute: `Observed`.
+An observed call (`ring_attn.profiling`) also records named ranges, and the times of posts, waits
+and compute: `Observed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
-from typing import Any, cast, get_args
+from typing import Any, assert_never, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def execute(
     sinks: Tensor | None = None,
     kind: Hashable = None,
 ) -> Run:
-    """Runs a program of one rank of a call to its end, with an observer if the call is observed.
+    """Run a program of one rank of a call to its end, with an observer if the call is observed.
 
     Programs of one `kind` have the same connections. On a device with streams, all ranks connect,
     compile and wait for each other before the first call of a kind and spec.
@@ -64,7 +64,7 @@ def execute(
 
 
 def _prepare(run: Run, kind: Hashable) -> None:
-    """Connects all ranks and compiles, before the first call of a kind and spec."""
+    """Connect all ranks and compile, before the first call of a kind and spec."""
     transport, program = run.transport, run.program
     if not run.queued or transport.world_size == 1:
         return
@@ -112,17 +112,60 @@ class Run:
         self._index = 0  # of the current op
 
     def all(self) -> None:
-        """Runs every op in order."""
+        """Run every op in order."""
         for index, op in enumerate(self.program.ops):
             self._index = index
-            _DO[type(op)](self, op)
+            # Without a method of its own, which each op would call; the most frequent ops first.
+            match op:
+                case ops.Step():
+                    self.step(op)
+                case ops.Attend():
+                    self.attend(op)
+                case ops.Differentiate():
+                    self.differentiate(op)
+                case ops.Wait():
+                    self.wait(op)
+                case ops.Post():
+                    self.post(op)
+                case ops.Free():
+                    self.free(op)
+                case ops.Pack():
+                    self.pack(op)
+                case ops.Clear():
+                    self.clear(op)
+                case ops.Add():
+                    self.add(op)
+                case ops.Unpack():
+                    self.unpack(op)
+                case ops.New():
+                    self.new(op)
+                case ops.Assign():
+                    self.assign(op)
+                case ops.Round():
+                    self.round(op)
+                case ops.Start():
+                    self.start(op)
+                case ops.Finish():
+                    self.finish(op)
+                case ops.Delta():
+                    self.delta(op)
+                case ops.Join():
+                    self.join(op)
+                case ops.Inner():
+                    self.inner(op)
+                case ops.Decode():
+                    self.decode(op)
+                case ops.Merge():
+                    self.merge(op)
+                case _:
+                    assert_never(op)
             if self._used:
                 self._note_uses()
 
     # -- tensors
 
     def get(self, operand: Operand) -> Tensor:
-        """The tensor of an operand, or the part of it."""
+        """Return the tensor of an operand, or the part of it."""
         if isinstance(operand, Entry):
             return self._held(operand.buffer).tensors[operand.number]
         x = self.tensors[operand.name]
@@ -133,14 +176,14 @@ class Run:
         return x[:, rows, heads] if x.ndim == 4 else x[:, heads, rows]
 
     def _put(self, into: View, x: Tensor) -> None:
-        """Copies `x` into an existing tensor, or gives the name to `x`."""
+        """Copy `x` into an existing tensor, or give the name to `x`."""
         if into.name in self.tensors:
             self.get(into).copy_(x)
         else:
             self.tensors[into.name] = x
 
     def step(self, op: ops.Step) -> None:
-        """Nothing happens: steps are for who observes a run."""
+        """Do nothing; `Observed` records the number of the step."""
 
     def new(self, op: ops.New) -> None:
         make = torch.zeros if op.zero else torch.empty
@@ -178,7 +221,7 @@ class Run:
             self._pool.give(block)
 
     def _held(self, buffer: Buffer) -> Block:
-        """The block of a buffer to compute with; allocates and zeroes a cleared one."""
+        """Return the block of a buffer to compute with; allocate and zero a cleared one."""
         block = self._blocks[buffer.name]
         if not isinstance(block, Block):
             block = self._take(buffer, block)
@@ -188,7 +231,7 @@ class Run:
         return block
 
     def _note_uses(self) -> None:
-        """Records an event after the op, on the buffers that it used."""
+        """Record an event after the op, on the buffers that it used."""
         event = streams.record(self.device)
         for block in self._used:
             block.written = event
@@ -235,7 +278,7 @@ class Run:
         return self.transport if ranks is None else self.transport.sub(ranks)
 
     def post(self, op: ops.Post) -> Event | None:
-        """Starts the exchange; returns the event of its end, on a device with streams."""
+        """Start the exchange; return the event of its end, on a device with streams."""
         send = self._blocks[op.send.name]
         if not isinstance(send, Block):
             send = self._held(op.send)
@@ -288,7 +331,7 @@ class Run:
         transport: Transport,
         sinks: Tensor | None,
     ) -> Run:
-        """A run of an inner program."""
+        """Return a run of an inner program."""
         return Run(program, spec, self.scores, self.backend, inputs, transport, sinks)
 
     # -- attention
@@ -383,54 +426,71 @@ class Run:
 
 
 class Observed(Run):
-    """A run that tells an observer its parts."""
+    """A run whose ops an observer times, each in a range of its name."""
 
     observer: Observer
 
     def all(self) -> None:
         self._posted: dict[Channel, Moment] = {}
-        for index, op in enumerate(self.program.ops):
-            self._index = index
-            self.do(op)
-            if self._used:
-                self._note_uses()
+        super().all()
         self.observer.step = None
 
-    def another(self, *given: Any) -> Run:
-        program, spec, *others = given
-        run = Observed(program, spec, self.scores, self.backend, *others)
+    def another(
+        self,
+        program: Program,
+        spec: AttentionSpec,
+        inputs: dict[str, Tensor],
+        transport: Transport,
+        sinks: Tensor | None,
+    ) -> Run:
+        run = Observed(program, spec, self.scores, self.backend, inputs, transport, sinks)
         run.observer = self.observer
         return run
 
-    def do(self, op: ops.Op) -> None:
-        """Runs an op in the range of its name; without tiles there is nothing to name."""
-        if isinstance(op, ops.Step):
-            self.observer.step = op.number
-        name = _RANGES.get(type(op))
-        idle = isinstance(op, ops.Attend | ops.Differentiate) and not op.tiles
-        if name is None or idle:
-            _DO[type(op)](self, op)
-            return
+    def step(self, op: ops.Step) -> None:
+        self.observer.step = op.number
+
+    def post(self, op: ops.Post) -> Event | None:
         start = self.observer.mark()
-        with self.observer.span(name):
-            _DO[type(op)](self, op)
-        if isinstance(op, ops.Post | ops.Wait) and self._among(op.ranks).world_size > 1:
-            if isinstance(op, ops.Post):
-                self._posted[op.channel] = start
-            else:
-                self.observer.landed(self._posted.pop(op.channel))
+        with self.observer.span("post"):
+            end = super().post(op)
+        if self._among(op.ranks).world_size > 1:
+            self._posted[op.channel] = start
+        return end
 
+    def wait(self, op: ops.Wait) -> None:
+        with self.observer.span("wait"):
+            super().wait(op)
+        if self._among(op.ranks).world_size > 1:
+            self.observer.landed(self._posted.pop(op.channel))
 
-# Each op has the method of its name.
-_DO: dict[type, Callable[[Any, Any], object]] = {
-    op: getattr(Run, op.__name__.lower()) for op in get_args(ops.Op)
-}
+    def attend(self, op: ops.Attend) -> None:
+        if not op.tiles:
+            return
+        with self.observer.span("attend"):
+            super().attend(op)
 
-# Ranges of observed ops.
-_RANGES: dict[type, str] = {
-    ops.Post: "post", ops.Wait: "wait", ops.Attend: "attend", ops.Decode: "attend",
-    ops.Differentiate: "attend", ops.Finish: "finalize", ops.Delta: "delta", ops.Merge: "merge",
-}  # fmt: skip
+    def differentiate(self, op: ops.Differentiate) -> None:
+        if not op.tiles:
+            return
+        with self.observer.span("attend"):
+            super().differentiate(op)
+
+    def decode(self, op: ops.Decode) -> None:
+        with self.observer.span("attend"):
+            super().decode(op)
+
+    def finish(self, op: ops.Finish) -> None:
+        with self.observer.span("finalize"):
+            super().finish(op)
+
+    def delta(self, op: ops.Delta) -> None:
+        with self.observer.span("delta"):
+            super().delta(op)
+
+    def merge(self, op: ops.Merge) -> None:
+        with self.observer.span("merge"):
+            super().merge(op)
 
 
 def _rows_of(entry: Tensor, copy: Copy) -> Tensor:

@@ -23,11 +23,11 @@ walked is taken to be as late as a rank of the same run, as if the run were a ri
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, log2
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.call import Call
@@ -313,19 +313,55 @@ class _Walk:
         self.wide = self.spec.accum_dtype.itemsize
 
     def all(self) -> Iterator[_Group]:
-        """Does every op in order; yields at each exchange, whose group then goes on together."""
-        me = self.me
+        """Do every op in order; yield at each exchange, whose group then goes on together."""
         for op in self.program.ops:
-            do = _DO.get(type(op))
-            if do is not None:
-                do(self, op)
-            elif isinstance(op, ops.Post | ops.Join):
-                among = None if isinstance(op, ops.Join) else op.ranks
-                group = self.group if among is None else self.run.group(self._among(among))
-                group.waiting.append(_Posted(me, op, self._ready(op)))
-                yield group
-            elif isinstance(op, ops.Inner):
-                yield from _Walk(self.run, me, op.program, op.spec, self._among(op.ranks)).all()
+            match op:
+                case ops.Post():
+                    yield self._post(op, op.ranks)
+                case ops.Join():
+                    yield self._post(op, None)
+                case ops.Wait():
+                    self._wait(op)
+                case ops.Attend():
+                    self._attend(op)
+                case ops.Differentiate():
+                    self._compute(op, part_of_heads(op, self.spec))
+                case ops.Pack():
+                    self._move(2 * op.message.nbytes)
+                    self.me.packed = self.me.clock
+                case ops.Clear():
+                    self._move(op.message.nbytes)
+                case ops.Add():
+                    self._move(3 * op.message.nbytes)
+                case ops.Unpack():
+                    adds = any(copy.add for copy in op.copies)
+                    self._move((3 if adds else 2) * op.message.nbytes)
+                case ops.New():
+                    if op.zero:
+                        self._move(op.array.nbytes)
+                case ops.Start():
+                    self.first = True
+                case ops.Finish():
+                    self._finish(op)
+                case ops.Delta():
+                    self._delta()
+                case ops.Round():
+                    self._round(op)
+                case ops.Inner():
+                    members = self._among(op.ranks)
+                    yield from _Walk(self.run, self.me, op.program, op.spec, members).all()
+                case ops.Step() | ops.Free() | ops.Assign():
+                    pass  # takes no time on the device
+                case ops.Decode() | ops.Merge():
+                    pass  # `tree_decode` is not predicted
+                case _:
+                    assert_never(op)
+
+    def _post(self, op: ops.Post | ops.Join, ranks: tuple[int, ...] | None) -> _Group:
+        """Return the group of an exchange, in which this rank now waits for the others."""
+        group = self.group if ranks is None else self.run.group(self._among(ranks))
+        group.waiting.append(_Posted(self.me, op, self._ready(op)))
+        return group
 
     def _among(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         return self.members if ranks is None else tuple(self.members[r] for r in ranks)
@@ -373,40 +409,20 @@ class _Walk:
         me.clock = self._after(nbytes / self.run.bandwidth)
         me.moves += me.clock - start
 
-    def pack(self, op: ops.Pack) -> None:
-        self._move(2 * op.message.nbytes)
-        self.me.packed = self.me.clock
-
-    def clear(self, op: ops.Clear) -> None:
-        self._move(op.message.nbytes)
-
-    def add(self, op: ops.Add) -> None:
-        self._move(3 * op.message.nbytes)
-
-    def unpack(self, op: ops.Unpack) -> None:
-        self._move((3 if any(copy.add for copy in op.copies) else 2) * op.message.nbytes)
-
-    def new(self, op: ops.New) -> None:
-        if op.zero:
-            self._move(op.array.nbytes)
-
-    def start(self, _: ops.Start) -> None:
-        self.first = True
-
-    def finish(self, op: ops.Finish) -> None:
+    def _finish(self, op: ops.Finish) -> None:
         if not self.run.carries:
             self._move(op.out_array.nbytes * (1 + self.wide // self.spec.dtype.itemsize))
 
-    def delta(self, _: ops.Delta) -> None:
+    def _delta(self) -> None:
         out = self.program.arrays.get("out")
         if out is not None:
             self._move(2 * out.nbytes)
 
-    def round(self, op: ops.Round) -> None:
+    def _round(self, op: ops.Round) -> None:
         item = op.array.dtype.itemsize
         self._move(op.array.nbytes // item * (self.wide + item))
 
-    def wait(self, op: ops.Wait) -> None:
+    def _wait(self, op: ops.Wait) -> None:
         me = self.me
         me.host += self.run.cluster.host.wait
         exchange = me.pending.pop(op.channel, None)
@@ -457,7 +473,7 @@ class _Walk:
         kv = cols * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
         return {"all": q + kv, "q": q, "kv": kv}[op.part]
 
-    def attend(self, op: ops.Attend) -> None:
+    def _attend(self, op: ops.Attend) -> None:
         """Computes a step's tiles; from the second step on, merges the result into the state."""
         spec = part_of_heads(op, self.spec)
         self._compute(op, spec)
@@ -465,14 +481,3 @@ class _Walk:
             elements = op.tiles.sizes.rows * (spec.batch * spec.nheads * spec.headdim_v)
             self._move(elements * merged_bytes(spec), FOLD)
         self.first = False
-
-    def differentiate(self, op: ops.Differentiate) -> None:
-        self._compute(op, part_of_heads(op, self.spec))
-
-
-# An op that takes time has the method of its name.
-_DO: dict[type, Callable[[_Walk, Any], None]] = {
-    op: getattr(_Walk, op.__name__.lower())
-    for op in get_args(ops.Op)
-    if hasattr(_Walk, op.__name__.lower())
-}

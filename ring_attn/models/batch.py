@@ -13,7 +13,7 @@ from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import new_p2p, telling
+from ring_attn.transport.p2p import new_p2p, reporting
 from ring_attn.values.checks import as_int, as_ints, check_type
 
 
@@ -118,7 +118,7 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         RuntimeError: no process group.
     """
     process_group = groups.check_group(group)
-    with telling(process_group):
+    with reporting(process_group):
         checks.check_shard(x, dim, layout, process_group)
         checks.check_capture("unshard", x)
     # An all-gather needs equal sizes: short shards are padded, and cut again after it.

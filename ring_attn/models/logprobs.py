@@ -12,7 +12,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.models.batch import unshard
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import check_type
 
 
@@ -56,7 +56,7 @@ def token_logprobs(
         tensor([[0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000]])
     """
     process_group = groups.check_group(group)
-    with telling(process_group):
+    with reporting(process_group):
         for name, x in (("logits", logits), ("shift_labels", shift_labels)):
             check_type(name, x, Tensor)
         if logits.ndim != 3 or logits.shape[:2] != shift_labels.shape:

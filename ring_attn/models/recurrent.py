@@ -33,7 +33,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.models.style import with_forward
 from ring_attn.sequence.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
 from ring_attn.transport import groups
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_tuple, check_type
 
 __all__ = ["Place"]
@@ -130,7 +130,7 @@ class RecurrentParallel(ParallelStyle):
         def run(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 refuse_compiled()
-            with telling(group), at(place := self._place(module, group, *args)) as called:
+            with reporting(group), at(place := self._place(module, group, *args)) as called:
                 out = forward(*args, **kwargs)
                 if place and (left := sorted({*self.functions} - called)):
                     raise NotImplementedError(

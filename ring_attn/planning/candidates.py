@@ -8,14 +8,13 @@ import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.checks import attention as checks
-from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
+from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout, with_world_size
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, family
 from ring_attn.core.work import totals
 from ring_attn.planning import balance
-from ring_attn.planning.bounds import MAX_EXACT
 from ring_attn.planning.choice import Candidate, Problem
-from ring_attn.planning.coarse import coarser
+from ring_attn.planning.scale import MAX_EXACT
 from ring_attn.strategies.registry import code_of
 from ring_attn.values.checks import as_tuple
 
@@ -77,7 +76,7 @@ def candidates_of(
 def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
     """Whether at least half of all pairs of ranks have no visible pairs."""
     if problem.quick and problem.world_size > MAX_EXACT:
-        layouts = coarser(layouts, MAX_EXACT) or layouts
+        layouts = with_world_size(layouts, MAX_EXACT) or layouts
     try:
         seen = totals(*layouts, problem.mask).seen
     except (ValueError, NotImplementedError):

@@ -89,7 +89,7 @@ class Problem:
 
     The backend is never "auto". `memory_bytes` is the memory of a rank for its inputs and the call,
     infinite if unknown. `exact` simulates every rank, as far as `machines.time` can; `quick` takes
-    few ranks for many (`planning.coarse`), each for `each` ranks.
+    few ranks for many (`planning.scale`), each for `each` ranks.
     """
 
     spec: AttentionSpec
@@ -154,6 +154,11 @@ class Candidate:
     @property
     def label(self) -> str:
         return label(self.strategy, self.world_size)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold equal shards, except for 1 %."""
+        return all(max(x.shard_lens) <= 1.01 * min(x.shard_lens) for x in self.layouts)
 
     @property
     def at_least(self) -> float:

@@ -30,32 +30,20 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.core.tiles import check_fit
 from ring_attn.machines.cluster import Cluster
-from ring_attn.machines.time import simulate
-from ring_attn.planning.bounds import (
-    MAX_EXACT,
-    alone,
-    call_of,
-    core_of,
-    is_even,
-    least_seconds,
-    rated_cluster,
-    walked_calls,
-)
+from ring_attn.planning.calls import call_of
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
 from ring_attn.planning.choice import (
     Candidate,
     Choice,
-    DirectionCost,
     Prediction,
     Problem,
     describe,
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.coarse import is_rough, whole, whole_cost, whole_count, worlds
 from ring_attn.planning.devices import find_cluster, with_backend
-from ring_attn.planning.memory import Peak, peak_of
-from ring_attn.strategies.registry import code_of, programs_of, why_not_same_bits
+from ring_attn.planning.scale import MAX_EXACT, estimates_of
+from ring_attn.strategies.registry import code_of, why_not_same_bits
 from ring_attn.values import checks as values
 from ring_attn.values.host import on_host, without_garbage_collection
 
@@ -72,7 +60,7 @@ MAX_RANK_STEPS = 1 << 25
 # memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
 
-# Of more ranks, few stand for many in every plan (`planning.coarse`), not in quick ones alone.
+# Of more ranks, few stand for many in every plan (`planning.scale`), not in quick ones alone.
 MANY = 1024
 
 # Peaks of a quick plan above this share of the memory are counted on the call's own ranks.
@@ -275,10 +263,8 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         why_not = why_not_same_bits(call)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
-        found = worlds(problem, candidate, computes=True)
-        cores = [core_of(call_of(*world)) for world in found]
-        least = [least_seconds(*world, core) for world, core in zip(found, cores, strict=True)]
-        core, busiest = cores[0], int((least[0][1] + 0.5) * found[0].problem.each)
+        bounds = estimates_of(problem, candidate, of_compute=True).bounds()
+        core = bounds.core
         core_code = code_of(core.strategy)
         plan = core_code.gradients(core)
         return replace(
@@ -286,8 +272,8 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
             same_bits=why_not is None,
             travels=plan.travels if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
-            bounds=(whole(found, [x[0][0] for x in least]), whole(found, [x[0][1] for x in least])),
-            busiest=busiest * strategy.ulysses_degree,
+            bounds=(bounds.forward, bounds.backward),
+            busiest=bounds.busiest * strategy.ulysses_degree,
         )
     except (ValueError, NotImplementedError) as error:
         return replace(candidate, reason=str(error), refused=True)
@@ -296,12 +282,10 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     """Adds the peak memory; refuses the candidate if a rank has less."""
     inputs = _input_bytes(problem, candidate.layouts)
-    found = worlds(problem, candidate)
-    peaks = [peak_of(call_of(*world), backward=problem.backward) for world in found]
-    peak = Peak(round(whole(found, [x.call for x in peaks])),
-                whole_count(found, [x.communicators for x in peaks]))  # fmt: skip
-    if len(found) > 1 and sum(peak) + inputs > NEARLY * problem.memory_bytes:
-        peak = peak_of(call_of(problem, candidate), backward=problem.backward)
+    estimates = estimates_of(problem, candidate)
+    peak = estimates.peak()
+    if estimates.is_extrapolated and sum(peak) + inputs > NEARLY * problem.memory_bytes:
+        peak = estimates.own_peak()
     candidate = replace(candidate, peak_bytes=peak.call, communicator_bytes=peak.communicators)
     if sum(peak) + inputs <= problem.memory_bytes:
         return candidate
@@ -336,8 +320,8 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
     def at_least(index: int) -> float:
         return candidates[index].at_least
 
-    if problem.world_size > MAX_EXACT and any(is_even(candidates[i]) for i in waiting):
-        for i in [i for i in waiting if not is_even(candidates[i])]:
+    if problem.world_size > MAX_EXACT and any(candidates[i].is_even for i in waiting):
+        for i in [i for i in waiting if not candidates[i].is_even]:
             reason = f"not simulated: beyond {MAX_EXACT} ranks only equal shards are"
             candidates[i] = replace(candidates[i], reason=reason)
             waiting.remove(i)
@@ -370,7 +354,7 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
         else:
             left -= rank_steps
             found = _predicted(problem, candidate)
-            if found.seconds < best and is_rough(problem, candidate):
+            if found.seconds < best and estimates_of(problem, candidate).is_rough:
                 found = _predicted(replace(problem, quick=False), candidate)
             candidate, best = found, min(best, found.seconds)
         candidates[index] = candidate
@@ -382,12 +366,12 @@ def _refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
 
     The backward keeps its bound if the two reach the limit without it.
     """
-    found, bounds = worlds(problem, candidate), list(candidate.bounds)
+    estimates, bounds = estimates_of(problem, candidate), list(candidate.bounds)
     for backward in problem.directions:
         if sum(bounds) >= limit:
             break
         try:
-            seconds = whole(found, [alone(*world, backward=backward) for world in found])
+            seconds = estimates.seconds_without_late_peers(backward=backward)
         except NotImplementedError as error:
             return replace(candidate, reason=str(error), refused=True)
         bounds[backward] = max(bounds[backward], seconds)
@@ -400,24 +384,13 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
         candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
-    found = worlds(problem, candidate)
-    walked = [(walked_calls(*world), rated_cluster(*world)) for world in found]
+    estimates = estimates_of(problem, candidate)
     try:
-        forward, *backward = [
-            whole_cost(
-                found,
-                [
-                    DirectionCost.of(
-                        simulate(programs_of(calls, backward=backward), calls[0], cluster)
-                    )
-                    for calls, cluster in walked
-                ],
-            )
-            for backward in problem.directions
-        ]
+        forward = estimates.cost(backward=False)
+        backward = estimates.cost(backward=True) if problem.backward else None
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
-    return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
+    return replace(candidate, prediction=Prediction(forward, backward))
 
 
 # -- defaults

@@ -33,7 +33,7 @@ from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.cached import Cached
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, telling
+from ring_attn.transport.p2p import open_p2p, reporting
 from ring_attn.values.checks import as_int, check_type
 
 # (layout, rows before, rows after, rank)
@@ -85,7 +85,7 @@ def halo(
         [[2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
     """
     process_group = groups.check_group(group)
-    with telling(process_group):
+    with reporting(process_group):
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
         rank = checks.check_shard(x, dim, layout, process_group)
     rows = x.movedim(dim, 0)
@@ -139,7 +139,7 @@ def roll(
         >>> ring_attn.unshard(rolled, layout).tolist()
         [[1, 2, 3, 4, 5, 6, 7, -100]]
     """
-    with telling(group):
+    with reporting(group):
         shift = as_int("shift", shift)
         check_type("layout", layout, SequenceLayout)
         cuts = checks.check_cu_seqlens("cu_seqlens", cu_seqlens)
@@ -178,7 +178,7 @@ def _halo(
         "right": right, "back": back,
     }  # fmt: skip
     plan = _plan(place, x.device).get()
-    with telling(process_group):
+    with reporting(process_group):
         transport = open_p2p(process_group, TransportOptions())
         with (
             transport.call("halo", Agreement(described), x.device),

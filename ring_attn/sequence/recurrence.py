@@ -32,7 +32,7 @@ from ring_attn.sequence.runs import Piece, last_run, pieces_of
 from ring_attn.sequence.states import Maps, StartStates, WithEndGradients, entering, no_autocast
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_int, check_type
 from ring_attn.values.compiling import left_out_of_graphs
 
@@ -243,7 +243,7 @@ def _checked(
 ) -> Iterator[tuple[Maps, tuple[tuple[Piece, ...], ...]]]:
     """Checks what all layers get; gives this rank's runs. Tells other ranks of errors within."""
     process_group = groups.check_group(group)
-    with telling(process_group):
+    with reporting(process_group):
         check_type("layout", layout, SequenceLayout)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         given = checks.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()

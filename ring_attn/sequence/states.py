@@ -18,7 +18,7 @@ from ring_attn.sequence.halo import exchanged
 from ring_attn.sequence.runs import Travel, pieces_of, travel
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p, telling
+from ring_attn.transport.p2p import open_p2p, reporting
 
 
 class Maps(NamedTuple):
@@ -92,7 +92,7 @@ def entering(direction: Direction, decay: Tensor, end: Tensor, maps: Maps) -> Te
     }  # fmt: skip
     nbytes = sum(shape.numel() for shape in shapes) * end.element_size()
     way = travel(layout, cuts, nbytes, backward=direction == "backward")
-    with telling(group):
+    with reporting(group):
         transport = open_p2p(group, TransportOptions())
         with (
             transport.call("recurrence", Agreement(described), end.device),

@@ -25,7 +25,7 @@ def prepare(group: Group = None, *, transport: TransportOptions | None = None) -
         transport: as in the calls that follow.
 
     Raises:
-        RuntimeError: naming the ranks that did not come within the timeout.
+        RuntimeError: naming the ranks that did not arrive within the timeout.
 
     Example:
         >>> import torch.distributed as dist
@@ -56,8 +56,8 @@ def check(group: Group = None) -> None:
         group: as in `ring_attention`.
 
     Raises:
-        RuntimeError: calls differed, or a rank has failed or did not come within the timeout; then
-            results since the last `check` may be wrong, on every rank.
+        RuntimeError: calls differed, or a rank has failed or did not arrive within the timeout;
+            then results since the last `check` may be wrong, on every rank.
 
     Example:
         >>> import torch.distributed as dist

@@ -45,17 +45,18 @@ from ring_attn.transport.base import (
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.options import TransportOptions
+from ring_attn.transport.ranks.calls import NOTHING, Waiting
 from ring_attn.transport.ranks.errors import describe_error, mark_counted
-from ring_attn.transport.ranks.group import NOTHING, RankGroup, Waiting, rank_group
+from ring_attn.transport.ranks.group import RankGroup, rank_group
 from ring_attn.transport.ranks.identity import (
     Identity,
     checksum,
     current_step,
     debug_enabled,
     message_tag,
-    told,
+    report_values,
 )
-from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
+from ring_attn.transport.ranks.links import GlooLink, NcclChannel, NcclLink
 from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
@@ -85,11 +86,12 @@ class P2PTransport(Transport):
         stats: TransportStats | None = None,
     ) -> None:
         """Makes no connections: the ranks, all or `members`, make them at the first call."""
-        super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
+        everyone = tuple(range(shared.member.world_size))
+        super().__init__(members or everyone, shared.member.rank, stats)
         self._shared, self._timeout_s = shared, timeout_s
-        self.global_ranks = tuple(shared.global_ranks[member] for member in self._members)
+        self.global_ranks = tuple(shared.member.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
-        self._lanes: dict[Channel, Lane] = {}
+        self._nccl_channels: dict[Channel, NcclChannel] = {}
         # Kinds and digests of the last calls.
         self._made: deque[tuple[str, bytes]] = deque(maxlen=CALLS_KNOWN)
 
@@ -115,38 +117,39 @@ class P2PTransport(Transport):
             values = {"q": queries, "sinks": sinks}
             sums = {name: int(checksum(x)) for name, x in values.items() if x is not None}
             call = kind if number is None else f"{kind} {number}"
-            texts = {"call": call, **told(current_step(), sums)}
+            texts = {"call": call, **report_values(current_step(), sums)}
             self.compare(as_facts(texts) | agreement.report, device)
         shared.refuse_fork()
-        shared.refuse_other_device(device)
-        shared.occupy()
+        shared.connection.check_device(device)
+        calls = shared.calls
+        calls.occupy()
         try:
-            if shared.headers.calls and (mismatch := shared.headers.found()) is not None:
-                shared.fail(mismatch)
+            if calls.headers.calls and (mismatch := calls.headers.found()) is not None:
+                shared.failure.fail(mismatch)
             shared.refuse_failed()
-            total = None if sinks is None else checksum(sinks)
-            number = next(shared.numbers) if number is None else number
+            sum_of_sinks = None if sinks is None else checksum(sinks)
+            number = next(calls.numbers) if number is None else number
             queued = streams.are_used(device)
-            on_host = 0 if queued or total is None else int(total)
-            identity = Identity(next(shared.sequence), number, kind, agreement, on_host)
-            shared.begin(identity)
-            shared.medium(device, self._timeout_s)
+            values_on_host = 0 if queued or sum_of_sinks is None else int(sum_of_sinks)
+            identity = Identity(next(calls.sequence), number, kind, agreement, values_on_host)
+            calls.begin(identity)
+            shared.link(device, self._timeout_s)
             if queued:
                 pool = self.pool(device)
                 pool.begin()
-                shared.headers.begin(identity, device, total, pool)
+                calls.headers.begin(identity, device, sum_of_sinks, pool)
             yield number
             if queued:
-                shared.headers.end()
+                calls.headers.end()
                 self._made.append((kind, agreement.digest))
         except BaseException as error:
             mark_counted(error)
-            shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
-            shared.unchecked = False  # the user has the error
+            shared.failure.fail(f"{calls.current or kind} ended by {describe_error(error)}")
+            calls.unchecked = False  # the user has the error
             self._forget()
             raise
         finally:
-            shared.end()
+            calls.end()
 
     def _check_captured(self, kind: str, agreement: Agreement) -> None:
         """Refuses to capture a call for which the host waits, as it does in the first of a kind."""
@@ -160,37 +163,37 @@ class P2PTransport(Transport):
         differs = self._difference("arguments", report, device)
         if differs is not None:
             error = ValueError(f"ranks disagree on the call; {differs}")
-            self._shared.refuse(error)
+            self._shared.refuse_call(error)
             raise error
 
     def _difference(self, what: str, report: Facts, device: torch.device) -> str | None:
-        """The difference of facts that all ranks tell through the store, without a message."""
+        """Return how facts differ that all ranks report through the store, without a message."""
         with self.call(f"compare {what}", COMPARING, device):
-            return self._shared.agree(report, self._timeout_s)
+            return self._shared.difference(report, self._timeout_s)
 
     def check_even(self, rows: tuple[int, int], device: torch.device) -> None:
-        """Refuses ranks with different numbers of rows of q and k; asks once for each numbers."""
-        shared = self._shared
-        if rows in shared.even_rows or self.world_size == 1 or debug_enabled():
+        """Refuse ranks with different numbers of rows of q and k; compare each numbers once."""
+        calls = self._shared.calls
+        if rows in calls.even_rows or self.world_size == 1 or debug_enabled():
             return
         here = as_facts({"rows": f"{rows[0]} rows of q and {rows[1]} of k"})
         uneven = self._difference("rows", here, device)
         if uneven is not None:
             raise _uneven_rows(uneven)
-        shared.even_rows.add(rows)
+        calls.even_rows.add(rows)
 
     def check(self) -> None:
-        """Compares all calls so far; returns once all ranks have come here without an error.
+        """Compare all calls so far; return once all ranks have arrived here without an error.
 
-        A rank whose exchanges were cut off by an error does not come, so none of the others takes
-        what that rank has sent since then for right.
+        A rank whose exchanges were cut off by an error does not arrive, so no other rank accepts
+        what that rank has sent since then.
         """
-        for device in self._shared.devices.values():
+        for device in self._shared.connection.devices.values():
             self._shared.settle()
             with self.call("check", NOTHING, device):
                 self.gather(torch.zeros(1, dtype=torch.uint8, device=device))
             self._shared.settle()
-        self._shared.unchecked = False
+        self._shared.calls.unchecked = False
 
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
@@ -212,33 +215,34 @@ class P2PTransport(Transport):
         self.stats.wait_s += time.monotonic() - start
 
     def pool(self, device: torch.device) -> Pool:
-        return self._shared.pool(device) if streams.are_used(device) else Pool(device)
+        return self._shared.connection.pool(device) if streams.are_used(device) else Pool(device)
 
     def side(self, device: torch.device) -> Stream | None:
-        return self._shared.side(device)
+        return self._shared.connection.side(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
         """Helps to make the channel's communicator, which needs all ranks."""
         if self.world_size > 1 and streams.are_used(device):
-            self._lane(channel, device)
+            self._nccl_channel(channel, device)
 
     def before_first(self, kind: Hashable, backend: str, prepare: Callable[[], None]) -> None:
-        shared = self._shared
-        if (kind, backend) in shared.prepared:
+        prepared = self._shared.calls.prepared
+        if (kind, backend) in prepared:
             return
-        here, ready = shared.roll_call(), shared.roll_call()
-        here.come(as_facts({"backend": backend}))
-        here.wait(self._timeout_s, shared.why_in_vain)
+        connection, cannot_meet = self._shared.connection, self._shared.failure.cannot_meet
+        here, ready = connection.next_rendezvous(), connection.next_rendezvous()
+        here.arrive(as_facts({"backend": backend}))
+        here.wait(self._timeout_s, cannot_meet)
         counts = vars(self.stats).copy()
         try:
             prepare()
         except BaseException as error:
-            ready.give_up(describe_error(error))
+            ready.cancel(describe_error(error))
             raise
         vars(self.stats).update(counts)
-        ready.come()
-        ready.wait(PREPARE_S, shared.why_in_vain)
-        shared.prepared.add((kind, backend))
+        ready.arrive()
+        ready.wait(PREPARE_S, cannot_meet)
+        prepared.add((kind, backend))
 
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._timeout_s, members, self.stats)
@@ -261,24 +265,24 @@ class P2PTransport(Transport):
         return self._hop(batch) if streams.are_used(batch.device) else self._exchange(batch)
 
     def _exchange(self, batch: Batch) -> Event | None:
-        medium, peer = self._shared.medium(batch.device, self._timeout_s), batch.receives[0][0]
-        assert isinstance(medium, Gloo), "CPU tensors travel by gloo"
+        link, peer = self._shared.link(batch.device, self._timeout_s), batch.receives[0][0]
+        assert isinstance(link, GlooLink), "CPU tensors are sent by gloo"
         sent = received = 0
         for _, x in batch.sends:
             sent += x.nbytes
         for _, x in batch.receives:
             received += x.nbytes
-        return self._start(batch, peer, (sent, received), self._send_tagged, medium.gloo, batch)
+        return self._start(batch, peer, (sent, received), self._send_tagged, link.gloo, batch)
 
     def _hop(self, batch: Batch) -> Event | None:
         """Starts one send and one receive of NCCL, whose messages begin with a header."""
-        lane, headers = self._lane(batch.channel, batch.device), self._shared.headers
-        nccl: Any = lane.communicator
+        channel = self._nccl_channel(batch.channel, batch.device)
+        headers, nccl = self._shared.calls.headers, channel.communicator
         ((to, send),), ((source, recv),) = batch.sends, batch.receives
         # Three entries of the flight recorder: all_to_all has one, but sends 0 bytes to all others.
         both = (nccl.recv, [recv], source, 0), (nccl.send, [send], to, 0)
-        marks = headers.is_first(lane, SEND, to)
-        row = headers.incoming(1) if headers.is_first(lane, RECEIVE, source) else None
+        marks = headers.is_first(channel, SEND, to)
+        row = headers.incoming(1) if headers.is_first(channel, RECEIVE, source) else None
 
         def start() -> None:
             if marks:
@@ -289,13 +293,14 @@ class P2PTransport(Transport):
                 row[0].copy_(recv[:HEADER_BYTES])
 
         nbytes = send.nbytes - HEADER_BYTES, recv.nbytes - HEADER_BYTES
-        return self._start_on_lane(
-            batch, lane, source, nbytes, start, first=marks or row is not None
+        return self._start_on_nccl(
+            batch, channel, source, nbytes, start, first=marks or row is not None
         )
 
     def _send_tagged(self, gloo: Any, batch: Batch) -> list[Started]:
-        assert self._shared.call is not None, "a call has begun"
-        seed, works = self._shared.call.seed ^ self._scope, list[Started]()
+        call = self._shared.calls.current
+        assert call is not None, "a call has begun"
+        seed, works = call.seed ^ self._scope, list[Started]()
         # Receives first: `wait` takes the works in this order, and compute needs received data.
         both = (gloo.recv, RECEIVE, batch.receives), (gloo.send, SEND, batch.sends)
         for start, what, messages in both:
@@ -313,8 +318,8 @@ class P2PTransport(Transport):
             return None
         if not streams.are_used(send.device):
             return super()._collective(batch, route, send, recv)
-        lane, headers = self._lane(batch.channel, send.device), self._shared.headers
-        nccl: Any = lane.communicator
+        channel = self._nccl_channel(batch.channel, send.device)
+        headers, nccl = self._shared.calls.headers, channel.communicator
         nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
         start: tuple[Any, ...]
         if route.op == "all_gather":
@@ -325,20 +330,20 @@ class P2PTransport(Transport):
             counts = list(route.send_counts), list(route.recv_counts)
             start = nccl.alltoall_base, recv, send, counts[1], counts[0]
             nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
-        starts, first = [start], headers.is_first(lane)
+        starts, first = [start], headers.is_first(channel)
         if first:
             incoming = headers.incoming(self.world_size).view(-1)
             starts.append((nccl._allgather_base, incoming, headers.outgoing))
 
         peer = int(self.rank == 0)
-        return self._start_on_lane(
-            batch, lane, peer, nbytes, lambda: coalesced(nccl, starts).wait(), first=first
+        return self._start_on_nccl(
+            batch, channel, peer, nbytes, lambda: coalesced(nccl, starts).wait(), first=first
         )
 
-    def _start_on_lane(
+    def _start_on_nccl(
         self,
         batch: Batch,
-        lane: Lane,
+        channel: NcclChannel,
         peer: int,
         nbytes: tuple[int, int],
         start: Callable[[], object],
@@ -346,18 +351,20 @@ class P2PTransport(Transport):
         first: bool,
     ) -> Event | None:
         """Starts an exchange; the first with a rank waits for the memory of its headers, too."""
-        headers, after = self._shared.headers, batch.after
+        headers, after = self._shared.calls.headers, batch.after
         if first and after is not None:
             after = [*after, *headers.ready]
         given = batch.step, peer, start, after, headers.call
-        return self._start(batch, peer, nbytes, lane.run, *given)
+        return self._start(batch, peer, nbytes, channel.run, *given)
 
-    def _lane(self, channel: Channel, device: torch.device) -> Lane:
-        if channel not in self._lanes or self._shared.failed is not None:
-            medium = self._shared.medium(device, self._timeout_s)
-            assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
-            self._lanes[channel] = medium.lane(self._members, channel, self._timeout_s, device)
-        return self._lanes[channel]
+    def _nccl_channel(self, channel: Channel, device: torch.device) -> NcclChannel:
+        if channel not in self._nccl_channels or self._shared.failure.error is not None:
+            link = self._shared.link(device, self._timeout_s)
+            assert isinstance(link, NcclLink), "CUDA tensors are sent by NCCL"
+            self._nccl_channels[channel] = link.channel(
+                self._members, channel, self._timeout_s, device
+            )
+        return self._nccl_channels[channel]
 
     def _start(
         self,
@@ -370,7 +377,7 @@ class P2PTransport(Transport):
         channel, step = batch.channel, batch.step
         if channel in self._pending:
             raise RuntimeError(
-                f"{rank_name(self._shared.global_rank)} posts step {step} on channel "
+                f"{self._shared.member.name} posts step {step} on channel "
                 f"{channel!r}, where step {self._pending[channel][0]} has not been waited for"
             )
         try:
@@ -386,23 +393,24 @@ class P2PTransport(Transport):
     def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:
         now = time.monotonic()
         left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
-        self._shared.waiting = Waiting(now, self.global_ranks[peer])
+        calls = self._shared.calls
+        calls.waiting = Waiting(now, self.global_ranks[peer])
         if not work.wait(left):
             raise RuntimeError("timed out")
-        self._shared.waiting = None
+        calls.waiting = None
 
     def _error(
         self, step: int, what: str, peer: int, elapsed: float, error: Exception
     ) -> RuntimeError:
-        shared, member = self._shared, self.global_ranks[peer]
+        failure, peer_rank = self._shared.failure, self.global_ranks[peer]
         timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
         died = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
-        reason = shared.failed or shared.reason(member, timed_out=timed_out) or died
+        reason = failure.error or failure.reason(peer_rank, timed_out=timed_out) or died
         text = (
-            f"ring step {step}: {rank_name(shared.global_rank)} could not {what} "
-            f"{rank_name(member)} after {elapsed:.1f} s, timeout {self._timeout_s:g} s: {reason}"
+            f"ring step {step}: {self._shared.member.name} could not {what} "
+            f"{rank_name(peer_rank)} after {elapsed:.1f} s, timeout {self._timeout_s:g} s: {reason}"
         )
-        shared.fail(text)
+        failure.fail(text)
         return RuntimeError(f"{text}. Nothing is kept between calls: restart from a checkpoint")
 
 
@@ -446,9 +454,10 @@ def check_pending(group: dist.ProcessGroup) -> None:
     if group not in _transports:
         return
     shared = rank_group(group)
-    queued = [device for device in shared.devices.values() if streams.are_used(device)]
+    devices = shared.connection.devices.values()
+    queued = [device for device in devices if streams.are_used(device)]
     captured = any(capture.captures(device) for device in queued)
-    if queued and shared.unchecked and not captured and groups.is_alive(group):
+    if queued and shared.calls.unchecked and not captured and groups.is_alive(group):
         check_calls(group)
 
 
@@ -458,7 +467,7 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
     The GPU of the first call, else init_process_group's, else torch's current one.
     """
     if "nccl" in dist.get_backend_config(group):
-        known = rank_group(group).devices.get("cuda") or group.bound_device_id
+        known = rank_group(group).connection.devices.get("cuda") or group.bound_device_id
         return known or torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -469,8 +478,8 @@ def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport
 
 
 @contextmanager
-def telling(group: object) -> Iterator[None]:
-    """A context that tells the other ranks of an error by which this rank refuses a call.
+def reporting(group: object) -> Iterator[None]:
+    """Report to the other ranks an error by which this rank refuses a call.
 
     The other ranks may be in that call, so it is counted: this rank's next call must not be
     mistaken for it. Does nothing without a group, which is unchecked, or if the call was counted
@@ -483,7 +492,7 @@ def telling(group: object) -> Iterator[None]:
         with suppress(Exception):
             process_group = groups.check_group(cast(Any, group))
         if process_group is not None:
-            rank_group(process_group).refuse(error)
+            rank_group(process_group).refuse_call(error)
         raise
 
 

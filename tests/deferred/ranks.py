@@ -2,7 +2,7 @@
 
     program = record(4, work)      # work(rank, recorder) on every rank, as if it were in a process
 
-Ranks do not meet: no host waits for another, and every roll-call finds all ranks present.
+Ranks do not meet: no host waits for another, and every rendezvous finds all ranks present.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring_attn.testing import Case, RankResult, Sent, put_together
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.torch_private import NCCL_CLASS
 from ring_attn.transport import p2p, streams
-from ring_attn.transport.ranks import formation, group, headers, media
+from ring_attn.transport.ranks import failure, group, headers, links, rendezvous
 from tests.deferred.cuda import HOME, CaptureError, Queue
 from tests.deferred.device import HostReads, Part, Recorder, Transfer
 from tests.deferred.program import Program
@@ -134,21 +134,21 @@ def device_of(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process a rank of a group whose other ranks answer each roll-call at once."""
+    """Makes this process a rank of a group whose other ranks answer each rendezvous at once."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with (
         mock.patch.object(group, "group_store", lambda _: dist.HashStore()),
         mock.patch.object(group, "group_timeout", lambda _: 1.0),
         mock.patch.object(p2p, "group_timeout", lambda _: 1.0),
-        mock.patch.object(formation.Meetings, "attend", lambda *given: given[-1]("meeting")),
+        mock.patch.object(rendezvous.Meetings, "attend", lambda *given: given[-1]("meeting")),
         mock.patch.object(group, "meet"),
-        mock.patch.object(media, "meet"),
-        mock.patch.object(formation.RollCall, "wait", lambda *_: None),
-        mock.patch.object(group, "NOTICE_S", 0.0),
-        # A record shows what this thread does: a look of the watch would come at any time.
+        mock.patch.object(links, "meet"),
+        mock.patch.object(rendezvous.Rendezvous, "wait", lambda *_: None),
+        mock.patch.object(failure, "NOTICE_S", 0.0),
+        # A record shows what this thread does: a poll of the watch would come at any time.
         mock.patch.object(group.watch, "add"),
         # The host would wait until the device has compared the last calls.
-        mock.patch.object(group.RankGroup, "destroyed"),
+        mock.patch.object(group.RankGroup, "on_destroyed"),
     ):
         try:
             yield

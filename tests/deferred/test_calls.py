@@ -18,7 +18,7 @@ from ring_attn.machines import run as machine
 from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
 from ring_attn.transport import streams
 from ring_attn.transport.p2p import P2PTransport
-from ring_attn.transport.ranks.media import Lane
+from ring_attn.transport.ranks.links import NcclChannel
 from tests.deferred.cuda import Event, HostSyncError
 from tests.deferred.device import Recorder, Transfer
 from tests.deferred.program import Program, at_random, in_host_order, same
@@ -100,7 +100,9 @@ def wait_for_nothing(self: P2PTransport, channel: Channel) -> None:
         self._pending.pop(channel)
 
 
-def post_at_once(self: Lane, step: int, peer: int, start: Any, after: Any, call: Any) -> Event:
+def post_at_once(
+    self: NcclChannel, step: int, peer: int, start: Any, after: Any, call: Any
+) -> Event:
     return RUN(self, step, peer, start, [], call)
 
 
@@ -114,12 +116,12 @@ def record_elsewhere(self: machine.Run) -> None:
         NOTE_USES(self)
 
 
-RUN, POST, NOTE_USES = Lane.run, P2PTransport.post, machine.Run._note_uses
+RUN, POST, NOTE_USES = NcclChannel.run, P2PTransport.post, machine.Run._note_uses
 
 # Name of a fault -> object, attribute and faulty function to patch.
 FAULTS: dict[str, tuple[object, str, object]] = {
     "a wait": (P2PTransport, "wait", wait_for_nothing),
-    "what a post waits for": (Lane, "run", post_at_once),
+    "what a post waits for": (NcclChannel, "run", post_at_once),
     "the last uses of a buffer": (machine, "last_uses", lambda send, recv: []),
     "an event on the wrong stream": (machine.Run, "_note_uses", record_elsewhere),
     "memory given back early": (P2PTransport, "post", send_a_copy),
@@ -160,14 +162,14 @@ def behind_attention(program: Program) -> list[tuple[int, int]]:
     return found
 
 
-def behind_everything(self: Lane, step: int, peer: int, start: Any, *others: Any) -> Event:
+def behind_everything(self: NcclChannel, step: int, peer: int, start: Any, *others: Any) -> Event:
     return RUN(self, step, peer, start, None, others[-1])
 
 
 def test_shards_do_not_wait_for_attention() -> None:
     layers = Layers(case_of("ring", "full", heads="mha"), 4, layers=2)
     assert all(behind == 0 < given for behind, given in behind_attention(layers.record()))
-    with mock.patch.object(Lane, "run", behind_everything):
+    with mock.patch.object(NcclChannel, "run", behind_everything):
         found = behind_attention(layers.record())
     assert all(behind == given > 0 for behind, given in found)
 

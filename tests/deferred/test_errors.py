@@ -32,7 +32,7 @@ def checked(layers: Layers, rank: int, recorder: Recorder, *, check: bool = True
     if check:
         with mock.patch.object(shared, "settle"):  # where the host waits for the device
             check_calls(world)
-    calls = shared.headers.calls
+    calls = shared.calls.headers.calls
     recorder.result("differs", torch.stack([call.result for call in calls]))
 
 

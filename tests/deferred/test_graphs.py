@@ -21,7 +21,7 @@ from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Case
 from ring_attn.testing.ranks import TRANSPORT, arguments_of
 from ring_attn.transport import capture, streams
-from ring_attn.transport.ranks import group, headers, media
+from ring_attn.transport.ranks import connection, headers, links
 from ring_attn.transport.ranks.group import rank_group
 from tests.deferred.cuda import CaptureError, Event
 from tests.deferred.device import Recorder
@@ -196,7 +196,7 @@ def test_a_graph_has_buffers_of_its_own() -> None:
 
     assert record(3, work).races() == []
     outside = pytest.raises(CaptureError, match="outside of it")
-    with mock.patch.object(group, "capture", NEVER), outside:
+    with mock.patch.object(connection, "capture", NEVER), outside:
         record(3, work)
 
 
@@ -209,13 +209,13 @@ def test_nobody_watches_captured_exchanges() -> None:
         over = lambda event: event.capture is None or query(event)  # noqa: E731
         with (
             mock.patch.object(Event, "query", over),
-            mock.patch.object(media.time, "monotonic", lambda: much_later),
+            mock.patch.object(links.time, "monotonic", lambda: much_later),
         ):
-            rank_group(dist.group.WORLD).look()
-        assert rank_group(dist.group.WORLD).failed is None
+            rank_group(dist.group.WORLD).failure.poll()
+        assert rank_group(dist.group.WORLD).failure.error is None
 
     record(2, work)
-    with mock.patch.object(media, "capture", NEVER), pytest.raises(CaptureError, match="queried"):
+    with mock.patch.object(links, "capture", NEVER), pytest.raises(CaptureError, match="queried"):
         record(2, work)
 
 
@@ -310,7 +310,7 @@ def test_ranks_that_replay_other_graphs_hear_of_it() -> None:
             training.step(rank, recorder, inputs)
             with graph.capture():
                 training.step(rank, recorder, inputs)
-        own = rank_group(dist.group.WORLD).headers
+        own = rank_group(dist.group.WORLD).calls.headers
         for number, chosen in enumerate((0, rank == 1, 0)):
             graphs[chosen].replay()
             recorder.result(f"heard {number}", own._replays[1])

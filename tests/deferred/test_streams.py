@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ring_attn.backends import kept_launches
 from ring_attn.checks import attention as checks
 from ring_attn.transport import p2p, streams
-from ring_attn.transport.ranks import media
+from ring_attn.transport.ranks import links
 from ring_attn.transport.ranks.group import rank_group
 from tests.deferred.cuda import HOME, OTHER, POOL, Stream
 from tests.deferred.device import Recorder
@@ -108,12 +108,12 @@ def test_works_run_side_by_side(recorder: Recorder) -> None:
 
 def test_dq_has_one_stream_that_is_no_channels() -> None:
     """The user takes streams, too: torch's pool of 32 comes round more than once."""
-    layers, lanes, sides = Layers(case_of("ring", "causal"), 3), [], set[Any]()
-    made, beside = media.Lane.__init__, streams.side_by_side
+    layers, channels, sides = Layers(case_of("ring", "causal"), 3), [], set[Any]()
+    made, beside = links.NcclChannel.__init__, streams.side_by_side
 
-    def lane(self: media.Lane, *given: Any) -> None:
+    def channel(self: links.NcclChannel, *given: Any) -> None:
         made(self, *given)
-        lanes.append(self._stream)
+        channels.append(self._stream)
 
     def side_by_side(device: torch.device, side: Any, *works: Any) -> None:
         sides.add(side)
@@ -127,23 +127,23 @@ def test_dq_has_one_stream_that_is_no_channels() -> None:
 
     with (
         in_halves(),
-        mock.patch.object(media.Lane, "__init__", lane),
+        mock.patch.object(links.NcclChannel, "__init__", channel),
         mock.patch.object(streams, "side_by_side", side_by_side),
     ):
         record_rank(0, 3, work)
     # A rehearsal has a stream of its own.
-    assert len(lanes) == 2 and len(sides) == 2 and len({*lanes, *sides}) == 4
+    assert len(channels) == 2 and len(sides) == 2 and len({*channels, *sides}) == 4
 
 
 def test_a_group_has_one_device() -> None:
     with rank_of(0, 2):
         assert dist.group.WORLD is not None
         shared = rank_group(dist.group.WORLD)
-        shared.refuse_other_device(GPU)
-        shared.refuse_other_device(torch.device("cpu"))
-        shared.refuse_other_device(GPU)
+        shared.connection.check_device(GPU)
+        shared.connection.check_device(torch.device("cpu"))
+        shared.connection.check_device(GPU)
         with pytest.raises(ValueError) as refused:
-            shared.refuse_other_device(torch.device("cuda", OTHER))
+            shared.connection.check_device(torch.device("cuda", OTHER))
         assert says(str(refused.value), "cuda:0|cuda:1|another process group")
         with mock.patch.object(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
             assert p2p.group_device(dist.group.WORLD) == GPU

@@ -149,9 +149,9 @@ HAPPENED = {
 def wait_for_a_failure(group: Group) -> None:
     """Wait until another rank has written down its error."""
     assert group is not None
-    board = rank_group(group)._board
-    assert board is not None
-    while board.failure() is None:
+    notes = rank_group(group).connection.notes
+    assert notes is not None
+    while notes.failure() is None:
         time.sleep(0.05)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ring_attn.torch_private import NCCL_CLASS
 from ring_attn.transport import capture, streams
-from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.media import Gloo
+from ring_attn.transport.ranks.links import GlooLink
+from ring_attn.transport.ranks.notes import Notes
 from tests.stand_in import Parts, StandIn
 
 
@@ -46,7 +46,7 @@ class Communicator(StandIn):
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options)
         place, seconds = (store, "communicator", rank), options._timeout.total_seconds()
-        self._gloo = Gloo(*place, tuple(range(size)), seconds, Board(*place).failure)
+        self._gloo = GlooLink(*place, tuple(range(size)), seconds, Notes(*place).failure)
         self._sent, self._received = [0] * size, [0] * size
 
     def start(self, sends: Parts, receives: Parts, total: Tensor | None = None) -> Moment:

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ring_attn.transport.ranks import formation, group
+from ring_attn.transport.ranks import failure, group, rendezvous, store
 
 REQUESTS = ("add", "append", "check", "compare_set", "get", "multi_get", "set", "wait")
 
@@ -108,7 +108,7 @@ def simulate(
         store, why, start = CountingStore(store_of_all), "", clock.monotonic()
         place: Any = Place(rank, tuple(range(world_size)), store)
         try:
-            group.RankGroup(place).medium(torch.device("cpu"), seconds)
+            group.RankGroup(place).link(torch.device("cpu"), seconds)
         except RuntimeError as error:
             why = str(error)
         finally:
@@ -129,12 +129,12 @@ def simulate(
         mock.patch.object(group, "group_store", lambda group: group.store),
         mock.patch.object(group, "group_timeout", lambda group: seconds),
         mock.patch.object(group.watch, "add"),
-        mock.patch.object(group, "time", clock),
-        mock.patch.object(formation, "time", clock),
+        mock.patch.object(failure, "time", clock),
+        mock.patch.object(rendezvous, "time", clock),
         # These would be other threads of the rank's process.
-        mock.patch.object(formation, "bounded", lambda work, seconds: work()),
-        mock.patch.object(group, "bounded", lambda work, seconds: work()),
-        mock.patch.object(formation, "threading", SimpleNamespace(Thread=AtOnce)),
+        mock.patch.object(rendezvous, "bounded", lambda work, seconds: work()),
+        mock.patch.object(store, "bounded", lambda work, seconds: work()),
+        mock.patch.object(rendezvous, "threading", SimpleNamespace(Thread=AtOnce)),
         mock.patch.object(dist, "ProcessGroupGloo", lambda *given: None),
     ):
         for thread in threads:

@@ -35,6 +35,7 @@ from ring_attn import (
 )
 from ring_attn.core.strategy import Strategy
 from ring_attn.transport import capture, p2p
+from ring_attn.transport.ranks.calls import CallLedger
 from tests.distributed.pool import ended, on_ranks
 from tests.refusals import refused, says
 from tests.unit.test_wrong_values import assert_named, defaults
@@ -294,7 +295,7 @@ def no_communication() -> Iterator[None]:
         names = ("new_group", "all_gather", "all_gather_object", "isend", "irecv")
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, refuse))
-        stack.enter_context(mock.patch.object(p2p.RankGroup, "occupy", refuse))
+        stack.enter_context(mock.patch.object(CallLedger, "occupy", refuse))
         for name in ("post", "gather"):
             stack.enter_context(mock.patch.object(p2p.P2PTransport, name, refuse))
         yield

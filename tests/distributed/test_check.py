@@ -23,7 +23,7 @@ from ring_attn.transport import streams
 from ring_attn.transport.p2p import check_pending
 from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks.group import rank_group
-from ring_attn.transport.ranks.media import Posted
+from ring_attn.transport.ranks.links import Posted
 from tests.distributed.pool import FAR, Ended, ended, on_ranks
 from tests.refusals import says
 
@@ -92,12 +92,12 @@ def test_a_group_is_compared_without_others() -> None:
     mine, other = dist.new_group(), dist.new_group()
     for group in (mine, other):
         call(group, torch.ones(1, 4, 2, 8))
-    rank_group(other).unchecked = dist.get_rank() == 0
+    rank_group(other).calls.unchecked = dist.get_rank() == 0
     check_pending(mine)
     # On a device that the host waits for, calls compare themselves.
-    assert rank_group(mine).unchecked != streams.are_used(torch.device("cpu"))
-    assert rank_group(other).unchecked == (dist.get_rank() == 0)
-    rank_group(other).unchecked = False  # for later tests in these processes
+    assert rank_group(mine).calls.unchecked != streams.are_used(torch.device("cpu"))
+    assert rank_group(other).calls.unchecked == (dist.get_rank() == 0)
+    rank_group(other).calls.unchecked = False  # for later tests in these processes
 
 
 @pytest.mark.queued
@@ -167,12 +167,12 @@ def fails_while_another_waits() -> None:
     assert world is not None
     shared = rank_group(world)
     if dist.get_rank() == ODD:
-        shared.fail("out of memory")  # as an error within a call does
+        shared.failure.fail("out of memory")  # as an error within a call does
     else:
-        lane = next(iter(shared._media["cpu"]._lanes.values()))  # type: ignore[attr-defined]
+        channel = next(iter(shared.connection.links["cpu"]._channels.values()))  # type: ignore[attr-defined]
         never: Any = SimpleNamespace(differs=lambda: None)
-        lane._posted.append(Posted(0, "shards", ODD, time.monotonic(), never, never))
-        while shared.failed is None:
+        channel._posted.append(Posted(0, "shards", ODD, time.monotonic(), never, never))
+        while shared.failure.error is None:
             time.sleep(0.1)
         assert "out of memory" in ended(lambda: call(None, x)).text
 

@@ -287,4 +287,4 @@ def test_a_rank_that_makes_no_call_is_named(kind: str) -> None:
     with debug(None if kind in ("auto", "prepare") else "1"):
         got = ended(partial(prepare, group, transport=options) if kind == "prepare" else call)
     assert got.error is RuntimeError, got
-    assert says(got.text, f"[{ODD}] did not come within {options.timeout:g} s"), got.text
+    assert says(got.text, f"[{ODD}] did not arrive within {options.timeout:g} s"), got.text

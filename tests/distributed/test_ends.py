@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_attn import ring_attention, torch_private
 from ring_attn.torch_private import flattened
-from ring_attn.transport.ranks import media
+from ring_attn.transport.ranks import links
 from tests.distributed.pool import ended
 
 
@@ -30,7 +30,7 @@ def exits(rank: int) -> list[Any]:
     """Errors logged while the interpreter of one rank exits, which the others wait for."""
     layer()
     store = distributed_c10d._get_default_store()
-    with mock.patch.object(media.logger, "error") as logged:
+    with mock.patch.object(links.logger, "error") as logged:
         if dist.get_rank() == rank:
             atexit._run_exitfuncs()
             store.set("exited", "")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ring_attn import Strategy, TransportOptions, ring_attention
-from ring_attn.transport.ranks.board import Board
+from ring_attn.transport.ranks.notes import Notes
 from tests.distributed.pool import FAR, Ended, calls_within, ended, on_ranks, roomy
 
 pytestmark = pytest.mark.gloo
@@ -67,13 +67,13 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
     pool.start(with_a_victim, victim, signal.SIGKILL, "connect_gloo", 3.0)
     for rank, (got, *_) in enumerate(pool.results(lost=[victim])[:victim]):
         assert got.error is RuntimeError, (rank, got)
-        assert f"ranks [{victim}] did not come" in got.text, (rank, got)
+        assert f"ranks [{victim}] did not arrive" in got.text, (rank, got)
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("ring_attn.transport.ranks.media.connect_gloo", "no more sockets"),
+        ("ring_attn.transport.ranks.links.connect_gloo", "no more sockets"),
         ("torch.distributed.ProcessGroupGloo", "rank 1 has given up: no more sockets"),
     ],
     ids=["leaves its call", "cannot connect"],
@@ -104,7 +104,7 @@ def test_a_rank_that_comes_late_to_the_first_call() -> None:
     second = ended(partial(layer, group=group))
     assert first.error is RuntimeError and second.error is RuntimeError, (first, second)
     assert f"timeout {timeout:g} s" in first.text, first
-    assert ("has given up" if late else "ranks [1] did not come within") in first.text, first
+    assert ("has given up" if late else "ranks [1] did not arrive within") in first.text, first
     assert "has failed before" in second.text, second
 
 
@@ -120,7 +120,7 @@ def test_errors_name_global_ranks() -> None:
     if rank == 3:
         alone = ended(lambda: layer(group=groups[1], timeout=1.0))
         assert "global rank 3 could not form the ring of global ranks [1, 3]" in alone.text, alone
-        assert "global ranks [1] did not come" in alone.text, alone
+        assert "global ranks [1] did not arrive" in alone.text, alone
     dist.barrier()
 
 
@@ -158,12 +158,12 @@ def test_nobody_leaves_before_all_are_connected() -> None:
 def test_who_holds_up_a_peer(waits: dict[int, int | None], held_up: list[int]) -> None:
     store = dist.HashStore()
     for rank, waits_for in waits.items():
-        Board(store, "here", rank).tell_calls([], waits_for)
-    assert Board(store, "here", 0).held_up(1) == held_up
+        Notes(store, "here", rank).write_calls([], waits_for)
+    assert Notes(store, "here", 0).waits(1) == held_up
 
 
 def test_the_first_rank_to_fail_is_the_one_that_is_told() -> None:
-    boards = [Board(dist.HashStore(), "here", 0)]
-    boards.append(Board(boards[0]._store, "here", 1))
-    assert [board.tell_failure(f"error {i}") for i, board in enumerate(boards)] == [True, False]
-    assert boards[0].failure() is None and "error 0" in str(boards[1].failure())
+    notes = [Notes(dist.HashStore(), "here", 0)]
+    notes.append(Notes(notes[0]._store, "here", 1))
+    assert [one.write_failure(f"error {i}") for i, one in enumerate(notes)] == [True, False]
+    assert notes[0].failure() is None and "error 0" in str(notes[1].failure())

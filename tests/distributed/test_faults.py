@@ -24,8 +24,8 @@ from dev.faults import (
 )
 from ring_attn.transport import p2p
 from ring_attn.transport.p2p import P2PTransport
-from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.identity import message_tag
+from ring_attn.transport.ranks.notes import Notes
 from tests.distributed.pool import Ended
 
 
@@ -48,7 +48,7 @@ def takes_any(cell: Cell, victims: tuple[int, ...]) -> Any:
     """Takes messages of other calls for its own."""
     with (
         mock.patch.object(p2p, "message_tag", lambda _, *place: message_tag(0, *place)),
-        mock.patch.object(Board, "difference", return_value=None),
+        mock.patch.object(Notes, "difference", return_value=None),
     ):
         return on_rank(cell, victims)
 

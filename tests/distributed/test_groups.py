@@ -35,7 +35,7 @@ from ring_attn.testing import STRATEGIES, Case, Expected, Inputs, expected, stra
 from ring_attn.testing.ranks import arguments_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import open_p2p
-from ring_attn.transport.ranks import formation
+from ring_attn.transport.ranks import rendezvous
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
 from tests.distributed.pool import FAR, on_ranks
@@ -280,7 +280,7 @@ def test_a_group_opens_no_connection_to_the_store() -> None:
     assert connections_to(store.port) == before >= 3
 
 
-class SlowStore(formation.PollingStore):
+class SlowStore(rendezvous.PollingStore):
     """A store that takes 1.5 s to write down a note."""
 
     def set(self, key: str, value: str) -> None:
@@ -298,10 +298,10 @@ def test_a_slow_store_is_waited_for() -> None:
     group = dist.new_group()
     run_ring(0, group)
     shared = rank_group(group)
-    assert shared._board is not None
+    assert shared.connection.notes is not None
     if dist.get_rank() == 0:
-        shared._board._store = SlowStore(shared._store)
-        shared.fail("memory is full")
+        shared.connection.notes._store = SlowStore(shared._store.store)
+        shared.failure.fail("memory is full")
     else:
         with refused(RuntimeError, "rank 0 left its call: memory is full"):
             run_ring(0, group)
@@ -324,7 +324,7 @@ def test_calls_are_the_same_behind_prepare(name: str) -> None:
         group = dist.new_group()
         if prepared:
             prepare(group, transport=OPTIONS)
-            assert list(rank_group(group)._media) == ["cpu"]
+            assert list(rank_group(group).connection.links) == ["cpu"]
         rows = layout.shard_len(dist.get_rank())
         torch.manual_seed(dist.get_rank())
         x = torch.randn(1, rows, 4, 8)

@@ -504,12 +504,12 @@ def test_seventeen_groups_have_streams_of_their_own() -> None:
         outs = [ring_attention(x, x, x, group=group) for group in 2 * groups]
     assert all(torch.equal(out, outs[0]) for out in outs)
     if streams.are_used(device()) and device().type == "cuda":
-        lanes = [
-            lane
+        channels = [
+            channel
             for group in groups
-            for lane in p2p.rank_group(group)._media["cuda"]._lanes.values()
+            for channel in p2p.rank_group(group).connection.links["cuda"]._channels.values()
         ]
-        assert len({lane._stream for lane in lanes}) == len(lanes) >= 17
+        assert len({channel._stream for channel in channels}) == len(channels) >= 17
     for group in groups:
         check(group)
         dist.destroy_process_group(group)

@@ -123,4 +123,4 @@ def told_by_victims(pool: Pool, victims: tuple[int, ...]) -> None:
         assert len(ends) == 5 and len(told) == 2, errors
         away = [victim for victim in victims if victim != rank]
         for victim, text in zip(away, told, strict=True):
-            assert f"ranks [{victim}] did not come within {timeout:g} s" in text, text
+            assert f"ranks [{victim}] did not arrive within {timeout:g} s" in text, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ring_attn.transport.ranks import formation
+from ring_attn.transport.ranks import rendezvous
 from tests.distributed.scale import simulate
 
 # For a rank that waits 5 s; the lead of a meeting asks most. One server of torch's store takes
@@ -28,9 +28,9 @@ def test_requests_and_keys_are_constant(world_size: int, lead: str) -> None:
 @pytest.mark.parametrize("missing", [(0,), (3, 64)], ids=str)
 def test_one_rank_names_the_missing_ones_for_all(missing: tuple[int, ...]) -> None:
     ended = simulate(65, 5.0, lambda rank: rank / 65, missing)
-    assert all(f"global ranks {[*missing]} did not come within 5 s" in one.why for one in ended)
+    assert all(f"global ranks {[*missing]} did not arrive within 5 s" in one.why for one in ended)
     # The lead names the missing ranks after its longest pause; for a missing lead, another rank.
-    waited_s = formation.LONGEST_PAUSE_S + 2 * formation.ANSWER_S
+    waited_s = rendezvous.LONGEST_PAUSE_S + 2 * rendezvous.ANSWER_S
     assert all(one.took_s <= 5.0 + waited_s for one in ended), "simulated time"
 
 
@@ -38,6 +38,6 @@ def test_a_late_rank_states_the_whole_time_limit() -> None:
     """A rank that waits for the lead to open a meeting has less of its time left for the others."""
     ended = simulate(3, 5.0, lambda rank: (2.0, 0.0, 0.0)[rank], missing=(2,))
     told = [one.why for one in ended]
-    assert all("global ranks [2] did not come within 5 s" in why for why in told), told
+    assert all("global ranks [2] did not arrive within 5 s" in why for why in told), told
     assert max(one.requests for one in ended) <= MAX_REQUESTS
     assert max(one.longest for one in ended) <= LONGEST_KEY

@@ -69,7 +69,7 @@ def test_a_warm_call_is_short_and_goes_down() -> None:
     outs = [ring_attention(q, k, v, causal=True, layout=layout) for _ in range(2)]
     forward = path_of(lambda: outs.append(ring_attention(q, k, v, causal=True, layout=layout)))
     assert len(forward.modules) <= 220
-    assert len(set(forward.modules)) <= 18, sorted(set(forward.modules))
+    assert len(set(forward.modules)) <= 20, sorted(set(forward.modules))
     assert len(forward.climbs) <= 4, forward.climbs
     # In this thread, where it is seen; the last one is warm.
     with torch.autograd.set_multithreading_enabled(False):

@@ -112,19 +112,19 @@ def test_ranks_end_with_a_process_that_is_killed(
 WATCHED = """
 import datetime, time
 import torch.distributed as dist
-from ring_attn.transport.ranks import group, watch
+from ring_attn.transport.ranks import failure, group, watch
 
-def look(self):
+def poll(self):
     for _ in range(100):
         try:
             store.wait(["absent"], datetime.timedelta(milliseconds=1))
         except RuntimeError:
             pass
 
-watch.PERIOD_S, group.RankGroup.look = 0.0, look
+watch.PERIOD_S, failure.FailureReport.poll = 0.0, poll
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-watch.add(group.rank_group(dist.group.WORLD))
+watch.add(group.rank_group(dist.group.WORLD).failure)
 time.sleep(0.1)
 """
 

@@ -204,7 +204,7 @@ def test_a_checksum_is_of_bits_in_their_places(dtype: torch.dtype) -> None:
 
 
 def test_a_step_is_part_of_an_identity() -> None:
-    from ring_attn.transport.ranks.group import NOTHING
+    from ring_attn.transport.ranks.calls import NOTHING
 
     seeds, words = set(), set()
     try:

@@ -24,7 +24,7 @@ from tests.refusals import refused
 ROOT = Path(__file__).parents[2]
 # Asserts that depend on a clock, but not on a machine's speed, and why.
 CLOCKS = {
-    ("distributed/test_media.py", "test_a_late_exchange_is_named"): "a post is dated back by 47 s",
+    ("distributed/test_links.py", "test_a_late_exchange_is_named"): "a post is dated back by 47 s",
     ("distributed/test_scale.py", "test_one_rank_names_the_missing_ones_for_all"): "simulated time",
     ("distributed/test_stats.py", "adding_up"): "spans of one clock, each within another",
     ("distributed/test_stats.py", "measured_as_planned"): "counts beside the times in one object",

@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "sinks": ("attention", lambda: mock.patch.object(machine, "sinks_gradient", mean_over_rows)),
     "gradients": (
         "attention",
-        lambda: mock.patch.dict(machine._DO, {ops.Add: last_gradient_alone}),
+        lambda: mock.patch.object(machine.Run, "add", last_gradient_alone),
     ),
     "decoding": ("decode", lambda: mock.patch.object(state, "_weights", no_rescale)),
     "halo": (

@@ -18,12 +18,14 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.machines.cluster import Cluster
-from ring_attn.planning import bounds, devices, planner
+from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
+from ring_attn.planning.calls import core_of
 from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster
 from ring_attn.planning.planner import choose, explain
+from ring_attn.planning.scale import walks
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
@@ -233,7 +235,7 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
         call: Any = make_call(*args, backend="aten")
         assert (why_not_same_bits(call) is None) == candidate.same_bits
         if candidate.travels is not None:
-            core = bounds.core_of(call)
+            core = core_of(call)
             plan = code_of(core.strategy).gradients(core)
             assert plan.travels == candidate.travels
 
@@ -293,13 +295,13 @@ def test_ranks_that_differ_are_all_walked(monkeypatch: pytest.MonkeyPatch) -> No
     for options in ({"cu_seqlens": cuts}, {"layout": "balanced"}, {"window_size": (4096, 0)}):
         given = {"seqlen": 24 * 4096, "world_size": 24, "layout": "contiguous", **options}
         choice = plan(**given, strategies=["ring"], cluster=builtin_cluster("H100"))
-        assert len(bounds.walked_calls(choice.problem, choice.best)) == 24
+        assert len(walks.walked_calls(choice.problem, choice.best)) == 24
     given = {"seqlen": 40 * 4096, "world_size": 40, "layout": "contiguous", "strategies": ["ring"]}
     given |= {"cu_seqlens": [0, 60_000, 110_000, 120_000], "cluster": builtin_cluster("H100")}
     every = plan(**given)
-    monkeypatch.setattr(bounds, "MAX_EXACT", 16)
+    monkeypatch.setattr(walks, "MAX_EXACT", 16)
     some = plan(**given)
-    walked = [call.rank for call in bounds.walked_calls(some.problem, some.best)]
+    walked = [call.rank for call in walks.walked_calls(some.problem, some.best)]
     assert some.best.busiest in walked and len(walked) == 24
     assert some.best.seconds == pytest.approx(every.best.seconds, rel=0.02)
 

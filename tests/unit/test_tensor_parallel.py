@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ring_attn.core.sizes import all_reduce_bytes, transfer_seconds
 from ring_attn.models.tensor_parallel import (
     LLAMA_TP_PLAN,
     Kind,
@@ -23,6 +22,7 @@ from ring_attn.models.tensor_parallel import (
     shard_parameter,
     shard_state_dict,
 )
+from ring_attn.planning.all_reduces import all_reduce_bytes, transfer_seconds
 from tests.bounds import same_bits
 from tests.refusals import refused
 

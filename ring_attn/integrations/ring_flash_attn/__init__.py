@@ -54,7 +54,7 @@ from ring_attn.integrations.flash_attn import (
 from ring_attn.integrations.ring_flash_attn import adapters
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_int, check_type
 from ring_attn.values.compiling import left_out_of_graphs
 
@@ -286,7 +286,7 @@ def _call(
     options: Options,
     group: Group = None,
 ) -> Result:
-    with telling(group):
+    with reporting(group):
         qkv = unpacked(form, tensors, packed=len(documents) > 0)
         check_deterministic(qkv, options)
         meaning = _FAMILIES[family][0](qkv, options.causal, group, *documents)

@@ -30,7 +30,7 @@ from ring_attn.integrations.transformers.registration import Registration, trans
 from ring_attn.models.recurrent import Place
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_int, check_type
 
 NAME = "flash_attention_2"
@@ -82,7 +82,7 @@ class Substitution:
                 module, query, key, value, attention_mask, **kwargs
             )
             return result
-        with telling(self.group):
+        with reporting(self.group):
             for name in DOCUMENTS:
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(

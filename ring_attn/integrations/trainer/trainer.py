@@ -23,7 +23,7 @@ from ring_attn.integrations.transformers.registration import Registration
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows
 from ring_attn.transport import groups
-from ring_attn.transport.p2p import check_pending, telling
+from ring_attn.transport.p2p import check_pending, reporting
 from ring_attn.transport.ranks.identity import set_step
 
 # TRL's trainers whose loss is transformers', and their base.
@@ -369,7 +369,7 @@ def _check_loss(
         expected = float(terms.double().sum() / num_items * ranks)
     # Equal float32 terms, which the loss adds in float32, by blocks.
     if not abs(got - expected) <= 64 * torch.finfo(torch.float32).eps * abs(expected):
-        with telling(trainer._ring.group):
+        with reporting(trainer._ring.group):
             raise NotImplementedError(
                 f"the loss of this rank's rows is {got:.6g}, but the cross-entropy of their logits "
                 f"is {expected:.6g}: only transformers' causal loss can be split, not a loss of "

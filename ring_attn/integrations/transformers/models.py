@@ -32,7 +32,7 @@ from ring_attn.models.recurrent import (
 )
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 
 # Types of layers in a config that have a recurrence, and that mix no rows.
 ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
@@ -236,7 +236,7 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forward.given = {key: x for key, x in given.items() if x is not None}
     _forward.recomputes = model.training and model.is_gradient_checkpointing
     ring = registered[name]
-    with telling(ring.group):
+    with reporting(ring.group):
         _require_positions(model, groups.check_group(ring.group))
         # A split cache cuts and adds them in a hook of its own, after this one.
         if {"position_ids"} == _forward.given.keys() & {"position_ids", "past_key_values"}:
@@ -296,7 +296,7 @@ def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
     placed = {x: _forward.given[x] for x in PLACED & _forward.given.keys()}
     if _forward.recomputes and (kept_back := placed.keys() - given.keys()):
         layers = "recurrent layers, which run again in the backward"
-        with telling(ring.group):
+        with reporting(ring.group):
             raise NotImplementedError(_kept_back(min(kept_back), layers))
     return ring.place(placed | given, rows)
 
@@ -335,7 +335,7 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
         return
     attending, recurrent = _layers(model.config.get_text_config())
     if _forward.calls < attending or _forward.recurrences < recurrent:
-        with telling(registered[name].group):
+        with reporting(registered[name].group):
             raise NotImplementedError(
                 f"{_forward.model} has {attending} layers with attention and called "
                 f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent "

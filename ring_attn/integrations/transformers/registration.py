@@ -44,7 +44,7 @@ from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import telling
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_tuple
 from ring_attn.values.compiling import left_out_of_graphs
 
@@ -148,7 +148,7 @@ class Registration:
         function's result; of `kwargs` see `HONOURED` and `NOT_FOR_ATTENTION`, others must be None
         or False. Returns (batch, rows, nheads, headdim_v), and None instead of weights.
         """
-        with telling(self.group):
+        with reporting(self.group):
             count_call(kwargs, PLACED)
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
             check_config(module)
@@ -198,7 +198,7 @@ class Registration:
         options: AttentionOptions,
     ) -> Tensor:
         """Attention by a mask of slices; see `attend`."""
-        with telling(self.group):
+        with reporting(self.group):
             rank, rows, batch = dist.get_rank(groups.check_group(self.group)), q.size(1), q.size(0)
             layout_or_step, documents = place
             cuts = checks.check_cu_seqlens("cu_seq_lens_q", documents[0])
@@ -241,7 +241,7 @@ class Registration:
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
         """The places of a recurrent layer's rows, by its keywords; None if all are here."""
-        with telling(self.group):
+        with reporting(self.group):
             group = groups.check_group(self.group)
             cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
             step = getattr(cache_of(given), "step", None)
@@ -257,7 +257,7 @@ class Registration:
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """The mask function that models call; see `read_mask`."""
-        with telling(self.group):
+        with reporting(self.group):
             return read_mask(*args, **kwargs)
 
     def check_positions(

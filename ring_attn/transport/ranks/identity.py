@@ -4,10 +4,10 @@ A rank counts its calls on a group, and numbers its forwards; a backward has the
 forward. An identity has six parts:
 
     sequence   number of calls so far on this group: a call that was skipped or refused shifts it
-    number     number of the forward: tells the backwards of two equal layers apart
+    number     number of the forward: distinguishes the backwards of two equal layers
     kind       forward, backward, decode, ...
     digest     hash of strategy, layout, mask, sizes, dtype, scale, ... by argument name
-    step       number that `set_step` was told last: tells equal calls of two steps apart
+    step       last number passed to `set_step`: distinguishes equal calls of two steps
     values     checksum of the sinks
 
 Every message carries its call's identity: on gloo as the message's tag, so that a message of
@@ -44,12 +44,12 @@ _step: int | None = None
 
 
 def set_step(step: int | None) -> None:
-    """Numbers the following calls of this process, on all groups, until the next `set_step`.
+    """Number the following calls of this process, on all groups, until the next `set_step`.
 
-    Ranks tell calls apart by their order and arguments. So a rank that leaves out whole steps, such
-    as by `except OutOfMemoryError: continue`, goes on with other batches than the other ranks, in
-    silence if all calls are equal. With a number for each step, all ranks raise at the next call of
-    ring_attn, forward or backward, and name both numbers.
+    Ranks distinguish calls by their order and arguments. So a rank that leaves out whole steps,
+    such as by `except OutOfMemoryError: continue`, goes on with other batches than the other ranks,
+    in silence if all calls are equal. With a number for each step, all ranks raise at the next call
+    of ring_attn, forward or backward, and name both numbers.
 
     Args:
         step: number of the step, at least 0, the same on every rank; None for no number.
@@ -68,7 +68,7 @@ def set_step(step: int | None) -> None:
 
 
 def debug_enabled() -> bool:
-    """Tells whether RING_ATTN_DEBUG is set to anything but 0."""
+    """Return whether RING_ATTN_DEBUG is set to anything but 0."""
     return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
@@ -106,12 +106,12 @@ class Identity:
         """The call by argument, for other ranks."""
         # Not numbered: a rank that refuses a call does not know whether it is a backward.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
-        texts = told(self.step, {"sinks": self.values} if self.values else {})
+        texts = report_values(self.step, {"sinks": self.values} if self.values else {})
         return {"call": (f"{call}{self.note}", call), **as_facts(texts), **self.agreement.report}
 
 
-def told(step: int | None, checksums: Mapping[str, int]) -> dict[str, str]:
-    """The texts, by name, of a step's number and of checksums of tensors."""
+def report_values(step: int | None, checksums: Mapping[str, int]) -> dict[str, str]:
+    """Return texts, by name, of a step's number and of checksums of tensors."""
     texts = {f"values of {name}": f"checksum {values}" for name, values in checksums.items()}
     return texts if step is None else {"step": str(step), **texts}
 

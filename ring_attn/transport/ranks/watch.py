@@ -1,6 +1,6 @@
-"""A thread that looks at the waits of all groups, every PERIOD_S seconds.
+"""A thread that polls the waits of all groups, every PERIOD_S seconds.
 
-A wait for a message cannot be left before its timeout, and a message of another call never comes.
+A wait for a message cannot be left before its timeout, and a message of another call never arrives.
 So the thread compares this rank's notes with its peers' notes. If calls differ or a rank has
 failed, it closes the group's connections, and pending waits raise.
 """
@@ -10,42 +10,46 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from ring_attn.transport.ranks.group import RankGroup
-
-# Seconds between looks.
+# Seconds between polls.
 PERIOD_S = 0.1
 
 # Seconds that the thread may take to end with the process: the store's host may be gone.
 ENDING_S = 1.0
 
 
-_watched: weakref.WeakSet[RankGroup] = weakref.WeakSet()
+class Watched(Protocol):
+    """Something that the thread polls for as long as it lives."""
+
+    def poll(self) -> None:
+        """End a wait that cannot succeed."""
+
+
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _exiting = threading.Event()
 
 
-def add(group: RankGroup) -> None:
-    """Looks at the group from now on, as long as the group lives."""
+def add(watched: Watched) -> None:
+    """Poll an object from now on, as long as it lives."""
     global _thread
     with _lock:
-        _watched.add(group)
+        _watched.add(watched)
         if _thread is None:
-            _thread = threading.Thread(target=_look_on, name="ring_attn_watch", daemon=True)
+            _thread = threading.Thread(target=_poll_all, name="ring_attn_watch", daemon=True)
             _thread.start()
 
 
 def end() -> None:
-    """Ends the thread: in the store while the interpreter ends, it would abort the process."""
+    """End the thread: in the store while the interpreter ends, it would abort the process."""
     _exiting.set()
     if _thread is not None:
         _thread.join(ENDING_S)
 
 
-def _look_on() -> None:
+def _poll_all() -> None:
     global _thread
     while not _exiting.wait(PERIOD_S):
         with _lock:
@@ -53,8 +57,8 @@ def _look_on() -> None:
             if not everyone:
                 _thread = None
                 return
-        for group in everyone:
+        for watched in everyone:
             # If the store is gone, the wait under way ends by its own timeout.
             with contextlib.suppress(Exception):
-                group.look()
-        del everyone, group
+                watched.poll()
+        del everyone, watched

@@ -21,19 +21,19 @@ from ring_attn.testing.cases import strategy_of
 from ring_attn.torch_private import NCCL_CLASS, coalesced, nccl_class, refuse_other_nccl
 from ring_attn.transport import streams
 from ring_attn.transport.options import MAX_CTAS
-from ring_attn.transport.ranks import group as ranks_group
-from ring_attn.transport.ranks import media
-from ring_attn.transport.ranks.formation import (
+from ring_attn.transport.ranks import failure, links
+from ring_attn.transport.ranks.calls import NOTHING
+from ring_attn.transport.ranks.group import rank_group
+from ring_attn.transport.ranks.headers import UNKNOWN, Compared
+from ring_attn.transport.ranks.identity import Identity
+from ring_attn.transport.ranks.links import NcclChannel, Posted
+from ring_attn.transport.ranks.rendezvous import (
     Meetings,
     MissingRanksError,
-    RollCall,
+    Rendezvous,
     hashed,
     meet,
 )
-from ring_attn.transport.ranks.group import NOTHING, rank_group
-from ring_attn.transport.ranks.headers import UNKNOWN, Compared
-from ring_attn.transport.ranks.identity import Identity
-from ring_attn.transport.ranks.media import Lane, Posted
 from tests.distributed.differing import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.distributed.pool import FAR, Ended, Pools, ended, on_ranks
 from tests.refusals import refused, says
@@ -55,7 +55,7 @@ def in_place_of_nccl(make: Callable[..., Any]) -> Iterator[list[Any]]:
     nccl = mock.Mock(Options=StandIn.Options, side_effect=noted, __name__=NCCL_CLASS)
     with (
         mock.patch.object(dist, NCCL_CLASS, nccl, create=True),
-        mock.patch.object(media, "Lane", lambda *given: mock.Mock(communicator=given[3])),
+        mock.patch.object(links, "NcclChannel", lambda *given: mock.Mock(communicator=given[3])),
     ):
         yield made
 
@@ -65,9 +65,11 @@ def test_communicators_from_their_options_to_their_end() -> None:
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
     connected = mock.call.eager_connect_single_device(GPU)
     with in_place_of_nccl(lambda *given: mock.Mock(given=given)) as made:
-        nccl, other = (media.Nccl(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2))
+        nccl, other = (
+            links.NcclLink(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2)
+        )
         for channel in channels:
-            nccl.lane((0,), channel, 1.0, GPU)
+            nccl.channel((0,), channel, 1.0, GPU)
         names = set()
         for one in made:
             _, rank, size, options = one.given
@@ -81,7 +83,7 @@ def test_communicators_from_their_options_to_their_end() -> None:
         assert len(names) == len(made) == 2
         nccl.close()
         assert all(one.method_calls == [connected, mock.call.abort()] for one in made)
-        other.lane((0,), "shards", 1.0, GPU)
+        other.channel((0,), "shards", 1.0, GPU)
         other.finish(1.0)
         assert made[-1].method_calls == [connected, mock.call.shutdown()]
 
@@ -90,10 +92,10 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
     """The store's keys begin with them, and the store refuses long keys."""
     groups = [(0,), tuple(range(5000)), (*range(4999, -1, -1),)]
     make = mock.Mock()
-    with in_place_of_nccl(make), mock.patch.object(media, "meet"):
-        nccl = media.Nccl(dist.HashStore(), "meeting", 0, tuple(range(5000)))
+    with in_place_of_nccl(make), mock.patch.object(links, "meet"):
+        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, tuple(range(5000)))
         for members in groups:
-            nccl.lane(members, "shards", 1.0, GPU)
+            nccl.channel(members, "shards", 1.0, GPU)
     names = [call.args[3].group_name for call in make.call_args_list]
     assert len(set(names)) == len(groups) and len({len(name) for name in names}) == 1
 
@@ -101,12 +103,12 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
 def test_all_communicators_are_aborted_at_once() -> None:
     """An abort waits for launched kernels, here of two channels that are behind each other."""
     with in_place_of_nccl(StandIn) as made:
-        nccl = media.Nccl(dist.HashStore(), "meeting", 0, (0, 1))
+        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, (0, 1))
         for channel in CHANNELS:
-            nccl.lane((0,), channel, 1.0, GPU)
+            nccl.channel((0,), channel, 1.0, GPU)
     for one in made:
         one.behind = [other for other in made if other is not one]
-    with mock.patch.object(media.logger, "error") as logged:
+    with mock.patch.object(links.logger, "error") as logged:
         nccl.close()
     assert len(made) > 1 and not logged.called, logged.call_args_list
     assert all(one.aborted.is_set() for one in made)
@@ -134,14 +136,14 @@ def test_a_communicator_that_is_never_made() -> None:
     """Two ranks came; the other one dies while NCCL connects them, for which NCCL has no limit."""
     store, ended_at_last = dist.HashStore(), threading.Event()
     connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait())
-    nccl = media.Nccl(store, "meeting", 0, (5, 7))
+    nccl = links.NcclLink(store, "meeting", 0, (5, 7))
     name = f"meeting/{hashed((0, 1))}/shards"
-    threading.Thread(target=meet, args=(RollCall(store, name, 7, (5, 7)), FAR)).start()
+    threading.Thread(target=meet, args=(Rendezvous(store, name, 7, (5, 7)), FAR)).start()
     with in_place_of_nccl(lambda *_: connects):
-        end = ended(lambda: nccl.lane((0, 1), "shards", 1.0, GPU))
+        end = ended(lambda: nccl.channel((0, 1), "shards", 1.0, GPU))
     ended_at_last.set()
     assert end.error is MissingRanksError, end
-    assert says(end.text, "could not connect|ranks [7] did not come"), end
+    assert says(end.text, "could not connect|ranks [7] did not arrive"), end
 
 
 # -- torch's other classes of NCCL process groups
@@ -200,22 +202,22 @@ def test_a_late_exchange_is_named() -> None:
     ends = [mock.Mock(**{"query.return_value": False}) for _ in range(4)]
     calls = [Compared(Identity(n, n, "forward", NOTHING), torch.tensor(UNKNOWN)) for n in (1, 2)]
     places = {"new": mock.Mock(), "use": mock.MagicMock(), "record_on": mock.Mock(side_effect=ends)}
-    with mock.patch.multiple(media.streams, **places):
-        lane = Lane((1, 4, 6), "gradients", 0.0, None, CPU)
-        assert lane.late() is None
+    with mock.patch.multiple(links.streams, **places):
+        channel = NcclChannel((1, 4, 6), "gradients", 0.0, None, CPU)
+        assert channel.overdue() is None
         for step in range(4):
-            lane.run(step, 2, mock.Mock(), (), calls[step // 2])
-        late = lane.late(60.0)
+            channel.run(step, 2, mock.Mock(), (), calls[step // 2])
+        late = channel.overdue(60.0)
         assert late is None and not any(end.query.called for end in ends)
-        late = lane.late()
+        late = channel.overdue()
         assert late is not None and (late.step, late.channel, late.peer) == (0, "gradients", 6)
         ends[0].query.return_value = True
-        assert lane.late().step == 1
+        assert channel.overdue().step == 1
         calls[0].result.fill_(0)
         ends[1].query.side_effect = AssertionError("its call has ended")
-        assert lane.late().step == 2
+        assert channel.overdue().step == 2
         calls[1].result.fill_(0)
-        assert lane.late() is None
+        assert channel.overdue() is None
 
 
 @pytest.mark.gloo
@@ -225,19 +227,19 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     group, x = dist.new_group(), torch.ones(1, 2, 2, 8)
     ring_attention(x, x, x, group=group)
     shared, rank = rank_group(group), dist.get_rank()
-    assert shared._board is not None
+    assert shared.connection.notes is not None
     texts = []
     if rank == 0:
         late = Posted(3, "shards", 1, time.monotonic() - 47.0, mock.Mock(), mock.Mock())
         # Only the medium of this group: the watch looks at other groups meanwhile.
         with (
-            mock.patch.object(ranks_group.logger, "error") as said,
-            mock.patch.object(shared._media["cpu"], "late", lambda: late),
+            mock.patch.object(failure.logger, "error") as said,
+            mock.patch.object(shared.connection.links["cpu"], "overdue", lambda: late),
         ):
-            shared.look()
+            shared.failure.poll()
         texts.append(said.call_args.args[1])
     dist.barrier()
-    texts += [shared._board.failure() or ""] * (rank == 1)
+    texts += [shared.connection.notes.failure() or ""] * (rank == 1)
     end = ended(lambda: ring_attention(x, x, x, group=group))
     texts += [end.text] * (rank == 0)
     assert all(says(text, "step 3|rank 1|'shards'|47 s") for text in texts), texts

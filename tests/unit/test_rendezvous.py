@@ -18,8 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from ring_attn.core.facts import Facts
-from ring_attn.transport.ranks import formation
-from ring_attn.transport.ranks.formation import DifferentError, Meeting, Meetings, MissingRanksError
+from ring_attn.transport.ranks import rendezvous
+from ring_attn.transport.ranks.rendezvous import (
+    DifferentError,
+    Meeting,
+    Meetings,
+    MissingRanksError,
+)
 from tests.distributed.scale import REQUESTS, Clock
 
 MEMBERS = (4, 0, 7)
@@ -55,18 +60,18 @@ def meet(
     order: Sequence[int],
     members: Sequence[int] = MEMBERS,
     seconds: float = SECONDS,
-    told: Callable[[int], Facts | None] = lambda rank: None,
+    reported: Callable[[int], Facts | None] = lambda rank: None,
     gap: float = 0.01,
 ) -> dict[int, Met]:
     """Lets ranks come in this order, each a little after the one before."""
-    return meet_in_groups(store, [(order, members)], seconds, told, gap)[0]
+    return meet_in_groups(store, [(order, members)], seconds, reported, gap)[0]
 
 
 def meet_in_groups(
     store: dist.Store,
     groups: Sequence[tuple[Sequence[int], Sequence[int]]],
     seconds: float = SECONDS,
-    told: Callable[[int], Facts | None] = lambda rank: None,
+    reported: Callable[[int], Facts | None] = lambda rank: None,
     gap: float = 0.0,
 ) -> list[dict[int, Met]]:
     """As `meet`, for groups of ranks that meet at the same time: each an order, and members."""
@@ -76,21 +81,23 @@ def meet_in_groups(
     def run(number: int, rank: int, woken: threading.Event) -> None:
         met = found[number][rank]
 
-        def arrive(name: str) -> Callable[[], None]:
+        def on_arrival(name: str) -> Callable[[], None]:
             met.at = name
             return lambda: None
 
         woken.wait()
         try:
             view: Any = SlowRequests(store, clock, draw)
-            Meetings(view, rank, groups[number][1]).attend(seconds, told(rank) or {}, arrive)
+            Meetings(view, rank, groups[number][1]).attend(
+                seconds, reported(rank) or {}, on_arrival
+            )
         except (MissingRanksError, DifferentError) as error:
             met.why = str(error)
         finally:
             clock.next()
 
     everyone = [(n, i, rank) for n, (order, _) in enumerate(groups) for i, rank in enumerate(order)]
-    with ThreadPoolExecutor(len(everyone)) as threads, mock.patch.object(formation, "time", clock):
+    with ThreadPoolExecutor(len(everyone)) as threads, mock.patch.object(rendezvous, "time", clock):
         runs = [threads.submit(run, n, rank, clock.alarm(gap * i)) for n, i, rank in everyone]
         clock.next()
         for one in runs:
@@ -98,12 +105,12 @@ def meet_in_groups(
     return found
 
 
-def leave_behind(store: dist.Store, came: Collection[int]) -> None:
+def leave_behind(store: dist.Store, arrived: Collection[int]) -> None:
     """Ranks come to a meeting, and die there before anyone answers."""
-    for rank in sorted(came, key=lambda rank: rank != LEAD):
+    for rank in sorted(arrived, key=lambda rank: rank != LEAD):
         name = Meetings(store, rank, MEMBERS).find()
         if name is not None:
-            Meeting(store, name, rank, MEMBERS).come()
+            Meeting(store, name, rank, MEMBERS).arrive()
 
 
 def assert_met(met: dict[int, Met]) -> None:
@@ -111,15 +118,15 @@ def assert_met(met: dict[int, Met]) -> None:
     assert len({one.at for one in met.values()}) == 1
 
 
-@pytest.mark.parametrize("came", [(LEAD,), (LEAD, 0), (LEAD, 7), (0, 7)], ids=str)
-def test_ranks_that_died_before_their_first_call(came: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("arrived", [(LEAD,), (LEAD, 0), (LEAD, 7), (0, 7)], ids=str)
+def test_ranks_that_died_before_their_first_call(arrived: tuple[int, ...]) -> None:
     """In the first start, in the second one after they had met, in each order of arrival."""
     for order in permutations(MEMBERS):
         for again in (False, True):
             store = dist.HashStore()
             if again:
                 assert_met(meet(store, MEMBERS, gap=0.0))
-            leave_behind(store, came)
+            leave_behind(store, arrived)
             assert_met(meet(store, order))
 
 
@@ -139,10 +146,10 @@ def test_a_rank_that_leaves_and_comes_again_counts_once() -> None:
     assert name is not None
     meeting = [Meeting(store, name, rank, MEMBERS) for rank in MEMBERS]
     for _ in MEMBERS:
-        meeting[1].come()
-    assert meeting[0].look() is None
-    meeting[2].come()
-    assert meeting[0].look() == meeting[1].look() == ("alike", "")
+        meeting[1].arrive()
+    assert meeting[0].poll() is None
+    meeting[2].arrive()
+    assert meeting[0].poll() == meeting[1].poll() == ("equal", "")
 
 
 @pytest.mark.parametrize("missing", [(LEAD,), (0,), (LEAD, 7), (0, 7)], ids=str)
@@ -155,12 +162,12 @@ def test_missing_ranks_are_named(missing: tuple[int, ...], before: tuple[int, ..
     for one in meet(store, here, seconds=0.3).values():
         # Without the lead, the store does not tell who else is missing.
         named = re.escape(str(list(missing))) if LEAD not in missing else rf"\[{LEAD}(, 7)?\]"
-        assert re.search(f"global ranks {named} did not come within 0.3 s", one.why), one.why
+        assert re.search(f"global ranks {named} did not arrive within 0.3 s", one.why), one.why
     assert_met(meet(store, MEMBERS))
 
 
-def test_ranks_that_tell_different_texts() -> None:
-    met = meet(dist.HashStore(), MEMBERS, told=lambda rank: {"x": 2 * ("ab"[rank == 7],)})
+def test_ranks_that_report_different_texts() -> None:
+    met = meet(dist.HashStore(), MEMBERS, reported=lambda rank: {"x": 2 * ("ab"[rank == 7],)})
     text = "all ranks must have the same values, got x: global rank 7 has b, the other 2 have a"
     assert {one.why for one in met.values()} == {text}
 

@@ -13,9 +13,9 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.planning.choice import Candidate, Choice, Problem
-from ring_attn.planning.coarse import worlds
 from ring_attn.planning.devices import builtin_cluster, with_backend
 from ring_attn.planning.planner import choose
+from ring_attn.planning.scale import estimates_of
 from tests.counts import counted
 
 ROWS = 4096  # of a rank
@@ -81,8 +81,9 @@ def test_masks_and_layouts_without_a_scale_keep_their_ranks() -> None:
         for layout in (zigzag, cut, SequenceLayout.zigzag(2560, 64)):
             problem = Problem(spec, mask, layout.world_size, cluster, "triton", quick=True)
 
-            found = worlds(problem, Candidate(Strategy(), (layout, layout), "", layout.world_size))
-            assert (len(found) == 2) == (name == "causal" and layout == zigzag), (name, layout)
+            candidate = Candidate(Strategy(), (layout, layout), "", layout.world_size)
+            found = estimates_of(problem, candidate)
+            assert found.is_extrapolated == (name == "causal" and layout == zigzag), (name, layout)
 
 
 def test_few_ranks_have_the_bounds_of_gathers_with_windows() -> None:

@@ -1,0 +1,115 @@
+"""Notes that ranks leave each other in the store of their group, in addition to their messages.
+
+A rank that waits for long writes down its last calls, and reads the calls of the ranks for which it
+waits. The first rank whose call fails writes down its error for all. While messages arrive in time,
+notes cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import islice, product
+from typing import Any
+
+from ring_attn.torch_private import Store
+from ring_attn.transport.base import difference, rank_name
+from ring_attn.transport.ranks.identity import Identity
+from ring_attn.transport.ranks.rendezvous import append
+
+# A note holds at most this many characters of an error's text.
+MAX_CHARACTERS = 600
+
+# A rank that waits reads the calls of at most so many ranks that have refused one.
+MAX_REFUSALS = 8
+
+
+class Notes:
+    """One rank's access to the notes of a group in its store; ranks are global ranks."""
+
+    def __init__(self, store: Store, meeting: str, rank: int) -> None:
+        self._store, self._prefix, self._rank = store, f"{meeting}/notes", rank
+
+    def write_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
+        """Write down this rank's last calls, and the rank for which it waits."""
+        reports = [(call.sequence, call.report()) for call in calls]
+        note = json.dumps({"calls": reports, "waits_for": waits_for})
+        self._store.set(f"{self._prefix}/calls/{self._rank}", note)
+
+    def write_refusal(self, calls: Iterable[Identity]) -> None:
+        """Write down this rank's calls, of which it has refused the last one."""
+        self.write_calls(calls)
+        append(self._store, f"{self._prefix}/refused", f"{self._rank}\n")
+
+    def write_failure(self, text: str) -> bool:
+        """Write down why this rank's call ended; return False if another rank failed before."""
+        if self._read("failed") is not None:
+            return False
+        note = json.dumps({"rank": self._rank, "text": text[:MAX_CHARACTERS]})
+        self._store.set(f"{self._prefix}/failed", note)
+        return True
+
+    def waits(self, peer: int) -> list[int]:
+        """Return the peer and the ranks that hold it up: each waits for the next one, if known.
+
+        The last one waits for no rank, or for one of the others: that note may be old.
+        """
+        ranks = [self._rank]
+        while peer not in ranks:
+            ranks.append(peer)
+            note = self._read(f"calls/{peer}")
+            if note is None or note["waits_for"] is None:
+                break
+            peer = note["waits_for"]
+        else:
+            ranks.append(peer)
+        return ranks[1:]
+
+    def refusals(self) -> list[int]:
+        """Return the ranks that have refused calls, each as often as it has reported a refusal."""
+        key = f"{self._prefix}/refused"
+        if not self._store.check([key]):
+            return []
+        return [int(rank) for rank in self._store.get(key).split()]
+
+    def refusal(self, calls: Iterable[Identity], num_old: int = 0) -> str | None:
+        """Return why a rank that refused a call will not make these calls; None if unknown.
+
+        The first `num_old` refusals may be of dead ranks, and are ignored.
+        """
+        recent = self.refusals()[num_old:]
+        others = dict.fromkeys(rank for rank in recent if rank != self._rank)
+        for rank in islice(others, MAX_REFUSALS):
+            reason = self.difference(calls, rank)
+            if reason is not None:
+                return reason
+        return None
+
+    def reason(self, calls: Iterable[Identity], peer: int) -> str | None:
+        """Return why a peer sends nothing: a rank failed, or calls differ; None if unknown."""
+        return self.failure() or self.difference(calls, peer)
+
+    def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
+        """Return how a peer's calls differ from these; None if they do not, as far as known."""
+        note = self._read(f"calls/{peer}")
+        reports = note["calls"] if note else []
+        for call, (sequence, report_of_peer) in product(calls, reports):
+            if call.sequence != sequence:
+                continue
+            differs = difference({self._rank: call.report(), peer: report_of_peer})
+            if differs is not None:
+                own_name = rank_name(self._rank)
+                return f"{rank_name(peer)}'s call differs from {own_name}'s; {differs}"
+        return None
+
+    def failure(self) -> str | None:
+        """Return the first rank that failed, with its error; None if no other rank has failed."""
+        note = self._read("failed")
+        if note is None or note["rank"] == self._rank:
+            return None
+        return f"{rank_name(note['rank'])} left its call: {note['text']}"
+
+    def _read(self, name: str) -> Any:
+        key = f"{self._prefix}/{name}"
+        # `get` waits for a key that does not exist.
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
