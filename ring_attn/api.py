@@ -1,4 +1,4 @@
-"""The public functions: arguments -> a `Call`, as text; `ops` and `decode` run it."""
+"""The public functions: they check their arguments, and make `Options` and tensors of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Literal, Unpack, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.attention import operators as ops
+from ring_attn.attention import operators
+from ring_attn.attention.arguments import Arguments, LayoutNumbers, layouts_and_mask
 from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
-    Arguments,
     AttentionOptions,
-    Call,
     DecodeOptions,
     Layout,
-    LayoutNumbers,
-    asked,
-    sized,
-    with_strategy,
+    Options,
+    checked_options,
+    facts_of,
+    purpose_of,
 )
 from ring_attn.checks import attention as checks
 from ring_attn.checks import decoding as decode_checks
@@ -31,6 +30,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.decoding import call as decode
 from ring_attn.planning.agreement import agreed_strategy
+from ring_attn.torch_private import group_by_name
 from ring_attn.transport import capture, groups
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import Group
@@ -197,13 +197,22 @@ def ring_attention(
         group_name, mesh_shape = groups.described(group, q.device.type)
         differentiated = checks.check_differentiated(q=q, k=k, v=v, sinks=sinks)
         left, right = checks.check_pair(window_size)
-        text = asked(
-            causal=causal, left=left, right=right, softmax_scale=softmax_scale, softcap=softcap,
-            group=group_name, mesh_shape=mesh_shape,
-            layout=layout if isinstance(layout, str) else None, strategy=strategy, backend=backend,
-            same_bits=same_bits, transport=transport, differentiated=differentiated,
+        options = checked_options(
+            causal=causal,
+            left=left,
+            right=right,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
             max_logits=return_max_logits,
-        )  # fmt: skip
+            differentiated=differentiated,
+            strategy=strategy,
+            backend=backend,
+            same_bits=same_bits,
+            transport=transport,
+            layout=layout if isinstance(layout, str) else None,
+            group=group_name,
+            mesh_shape=mesh_shape,
+        )
         numbers: LayoutNumbers = ((), ())
         if not isinstance(layout, str):
             of_q, of_k = checks.check_layouts(layout)
@@ -212,7 +221,6 @@ def ring_attention(
         if mask is not None:
             checks.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
         slices = None if mask is None else mask.tensor
-        arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, text)
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
@@ -220,13 +228,15 @@ def ring_attention(
         q = q if q.stride(-1) == 1 else q.contiguous()
         k = k if k.stride(-1) == 1 else k.contiguous()
         v = v if v.stride(-1) == 1 else v.contiguous()
+        arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, text="")
         if strategy == "auto":
-            arguments = _with_strategy(q, k, v, sinks, arguments, mesh_shape)
-        out, lse, most = ops.attend(q, k, v, sinks, arguments, differentiated)
+            options = _with_strategy(q, k, v, sinks, arguments, options)
+        out, lse, max_logits = operators.attend(q, k, v, sinks, arguments, options)
         if packed:
             out, lse = out[0], lse[0]
-        results = (out, *((lse,) * return_lse), *((most,) * return_max_logits))
-    return results if len(results) > 1 else out
+    if return_max_logits:
+        return (out, lse, max_logits) if return_lse else (out, max_logits)
+    return (out, lse) if return_lse else out
 
 
 @left_out_of_graphs(
@@ -240,36 +250,42 @@ def _with_strategy(
     v: Tensor,
     sinks: Tensor | None,
     arguments: Arguments,
-    mesh_shape: tuple[int, ...],
-) -> Arguments:
-    """The arguments with the strategy that "auto" chooses."""
-    # Any strategy stands for the one to be chosen.
-    group, call = arguments._replace(text=with_strategy(arguments.text, Strategy())).asked()
-    spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
+    options: Options,
+) -> Options:
+    """Return the options with the strategy that the ranks choose together."""
+    group = group_by_name(options.group)
     rows = (q.size(1), k.size(1))
-    masked = arguments.documents(), arguments.given_mask()
-    numbers = tuple(arguments.layout_q), tuple(arguments.layout_k)
-    call = sized(call, spec, rows, *masked, numbers)
-    call = replace(call, backend=proven_backend(spec, call.backend, call.purpose).name)
-    ends = open_p2p(group, call.transport)
+    layouts, mask = layouts_and_mask(
+        options,
+        rows,
+        arguments.documents(),
+        arguments.given_mask(),
+        arguments.numbers,
+        group.rank(),
+        group.size(),
+    )
+    spec = AttentionSpec.of(q, k, v, options.softcap, sinks, options.max_logits)
+    backend = proven_backend(spec, options.backend, purpose_of(options, mask, layouts)).name
+    ends = open_p2p(group, options.transport)
     if arguments.needs_even_rows:
         ends.check_even(rows, q.device)
     if debug_enabled():
         # Before the ranks choose together, which needs equal arguments.
-        choice = {"strategy": "auto", "same_bits": call.same_bits}
-        ends.compare(Agreement(call.facts() | choice).report, q.device)
+        facts = facts_of(options, spec, layouts, mask, "auto", backend)
+        facts["same_bits"] = options.same_bits
+        ends.compare(Agreement(facts).report, q.device)
     strategy = agreed_strategy(
         spec,
-        call.layouts,
-        call.mask,
+        layouts,
+        mask,
         ends,
-        backend=call.backend,
-        same_bits=call.same_bits,
-        backward=call.differentiated,
-        node_size=mesh_shape[1] if len(mesh_shape) == 2 else None,
+        backend=backend,
+        same_bits=options.same_bits,
+        backward=options.differentiated,
+        node_size=options.mesh_shape[1] if len(options.mesh_shape) == 2 else None,
         global_ranks=dist.get_process_group_ranks(group),
     )
-    return arguments._replace(text=with_strategy(arguments.text, strategy))
+    return replace(options, strategy=strategy, mesh_shape=())
 
 
 @overload
@@ -390,18 +406,24 @@ def tree_decode(
         checks.check_sinks(sinks, q)
         groups.check_group_device(process_group, q.device)
         left, right = checks.check_pair(window_size)
-        text = asked(
-            causal=causal, left=left, right=right, softmax_scale=softmax_scale, softcap=softcap,
-            group=process_group.group_name, backend=backend, transport=transport, decoding=True,
-        )  # fmt: skip
-        call = Call.from_text(text, process_group.rank(), process_group.size())
+        options = checked_options(
+            causal=causal,
+            left=left,
+            right=right,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            backend=backend,
+            transport=transport,
+            group=process_group.group_name,
+        )
         if mask is not None:
             checks.check_mask_alone(mask, not causal, window_size)
         if cache_seqlens is not None:
-            tables = cache_seqlens, block_table
-            out, lse = decode.attend_sequences(q, k, v, sinks, *tables, layout, call, process_group)
+            out, lse = decode.attend_sequences(
+                q, k, v, sinks, cache_seqlens, block_table, layout, options, process_group
+            )
         else:
-            out, lse = decode.attend(q, k, v, sinks, layout, mask, call, process_group)
+            out, lse = decode.attend(q, k, v, sinks, layout, mask, options, process_group)
     return (out, lse) if return_lse else out
 
 

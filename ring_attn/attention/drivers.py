@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.call import Call
+from ring_attn.call import Call, DecodeCall
 from ring_attn.core.cache import Sequences
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.run import execute
@@ -29,7 +29,8 @@ class Forward(NamedTuple):
     Attributes:
         out: (batch, rows, nheads, headdim_v) in the dtype of q.
         lse: (batch, nheads, rows) in the type of the state.
-        saved: tensors that the backward needs; none is a communication buffer.
+        saved: tensors that the backward needs, in the order of the program's `saved`; none is a
+            communication buffer.
         max_logits: (nheads,) greatest scores over all ranks; empty if not requested.
     """
 
@@ -59,7 +60,7 @@ def forward(
     steps = call.programs.get(False) or program_of(call, backward=False)
     inputs = {"q": q, "k": k, "v": v}
     run = execute(steps, call, inputs, transport, sinks, call.strategy)
-    saved = tuple(map(run.tensors.__getitem__, steps.saved))
+    saved = tuple(run.tensors[name] for name in steps.saved)
     lse = run.tensors["lse"]
     max_logits = run.max_logits
     if call.spec.max_logits and max_logits is None:  # a rank without heads
@@ -92,7 +93,7 @@ def backward(
 
 
 def decode(
-    call: Call,
+    call: DecodeCall,
     tiles: tuple[Tile, ...],
     q: Tensor,
     k: Tensor,

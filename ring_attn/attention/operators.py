@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,15 +25,23 @@ import torch
 from torch import Tensor
 
 from ring_attn.attention import drivers
+from ring_attn.attention.arguments import (
+    Arguments,
+    Asked,
+    Documents,
+    LayoutNumbers,
+    layouts_and_mask,
+    strategy_of,
+)
 from ring_attn.attention.first_use import proven_backend
-from ring_attn.call import Arguments, Call, Documents, LayoutNumbers, sized
+from ring_attn.call import Call, Options, purpose_of
 from ring_attn.checks import attention as checks
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.strategies.registry import chosen, code_of, why_not_same_bits
+from ring_attn.strategies.registry import check_call, code_of, why_not_same_bits
 from ring_attn.torch_private import below_autograd
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
@@ -64,25 +71,25 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 def _prepare(
     arguments: Arguments,
-    asked: Call,
+    asked: Asked,
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[Sequence[int], ...],
     sinks: Tensor | None,
 ) -> tuple[Call, Agreement]:
-    """The call with its tensors, and the values that must be equal on all ranks.
+    """Return the call, and the values that must be equal on all ranks.
 
     `shapes`: of q, k and v.
     """
-    documents: Documents = None, None
-    given_mask = None
-    if arguments.cu_seqlens is not None or arguments.cu_seqlens_k is not None:
-        documents = arguments.documents()
-    if arguments.mask is not None:
-        given_mask = arguments.given_mask()
-    masked = documents, given_mask, (tuple(arguments.layout_q), tuple(arguments.layout_k))
-    tensors = device, dtype, *shapes, sinks is not None
-    return _make_call(arguments.text, asked.rank, asked.world_size, tensors, *masked)
+    return _make_call(
+        arguments.text,
+        asked.rank,
+        asked.world_size,
+        (device, dtype, *shapes, sinks is not None),
+        arguments.documents(),
+        arguments.given_mask(),
+        arguments.numbers,
+    )
 
 
 # Cached by values that are fast to hash.
@@ -96,12 +103,34 @@ def _make_call(
     given_mask: Mask | None,
     numbers: LayoutNumbers,
 ) -> tuple[Call, Agreement]:
-    asked = Call.from_text(text, rank, world_size)
-    device, dtype, q, k, v, sinks = tensors
-    options = asked.softcap, sinks, asked.max_logits
-    spec = AttentionSpec(device.type, dtype, q[0], q[2], k[2], q[3], v[3], *options)
-    call = sized(asked, spec, (q[1], k[1]), documents, given_mask, numbers)
-    call = chosen(replace(call, backend=proven_backend(spec, call.backend, call.purpose).name))
+    options = Options.from_text(text)
+    device, dtype, q_shape, k_shape, v_shape, has_sinks = tensors
+    spec = AttentionSpec(
+        device_type=device.type,
+        dtype=dtype,
+        batch=q_shape[0],
+        nheads=q_shape[2],
+        nheads_kv=k_shape[2],
+        headdim=q_shape[3],
+        headdim_v=v_shape[3],
+        softcap=options.softcap,
+        sinks=has_sinks,
+        max_logits=options.max_logits,
+    )
+    rows = q_shape[1], k_shape[1]
+    layouts, mask = layouts_and_mask(
+        options, rows, documents, given_mask, numbers, rank, world_size
+    )
+    call = Call(
+        options=options,
+        spec=spec,
+        backend=proven_backend(spec, options.backend, purpose_of(options, mask, layouts)).name,
+        layouts=layouts,
+        mask=mask,
+        rank=rank,
+        strategy=strategy_of(text, world_size),
+    )
+    check_call(call)
     return call, Agreement(call.facts() | {"same_bits": why_not_same_bits(call) is None})
 
 
@@ -121,22 +150,22 @@ def _attention(
     (nheads,), empty unless requested; and `saved`, empty unless the call is differentiated.
     """
     arguments = Arguments(*fields)
-    group, call = arguments.asked()
-    with reporting(group):
+    asked = arguments.read()
+    with reporting(asked.group):
         shapes = q.shape, k.shape, v.shape
-        call, agreement = _prepare(arguments, call, q.device, q.dtype, shapes, sinks)
-        transport = open_p2p(group, call.transport)
+        call, agreement = _prepare(arguments, asked, q.device, q.dtype, shapes, sinks)
+        transport = open_p2p(asked.group, asked.options.transport)
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
         with transport.call("forward", agreement, q.device, sinks=sinks) as number:
             out, lse, saved, max_logits = drivers.forward(call, q, k, v, transport, sinks)
-    if not call.differentiated:
+    if not asked.options.differentiated:
         return out.contiguous(), lse.contiguous(), max_logits, []
-    known = set(map(id, (q, k, v, out, lse)))
+    kept = _kept(asked.strategy, asked.rank, asked.world_size)
     # A tensor, since a graph can pass only tensors to the backward.
     extra = [torch.tensor(number * _NUMBER_UNIT, dtype=torch.float64)]
-    for x in saved:
-        if id(x) not in known:
+    for name, x in zip(call.programs[False].saved, saved, strict=True):
+        if name not in kept:
             extra.append(x.contiguous())
     return out.contiguous(), lse.contiguous(), max_logits, extra
 
@@ -154,20 +183,20 @@ attention = torch.ops.ring_attn.attention.default
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    _, call = Arguments(*fields).asked()
+    asked = Arguments(*fields).read()
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=accum_dtype(q.dtype))
-    max_logits = lse.new_empty(nheads if call.max_logits else 0)
-    if not call.differentiated:
+    max_logits = lse.new_empty(nheads if asked.options.max_logits else 0)
+    if not asked.options.differentiated:
         return out, lse, max_logits, []
     number = torch.empty((), dtype=torch.float64)
-    return out, lse, max_logits, [number, *_fake_extra(q, k, v, call)]
+    return out, lse, max_logits, [number, *_fake_extra(q, k, v, asked)]
 
 
-def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
+def _fake_extra(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> list[Tensor]:
     """Tensors shaped like the forward's saved ones; the compiler does not know their rows."""
-    kept = _kept(call.strategy, call.rank, call.world_size)
+    kept = _kept(asked.strategy, asked.rank, asked.world_size)
     if kept == _KNOWN:
         return []
     context = torch.library.get_ctx()
@@ -177,12 +206,12 @@ def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
     if kept:
         heads = [(q.size(2), k.size(2))]
     else:
-        degree = call.strategy.ulysses_degree
+        degree = asked.strategy.ulysses_degree
         # int: a graph is compiled for one share of the heads, even if sizes are symbols.
         shares = share_heads(
-            int(q.size(2)), int(k.size(2)), degree, whole_groups=call.same_bits is True
+            int(q.size(2)), int(k.size(2)), degree, whole_groups=asked.options.same_bits is True
         )
-        share = shares[call.rank % degree]
+        share = shares[asked.rank % degree]
         heads = [(run.num, run.num_kv) for run in share.runs]
     extra = []
     for nheads, nheads_kv in heads:
@@ -218,12 +247,12 @@ def _save(
     (q, k, v), (out, lse, max_logits, extra) = inputs, output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, max_logits)
-    _, call = arguments.asked()
-    ctx.arguments, ctx.differentiated = arguments, call.differentiated
-    if not call.differentiated:
+    asked = arguments.read()
+    ctx.arguments, ctx.differentiated = arguments, asked.options.differentiated
+    if not asked.options.differentiated:
         return
     known = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    kept = map(known.__getitem__, _kept(call.strategy, call.rank, call.world_size))
+    kept = map(known.__getitem__, _kept(asked.strategy, asked.rank, asked.world_size))
     ctx.save_for_backward(sinks, *arguments[:3], *kept, *extra)
     ctx.sizes = [*q.shape[:2], k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)]
     ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None, mask=None)
@@ -255,13 +284,14 @@ def _attention_backward(
     """
     arguments = Arguments(*fields)
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
-    group, call = arguments.asked()
-    with reporting(group):
+    asked = arguments.read()
+    with reporting(asked.group):
         kv = batch, rows_kv, nheads_kv
         shapes = (batch, rows, nheads, headdim), (*kv, headdim), (*kv, headdim_v)
-        call, agreement = _prepare(arguments, call, dout.device, dout.dtype, shapes, sinks)
-        transport = open_p2p(group, call.transport)
-        number, tensors = _in_order(_kept(call.strategy, call.rank, call.world_size), saved)
+        call, agreement = _prepare(arguments, asked, dout.device, dout.dtype, shapes, sinks)
+        transport = open_p2p(asked.group, asked.options.transport)
+        kept = _kept(asked.strategy, asked.rank, asked.world_size)
+        number, tensors = _in_order(kept, saved)
         forward = int(number.item() / _NUMBER_UNIT)
         with transport.call("backward", agreement, dout.device, sinks=sinks, number=forward):
             grads = drivers.backward(call, tensors, dout.contiguous(), transport, sinks)
@@ -359,10 +389,14 @@ def attend(
     v: Tensor,
     sinks: Tensor | None,
     arguments: Arguments,
-    differentiated: bool,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `lse` and `max_logits` of a call; only `out` is differentiable."""
-    if differentiated and not torch.compiler.is_compiling():
+    """Return `out`, `lse` and `max_logits` of a call; only `out` is differentiable.
+
+    `arguments` are without the text of the options.
+    """
+    arguments = arguments._replace(text=options.text)
+    if options.differentiated and not torch.compiler.is_compiling():
         out, lse, max_logits = _Attention.apply(q, k, v, sinks, arguments)
     else:
         out, lse, max_logits, _ = attention(q, k, v, sinks, *arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from ring_attn.attention import drivers
 from ring_attn.attention.first_use import proven_backend
+from ring_attn.backends import Purpose
 from ring_attn.backends.base import cached_by_gpu
-from ring_attn.call import Call
+from ring_attn.call import DecodeCall, Options
 from ring_attn.checks import attention as checks
 from ring_attn.checks import decoding as decode_checks
 from ring_attn.core.layout import SequenceLayout
@@ -37,34 +37,35 @@ def attend(
     sinks: Tensor | None,
     layout: SequenceLayout | None,
     mask: Mask | None,
-    call: Call,
+    options: Options,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries, the same on every rank."""
     # Checks the call before anything is sent.
-    if layout is None and call.world_size == 1:
+    rank, world_size = group.rank(), group.size()
+    if layout is None and world_size == 1:
         layout = SequenceLayout.contiguous(k.size(1), 1)
-    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+    spec = AttentionSpec.of(q, k, v, options.softcap, sinks)
     if layout is not None:
-        checks.check_layout("k", layout, k.size(1), None, call.rank, call.world_size)
+        checks.check_layout("k", layout, k.size(1), None, rank, world_size)
         if mask is not None:
             checks.check_given_mask(mask, q.size(1), layout.seqlen)
     decode_call, agreement = _planned(
-        spec, call, several=False, seqlen_q=q.size(1), mask=mask, layout=layout
+        spec, options, several=False, seqlen_q=q.size(1), mask=mask, layout=layout
     )
-    if layout is None and (mask is not None or not _hides_nothing(call, q.size(1))):
+    if layout is None and (mask is not None or not _hides_nothing(options, q.size(1))):
         raise ValueError(
             "tree_decode with a window, a mask or several causal queries needs the layout of the "
             "cache, got layout=None: pass SequenceLayout.boundaries(...) of the ranks' rows, or "
             "another SequenceLayout, to every rank"
         )
-    ends = open_p2p(group, call.transport)
+    ends = open_p2p(group, options.transport)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         if layout is None:  # every query sees all rows, whatever their positions are
             tiles = _tiles(SequenceLayout.contiguous(k.size(1), 1), 0, Mask(q.size(1), k.size(1)))
         else:
-            whole = mask or Mask(q.size(1), layout.seqlen, call.causal, call.window_size)
-            tiles = _tiles(layout, call.rank, whole)
+            whole = mask or Mask(q.size(1), layout.seqlen, options.causal, options.window_size)
+            tiles = _tiles(layout, rank, whole)
         return drivers.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
@@ -77,14 +78,14 @@ def attend_sequences(
     cache_seqlens: int | Tensor,
     block_table: Tensor | None,
     layout: SequenceLayout | None,
-    call: Call,
+    options: Options,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """`attend` for sequences of unlike lengths, whose rows may stand in pages."""
-    left, right = call.window_size
-    window = left, 0 if call.causal else right
+    left, right = options.window_size
+    window = left, 0 if options.causal else right
     sequences = decode_checks.check_sequences(
-        k, block_table, layout, window, call.rank, call.world_size
+        k, block_table, layout, window, group.rank(), group.size()
     )
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -92,12 +93,17 @@ def attend_sequences(
     if not capture.is_on() and (debug_enabled() or not streams.are_used(q.device)):
         lengths = tuple(cache_seqlens.tolist())
         decode_checks.check_lengths(sequences, lengths, layout, block_table, k.size(0))
-    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+    spec = AttentionSpec.of(q, k, v, options.softcap, sinks)
     decode_call, agreement = _planned(
-        spec, call, several=True, seqlen_q=q.size(1), page_size=sequences.page_size, layout=layout,
+        spec,
+        options,
+        several=True,
+        seqlen_q=q.size(1),
+        page_size=sequences.page_size,
+        layout=layout,
         cache_seqlens=lengths,
-    )  # fmt: skip
-    ends = open_p2p(group, call.transport)
+    )
+    ends = open_p2p(group, options.transport)
     with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
         tables = cache_seqlens, *(() if block_table is None else (block_table,))
         return drivers.decode(decode_call, (), q, k, v, ends, sinks, sequences, tables)
@@ -106,14 +112,22 @@ def attend_sequences(
 # Cached: all layers share the values for a token, some of which are slow to hash.
 @cached_by_gpu(maxsize=64)
 def _planned(
-    spec: AttentionSpec, call: Call, *, several: bool, **values: Hashable
-) -> tuple[Call, Agreement]:
-    """The call with its backend, and all that must be equal on all ranks except tensor values."""
-    purpose = call.purpose._replace(several=several)
-    chosen = replace(call, spec=spec, backend=proven_backend(spec, call.backend, purpose).name)
-    shared = {"causal": call.causal, "window_size": call.window_size, "backend": chosen.backend}
-    options = {"softmax_scale": chosen.scores.softmax_scale, "transport": call.transport}
-    return chosen, Agreement({**vars(spec), **values, **shared, **options})
+    spec: AttentionSpec, options: Options, *, several: bool, **values: Hashable
+) -> tuple[DecodeCall, Agreement]:
+    """Return the call, and all that must be equal on all ranks except tensors' values."""
+    purpose = Purpose(decoding=True, several=several)
+    backend = proven_backend(spec, options.backend, purpose).name
+    call = DecodeCall(options=options, spec=spec, backend=backend)
+    facts = {
+        **vars(spec),
+        **values,
+        "causal": options.causal,
+        "window_size": options.window_size,
+        "backend": backend,
+        "softmax_scale": call.scores.softmax_scale,
+        "transport": options.transport,
+    }
+    return call, Agreement(facts)
 
 
 def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
@@ -149,10 +163,10 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
     return min(ranks, key=layout.shard_len)
 
 
-def _hides_nothing(call: Call, queries: int) -> bool:
+def _hides_nothing(options: Options, queries: int) -> bool:
     """Tells whether every query sees the whole cache, whatever its length and layout."""
-    left, right = call.window_size
-    right = 0 if call.causal else right
+    left, right = options.window_size
+    right = 0 if options.causal else right
     return left < 0 and (right < 0 or right >= queries - 1)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_attn import profiling
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
-from ring_attn.call import Call
+from ring_attn.call import DecodeCall
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Buffer, Channel, Copy, Entry, Hop, Operand, Program, View
@@ -33,7 +33,7 @@ from ring_attn.transport.streams import Event, Stream
 
 def execute(
     program: Program,
-    call: Call,
+    call: DecodeCall,
     tensors: Mapping[str, Tensor],
     transport: Transport,
     sinks: Tensor | None = None,

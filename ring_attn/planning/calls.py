@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ring_attn.call import Call
+from ring_attn.call import Call, Options
 from ring_attn.machines.cluster import Cluster, merged
 from ring_attn.planning.choice import Candidate, Problem
 from ring_attn.planning.devices import with_backend
@@ -11,15 +11,21 @@ from ring_attn.strategies.registry import code_of
 
 def call_of(problem: Problem, candidate: Candidate) -> Call:
     """Return the candidate's call on rank 0."""
+    options = Options(
+        softcap=problem.spec.softcap,
+        differentiated=True,
+        strategy=candidate.strategy,
+        backend=problem.backend,
+        same_bits=problem.same_bits,
+    )
     return Call(
+        options=options,
         spec=problem.spec,
+        backend=problem.backend,
         layouts=candidate.layouts,
         mask=problem.mask,
         rank=0,
         strategy=candidate.strategy,
-        softmax_scale=problem.spec.headdim**-0.5,
-        backend=problem.backend,
-        same_bits=problem.same_bits,
     )
 
 

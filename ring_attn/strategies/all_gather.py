@@ -62,7 +62,7 @@ class AllGather(StrategyCode):
     at_once = True
 
     def why_not_same_bits(self, call: Call) -> str | None:
-        if call.same_bits is False:
+        if call.options.same_bits is False:
             return "gradients are added up: same_bits=False"
         backend, specs = get_backend(call.backend), dict.fromkeys(_chunk_specs(call))
         reasons = (why_not_alike(backend, call.spec, spec) for spec in specs)

@@ -57,7 +57,7 @@ def shares_of(call: Call) -> tuple[HeadShare, ...]:
         call.spec.nheads,
         call.spec.nheads_kv,
         call.strategy.ulysses_degree,
-        whole_groups=call.same_bits is True,
+        whole_groups=call.options.same_bits is True,
     )
 
 

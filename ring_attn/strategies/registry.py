@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
 from ring_attn.backends import choose_backend
-from ring_attn.call import Call
+from ring_attn.call import Call, Options, purpose_of
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.names import STRATEGIES
@@ -89,21 +88,35 @@ def make_call(
         NotImplementedError: the strategy or the named backend does not support the call, or
             `same_bits=True` is impossible; other errors as `choose_backend`.
     """
-    call = Call(
-        spec, layouts, mask, rank, strategy, softmax_scale, backend, same_bits,
+    options = Options(
+        softmax_scale=softmax_scale,
+        softcap=spec.softcap,
+        max_logits=spec.max_logits,
         differentiated=backward,
-    )  # fmt: skip
-    return chosen(call)
-
-
-def chosen(call: Call) -> Call:
-    """The call with its backend chosen, checked; errors as `make_call`."""
-    backend = choose_backend(call.spec, call.backend, call.purpose).name
-    call = replace(call, backend=backend)
-    code_of(call.strategy).check(call)
-    if call.same_bits and (reason := why_not_same_bits(call)) is not None:
-        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
+        strategy=strategy,
+        backend=backend,
+        same_bits=same_bits,
+    )
+    chosen = choose_backend(spec, backend, purpose_of(options, mask, layouts)).name
+    call = Call(
+        options=options,
+        spec=spec,
+        backend=chosen,
+        layouts=layouts,
+        mask=mask,
+        rank=rank,
+        strategy=strategy,
+    )
+    check_call(call)
     return call
+
+
+def check_call(call: Call) -> None:
+    """Refuse a call that its backend or strategy cannot compute; errors as `make_call`."""
+    choose_backend(call.spec, call.backend, call.purpose)
+    code_of(call.strategy).check(call)
+    if call.options.same_bits and (reason := why_not_same_bits(call)) is not None:
+        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
 
 
 def why_not_same_bits(call: Call) -> str | None:

@@ -96,7 +96,7 @@ class Ring(StrategyCode):
         """
         if call.gradients is not None:
             return call.gradients
-        in_order = call.same_bits
+        in_order = call.options.same_bits
         if in_order is None:
             in_order = why_not_in_order(call, _why_not_by_turns) is None
         if in_order:

@@ -24,30 +24,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ring_attn.backends import choose_backend, get_backend
-from ring_attn.call import NO_MASK, Call
+from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.call import DecodeCall, Options
 from ring_attn.core import program as ops
 from ring_attn.core.cache import Sequences
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered, Packet, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import result_arrays
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import StepTiles, Tile
 from ring_attn.strategies.base import pack_and_post
 
 
 def make_call(
     spec: AttentionSpec, *, softmax_scale: float | None = None, backend: str = "auto"
-) -> Call:
-    """A call to decode, with its backend chosen; errors as `choose_backend`."""
-    no_rows = SequenceLayout.contiguous(0, 1)
-    none = (no_rows, no_rows), NO_MASK, 0, Strategy()
-    call = Call(spec, *none, softmax_scale, backend, decoding=True)
-    return replace(call, backend=choose_backend(spec, backend, call.purpose).name)
+) -> DecodeCall:
+    """Return a call to decode, with its backend chosen; errors as `choose_backend`."""
+    options = Options(softmax_scale=softmax_scale, softcap=spec.softcap, backend=backend)
+    chosen = choose_backend(spec, backend, Purpose(decoding=True)).name
+    return DecodeCall(options=options, spec=spec, backend=chosen)
 
 
 # Inputs that say how long sequences are, and in which pages of a rank's pool their rows stand.
@@ -55,7 +52,7 @@ TABLES = ("cache_seqlens", "block_table")
 
 
 def program(
-    call: Call,
+    call: DecodeCall,
     tiles: tuple[Tile, ...],
     shape: tuple[int, int, int],
     rank: int,

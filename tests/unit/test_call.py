@@ -1,9 +1,10 @@
-"""The call as one value, and its text."""
+"""The options of a call as one value, and their text."""
 
 import json
 import subprocess
 import sys
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy
 import pytest
 
 from ring_attn import Strategy, TransportOptions
-from ring_attn.call import Call, asked, with_strategy
+from ring_attn.call import Options, checked_options
+from ring_attn.core.strategy import resolve_strategy
 
 PLAIN: dict[str, Any] = {
     "causal": False, "left": -1, "right": -1, "softmax_scale": None, "softcap": 0.0, "group": "0",
@@ -21,41 +23,46 @@ NAMED: dict[str, Any] = {
     "causal": True, "left": 2**63 - 1, "right": 0, "softmax_scale": 0.1 + 0.2,
     "softcap": 2.0**-63, "group": 'a "group"\n\u00e9', "backend": "reference",
     "transport": TransportOptions(1e-3), "layout": "zigzag", "strategy": "ulysses",
-    "same_bits": True, "differentiated": True, "max_logits": True, "decoding": True,
+    "same_bits": True, "differentiated": True, "max_logits": True, "mesh_shape": (4, 2),
 }  # fmt: skip
 
 
-def of(**options: Any) -> Call:
-    return Call.from_text(asked(**PLAIN | options), 1, 8)
+def of(**options: Any) -> Options:
+    return checked_options(**PLAIN | options)
 
 
 def test_text_says_everything() -> None:
     """The text is JSON, since one process stores a graph and another process loads it."""
-    text = asked(**NAMED)
-    json.loads(text)
-    call = Call.from_text(text, 1, 4)
+    options = checked_options(**NAMED)
+    json.loads(options.text)
+    read = Options.from_text(options.text)
+    assert read == options
     values = dict(NAMED)
     window = values.pop("left"), values.pop("right")
-    expected = values | {"window_size": window, "strategy": Strategy(ulysses_degree=4)}
+    expected = values | {"window_size": window}
+    assert {*expected} == {field.name for field in fields(Options)}
     for name, value in expected.items():
-        found = getattr(call, name)
+        found = getattr(read, name)
         assert found == value and type(found) is type(value), name
-    # What no caller asks for comes from the tensors.
-    of_tensors = {"spec", "layouts", "mask", "rank", "gradients"}
-    assert {field.name for field in fields(Call)} - {*expected} == of_tensors
 
 
-def test_a_strategy_has_its_degrees_when_the_text_is_read() -> None:
+def test_a_strategy_survives_the_text_and_has_its_degrees_of_the_mesh() -> None:
     given = Strategy("all_gather", 2, heads_per_chunk=3)
-    assert of(strategy=given, mesh_shape=(4, 2)).strategy == given
-    assert of(strategy="hybrid", mesh_shape=(4, 2)).strategy == Strategy(ulysses_degree=2)
-    chosen = with_strategy(asked(**PLAIN, strategy="auto", mesh_shape=(4, 2)), Strategy())
-    assert Call.from_text(chosen, 1, 8) == of(strategy="ring")
+    options = Options.from_text(of(strategy=given, mesh_shape=(4, 2)).text)
+    assert resolve_strategy(options.strategy, 8, options.mesh_shape) == given
+    named = Options.from_text(of(strategy="hybrid", mesh_shape=(4, 2)).text)
+    found = resolve_strategy(named.strategy, 8, named.mesh_shape)
+    assert found == Strategy(ulysses_degree=2)
+
+
+def test_every_option_is_a_field_and_is_checked() -> None:
+    taken = {*signature(checked_options).parameters} - {"left", "right"} | {"window_size"}
+    assert taken == {field.name for field in fields(Options)}
 
 
 @pytest.mark.parametrize("option", ["causal", "left", "softmax_scale", "same_bits"])
-def test_a_text_is_not_remembered_for_a_value_of_another_type(option: str) -> None:
-    """True equals 1 and hashes alike, and only one of them is right."""
+def test_options_are_not_cached_for_a_value_of_another_type(option: str) -> None:
+    """True equals 1 and hashes as it does, and only one of them is right."""
     good, bad = (True, 1) if option in ("causal", "same_bits") else (1, True)
     of(**{option: good})
     with pytest.raises(TypeError):
@@ -63,12 +70,14 @@ def test_a_text_is_not_remembered_for_a_value_of_another_type(option: str) -> No
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    call = of(
+    options = of(
         softmax_scale=numpy.float32(0.5), softcap=numpy.int64(2), left=numpy.int64(3),
         right=numpy.int32(2), causal=True, transport=TransportOptions(numpy.float32(2.5)),
     )  # fmt: skip
     expected = of(softmax_scale=0.5, softcap=2.0, left=3, right=0, causal=True)
-    assert call == replace(expected, transport=TransportOptions(2.5))
+    read = Options.from_text(options.text)
+    assert read == replace(expected, transport=TransportOptions(2.5))
+    assert type(read.softmax_scale) is float and type(read.transport.timeout) is float
 
 
 EXPORTED = """

@@ -13,7 +13,7 @@ import torch
 
 from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
 from ring_attn.attention.operators import _make_call
-from ring_attn.call import Call, asked
+from ring_attn.call import checked_options
 from ring_attn.core.facts import digest, facts, shown
 from ring_attn.core.mask import Slice
 from ring_attn.core.segments import Segment
@@ -25,12 +25,11 @@ from tests.refusals import refused
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
 OPTIONS = TransportOptions()
-# Arguments of `asked`.
+# Arguments of `checked_options`.
 REQUEST: dict[str, Any] = {
     "causal": False, "left": -1, "right": -1, "softmax_scale": None, "softcap": 0.0, "group": "",
     "backend": "reference", "transport": OPTIONS, "mesh_shape": (), "layout": "contiguous",
     "strategy": "ring", "same_bits": None, "differentiated": False, "max_logits": False,
-    "decoding": False,
 }  # fmt: skip
 
 # A value, and for each of its fields another value.
@@ -63,7 +62,6 @@ REQUESTS: dict[str, Any] = {
     "same_bits": "it chooses backend and strategy, on which ranks agree",
     "differentiated": True,
     "max_logits": "it is a field of the spec, too",
-    "decoding": "the kind of a call says it",
 }
 
 
@@ -72,8 +70,8 @@ def agreed(request: dict[str, Any] = REQUEST, spec: AttentionSpec = SPEC, **othe
     q, kv = (spec.batch, 4, spec.nheads), (spec.batch, 4, spec.nheads_kv)
     shapes = (*q, spec.headdim), (*kv, spec.headdim), (*kv, spec.headdim_v)
     tensors = torch.device(spec.device_type), spec.dtype, *shapes, spec.sinks
-    text = asked(**request | {"softcap": spec.softcap, "max_logits": spec.max_logits})
-    return _make_call(text, 0, 2, tensors, *given.values())[1].digest
+    options = checked_options(**request | {"softcap": spec.softcap, "max_logits": spec.max_logits})
+    return _make_call(options.text, 0, 2, tensors, *given.values())[1].digest
 
 
 def with_field(value: Any, name: str, other: Any) -> Any:
@@ -91,7 +89,7 @@ def test_every_field_is_a_fact(value: Any, others: Mapping[str, Any]) -> None:
 
 
 def test_every_field_of_a_request_is_agreed_on_or_excused() -> None:
-    assert {*REQUESTS} == {*REQUEST} == {*signature(asked).parameters}
+    assert {*REQUESTS} == {*REQUEST} == {*signature(checked_options).parameters}
     excused = [
         name for name, other in REQUESTS.items() if " " in str(other) and name != "transport"
     ]
@@ -110,9 +108,8 @@ def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
         rows: tuple[int, int] = (1, 4),
     ) -> bytes:
         layout = SequenceLayout.contiguous(8, 2)
-        call = Call.from_text(asked(**request | {"decoding": True}), 0, 2)
         values = {"seqlen_q": rows[0], "mask": None, "layout": layout}
-        return _planned(spec, call, several=False, **values)[1].digest
+        return _planned(spec, checked_options(**request), several=False, **values)[1].digest
 
     excused = {
         "softcap": "it is a field of the spec, too",
@@ -123,7 +120,6 @@ def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
         "same_bits": "decoding has no choice of it",
         "differentiated": "decoding has no gradients",
         "max_logits": "decoding returns none",
-        "decoding": "it is",
     }
     others = {name: other for name, other in REQUESTS.items() if name not in excused}
     for name, other in others.items():

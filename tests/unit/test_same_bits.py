@@ -93,7 +93,9 @@ def test_heads_that_have_another_kernel_by_themselves(
     spec = AttentionSpec("cpu", torch.float16, 1, 8, 4, 64, 64)
     call = make_call(strategy, spec, named("contiguous", 2), CAUSAL, 0, backend="triton")
     assert why_not_same_bits(call) is None
-    assert why_not_same_bits(replace(call, same_bits=False)) is not None
+    assert (
+        why_not_same_bits(replace(call, options=replace(call.options, same_bits=False))) is not None
+    )
     few = lambda backend, spec: spec.nheads_kv >= 4  # noqa: E731
     monkeypatch.setattr(TritonBackend, "in_one_pass", few)
     assert "another kernel" in str(why_not_same_bits(call))

@@ -114,7 +114,8 @@ def test_heads_are_dealt_as_equally_as_possible(
     )
     assert not run_all_ranks(case, world_size).failures
     for call in calls_of(case, world_size):
-        reason = why_not_by_heads(replace(call, same_bits=True))
+        options = replace(call.options, same_bits=True)
+        reason = why_not_by_heads(replace(call, options=options))
         assert (reason is None) == (degree <= heads.nheads_kv)
 
 

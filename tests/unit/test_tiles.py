@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attn.call import Call
+from ring_attn.call import Call, Options
 from ring_attn.core import work as module
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -339,7 +339,10 @@ def test_a_program_takes_few_calls(num_documents: int) -> None:
     layout = SequenceLayout.zigzag(n, world_size)
     mask = documents((0, *sorted(cuts.tolist()), n), causal=True)
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 8, 2, 64, 64)
-    call = Call(spec, (layout, layout), mask, 17, Strategy(), 0.1, "aten")
+    call = Call(
+        options=Options(), spec=spec, backend="aten", layouts=(layout, layout), mask=mask, rank=17,
+        strategy=Strategy(),
+    )  # fmt: skip
     program, calls = counted(partial(program_of, call, backward=False))
     assert calls < 30_000  # 7,000 were counted
     assert program is program_of(call, backward=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.call import Call
+from ring_attn.call import Call, Options
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -63,9 +63,22 @@ def simulated(
 ) -> Simulation:
     layout = SequenceLayout.from_name(kind, ROWS * world_size, world_size)
     mask = Mask(layout.seqlen, layout.seqlen, causal, (window, -1))
-    call = Call(SPEC, (layout, layout), mask, 0, strategy, 0.1, backend)
-    calls = [replace(call, rank=rank) for rank in range(world_size)]
-    return simulate(programs_of(calls, backward=backward), call, on)
+    calls = [call_of(layout, mask, rank, strategy, backend) for rank in range(world_size)]
+    return simulate(programs_of(calls, backward=backward), calls[0], on)
+
+
+def call_of(
+    layout: SequenceLayout, mask: Mask, rank: int, strategy: Strategy, backend: str
+) -> Call:
+    return Call(
+        options=Options(differentiated=True),
+        spec=SPEC,
+        backend=backend,
+        layouts=(layout, layout),
+        mask=mask,
+        rank=rank,
+        strategy=strategy,
+    )
 
 
 def each(found: Simulation, name: str) -> list[float]:
@@ -212,7 +225,7 @@ def test_every_second_of_a_rank_has_its_kind() -> None:
 )
 def test_a_rank_that_posts_less_is_named(kinds: tuple[type, ...], words: str) -> None:
     layout, mask = SequenceLayout.contiguous(64, 4), Mask(64, 64)
-    calls = [Call(SPEC, (layout, layout), mask, r, Strategy(), 0.1, "aten") for r in range(4)]
+    calls = [call_of(layout, mask, rank, Strategy(), "aten") for rank in range(4)]
     programs = programs_of(calls, backward=False)
     posts = programs[2].ops
     last = [max(i for i, op in enumerate(posts) if isinstance(op, kind)) for kind in kinds]

@@ -1,0 +1,211 @@
+"""Options of a call: one frozen value, from the public functions to their effect.
+
+An option that users pass is a parameter of a function in `api.py`, with its default and its text
+for users. It is a field of `Options`, with its type, and a line of `checked_options`, which checks
+it. It is a line of a TypedDict below, for overloads and adapters that take options as
+`**options: Unpack[...]`. Code that acts on it reads `call.options`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from ring_attn.backends import get_backend
+from ring_attn.checks import attention as checks
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.strategy import NAMES, Strategy, checked_strategy
+from ring_attn.torch_private import is_traced_as_constant, specialized
+from ring_attn.transport import groups
+from ring_attn.transport.groups import Group
+from ring_attn.transport.options import TransportOptions
+from ring_attn.values.checks import check_one_of
+from ring_attn.values.compiling import kept, remembered
+
+Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a call that are neither tensors nor read from tensors; equal on every rank.
+
+    The first ones say what is computed, the next ones how, the last ones where.
+
+    Attributes:
+        causal, window_size, softmax_scale, softcap: as `ring_attention` documents them.
+        max_logits: whether the greatest scores are returned, too.
+        differentiated: whether a backward may follow.
+        strategy: the name or the value that the user passed, or the one that "auto" chose.
+        backend: the name that the user passed, or "auto".
+        same_bits: the user's choice; None leaves it to the strategy.
+        transport: options of the transport.
+        layout: the name of the layout; None if layouts are passed by value.
+        group: torch's name of the process group.
+        mesh_shape: shape of the mesh that the user passed as the group; empty for other groups.
+    """
+
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    max_logits: bool = False
+    differentiated: bool = False
+    strategy: str | Strategy = "ring"
+    backend: str = "auto"
+    same_bits: bool | None = None
+    transport: TransportOptions = TransportOptions()
+    layout: str | None = None
+    group: str = ""
+    mesh_shape: tuple[int, ...] = ()
+
+    @kept
+    def text(self) -> str:
+        """These options as JSON, for the operators: a graph holds strings, numbers and tensors.
+
+        So one process can store a graph with a call in it, and another load the graph. (Of a value
+        registered as an opaque type, torch 2.13 stores a graph that it cannot load.)
+        """
+        return _dumped({name: _plain(getattr(self, name)) for name in self.__dataclass_fields__})
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_text(text: str) -> Options:
+        """Return the options of a `text`."""
+        values: dict[str, Any] = json.loads(text)
+        if isinstance(values["strategy"], dict):
+            values["strategy"] = Strategy(**values["strategy"])
+        values["transport"] = TransportOptions(**values["transport"])
+        values["window_size"] = tuple(values["window_size"])
+        values["mesh_shape"] = tuple(values["mesh_shape"])
+        return Options(**values)
+
+
+@remembered
+def checked_options(
+    *,
+    causal: bool,
+    left: int,
+    right: int,
+    softmax_scale: float | None,
+    softcap: float,
+    backend: str,
+    transport: TransportOptions,
+    group: str,
+    max_logits: bool = False,
+    differentiated: bool = False,
+    strategy: str | Strategy = "ring",
+    same_bits: bool | None = None,
+    layout: str | None = None,
+    mesh_shape: tuple[int, ...] = (),
+) -> Options:
+    """Return `Options` of what a user passed, checked; the window is two numbers."""
+    return Options(
+        causal=causal,
+        window_size=checks.check_window((left, right), causal),
+        softmax_scale=checks.check_scale(softmax_scale),
+        softcap=checks.check_softcap(softcap),
+        max_logits=max_logits,
+        differentiated=differentiated,
+        strategy=strategy if isinstance(strategy, str) else checked_strategy(strategy),
+        backend=checks.check_name("backend", backend),
+        same_bits=checks.check_same_bits(same_bits),
+        transport=groups.check_transport(transport),
+        layout=layout,
+        group=group,
+        mesh_shape=mesh_shape,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in types that JSON can write; compilers can trace this conversion."""
+    if isinstance(value, (Strategy, TransportOptions)):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, tuple):
+        return [_plain(element) for element in value]
+    return specialized(value)
+
+
+@is_traced_as_constant
+def _dumped(plain: dict[str, Any]) -> str:
+    return json.dumps(plain, default=float)  # numbers of numpy
+
+
+# -- the types of all options, as keywords
+
+
+class _Basics(TypedDict, total=False):
+    """Options that torch's scaled_dot_product_attention also has, under other names."""
+
+    causal: bool
+    softmax_scale: float | None
+
+
+class _Scores(TypedDict, total=False):
+    window_size: Sequence[int]
+    softcap: float
+    sinks: Tensor | None
+    mask: Mask | None
+
+
+class _Documents(_Scores, total=False):
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+
+
+class _Execution(TypedDict, total=False):
+    backend: str
+    transport: TransportOptions
+
+
+class ExecutionOptions(_Execution, total=False):
+    """Options of `ring_attention` that say how it is computed, without group and layout."""
+
+    strategy: str | Strategy
+    same_bits: bool | None
+
+
+class DistributedOptions(ExecutionOptions, total=False):
+    """Options of `ring_attention` that say how it is computed."""
+
+    group: Group
+    layout: Layout
+
+
+class SdpaOptions(_Documents, DistributedOptions, total=False):
+    """Options of `ring_attention` that scaled_dot_product_attention lacks."""
+
+
+class AttentionOptions(_Basics, _Documents, DistributedOptions, total=False):
+    """All options of `ring_attention` except `return_lse` and `return_max_logits`."""
+
+    dropout_p: float
+    alibi_slopes: Tensor | None
+
+
+class DecodeOptions(_Basics, _Scores, _Execution, total=False):
+    """All options of `tree_decode` except `return_lse`."""
+
+    group: Group
+    layout: SequenceLayout | None
+    cache_seqlens: int | Tensor | None
+    block_table: Tensor | None
+
+
+def check_execution(options: ExecutionOptions) -> None:
+    """Check options that are given before a call, as far as they do not depend on it."""
+    strategy = options.get("strategy", "auto")
+    if isinstance(strategy, str):
+        check_one_of("strategy", strategy, (*NAMES, "auto"))
+    else:
+        checked_strategy(strategy)
+    backend = checks.check_name("backend", options.get("backend", "auto"))
+    if backend != "auto":
+        get_backend(backend)
+    checks.check_same_bits(options.get("same_bits"))
+    groups.check_transport(options.get("transport", TransportOptions()))
