@@ -101,6 +101,7 @@ class Memory:
         self._messages: dict[str, Message] = {}
         # Bytes that a sum over ranks receives, by channel, until the end of the exchange.
         self._parts: dict[ops.Channel, int] = {}
+        self._state = 0  # bytes of the state between its steps
         self._free: dict[int, int] = {}  # numbers of free buffers by room
         # Answers of the backend: bytes by arguments.
         self._asked: dict[Any, int] = {}
@@ -184,6 +185,10 @@ class Memory:
             case ops.Finish():
                 self._finish(op)
             case ops.Delta():
+                if self.backend.tile_by_tile:
+                    # The products dO * O, before they are summed over the head dim.
+                    products = op.array.nbytes * self.spec.headdim_v
+                    self._use(products + op.array.nbytes)
                 self._make("delta", op.array)
                 if self.backend.converts_lse:
                     self._make("lse", op.array)
@@ -215,8 +220,11 @@ class Memory:
         if op.tiles:
             self._heads = part_of_heads(op, self.spec)
             self._folds += 1 if self.backend.carries_state or self._is_one_piece(op) else 2
-            state = self._state_bytes(last=op.last)
-            self._use(state + self._workspace(op, self._heads, rebuilds=False))
+            self.held -= self._state
+            at_most = self._state_bytes(last=op.last)
+            self._use(at_most + self._workspace(op, self._heads, rebuilds=False))
+            self._state = self._kept_state_bytes(last=op.last)
+            self.held += self._state
 
     def _is_one_piece(self, op: ops.Attend) -> bool:
         """Tells whether a step is one piece with all rows, whose result a state can adopt."""
@@ -235,13 +243,24 @@ class Memory:
         # The state adopts the first result. Each later merge needs four more statistics.
         return (acc + 6 * statistic) * wide if self._folds > 1 else statistic * wide
 
+    def _kept_state_bytes(self, *, last: bool) -> int:
+        """Return the bytes of the state, or of its results after the last step, between steps."""
+        spec = self._heads
+        statistic = spec.batch * self._rows * spec.nheads
+        acc, wide = statistic * spec.headdim_v, spec.accum_dtype.itemsize
+        if self.backend.carries_state and last:
+            return acc * spec.dtype.itemsize + statistic * wide
+        return (acc + 2 * statistic) * wide
+
     def _finish(self, op: ops.Finish) -> None:
-        state = self._state_bytes(last=True)
-        if not self.backend.carries_state:
+        self.held -= self._state
+        self._state = 0
+        if self.backend.carries_state:
+            self._use(self._kept_state_bytes(last=True))
+        else:
             rounded = op.out_array.dtype != self.spec.accum_dtype
             out, lse = op.out_array.nbytes, op.lse_array.nbytes
-            state = (out * (3 if rounded else 1)) + 4 * lse
-        self._use(state)
+            self._use((out * (3 if rounded else 1)) + 4 * lse)
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
