@@ -180,6 +180,13 @@ def _others() -> Iterator[Estimate]:
         _figure("multi: 2 ranks: channels", "channels"),
     )
     yield Estimate(
+        "channel bandwidth",
+        "bytes that one of NCCL's channels copies over NVLink: GB/s",
+        devices.CHANNEL_BANDWIDTH / 1e9,
+        "ring_attn/planning/devices.py",
+        TWO_GPUS,
+    )
+    yield Estimate(
         "connection bytes",
         "memory of a channel that receives from a rank: MiB",
         count.CONNECTION_BYTES / 2**20,

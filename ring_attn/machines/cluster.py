@@ -109,6 +109,9 @@ class Cluster:
         collectives: measured collectives by name, with all ranks taking part; bytes are those that
             leave a rank. The times of all others follow from the links.
         host: host times of each rank.
+        channel_bandwidth: bytes/s of one of NCCL's channels, of which a message has as many as
+            `transport.nccl_channels` says; None if the links have their bandwidth for any message,
+            as measured links.
         stream_latency: seconds between the end of an operator and the start of the next on another
             stream that the links' latencies lack (those of a small send and receive include them);
             None is a device without streams, whose exchanges start when they are posted.
@@ -122,6 +125,7 @@ class Cluster:
     collectives: Mapping[str, Link] = field(default_factory=dict)
     host: Host = field(default_factory=Host)
     stream_latency: float | None = None
+    channel_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self, Device, "device")
@@ -131,6 +135,8 @@ class Cluster:
         check_cost(self, "slowdown")
         if self.stream_latency is not None:
             check_cost(self, "stream_latency")
+        if self.channel_bandwidth is not None:
+            check_speed(self, "channel_bandwidth")
         for operation, link in self.collectives.items():
             if not isinstance(link, Link):
                 raise TypeError(f"collectives must be links, got {link!r} for {operation!r}")

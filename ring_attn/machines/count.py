@@ -13,6 +13,7 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.transport.nccl_channels import NET_STEP, Communicator
 from ring_attn.transport.options import MAX_CTAS
 
 
@@ -22,22 +23,42 @@ def bytes_sent(program: Program) -> int:
 
 
 # Bytes of the buffers with which NCCL receives from one rank on one channel, for its protocols LL,
-# LL128 and Simple: the defaults of NCCL 2.30. A communicator has at most MAX_CTAS channels.
+# LL128 and Simple: the defaults of NCCL 2.30.
 CONNECTION_BYTES = 524_288 + 4_915_200 + 4_194_304
+# Bytes of the buffers that all sends, or all receives, between nodes share on one channel: 16 steps
+# (NCCL_SHARED_STEPS).
+SHARED_NET_BYTES = 16 * NET_STEP
 
 Members = tuple[int, ...]
 Sources = dict[tuple[Members, ops.Channel], set[int | None]]
 
 
-def communicator_bytes(programs: Sequence[Program], rank: int, world_size: int) -> int:
-    """Bytes that NCCL's communicators of the rank's programs take, estimated by CONNECTION_BYTES.
+def communicator_bytes(
+    programs: Sequence[Program], rank: int, world_size: int, node_size: int
+) -> int:
+    """Return an estimate of the bytes that NCCL's communicators of the rank's programs take.
 
-    The first calls allocate the bytes, and all later calls and layers share them.
+    The first calls allocate them, and all later calls and layers share them. A communicator has
+    buffers for each rank of the node from which it receives, on as many channels as NCCL gives it
+    (`transport.nccl_channels`). Ranks of other nodes share buffers.
     """
     sources: Sources = {}
     for program in programs:
         _add_sources(program, rank, tuple(range(world_size)), sources)
-    return MAX_CTAS * CONNECTION_BYTES * sum(map(len, sources.values()))
+    node = rank // node_size
+    nbytes = 0
+    for (members, _), found in sources.items():
+        num_nodes = len({member // node_size for member in members})
+        communicator = Communicator(len(members), num_nodes, max_ctas=MAX_CTAS)
+        for source in found:
+            if source is None:
+                # A ring of NCCL's, for a collective, uses all channels.
+                nbytes += communicator.num_channels * CONNECTION_BYTES
+            elif source // node_size == node:
+                nbytes += communicator.channels_per_peer * CONNECTION_BYTES
+        if any(source is not None and source // node_size != node for source in found):
+            nbytes += 2 * communicator.num_channels * SHARED_NET_BYTES
+    return nbytes
 
 
 def _add_sources(program: Program, rank: int, members: Members, sources: Sources) -> None:

@@ -36,6 +36,8 @@ from ring_attn.core.program import Program, part_of_heads
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster, Link, compute_seconds
+from ring_attn.transport.nccl_channels import Communicator
+from ring_attn.transport.options import MAX_CTAS
 
 # Most ranks of a node in a sample.
 RUN = 8
@@ -131,12 +133,20 @@ class _Group:
         self.members = members
         self.walked = [i for i, rank in enumerate(members) if rank in walked]
         self.num_nodes = len({rank // node_size for rank in members})
+        self.communicator = Communicator(len(members), self.num_nodes, max_ctas=MAX_CTAS)
+        self._channels: dict[int, int] = {}
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
         self._runs: dict[int, list[int]] = {}
         for _, pairs in groupby(enumerate(self.walked), lambda pair: pair[1] - pair[0]):
             run = [index for _, index in pairs]  # consecutive
             self._runs |= dict.fromkeys(run, run)
+
+    def channels(self, nbytes: int) -> int:
+        """Return the number of NCCL's channels that copy a message."""
+        if nbytes not in self._channels:
+            self._channels[nbytes] = self.communicator.channels(nbytes)
+        return self._channels[nbytes]
 
     def like(self, peer: int, rank: int) -> int:
         """The walked rank that stands for the peer at an index of a rank; a rank of its run."""
@@ -214,6 +224,13 @@ class _Run:
             rank.pending[op.channel] = pending
             rank.arrived[op.channel] = pending.stop
 
+    def _bandwidth(self, link: Link, num_channels: int) -> float:
+        """Return the bytes/s of a link to messages that NCCL copies on so many channels."""
+        of_channel = self.cluster.channel_bandwidth
+        if of_channel is None:
+            return link.bandwidth
+        return min(link.bandwidth, num_channels * of_channel)
+
     def _shift(
         self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
     ) -> Iterator[Pending]:
@@ -230,11 +247,12 @@ class _Run:
             ways[me] = like, self.links[crosses], (crosses, me), (crosses, to)
             loads["out", ways[me][2]] += op.nbytes
             loads["in", ways[me][3]] += op.nbytes
-        for rank, _, when in posts:
+        for rank, op, when in posts:
             like, link, out, into = ways[rank.rank]
             begin = max(when, ready.get(like, 0.0), self.free[0][out], self.free[1][into])
             load = max(loads["out", out], loads["in", into])
-            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth
+            bandwidth = self._bandwidth(link, group.channels(op.nbytes))
+            begun[rank.rank] = begin, begin + link.latency + load / bandwidth
         for rank, _, _ in posts:
             _, link, out, into = ways[rank.rank]
             # While a message travels its ports take the next one.
@@ -251,7 +269,9 @@ class _Run:
                 like = group.like(hop.recv_from, rank.rank)
                 link = self.links[source // node_size != rank.rank // node_size]
                 other_begin = begun[like][0] if like in begun else when
-                other_end = other_begin + link.latency + op.message.nbytes / link.bandwidth
+                nbytes = op.message.nbytes
+                bandwidth = self._bandwidth(link, group.channels(nbytes))
+                other_end = other_begin + link.latency + nbytes / bandwidth
             start, stop = max(min(begin, other_begin), when), max(end, other_end)
             yield Pending(rank.host, start, stop)
 
@@ -271,9 +291,22 @@ class _Run:
             across = nbytes * (size - here) / max(size - 1, 1)
             within = nbytes - across if route.op == "all_to_all" else nbytes
             inside, between = self.links
+            num_channels = group.communicator.num_channels
+            here_channels = there_channels = num_channels
+            if route.op == "all_to_all":
+                # Each message has channels of its own, as many as there are.
+                each = group.channels(int(nbytes / max(size - 1, 1)))
+                here_channels = min(num_channels, round(each * max(here - 1, 1)))
+                there_channels = min(num_channels, round(each * max(size - here, 1)))
             seconds = max(
-                _seconds(inside, within, here, route.op),
-                _seconds(between, across, num_nodes, route.op),
+                _seconds(inside, self._bandwidth(inside, here_channels), within, here, route.op),
+                _seconds(
+                    between,
+                    self._bandwidth(between, there_channels),
+                    across,
+                    num_nodes,
+                    route.op,
+                ),
             )
         kinds = [crosses for crosses, n in ((False, here), (True, num_nodes)) if n > 1]
         ports = [(crosses, rank.rank) for crosses in kinds for rank, _, _ in posts]
@@ -286,11 +319,11 @@ class _Run:
             yield Pending(rank.host, begin, begin + seconds)
 
 
-def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
+def _seconds(link: Link, bandwidth: float, nbytes: float, ranks: float, op: str) -> float:
     """Seconds of a collective over one kind of link; 0 for a single rank."""
     # Rings and trees forward messages hop by hop; an all-to-all sends all messages at once.
     hops = 1.0 if op == "all_to_all" else float(ceil(log2(max(ranks, 2.0))))
-    return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)
+    return (link.latency * hops + nbytes / bandwidth) * (ranks > 1)
 
 
 @dataclass(eq=False)

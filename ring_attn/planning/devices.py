@@ -65,6 +65,9 @@ INSIDE = {
 }
 BETWEEN = Link("400 Gb/s", 15e-6, 0.9 * 50 * GB)
 
+# Bytes/s of one of NCCL's channels: an estimate, 20 to 25 GB/s over NVLink.
+CHANNEL_BANDWIDTH = 22e9
+
 # Share of the SMs that NCCL's copies take: 8 of 132. MagiAttention reserves 4 to 8 for them.
 SLOWDOWN = MAX_CTAS / 132
 
@@ -91,7 +94,7 @@ def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
     check_one_of("device", device, [*DEVICES])
     return Cluster(
         DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
-        stream_latency=0.0,
+        stream_latency=0.0, channel_bandwidth=CHANNEL_BANDWIDTH,
     )  # fmt: skip
 
 

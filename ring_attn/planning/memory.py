@@ -20,13 +20,15 @@ class Peak(NamedTuple):
     communicators: int
 
 
-def peak_of(call: Call, *, backward: bool = True) -> Peak:
+def peak_of(call: Call, *, backward: bool = True, node_size: int | None = None) -> Peak:
+    """Return the peak of a call; without `node_size`, all ranks are on one node."""
+    node_size = node_size or call.world_size
     few = call.world_size <= MAX_COUNTED and len(call.mask.slices) <= MAX_COUNTED
     peaks = []
     for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
         both = both_programs(of_rank, backward=backward)
         on_nccl = both if call.spec.device_type == "cuda" else []
-        nccl = communicator_bytes(on_nccl, rank, call.world_size)
+        nccl = communicator_bytes(on_nccl, rank, call.world_size, node_size)
         peaks.append(Peak(peak_bytes(both, of_rank), nccl))
     return Peak(*map(max, zip(*peaks, strict=True)))

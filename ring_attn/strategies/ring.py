@@ -182,6 +182,28 @@ class _Steps:
         (a, b), (c, d) = self.order[here], self.order[there]
         return self.call.ranks.hop(self.grid, (c - a, d - b))
 
+    def among(self, leg: _Leg) -> tuple[int, ...] | None:
+        """Return the ranks whose connections an exchange uses; None is all ranks.
+
+        An exchange within an inner ring uses the connections of its ranks alone. NCCL gives a
+        communicator as few channels for each peer as its slowest kind of peer has. So with ranks of
+        several nodes it would copy over NVLink on 1 or 2 channels (`transport.nccl_channels`).
+        """
+        stays_within = self.order[leg.sends][0] == self.order[leg.brings][0]
+        if self.grid.outer == 1 or not stays_within:
+            return None
+        inner = self.grid.inner
+        first = self.call.rank // inner * inner
+        return tuple(range(first, first + inner))
+
+    def route(self, leg: _Leg) -> ops.Hop:
+        """Return the hop of an exchange, numbered as the ranks of `among`."""
+        hop = self.hop(leg.sends, leg.brings)
+        ranks = self.among(leg)
+        if ranks is None:
+            return hop
+        return ops.Hop(ranks.index(hop.send_to), ranks.index(hop.recv_from))
+
     def messages(self, packet: sizes.MakePacket) -> list[Message]:
         """The message with the shard, or its gradients, at each step; none in a single step."""
         if self.num == 1:
@@ -247,12 +269,17 @@ class _Shards:
         steps, buffers, messages = self._steps, self._buffers, self._messages
         if index == 0 and steps.num > 1:
             yield ops.Pack(buffers[0], messages[0], steps.copies(self._names))
-        for outer, sends, brings in steps.shard_legs(index):
+        for leg in steps.shard_legs(index):
             yield ops.Post(
-                channel="outer" if outer else "shards", step=index, route=steps.hop(sends, brings),
-                send=buffers[sends], recv=buffers[brings], message=messages[brings],
-                nbytes=messages[sends].nbytes,
-            )  # fmt: skip
+                channel="outer" if leg.outer else "shards",
+                step=index,
+                route=steps.route(leg),
+                send=buffers[leg.sends],
+                recv=buffers[leg.brings],
+                message=messages[leg.brings],
+                nbytes=messages[leg.sends].nbytes,
+                ranks=steps.among(leg),
+            )
 
     def held(self, index: int) -> tuple[Operand, ...]:
         if index == 0:
@@ -262,7 +289,8 @@ class _Shards:
     def after(self, index: int) -> Iterator[Op]:
         """Waits for the next shard, and frees shards that are no longer used."""
         if index + 1 in self._coming:
-            yield ops.Wait("outer" if self._coming[index + 1].outer else "shards")
+            leg = self._coming[index + 1]
+            yield ops.Wait("outer" if leg.outer else "shards", self._steps.among(leg))
         if index in self._done:
             yield ops.Free(tuple(self._done[index]))
 
@@ -320,12 +348,16 @@ class _Sums:
         return ops.entries(self.buffers[index], len(self.names))
 
     def post(self, leg: _Leg, recv: Buffer) -> ops.Post:
-        _, sends, brings = leg
         return ops.Post(
-            channel=_gradients(leg.outer), step=sends, route=self.steps.hop(sends, brings),
-            send=self.buffers[sends], recv=recv, message=self.messages[brings],
-            nbytes=self.messages[sends].nbytes,
-        )  # fmt: skip
+            channel=_gradients(leg.outer),
+            step=leg.sends,
+            route=self.steps.route(leg),
+            send=self.buffers[leg.sends],
+            recv=recv,
+            message=self.messages[leg.brings],
+            nbytes=self.messages[leg.sends].nbytes,
+            ranks=self.steps.among(leg),
+        )
 
     def unpack(self, buffer: Buffer, *, add: bool) -> ops.Unpack:
         """Adds a returned message to the rank's own sums, or replaces the sums by it."""
@@ -373,13 +405,13 @@ class _InOrder(_Sums):
     def end(self) -> Iterator[Op]:
         """Replaces the rank's own sums by the sums that returned with its shard."""
         if self.steps.num > 1:
-            yield ops.Wait("gradients")
+            yield ops.Wait("gradients", self.steps.among(_Leg(False, self.steps.num - 1, 0)))
             yield ops.Free((self.buffers[-1],))
             yield self.unpack(self._home, add=False)
 
     def _arrived(self, index: int) -> Iterator[Op]:
         if index:
-            yield ops.Wait("gradients")
+            yield ops.Wait("gradients", self.steps.among(_Leg(False, index - 1, index)))
             yield ops.Free((self.buffers[index - 1],))
 
 
@@ -417,7 +449,7 @@ class _AddedUp(_Sums):
 
     def _land(self, outer: bool) -> Iterator[Op]:
         leg, recv = self._under_way.pop(outer)
-        yield ops.Wait(_gradients(outer))
+        yield ops.Wait(_gradients(outer), self.steps.among(leg))
         yield ops.Free((self.buffers[leg.sends],))
         if leg.brings == 0:
             yield self.unpack(recv, add=True)

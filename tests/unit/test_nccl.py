@@ -190,7 +190,7 @@ SOURCES = {
 def test_memory_of_communicators(name: str) -> None:
     forward, backward = directions(name, 4)[0]
     for programs, sources in zip(([forward], [forward, backward]), SOURCES[name], strict=True):
-        nbytes = communicator_bytes(programs, rank=0, world_size=4)
+        nbytes = communicator_bytes(programs, rank=0, world_size=4, node_size=4)
         assert nbytes == sources * MAX_CTAS * CONNECTION_BYTES
 
 

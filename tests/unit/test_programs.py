@@ -237,6 +237,12 @@ def test_a_planted_fault_is_found(name: str, rank: int) -> None:
 # -- double rings
 
 
+def receiver(post: ops.Post) -> int:
+    """Return the rank of the program that receives a hop's message."""
+    assert isinstance(post.route, ops.Hop)
+    return post.route.send_to if post.ranks is None else post.ranks[post.route.send_to]
+
+
 @pytest.mark.parametrize(("world_size", "inner_degree"), [(4, 2), (6, 2), (6, 3), (8, 4)])
 def test_what_goes_between_nodes_has_a_whole_round(world_size: int, inner_degree: int) -> None:
     strategy, mask = Strategy(inner_degree=inner_degree), Mask(8 * world_size, 8 * world_size)
@@ -244,11 +250,15 @@ def test_what_goes_between_nodes_has_a_whole_round(world_size: int, inner_degree
     for rank, call in enumerate(calls):
         for backward, outer in ((False, {"outer"}), (True, {"outer", "outer_gradients"})):
             posts = [*program_of(call, backward=backward).posts()]
-            between = [p for p in posts if p.route.send_to // inner_degree != rank // inner_degree]
+            between = [p for p in posts if receiver(p) // inner_degree != rank // inner_degree]
             assert {p.channel for p in between} == outer
             assert between == [p for p in posts if p.channel in outer]
             steps = [p.step for p in between if p.channel == "outer"]
             assert steps == [*range(0, world_size - inner_degree, inner_degree)]
+            first = rank // inner_degree * inner_degree
+            for post in posts:
+                inner = None if post in between else (*range(first, first + inner_degree),)
+                assert post.ranks == inner, "NVLink's hops do not share the network's channels"
 
 
 def test_rounds_that_nobody_needs_are_left_out() -> None:
@@ -260,7 +270,7 @@ def test_rounds_that_nobody_needs_are_left_out() -> None:
     for call in calls_of(Strategy(inner_degree=4), documents, "contiguous", 8):
         for backward in (False, True):
             for post in program_of(call, backward=backward).posts():
-                assert post.route.send_to // 4 == call.rank // 4
+                assert receiver(post) // 4 == call.rank // 4
 
 
 @pytest.mark.parametrize("strategy", [Strategy(), Strategy("exchange"), Strategy("all_gather")])

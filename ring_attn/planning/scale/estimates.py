@@ -104,7 +104,11 @@ class Estimates:
         """Return the peak memory of a rank."""
         backward = self._problem.backward
         peaks = self._each(
-            lambda problem, candidate: peak_of(call_of(problem, candidate), backward=backward)
+            lambda problem, candidate: peak_of(
+                call_of(problem, candidate),
+                backward=backward,
+                node_size=problem.cluster.node_size,
+            )
         )
         return Peak(
             call=round(whole(self._worlds, [peak.call for peak in peaks])),
@@ -113,7 +117,11 @@ class Estimates:
 
     def own_peak(self) -> Peak:
         """Return the peak memory of a rank, counted on the candidate's own ranks."""
-        return peak_of(call_of(self._problem, self._candidate), backward=self._problem.backward)
+        return peak_of(
+            call_of(self._problem, self._candidate),
+            backward=self._problem.backward,
+            node_size=self._problem.cluster.node_size,
+        )
 
     def _each(self, measure: Callable[[Problem, Candidate], T]) -> list[T]:
         return [measure(*world) for world in self._worlds]
