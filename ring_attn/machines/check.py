@@ -1,4 +1,4 @@
-"""Checks the programs of all ranks of a call against each other, without running them.
+"""Check the programs of all ranks of a call against each other, without running them.
 
     messages   every send has its receive: order, bytes, peer and channel; collectives agree
     order      all ranks of a group post their exchanges in the same order; no rank waits for an
@@ -41,7 +41,10 @@ class Fault(NamedTuple):
 
 
 def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
-    """The faults in the programs of all ranks; without a call, skips the check of the work."""
+    """Return the faults in the programs of all ranks.
+
+    Without a call, the work is not checked.
+    """
     everyone = tuple(range(len(programs)))
     faults: list[Fault] = []
     lines = []
@@ -90,7 +93,7 @@ def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_
 
 
 def _members(line: _Line) -> tuple[int, ...]:
-    """The ranks, numbered as in the call, that take part in a post or wait."""
+    """Return the ranks, numbered as in the call, that take part in a post or wait."""
     ranks = getattr(line.op, "ranks", None)
     return line.ranks if ranks is None else tuple(line.ranks[r] for r in ranks)
 
@@ -99,7 +102,7 @@ def _members(line: _Line) -> tuple[int, ...]:
 
 
 class _Tracking:
-    """Follows the buffers and tensors of one rank, op by op."""
+    """The buffers and tensors of one rank, followed op by op."""
 
     def __init__(self, rank: int, lines: Sequence[_Line]) -> None:
         self._rank, self._lines = rank, lines
@@ -218,7 +221,7 @@ _Needed = tuple[int, list[tuple[int, int]], int]
 
 
 def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
-    """Finds groups whose members do not all make the same exchanges in one order."""
+    """Find groups whose members do not all make the same exchanges in one order."""
     orders: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = defaultdict(dict)
     for rank, rank_lines in enumerate(lines):
         for line in rank_lines:
@@ -234,7 +237,7 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
-    """Finds messages of which sender and receiver disagree, else ranks that wait for ever."""
+    """Find messages of which sender and receiver disagree, else ranks that wait forever."""
     # By group, channel, sender and receiver: bytes of each message, and the line of its post.
     sent: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     received: dict[Any, list[tuple[int, int]]] = defaultdict(list)
@@ -273,7 +276,7 @@ def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
 
 
 def _stuck(lines: Sequence[Sequence[_Line]], needed: Mapping[Any, list[_Needed]]) -> list[Fault]:
-    """Advances all ranks as far as their waits allow, and reports the ranks that do not end."""
+    """Advance all ranks as far as their waits allow, and report the ranks that do not end."""
     done = [0] * len(lines)
     moved = True
     while moved:
@@ -295,7 +298,7 @@ def _stuck(lines: Sequence[Sequence[_Line]], needed: Mapping[Any, list[_Needed]]
 def _parts(
     op: ops.Post, members: tuple[int, ...], rank: int, nbytes: int, *, sends: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yields peers and bytes of the parts that a rank sends, or receives, in an exchange."""
+    """Yield peers and bytes of the parts that a rank sends, or receives, in an exchange."""
     route = op.route
     if isinstance(route, ops.Hop):
         yield members[route.send_to if sends else route.recv_from], nbytes
@@ -312,7 +315,7 @@ def _parts(
 
 
 def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
-    """Finds passes in which all ranks together do not compute the mask's pairs in every head."""
+    """Find passes in which all ranks together do not compute the mask's pairs in every head."""
     expected = sum(call.layouts[0].mask_area(call.mask)) * call.spec.nheads
     passes: Counter[str] = Counter()
     for program in programs:

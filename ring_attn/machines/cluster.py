@@ -141,7 +141,7 @@ class Cluster:
 
 
 def merged(cluster: Cluster, each: float) -> Cluster:
-    """The cluster of devices that each stand for `each` devices of this one (`planning.scale`)."""
+    """Return the cluster of devices that each stand for `each` devices (`planning.scale`)."""
 
     def rate(one: Rate) -> Rate:
         return Rate(*(each * cost for cost in astuple(one)))
@@ -172,10 +172,10 @@ Number = TypeVar("Number", float, torch.Tensor)
 def compute_seconds(
     rate: Rate, area: Number, rows: Number, edge: Number, per_pair: float
 ) -> Number:
-    """Seconds of tiles: of numbers, or of float64 tensors; 0 for tiles without visible pairs.
+    """Return the seconds of tiles, which are 0 for tiles without visible pairs.
 
-    `rows` take part, the mask cuts `edge` of them, and `per_pair` is the FLOPs of a pair in all
-    heads.
+    Sizes are numbers, or float64 tensors: `rows` take part, the mask cuts `edge` of them, and
+    `per_pair` is the FLOPs of a pair in all heads.
 
     Example:
         >>> compute_seconds(Rate(1e9, 0.5, 10.0), 990, 1, 0, 10**6)

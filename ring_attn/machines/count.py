@@ -1,4 +1,4 @@
-"""Counts the bytes that a program sends, and the memory that it takes."""
+"""Count the bytes that a program sends, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_attn.transport.options import MAX_CTAS
 
 
 def bytes_sent(program: Program) -> int:
-    """Bytes that leave a rank."""
+    """Return the bytes that leave a rank."""
     return sum(post.nbytes for post in program.posts())
 
 
@@ -30,7 +30,7 @@ Sources = dict[tuple[Members, ops.Channel], set[int | None]]
 
 
 def communicator_bytes(programs: Sequence[Program], rank: int, world_size: int) -> int:
-    """Bytes that NCCL's communicators of the rank's programs take, estimated by CONNECTION_BYTES.
+    """Return the bytes of NCCL's communicators of the rank's programs, by CONNECTION_BYTES.
 
     The first calls allocate the bytes, and all later calls and layers share them.
     """
@@ -41,7 +41,7 @@ def communicator_bytes(programs: Sequence[Program], rank: int, world_size: int) 
 
 
 def _add_sources(program: Program, rank: int, members: Members, sources: Sources) -> None:
-    """Adds the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
+    """Add the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
 
     A communicator has one channel and some ranks, as in `transport.ranks.links.NcclLink`.
     """
@@ -62,7 +62,7 @@ def _add_sources(program: Program, rank: int, members: Members, sources: Sources
 
 
 def peak_bytes(programs: Sequence[Program], call: Call) -> int:
-    """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs."""
+    """Return the peak bytes that a forward, or a forward and a backward, hold beyond the inputs."""
     backend = get_backend(call.backend)
     memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0)
     memory.all()
@@ -80,7 +80,7 @@ def peak_bytes(programs: Sequence[Program], call: Call) -> int:
 
 @dataclass(eq=False)
 class Memory:
-    """Counts the bytes that a rank holds while `machines.run` runs its program.
+    """The bytes that a rank holds while `machines.run` runs its program.
 
     `own` are the names of the tensors that the program has made, `most` is the peak of `held`.
     """
@@ -107,7 +107,7 @@ class Memory:
         self._asked: dict[Any, int] = {}
 
     def all(self) -> None:
-        """Counts every op in order, and frees all buffers at the end."""
+        """Count every op in order, and free all buffers at the end."""
         for index, op in enumerate(self.program.ops):
             self._index = index
             self._do(op)
@@ -206,7 +206,7 @@ class Memory:
                 assert_never(op)
 
     def _receive_parts(self, post: ops.Post) -> None:
-        """Takes memory for the other ranks' parts of a sum, which a host adds up itself."""
+        """Take memory for the other ranks' parts of a sum, which a host adds up itself."""
         collective = isinstance(post.route, ops.Collective) and post.route.op
         if collective == "reduce_scatter" and self.spec.device_type == "cpu":
             self._parts[post.channel] = post.nbytes
@@ -227,12 +227,12 @@ class Memory:
             self.held += self._state
 
     def _is_one_piece(self, op: ops.Attend) -> bool:
-        """Tells whether a step is one piece with all rows, whose result a state can adopt."""
+        """Return whether a step is one piece with all rows, whose result a state can adopt."""
         pieces = [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
         return len(pieces) == 1 and pieces[0].rows == self._rows
 
     def _state_bytes(self, *, last: bool) -> int:
-        """Bytes of the state after so many folds, and of the results beside it after the last."""
+        """Return the bytes of the state after so many folds; after the last, with the results."""
         spec = self._heads
         statistic = spec.batch * self._rows * spec.nheads
         acc, wide = statistic * spec.headdim_v, spec.accum_dtype.itemsize
@@ -276,7 +276,7 @@ class Memory:
     def _workspace(
         self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec, *, rebuilds: bool
     ) -> int:
-        """Bytes that the backend takes for a step; asks once for tiles of equal sizes."""
+        """Return the bytes that the backend takes for a step; ask once for tiles of equal sizes."""
         if not self.backend.tile_by_tile:
             return 0
         options = {"backward": isinstance(op, ops.Differentiate), "rebuilds": rebuilds}
@@ -286,7 +286,7 @@ class Memory:
         return self._asked[key]
 
     def _round(self, op: ops.Round) -> None:
-        """Makes the result beside the gradient, or of it, then drops the gradient."""
+        """Make the result next to the gradient, or of it, then drop the gradient."""
         same = op.array.dtype == self.spec.accum_dtype
         if op.into.name in self.own:
             # A part of an existing result.

@@ -1,4 +1,4 @@
-"""Rehearses a program before the first call of its kind: connects ranks and compiles kernels.
+"""Rehearse a program before the first call of its kind: connect ranks and compile kernels.
 
 Once a rank has posted an exchange, its peers' timeouts run. So all ranks connect and compile, and
 wait for each other, before the call.
@@ -19,7 +19,7 @@ NBYTES = 16
 
 
 def connect(program: Program, transport: Transport, device: torch.device) -> None:
-    """Runs every exchange of a program, with messages of a few bytes."""
+    """Run every exchange of a program, with messages of a few bytes."""
     for op in program.ops:
         if isinstance(op, ops.Join):
             transport.join(op.channel, device)
@@ -51,10 +51,10 @@ class Silent(Transport):
     """A transport that exchanges nothing, for runs whose results are not used."""
 
     def post(self, *_: Any, **__: Any) -> None:
-        """Sends nothing."""
+        """Send nothing."""
 
     def wait(self, *_: Any) -> None:
-        """Returns at once."""
+        """Return at once."""
 
     def _among(self, members: Ranks) -> Silent:
         return Silent(members, self._members[self.rank])

@@ -45,14 +45,17 @@ FOLD = 14
 
 
 def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
-    """The ranks that stand for all: RUN or fewer of the first, the last and the members' nodes."""
+    """Return the ranks that stand for all.
+
+    These are RUN or fewer of the first node, of the last node and of the members' nodes.
+    """
     length = min(node_size, RUN)
     starts = sorted({rank // length * length for rank in (0, world_size - 1, *members)})
     return [r for start in starts for r in range(start, min(start + length, world_size))]
 
 
 def simulate(programs: Sequence[Program], call: Call, cluster: Cluster) -> Simulation:
-    """Simulates one direction of a call: the programs of the ranks to be walked.
+    """Simulate one direction of a call: the programs of the ranks to be walked.
 
     Nodes hold consecutive ranks.
 
@@ -139,7 +142,7 @@ class _Group:
             self._runs |= dict.fromkeys(run, run)
 
     def like(self, peer: int, rank: int) -> int:
-        """The walked rank that stands for the peer at an index of a rank; a rank of its run."""
+        """Return the walked rank, of the run of `rank`, that stands for the peer at an index."""
         if peer in self._runs:
             return self.members[peer]
         run = self._runs[self._places[rank]]
@@ -166,7 +169,7 @@ class _Run:
         self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
 
     def all(self) -> Simulation:
-        """Walks each rank up to its next exchange; the last rank of a group lets all go on."""
+        """Walk each rank up to its next exchange; the last rank of a group lets all go on."""
         everyone, spec = tuple(range(self.call.world_size)), self.call.spec
         walks = {
             program.rank: _Walk(self, self.ranks[program.rank], program, spec, everyone).all()
@@ -196,7 +199,7 @@ class _Run:
     # -- exchanges
 
     def _exchange(self, group: _Group, posted: list[_Posted]) -> None:
-        """Begins an exchange of a group, and slows down earlier kernels that overlap it."""
+        """Begin an exchange of a group, and slow down earlier kernels that overlap it."""
         posts = [(rank, op, ready) for rank, op, ready in posted if isinstance(op, ops.Post)]
         if not posts:
             return
@@ -258,7 +261,7 @@ class _Run:
     def _collective(
         self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
     ) -> Iterator[Pending]:
-        """Begins a collective: it begins when the last rank is ready, and ends on all at once."""
+        """Begin a collective: it starts when the last rank is ready, and ends on all at once."""
         route, size, num_nodes = posts[0][1].route, len(group.members), float(group.num_nodes)
         assert isinstance(route, ops.Collective)
         here = size / num_nodes  # ranks of the group in one node
@@ -287,7 +290,7 @@ class _Run:
 
 
 def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
-    """Seconds of a collective over one kind of link; 0 for a single rank."""
+    """Return the seconds of a collective over one kind of link; 0 for a single rank."""
     # Rings and trees forward messages hop by hop; an all-to-all sends all messages at once.
     hops = 1.0 if op == "all_to_all" else float(ceil(log2(max(ranks, 2.0))))
     return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)
@@ -295,7 +298,7 @@ def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
 
 @dataclass(eq=False)
 class _Walk:
-    """Walks one program of a rank.
+    """A walk of one program of a rank.
 
     If the backend's kernels carry the state, the first kernel makes it and the last one writes the
     results: then merging and finalizing take no passes of their own.
@@ -367,7 +370,7 @@ class _Walk:
         return self.members if ranks is None else tuple(self.members[r] for r in ranks)
 
     def _ready(self, op: ops.Post | ops.Join) -> float:
-        """Earliest time at which the rank can begin an exchange, before peers and ports."""
+        """Return the earliest time of an exchange on this rank, before peers and ports."""
         me, latency = self.me, self.run.cluster.stream_latency
         if isinstance(op, ops.Post):
             me.host += self.run.cluster.host.post
@@ -379,7 +382,7 @@ class _Walk:
         return max(moment + latency, me.host)
 
     def _launched(self, seconds: float) -> float:
-        """The device's clock after the host spent `seconds` on a launch."""
+        """Return the device's clock after the host spent `seconds` on a launch."""
         me = self.me
         me.host += seconds
         start = max(me.clock, me.host)
@@ -388,7 +391,7 @@ class _Walk:
         return start
 
     def _after(self, seconds: float) -> float:
-        """Time at which `seconds` of work are done, slowed down by exchanges under way."""
+        """Return the end of `seconds` of work, slowed down by exchanges under way."""
         share, clock = self.run.cluster.slowdown, self.me.clock
         if share:
             for exchange in self.me.pending.values():
@@ -401,7 +404,7 @@ class _Walk:
     # -- ops
 
     def _move(self, nbytes: int, count: int = 1) -> None:
-        """Passes of `count` operators over memory, such as packing."""
+        """Do passes of `count` operators over memory, such as packing."""
         if not nbytes:
             return
         me = self.me
@@ -444,7 +447,7 @@ class _Walk:
         me.clock += waited
 
     def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:
-        """Computes the tiles of a step, in the only pass or in one of two passes."""
+        """Compute the tiles of a step, in the only pass or in one of two passes."""
         me, run, (area, edge, rows, cols) = self.me, self.run, op.tiles.sizes
         backward = isinstance(op, ops.Differentiate)
         share = 1.0
@@ -464,7 +467,7 @@ class _Walk:
         me.compute += me.clock - start
 
     def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:
-        """Bytes of sums that a kernel loads and stores, for rows that take part."""
+        """Return the bytes of sums that a kernel loads and stores, for rows that take part."""
         wide, (_, _, rows, cols) = spec.batch * self.wide, op.tiles.sizes
         if isinstance(op, ops.Attend):
             passes = (not self.first) + (not op.last)
@@ -474,7 +477,7 @@ class _Walk:
         return {"all": q + kv, "q": q, "kv": kv}[op.part]
 
     def _attend(self, op: ops.Attend) -> None:
-        """Computes a step's tiles; from the second step on, merges the result into the state."""
+        """Compute a step's tiles; from the second step on, merge the result into the state."""
         spec = part_of_heads(op, self.spec)
         self._compute(op, spec)
         if not self.run.carries and not self.first:

@@ -85,7 +85,7 @@ class P2PTransport(Transport):
         members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
-        """Makes no connections: the ranks, all or `members`, make them at the first call."""
+        """Prepare a transport; the ranks, all or `members`, connect at the first call."""
         everyone = tuple(range(shared.member.world_size))
         super().__init__(members or everyone, shared.member.rank, stats)
         self._shared, self._timeout_s = shared, timeout_s
@@ -152,14 +152,14 @@ class P2PTransport(Transport):
             calls.end()
 
     def _check_captured(self, kind: str, agreement: Agreement) -> None:
-        """Refuses to capture a call for which the host waits, as it does in the first of a kind."""
+        """Refuse to capture a call for which the host waits, as it does in the first of a kind."""
         if kind not in CAPTURED:
             capture.refuse(f"the host would wait for other ranks, to {kind}")
         if (kind, agreement.digest) not in self._made:
             capture.refuse(f"make the same {kind} call once before the capture")
 
     def compare(self, report: Facts, device: torch.device) -> None:
-        """Refuses ranks whose calls differ, on every rank, before they send a message."""
+        """Refuse ranks whose calls differ, on every rank, before they send a message."""
         differs = self._difference("arguments", report, device)
         if differs is not None:
             error = ValueError(f"ranks disagree on the call; {differs}")
@@ -196,7 +196,7 @@ class P2PTransport(Transport):
         self._shared.calls.unchecked = False
 
     def wait(self, channel: Channel) -> None:
-        """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
+        """Wait for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
         step, started, finish, device = self._pending.pop(channel)
@@ -221,7 +221,7 @@ class P2PTransport(Transport):
         return self._shared.connection.side(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Helps to make the channel's communicator, which needs all ranks."""
+        """Help to make the channel's communicator, which needs all ranks."""
         if self.world_size > 1 and streams.are_used(device):
             self._nccl_channel(channel, device)
 
@@ -275,7 +275,7 @@ class P2PTransport(Transport):
         return self._start(batch, peer, (sent, received), self._send_tagged, link.gloo, batch)
 
     def _hop(self, batch: Batch) -> Event | None:
-        """Starts one send and one receive of NCCL, whose messages begin with a header."""
+        """Start one send and one receive of NCCL, whose messages begin with a header."""
         channel = self._nccl_channel(batch.channel, batch.device)
         headers, nccl = self._shared.calls.headers, channel.communicator
         ((to, send),), ((source, recv),) = batch.sends, batch.receives
@@ -312,7 +312,7 @@ class P2PTransport(Transport):
     def _collective(
         self, batch: Batch, route: Collective, send: Tensor, recv: Tensor
     ) -> Event | None:
-        """Starts one of NCCL's collectives; with a call's first, an all-gather of the headers."""
+        """Start one of NCCL's collectives; with a call's first, an all-gather of the headers."""
         if self.world_size == 1:
             recv.copy_(send)
             return None
@@ -350,7 +350,7 @@ class P2PTransport(Transport):
         *,
         first: bool,
     ) -> Event | None:
-        """Starts an exchange; the first with a rank waits for the memory of its headers, too."""
+        """Start an exchange; the first with a rank waits for the memory of its headers, too."""
         headers, after = self._shared.calls.headers, batch.after
         if first and after is not None:
             after = [*after, *headers.ready]
@@ -420,7 +420,7 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions,
 
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """The transport of a group and options; all ranks connect together at its first call."""
+    """Return the transport of a group and options; all ranks connect together at its first call."""
     by_options = _transports.get(group, {})
     if options not in by_options:
         by_options = _transports.setdefault(group, by_options)
@@ -429,13 +429,13 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
 
 
 def check_calls(group: dist.ProcessGroup) -> None:
-    """Compares the ranks' calls on a group so far; see `P2PTransport.check`."""
+    """Compare the ranks' calls on a group so far; see `P2PTransport.check`."""
     for transport in list(_transports.get(group, {}).values())[:1]:
         transport.check()
 
 
 def check_within(outer: dist.ProcessGroup) -> None:
-    """Compares the calls since the last comparison, on the groups whose ranks are all in `outer`.
+    """Compare the calls since the last comparison, on the groups whose ranks are all in `outer`.
 
     Ranks of other groups may be elsewhere: a comparison would wait for them. See `check_pending`.
     """
@@ -447,7 +447,7 @@ def check_within(outer: dist.ProcessGroup) -> None:
 
 
 def check_pending(group: dist.ProcessGroup) -> None:
-    """Compares a group's calls since the last comparison, where its device is not waited for.
+    """Compare a group's calls since the last comparison, where its device is not waited for.
 
     Elsewhere calls compare themselves. Does nothing in a capture, whose calls have not run.
     """
@@ -462,7 +462,7 @@ def check_pending(group: dist.ProcessGroup) -> None:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of a group's messages: this rank's GPU with NCCL, else the CPU.
+    """Return the device of a group's messages: this rank's GPU with NCCL, else the CPU.
 
     The GPU of the first call, else init_process_group's, else torch's current one.
     """
@@ -473,7 +473,7 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """A transport with new statistics, over the group's shared connections."""
+    """Return a transport with new statistics, over the group's shared connections."""
     return P2PTransport(rank_group(group), options.timeout or group_timeout(group))
 
 
