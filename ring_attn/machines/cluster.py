@@ -150,20 +150,22 @@ def merged(cluster: Cluster, each: float) -> Cluster:
         return replace(link, latency=link.latency * each)
 
     device, latency = cluster.device, cluster.stream_latency
-    with_window = device.window_forward, device.window_backward
+    window_forward, window_backward = device.window_forward, device.window_backward
     return replace(
         cluster,
         device=replace(
-            device, forward=rate(device.forward), backward=rate(device.backward),
-            window_forward=with_window[0] and rate(with_window[0]),
-            window_backward=with_window[1] and rate(with_window[1]),
+            device,
+            forward=rate(device.forward),
+            backward=rate(device.backward),
+            window_forward=None if window_forward is None else rate(window_forward),
+            window_backward=None if window_backward is None else rate(window_backward),
         ),
         inside=later(cluster.inside),
         between=later(cluster.between),
         collectives={name: later(link) for name, link in cluster.collectives.items()},
         host=Host(*(each * seconds for seconds in astuple(cluster.host))),
-        stream_latency=latency and latency * each,
-    )  # fmt: skip
+        stream_latency=None if latency is None else latency * each,
+    )
 
 
 Number = TypeVar("Number", float, torch.Tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
@@ -13,6 +13,7 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.tiles import Sizes
 from ring_attn.transport.options import MAX_CTAS
 
 
@@ -103,8 +104,8 @@ class Memory:
         self._parts: dict[ops.Channel, int] = {}
         self._state = 0  # bytes of the state between its steps
         self._free: dict[int, int] = {}  # numbers of free buffers by room
-        # Answers of the backend: bytes by arguments.
-        self._asked: dict[Any, int] = {}
+        # Bytes of workspaces, by the arguments of `Backend.workspace_bytes`.
+        self._workspaces: dict[tuple[Sizes, AttentionSpec, bool, bool], int] = {}
 
     def all(self) -> None:
         """Count every op in order, and free all buffers at the end."""
@@ -238,8 +239,10 @@ class Memory:
         acc, wide = statistic * spec.headdim_v, spec.accum_dtype.itemsize
         results = acc * spec.dtype.itemsize + statistic * wide
         if self.backend.carries_state:
-            several = self._folds > 1 or not last or spec.max_logits
-            return several * (acc + 2 * statistic) * wide + last * results
+            # A single fold writes the results without a state.
+            has_state = self._folds > 1 or not last or spec.max_logits
+            state = (acc + 2 * statistic) * wide if has_state else 0
+            return state + (results if last else 0)
         # The state adopts the first result. Each later merge needs four more statistics.
         return (acc + 6 * statistic) * wide if self._folds > 1 else statistic * wide
 
@@ -260,7 +263,7 @@ class Memory:
         else:
             rounded = op.out_array.dtype != self.spec.accum_dtype
             out, lse = op.out_array.nbytes, op.lse_array.nbytes
-            self._use((out * (3 if rounded else 1)) + 4 * lse)
+            self._use((3 if rounded else 1) * out + 4 * lse)
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
@@ -279,11 +282,13 @@ class Memory:
         """Return the bytes that the backend takes for a step; ask once for tiles of equal sizes."""
         if not self.backend.tile_by_tile:
             return 0
-        options = {"backward": isinstance(op, ops.Differentiate), "rebuilds": rebuilds}
-        key = op.tiles.sizes, spec, *options.values()
-        if key not in self._asked:
-            self._asked[key] = self.backend.workspace_bytes(spec, op.tiles.listed, **options)
-        return self._asked[key]
+        backward = isinstance(op, ops.Differentiate)
+        key = op.tiles.sizes, spec, backward, rebuilds
+        if key not in self._workspaces:
+            self._workspaces[key] = self.backend.workspace_bytes(
+                spec, op.tiles.listed, backward=backward, rebuilds=rebuilds
+            )
+        return self._workspaces[key]
 
     def _round(self, op: ops.Round) -> None:
         """Make the result next to the gradient, or of it, then drop the gradient."""

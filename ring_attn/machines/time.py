@@ -27,7 +27,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, log2
-from typing import Any, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.call import Call
@@ -127,6 +127,28 @@ class _Posted(NamedTuple):
     ready: float
 
 
+# A rank's post, and when the rank is ready.
+_Post = tuple[Timeline, ops.Post, float]
+
+# Whether a port is a network port, else a link inside the node; and the rank.
+Port = tuple[bool, int]
+
+
+class _Route(NamedTuple):
+    """The way of a rank's message.
+
+    Attributes:
+        like: the walked rank that stands for the receiver.
+        link: the kind of link.
+        out, into: ports of the sender and of the receiver.
+    """
+
+    like: int
+    link: Link
+    out: Port
+    into: Port
+
+
 class _Group:
     """Ranks that make their exchanges together; `walked` are the indices of the walked ranks."""
 
@@ -162,11 +184,11 @@ class _Run:
         backward, window = self.programs[0].backward, self.call.mask.has_windows
         self.rate = self.cluster.device.rate(backward=backward, window=window)
         self.bandwidth = self.cluster.device.memory_bandwidth
-        self.links = (self.cluster.inside, self.cluster.between)
         self.ranks = {p.rank: Timeline(p.rank) for p in self.programs}
         self.groups: dict[tuple[int, ...], _Group] = {}
-        # Time at which a port, which is a kind of link and a rank, is free, out and in.
-        self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
+        # Times at which ports are free, out and in.
+        self.free_out: dict[Port, float] = defaultdict(float)
+        self.free_in: dict[Port, float] = defaultdict(float)
 
     def all(self) -> Simulation:
         """Walk each rank up to its next exchange; the last rank of a group lets all go on."""
@@ -217,53 +239,81 @@ class _Run:
             rank.pending[op.channel] = pending
             rank.arrived[op.channel] = pending.stop
 
-    def _shift(
-        self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
-    ) -> Iterator[Pending]:
+    def _shift(self, group: _Group, posts: list[_Post]) -> Iterator[Pending]:
+        """Begin the messages of an exchange in which each rank has one peer for each direction."""
+        routes: dict[int, _Route] = {}
+        loads_out: dict[Port, int] = defaultdict(int)
+        loads_in: dict[Port, int] = defaultdict(int)
+        for rank, op, _ in posts:
+            route = routes[rank.rank] = self._route(group, rank.rank, op)
+            loads_out[route.out] += op.nbytes
+            loads_in[route.into] += op.nbytes
         ready = {rank.rank: when for rank, _, when in posts}
-        hops = [op.route for _, op, _ in posts if isinstance(op.route, ops.Hop)]
-        node_size, members = self.cluster.node_size, group.members
-        begun: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
-        loads: dict[Any, int] = defaultdict(int)
-        ways = {}
-        for (rank, op, _), hop in zip(posts, hops, strict=True):
-            me, to = rank.rank, members[hop.send_to]
-            crosses = me // node_size != to // node_size
-            like = group.like(hop.send_to, me)
-            ways[me] = like, self.links[crosses], (crosses, me), (crosses, to)
-            loads["out", ways[me][2]] += op.nbytes
-            loads["in", ways[me][3]] += op.nbytes
+        spans: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
         for rank, _, when in posts:
-            like, link, out, into = ways[rank.rank]
-            begin = max(when, ready.get(like, 0.0), self.free[0][out], self.free[1][into])
-            load = max(loads["out", out], loads["in", into])
-            begun[rank.rank] = begin, begin + link.latency + load / link.bandwidth
+            route = routes[rank.rank]
+            ports_free = max(self.free_out[route.out], self.free_in[route.into])
+            begin = max(when, ready.get(route.like, 0.0), ports_free)
+            load = max(loads_out[route.out], loads_in[route.into])
+            end = begin + route.link.latency + load / route.link.bandwidth
+            spans[rank.rank] = begin, end
         for rank, _, _ in posts:
-            _, link, out, into = ways[rank.rank]
-            # While a message travels its ports take the next one.
-            left = begun[rank.rank][1] - link.latency
-            self.free[0][out] = max(self.free[0][out], left)
-            self.free[1][into] = max(self.free[1][into], left)
-        for (rank, op, when), hop in zip(posts, hops, strict=True):
+            route = routes[rank.rank]
+            # While a message is on its way its ports take the next one.
+            left = spans[rank.rank][1] - route.link.latency
+            self.free_out[route.out] = max(self.free_out[route.out], left)
+            self.free_in[route.into] = max(self.free_in[route.into], left)
+        for rank, op, when in posts:
             # For a rank it lasts from the first beginning to the last end of its two messages.
-            begin, end = begun[rank.rank]
-            source = members[hop.recv_from]
-            if source in begun:
-                other_begin, other_end = begun[source]
-            else:
-                like = group.like(hop.recv_from, rank.rank)
-                link = self.links[source // node_size != rank.rank // node_size]
-                other_begin = begun[like][0] if like in begun else when
-                other_end = other_begin + link.latency + op.message.nbytes / link.bandwidth
+            begin, end = spans[rank.rank]
+            other_begin, other_end = self._received(group, rank.rank, op, when, spans)
             start, stop = max(min(begin, other_begin), when), max(end, other_end)
             yield Pending(rank.host, start, stop)
 
-    def _collective(
-        self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
-    ) -> Iterator[Pending]:
+    def _route(self, group: _Group, rank: int, op: ops.Post) -> _Route:
+        assert isinstance(op.route, ops.Hop)
+        to = group.members[op.route.send_to]
+        crosses = self._crosses(rank, to)
+        return _Route(
+            like=group.like(op.route.send_to, rank),
+            link=self._link(crosses),
+            out=(crosses, rank),
+            into=(crosses, to),
+        )
+
+    def _crosses(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on different nodes."""
+        return rank // self.cluster.node_size != other // self.cluster.node_size
+
+    def _link(self, crosses: bool) -> Link:
+        return self.cluster.between if crosses else self.cluster.inside
+
+    def _received(
+        self,
+        group: _Group,
+        rank: int,
+        op: ops.Post,
+        when: float,
+        spans: dict[int, tuple[float, float]],
+    ) -> tuple[float, float]:
+        """Return begin and end of the message that a rank receives; its sender may not be walked.
+
+        `when` is the time at which the rank is ready, `spans` has the messages of walked senders.
+        """
+        assert isinstance(op.route, ops.Hop)
+        source = group.members[op.route.recv_from]
+        if source in spans:
+            return spans[source]
+        like = group.like(op.route.recv_from, rank)
+        link = self._link(self._crosses(source, rank))
+        begin = spans[like][0] if like in spans else when
+        return begin, begin + link.latency + op.message.nbytes / link.bandwidth
+
+    def _collective(self, group: _Group, posts: list[_Post]) -> Iterator[Pending]:
         """Begin a collective: it starts when the last rank is ready, and ends on all at once."""
-        route, size, num_nodes = posts[0][1].route, len(group.members), float(group.num_nodes)
+        route = posts[0][1].route
         assert isinstance(route, ops.Collective)
+        size, num_nodes = len(group.members), float(group.num_nodes)
         here = size / num_nodes  # ranks of the group in one node
         nbytes = float(max(post.nbytes for _, post, _ in posts))
         measured = self.cluster.collectives.get(route.op)
@@ -273,27 +323,32 @@ class _Run:
             # A rank sends equal parts to all others.
             across = nbytes * (size - here) / max(size - 1, 1)
             within = nbytes - across if route.op == "all_to_all" else nbytes
-            inside, between = self.links
+            inside, between = self.cluster.inside, self.cluster.between
             seconds = max(
                 _seconds(inside, within, here, route.op),
                 _seconds(between, across, num_nodes, route.op),
             )
-        kinds = [crosses for crosses, n in ((False, here), (True, num_nodes)) if n > 1]
-        ports = [(crosses, rank.rank) for crosses in kinds for rank, _, _ in posts]
-        begin = max(
-            *(when for _, _, when in posts), *(free[port] for port in ports for free in self.free)
-        )
-        for free in self.free:
-            free.update(dict.fromkeys(ports, begin + seconds))
+        ports: list[Port] = []
+        if here > 1:
+            ports += [(False, rank.rank) for rank, _, _ in posts]
+        if num_nodes > 1:
+            ports += [(True, rank.rank) for rank, _, _ in posts]
+        last_ready = max(when for _, _, when in posts)
+        ports_free = max((max(self.free_out[x], self.free_in[x]) for x in ports), default=0.0)
+        begin = max(last_ready, ports_free)
+        for port in ports:
+            self.free_out[port] = self.free_in[port] = begin + seconds
         for rank, _, _ in posts:
             yield Pending(rank.host, begin, begin + seconds)
 
 
 def _seconds(link: Link, nbytes: float, ranks: float, op: str) -> float:
     """Return the seconds of a collective over one kind of link; 0 for a single rank."""
+    if ranks <= 1:
+        return 0.0
     # Rings and trees forward messages hop by hop; an all-to-all sends all messages at once.
     hops = 1.0 if op == "all_to_all" else float(ceil(log2(max(ranks, 2.0))))
-    return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)
+    return link.latency * hops + nbytes / link.bandwidth
 
 
 @dataclass(eq=False)
@@ -448,32 +503,37 @@ class _Walk:
 
     def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:
         """Compute the tiles of a step, in the only pass or in one of two passes."""
-        me, run, (area, edge, rows, cols) = self.me, self.run, op.tiles.sizes
+        me, run, sizes = self.me, self.run, op.tiles.sizes
         backward = isinstance(op, ops.Differentiate)
-        share = 1.0
+        share, num_launches = 1.0, 1
         if isinstance(op, ops.Differentiate):
             share = {"all": 1.0, "q": SHARE_OF_DQ, "kv": 1 - SHARE_OF_DQ}[op.part]
+            num_launches = 2 if op.part == "all" else 1
         seconds = 0.0
         start = me.clock
-        if area:
+        if sizes.area:
             per_pair = flops(1, spec, backward=backward)
-            touched = (rows + cols) // 2 if backward else rows
-            seconds = share * compute_seconds(run.rate, area, touched, edge, per_pair)
+            touched = (sizes.rows + sizes.cols) // 2 if backward else sizes.rows
+            in_one_pass = compute_seconds(run.rate, sizes.area, touched, sizes.edge, per_pair)
+            seconds = share * in_one_pass
             if run.carries:
                 seconds += self._state_bytes(op, spec) / run.bandwidth
-            start = self._launched((1 + (backward and share == 1.0)) * run.cluster.host.launch)
+            start = self._launched(num_launches * run.cluster.host.launch)
         me.clock = self._after(seconds)
         me.ended = me.ended[1], me.clock
         me.compute += me.clock - start
 
     def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:
         """Return the bytes of sums that a kernel loads and stores, for rows that take part."""
-        wide, (_, _, rows, cols) = spec.batch * self.wide, op.tiles.sizes
+        sizes, wide = op.tiles.sizes, spec.batch * self.wide
         if isinstance(op, ops.Attend):
-            passes = (not self.first) + (not op.last)
-            return rows * (passes * wide * spec.nheads * (spec.headdim_v + 2))
-        q = rows * (2 * wide * spec.nheads * spec.headdim)
-        kv = cols * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
+            loads = 0 if self.first else 1
+            stores = 0 if op.last else 1
+            per_row = wide * spec.nheads * (spec.headdim_v + 2)
+            return sizes.rows * (loads + stores) * per_row
+        # Gradients are loaded, added to, and stored.
+        q = sizes.rows * (2 * wide * spec.nheads * spec.headdim)
+        kv = sizes.cols * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
         return {"all": q + kv, "q": q, "kv": kv}[op.part]
 
     def _attend(self, op: ops.Attend) -> None:

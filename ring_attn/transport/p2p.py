@@ -23,6 +23,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -272,7 +273,8 @@ class P2PTransport(Transport):
             sent += x.nbytes
         for _, x in batch.receives:
             received += x.nbytes
-        return self._start(batch, peer, (sent, received), self._send_tagged, link.gloo, batch)
+        start = partial(self._send_tagged, link.gloo, batch)
+        return self._start(batch, peer, start, sent=sent, received=received)
 
     def _hop(self, batch: Batch) -> Event | None:
         """Start one send and one receive of NCCL, whose messages begin with a header."""
@@ -292,9 +294,14 @@ class P2PTransport(Transport):
             if row is not None:
                 row[0].copy_(recv[:HEADER_BYTES])
 
-        nbytes = send.nbytes - HEADER_BYTES, recv.nbytes - HEADER_BYTES
         return self._start_on_nccl(
-            batch, channel, source, nbytes, start, first=marks or row is not None
+            batch,
+            channel,
+            source,
+            start,
+            sent=send.nbytes - HEADER_BYTES,
+            received=recv.nbytes - HEADER_BYTES,
+            is_first=marks or row is not None,
         )
 
     def _send_tagged(self, gloo: Any, batch: Batch) -> list[Started]:
@@ -320,24 +327,32 @@ class P2PTransport(Transport):
             return super()._collective(batch, route, send, recv)
         channel = self._nccl_channel(batch.channel, send.device)
         headers, nccl = self._shared.calls.headers, channel.communicator
-        nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
-        start: tuple[Any, ...]
+        # Each rank sends a chunk to, and receives one from, each other rank.
+        sent = received = (self.world_size - 1) * min(send.nbytes, recv.nbytes)
+        operation: tuple[Any, ...]
         if route.op == "all_gather":
-            start = nccl._allgather_base, recv, send
+            operation = nccl._allgather_base, recv, send
         elif route.op == "reduce_scatter":
-            start = nccl._reduce_scatter_base, recv, send
+            operation = nccl._reduce_scatter_base, recv, send
         else:
-            counts = list(route.send_counts), list(route.recv_counts)
-            start = nccl.alltoall_base, recv, send, counts[1], counts[0]
-            nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
-        starts, first = [start], headers.is_first(channel)
-        if first:
+            send_counts, recv_counts = list(route.send_counts), list(route.recv_counts)
+            operation = nccl.alltoall_base, recv, send, recv_counts, send_counts
+            sent = send.nbytes - send_counts[self.rank]
+            received = recv.nbytes - recv_counts[self.rank]
+        operations = [operation]
+        is_first = headers.is_first(channel)
+        if is_first:
             incoming = headers.incoming(self.world_size).view(-1)
-            starts.append((nccl._allgather_base, incoming, headers.outgoing))
-
-        peer = int(self.rank == 0)
+            operations.append((nccl._allgather_base, incoming, headers.outgoing))
+        any_other_rank = 1 if self.rank == 0 else 0
         return self._start_on_nccl(
-            batch, channel, peer, nbytes, lambda: coalesced(nccl, starts).wait(), first=first
+            batch,
+            channel,
+            any_other_rank,
+            lambda: coalesced(nccl, operations).wait(),
+            sent=sent,
+            received=received,
+            is_first=is_first,
         )
 
     def _start_on_nccl(
@@ -345,17 +360,18 @@ class P2PTransport(Transport):
         batch: Batch,
         channel: NcclChannel,
         peer: int,
-        nbytes: tuple[int, int],
         start: Callable[[], object],
         *,
-        first: bool,
+        sent: int,
+        received: int,
+        is_first: bool,
     ) -> Event | None:
         """Start an exchange; the first with a rank waits for the memory of its headers, too."""
         headers, after = self._shared.calls.headers, batch.after
-        if first and after is not None:
+        if is_first and after is not None:
             after = [*after, *headers.ready]
-        given = batch.step, peer, start, after, headers.call
-        return self._start(batch, peer, nbytes, channel.run, *given)
+        run = partial(channel.run, batch.step, peer, start, after, headers.call)
+        return self._start(batch, peer, run, sent=sent, received=received)
 
     def _nccl_channel(self, channel: Channel, device: torch.device) -> NcclChannel:
         if channel not in self._nccl_channels or self._shared.failure.error is not None:
@@ -370,9 +386,10 @@ class P2PTransport(Transport):
         self,
         batch: Batch,
         peer: int,
-        nbytes: tuple[int, int],
-        start: Callable[..., list[Started] | Event],
-        *given: Any,
+        start: Callable[[], list[Started] | Event],
+        *,
+        sent: int,
+        received: int,
     ) -> Event | None:
         channel, step = batch.channel, batch.step
         if channel in self._pending:
@@ -381,12 +398,12 @@ class P2PTransport(Transport):
                 f"{channel!r}, where step {self._pending[channel][0]} has not been waited for"
             )
         try:
-            started = start(*given)
+            started = start()
         except RuntimeError as error:
             raise self._error(step, RECEIVE, peer, 0.0, error) from error
         self._pending[channel] = step, started, batch.finish, batch.device
-        self.stats.bytes_sent += nbytes[0]
-        self.stats.bytes_received += nbytes[1]
+        self.stats.bytes_sent += sent
+        self.stats.bytes_received += received
         self.stats.messages += 1
         return None if isinstance(started, list) else started
 
