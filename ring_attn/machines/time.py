@@ -373,17 +373,20 @@ class _Walk:
     def all(self) -> Iterator[_Group]:
         """Do every op in order; yield at each exchange, whose group then goes on together."""
         for op in self.program.ops:
+            # The most frequent ops first.
             match op:
-                case ops.Post():
-                    yield self._post(op, op.ranks)
-                case ops.Join():
-                    yield self._post(op, None)
-                case ops.Wait():
-                    self._wait(op)
+                case ops.Step() | ops.Free() | ops.Assign():
+                    pass  # takes no time on the device
                 case ops.Attend():
                     self._attend(op)
                 case ops.Differentiate():
                     self._compute(op, part_of_heads(op, self.spec))
+                case ops.Wait():
+                    self._wait(op)
+                case ops.Post():
+                    yield self._post(op, op.ranks)
+                case ops.Join():
+                    yield self._post(op, None)
                 case ops.Pack():
                     self._move(2 * op.message.nbytes)
                     self.me.packed = self.me.clock
@@ -408,8 +411,6 @@ class _Walk:
                 case ops.Inner():
                     members = self._among(op.ranks)
                     yield from _Walk(self.run, self.me, op.program, op.spec, members).all()
-                case ops.Step() | ops.Free() | ops.Assign():
-                    pass  # takes no time on the device
                 case ops.Decode() | ops.Merge():
                     pass  # `tree_decode` is not predicted
                 case _:
