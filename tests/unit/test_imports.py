@@ -162,6 +162,32 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
     assert violations(module, source)
 
 
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, themselves or through others."""
+    reached = {module: {*names} for module, names in imports.items()}
+    for through in imports:
+        for names in reached.values():
+            if through in names:
+                names |= reached[through]
+    groups = {
+        frozenset(other for other in names if module in reached[other])
+        for module, names in reached.items()
+        if module in names
+    }
+    return sorted(map(sorted, groups))
+
+
+def test_no_modules_import_each_other() -> None:
+    """Within a unit, too, in functions and for types: each can be read without the others."""
+    imports: dict[str, set[str]] = {module: set() for module in MODULES if module != PACKAGE}
+    for module, names in imports.items():
+        found = find_imports(module, MODULES[module].read_text())
+        names.update(name for name, _, _ in found if name in imports)
+    assert circles(imports) == []
+    watch, group = (f"ring_attn.transport.ranks.{name}" for name in ("watch", "group"))
+    assert group not in imports[watch] and circles(imports | {watch: {group}}) != []
+
+
 def names_of_torch(source: str) -> Iterator[str]:
     """torch's names in a module, as far as its imports show them."""
     tree = ast.parse(source)
