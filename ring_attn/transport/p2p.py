@@ -421,7 +421,7 @@ class P2PTransport(Transport):
     ) -> RuntimeError:
         failure, peer_rank = self._shared.failure, self.global_ranks[peer]
         timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
-        died = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
+        died = f"the peer crashed, hung or never made this call ({describe_error(error)})"
         reason = failure.error or failure.reason(peer_rank, timed_out=timed_out) or died
         text = (
             f"ring step {step}: {self._shared.member.name} could not {what} "
