@@ -31,15 +31,15 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
         yield from named.candidates(spec, world_size, node_size)
 
 
-def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
-    """Return the requested strategies, all if `asked` is None; a name is all its degrees."""
+def strategies_of(problem: Problem, names: Sequence[str | Strategy] | None) -> list[Strategy]:
+    """Return the requested strategies, all if `names` is None; a name is all its degrees."""
     every = list(strategies_for(problem.spec, problem.world_size, problem.cluster.node_size))
-    if asked is None:
+    if names is None:
         return every
-    if isinstance(asked, (str, Strategy)):
-        raise TypeError(f"strategies must be a sequence of names or values, got {asked!r}")
+    if isinstance(names, (str, Strategy)):
+        raise TypeError(f"strategies must be a sequence of names or values, got {names!r}")
     requested: list[Strategy] = []
-    for value in as_tuple("strategies", asked):
+    for value in as_tuple("strategies", names):
         if isinstance(value, Strategy):
             requested.append(value)
         elif not isinstance(value, str) or value not in NAMES:
@@ -58,11 +58,15 @@ def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> l
 
 
 def candidates_of(
-    problem: Problem, layouts: Mapping[str, Layouts], strategies: Sequence[Strategy], *, asked: bool
+    problem: Problem,
+    layouts: Mapping[str, Layouts],
+    strategies: Sequence[Strategy],
+    *,
+    are_requested: bool,
 ) -> Iterator[Candidate]:
-    """Yield every strategy over every layout, except for those that cannot win unless asked for."""
+    """Yield every strategy over every layout; without a request, only those that can win."""
     for name, pair in layouts.items():
-        sparse = asked or _is_sparse(problem, pair)
+        sparse = are_requested or _is_sparse(problem, pair)
         for strategy in strategies:
             if code_of(strategy).sparse and not sparse:
                 continue

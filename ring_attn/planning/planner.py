@@ -229,7 +229,7 @@ def choose(
     few_stand_for_many = effort == "best" or problem.world_size > MANY
     problem = replace(problem, quick=few_stand_for_many and not problem.exact)
     requested = strategies_of(problem, strategies)
-    every = candidates_of(problem, layouts, requested, asked=strategies is not None)
+    every = candidates_of(problem, layouts, requested, are_requested=strategies is not None)
     candidates = _simulated(problem, [_bounded(problem, c) for c in every], effort)
     if peaks and problem.memory_bytes == float("inf"):
         candidates = [_with_memory(problem, c) if c.prediction else c for c in candidates]
@@ -238,7 +238,7 @@ def choose(
         reasons = sorted({f"{c.label} ({c.layout_name}): {c.reason}" for c in candidates})
         raise ValueError(
             f"no strategy can run {describe(problem)}: "
-            + "; ".join(reasons or ["none was asked for"])
+            + "; ".join(reasons or ["none was requested"])
         )
     tied = (1.0 + TIE) * min(c.seconds for c in usable)
 

@@ -52,7 +52,7 @@ class TransportStats:
         messages: number of exchanges; a collective counts as one.
         wait_s: seconds of host time in `wait`, which compute did not hide; 0 on CUDA, where streams
             wait.
-        bytes_received: bytes that came to this rank; p2p counts them when posted.
+        bytes_received: bytes that this rank received; p2p counts them when posted.
     """
 
     bytes_sent: int = 0
@@ -113,12 +113,12 @@ def difference(reports: Mapping[int, Facts]) -> str | None:
                 odd.setdefault(f"another {text}" if text == usual else text, []).append(rank)
         if not odd:
             continue
-        told = [
+        others = [
             f"{rank_name(ranks if len(ranks) > 1 else ranks[0])} has {text}"
             for text, ranks in odd.items()
         ]
         rest = len(values) - sum(map(len, odd.values()))
-        differences.append(f"{name}: {', '.join(told)}, the other {rest} have {usual}")
+        differences.append(f"{name}: {', '.join(others)}, the other {rest} have {usual}")
         if name == "call":
             break
     return "; ".join(differences) or None
@@ -258,7 +258,7 @@ class Transport:
         return self._exchange(batch)
 
     def _forget(self) -> None:
-        """Release the buffers of all pending exchanges: no `wait` will come."""
+        """Release the buffers of all pending exchanges: no `wait` will follow."""
         self._pending.clear()
         for sub in self._subs.values():
             sub._forget()

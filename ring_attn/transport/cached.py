@@ -12,7 +12,7 @@ from ring_attn.transport import capture, streams
 
 T = TypeVar("T")
 
-# Tensors that graphs read. Nobody tells when a graph is gone, so they are kept for good.
+# Tensors that graphs read. No event marks the end of a graph, so they are kept for good.
 _read_by_graphs: set[Tensor] = set()
 
 

@@ -53,11 +53,11 @@ class _Exchange:
             return
         if any((key in self.sent) == sent for (_, key), sent in waits):
             return
-        told = [
+        texts = [
             f"rank {rank} waits for a message from rank {sender} to rank {receiver} on {channel!r}"
             for rank, (_, channel, sender, receiver) in sorted(self._waits)
         ]
-        self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(told)}")
+        self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(texts)}")
         self.turn.notify_all()
 
 

@@ -60,7 +60,7 @@ class Headers:
         # The call's buffers, and the number of used rows in each buffer.
         self._blocks: list[Block] = []
         self._rows: list[int] = []
-        # Where messages of the call have gone or come from.
+        # The peers to which the call has sent, or from which it has received.
         self._known: set[Hashable] = set()
         # Messages of the call that begin with its header, by their place in memory.
         self._marked: dict[int, tuple[Tensor, Event]] = {}
