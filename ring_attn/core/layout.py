@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ KINDS = (*LAYOUTS, "boundaries", "segments")
 
 # `str` of a layout lists at most this many segments, and counts more.
 MAX_SHOWN = 32
+
+
+class _Fields(NamedTuple):
+    """The fields of a layout."""
+
+    kind: str
+    seqlen: int
+    world_size: int
+    cuts: tuple[int, ...] | None = None
+    parts: tuple[tuple[Segment, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,25 +67,27 @@ class SequenceLayout:
     parts: tuple[tuple[Segment, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses fields that no constructor would set."""
+        """Refuse fields that no constructor would set."""
         check_one_of("kind", self.kind, KINDS)
-        _checked(self.seqlen, self.world_size)
         for name, value in (("cuts", self.cuts), ("parts", self.parts)):
             if not (value is None or isinstance(value, tuple)):
                 raise ValueError(
                     f"{name} must be a tuple or None, got {value!r}; use a constructor"
                 )
+        seqlen, world_size = _checked(self.seqlen, self.world_size)
         if self.kind == "boundaries":
-            made = self.boundaries(self.cuts or ())
+            expected = _fields_of_cuts(self.cuts or ())
         elif self.kind == "segments":
-            made = self.from_segments(self.parts or ())
+            expected = _fields_of_parts(self.parts or ())
         else:
-            made = self.from_name(self.kind, self.seqlen, self.world_size)
-        if self != made:
+            expected = _Fields(self.kind, seqlen, world_size)
+        given = _Fields(self.kind, self.seqlen, self.world_size, self.cuts, self.parts)
+        if given != expected:
             raise ValueError(
-                f"{self.kind!r} has seqlen {made.seqlen}, world_size {made.world_size}, cuts "
-                f"{made.cuts} and parts {made.parts}, got {self.seqlen}, {self.world_size}, "
-                f"{self.cuts} and {self.parts}; use a constructor of SequenceLayout"
+                f"{self.kind!r} has seqlen {expected.seqlen}, world_size {expected.world_size}, "
+                f"cuts {expected.cuts} and parts {expected.parts}, got {self.seqlen}, "
+                f"{self.world_size}, {self.cuts} and {self.parts}; use a constructor of "
+                "SequenceLayout"
             )
 
     @classmethod
@@ -125,17 +138,7 @@ class SequenceLayout:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
             TypeError: a cut is not an int.
         """
-        cuts = as_ints("cuts", cuts)
-        if len(cuts) < 2 or cuts[0] != 0:
-            raise ValueError(
-                f"cuts must be world_size + 1 positions that start at 0, got {[*cuts]}"
-            )
-        for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            if b < a:
-                raise ValueError(
-                    f"cuts must not decrease, got {a} then {b} for rank {rank} in {[*cuts]}"
-                )
-        return cls._new("boundaries", cuts[-1], len(cuts) - 1, cuts)
+        return cls._new(*_fields_of_cuts(cuts))
 
     @classmethod
     def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
@@ -158,28 +161,7 @@ class SequenceLayout:
             >>> SequenceLayout.from_segments(halves).position_ids(rank=0).tolist()
             [0, 1, 6, 7]
         """
-        parts = [as_tuple("each of parts", part) for part in as_tuple("parts", parts)]
-        if not parts:
-            raise ValueError("parts must be the segments of at least one rank, got none")
-        for rank, segments in enumerate(parts):
-            check_segments(rank, segments)
-        strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
-        if not strides:
-            # Only single positions: keep their stride if all agree on it.
-            declared = {s.stride for segments in parts for s in segments}
-            strides = list(declared) if len(declared) == 1 else [1]
-        if len(strides) > 1:
-            raise ValueError(f"all segments must have one stride, got {strides}")
-        joined = tuple(joined_segments(segments, strides[0]) for segments in parts)
-        seqlen = sum(s.length for segments in joined for s in segments)
-        cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
-        runs = tuple(
-            (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
-        )
-        if runs == joined:
-            return cls.boundaries(cuts)
-        check_cover(joined, strides[0], seqlen)
-        return cls._new("segments", seqlen, len(joined), parts=joined)
+        return cls._new(*_fields_of_parts(parts))
 
     @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
@@ -451,6 +433,50 @@ def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]
 
 
 _cached_segments_of_kind = lru_cache(maxsize=1024)(_segments_of_kind)
+
+
+def _fields_of_cuts(cuts: Sequence[int]) -> _Fields:
+    """Check the cuts of `SequenceLayout.boundaries`, and return the fields of the layout."""
+    cuts = as_ints("cuts", cuts)
+    if len(cuts) < 2 or cuts[0] != 0:
+        raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {[*cuts]}")
+    for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        if b < a:
+            raise ValueError(
+                f"cuts must not decrease, got {a} then {b} for rank {rank} in {[*cuts]}"
+            )
+    return _Fields("boundaries", seqlen=cuts[-1], world_size=len(cuts) - 1, cuts=cuts)
+
+
+def _fields_of_parts(parts: Sequence[Sequence[Segment]]) -> _Fields:
+    """Check the parts of `SequenceLayout.from_segments`, and return the fields of the layout."""
+    parts = [as_tuple("each of parts", part) for part in as_tuple("parts", parts)]
+    if not parts:
+        raise ValueError("parts must be the segments of at least one rank, got none")
+    for rank, segments in enumerate(parts):
+        check_segments(rank, segments)
+    stride = _common_stride(parts)
+    joined = tuple(joined_segments(segments, stride) for segments in parts)
+    seqlen = sum(s.length for segments in joined for s in segments)
+    cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
+    runs = tuple(
+        (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
+    )
+    if runs == joined:
+        return _fields_of_cuts(cuts)
+    check_cover(joined, stride, seqlen)
+    return _Fields("segments", seqlen, world_size=len(joined), parts=joined)
+
+
+def _common_stride(parts: Sequence[Sequence[Segment]]) -> int:
+    strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
+    if not strides:
+        # Only single positions: keep their stride if all agree on it.
+        declared = {s.stride for segments in parts for s in segments}
+        strides = list(declared) if len(declared) == 1 else [1]
+    if len(strides) > 1:
+        raise ValueError(f"all segments must have one stride, got {strides}")
+    return strides[0]
 
 
 def with_world_size(layouts: Layouts, world_size: int) -> Layouts | None:

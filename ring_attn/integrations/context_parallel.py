@@ -110,7 +110,7 @@ def context_parallel(
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: list[Tensor], seq_dims: list[int], load_balancer: object = None
 ) -> list[Tensor]:
-    """Gathers whole tensors from every rank's shards; for evaluation, without gradient.
+    """Gather whole tensors from every rank's shards; for evaluation, without gradient.
 
     Replaces `torch.distributed.tensor.experimental._attention.context_parallel_unshard`.
 
@@ -132,6 +132,7 @@ def context_parallel_unshard(
         raise ValueError(
             f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
         )
+    # torch's function has this parameter, too: code that passes a balancer gets the reason here.
     if load_balancer is not None:
         raise NotImplementedError(
             "load_balancer must be None: shards that torch's balancers made are for torch's "

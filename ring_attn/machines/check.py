@@ -1,4 +1,4 @@
-"""Checks the programs of all ranks of a call against each other, without running them.
+"""Check the programs of all ranks of a call against each other, without running them.
 
     messages   every send has its receive: order, bytes, peer and channel; collectives agree
     order      all ranks of a group post their exchanges in the same order; no rank waits for an
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ring_attn.call import Call
 from ring_attn.core import program as ops
@@ -41,7 +41,10 @@ class Fault(NamedTuple):
 
 
 def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
-    """The faults in the programs of all ranks; without a call, skips the check of the work."""
+    """Return the faults in the programs of all ranks.
+
+    Without a call, the work is not checked.
+    """
     everyone = tuple(range(len(programs)))
     faults: list[Fault] = []
     lines = []
@@ -90,7 +93,7 @@ def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_
 
 
 def _members(line: _Line) -> tuple[int, ...]:
-    """The ranks, numbered as in the call, that take part in a post or wait."""
+    """Return the ranks, numbered as in the call, that take part in a post or wait."""
     ranks = getattr(line.op, "ranks", None)
     return line.ranks if ranks is None else tuple(line.ranks[r] for r in ranks)
 
@@ -99,7 +102,7 @@ def _members(line: _Line) -> tuple[int, ...]:
 
 
 class _Tracking:
-    """Follows the buffers and tensors of one rank, op by op."""
+    """The buffers and tensors of one rank, followed op by op."""
 
     def __init__(self, rank: int, lines: Sequence[_Line]) -> None:
         self._rank, self._lines = rank, lines
@@ -213,12 +216,27 @@ class _Tracking:
 
 # -- all ranks
 
-# A peer, the bytes and lines of its posts, and the number of one of them.
-_Needed = tuple[int, list[tuple[int, int]], int]
+# The members of a group, a channel, a sender and a receiver.
+_Way = tuple[tuple[int, ...], Channel, int, int]
+
+
+class _Part(NamedTuple):
+    """A message of an exchange: its bytes, and the line of its post."""
+
+    nbytes: int
+    at: int
+
+
+class _Needed(NamedTuple):
+    """A message that a wait needs: number `number` of the parts of a peer."""
+
+    peer: int
+    parts: list[_Part]
+    number: int
 
 
 def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
-    """Finds groups whose members do not all make the same exchanges in one order."""
+    """Find groups whose members do not all make the same exchanges in one order."""
     orders: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = defaultdict(dict)
     for rank, rank_lines in enumerate(lines):
         for line in rank_lines:
@@ -234,54 +252,85 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
-    """Finds messages of which sender and receiver disagree, else ranks that wait for ever."""
-    # By group, channel, sender and receiver: bytes of each message, and the line of its post.
-    sent: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    received: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    # By rank and line of a wait: each peer, its posts, and the number of the post to wait for.
-    needed: dict[tuple[int, int], list[_Needed]] = {}
+    """Find messages of which sender and receiver disagree, else ranks that wait forever."""
+    messages = _Messages()
     for rank, rank_lines in enumerate(lines):
-        messages: dict[str, int] = {}
-        under_way: dict[Any, deque[list[_Needed]]] = defaultdict(deque)
-        for at, (op, scope) in enumerate((line.op, line.scope) for line in rank_lines):
-            members = _members(rank_lines[at])
+        messages.add_rank(rank, rank_lines)
+    return messages.faults() or _stuck(lines, messages.needed)
+
+
+class _Messages:
+    """The messages of all ranks.
+
+    Attributes:
+        sent, received: parts in order, by way.
+        needed: messages that a wait needs, by its rank and line.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[_Way, list[_Part]] = defaultdict(list)
+        self.received: dict[_Way, list[_Part]] = defaultdict(list)
+        self.needed: dict[tuple[int, int], list[_Needed]] = {}
+
+    def add_rank(self, rank: int, lines: Sequence[_Line]) -> None:
+        """Add the messages of a rank's program."""
+        buffers: dict[str, int] = {}  # bytes of the message that a buffer holds
+        exchanges: dict[tuple[tuple[int, ...], Channel], deque[list[_Needed]]]
+        exchanges = defaultdict(deque)
+        for at, line in enumerate(lines):
+            op, scope = line.op, line.scope
             if isinstance(op, ops.Pack | ops.Clear):
-                messages[scope.name(op.buffer.name)] = op.message.nbytes
+                buffers[scope.name(op.buffer.name)] = op.message.nbytes
             elif isinstance(op, ops.Post):
-                messages[scope.name(op.recv.name)] = op.message.nbytes
-                nbytes = messages.get(scope.name(op.send.name), -1)
-                peers: list[_Needed] = []
-                for to, count in _parts(op, members, rank, nbytes, sends=True):
-                    key = members, op.channel, rank, to
-                    peers.append((to, received[key], len(sent[key])))
-                    sent[key].append((count, at))
-                for source, count in _parts(op, members, rank, op.message.nbytes, sends=False):
-                    key = members, op.channel, source, rank
-                    peers.append((source, sent[key], len(received[key])))
-                    received[key].append((count, at))
-                under_way[members, op.channel].append(peers)
-            elif isinstance(op, ops.Wait) and under_way[members, op.channel]:
-                needed[rank, at] = under_way[members, op.channel].popleft()
-    faults = []
-    for key in sorted({*sent, *received}, key=str):
-        ends = [[count for count, _ in table[key]] for table in (sent, received)]
-        if ends[0] != ends[1]:
-            _, channel, source, to = key
-            text = f"sends {ends[0]} bytes to rank {to} on {channel!r}, which receives {ends[1]}"
-            faults.append(Fault("message", source, None, text))
-    return faults or _stuck(lines, needed)
+                buffers[scope.name(op.recv.name)] = op.message.nbytes
+                nbytes = buffers.get(scope.name(op.send.name), -1)
+                members = _members(line)
+                exchanges[members, op.channel].append(self._post(op, members, rank, at, nbytes))
+            elif isinstance(op, ops.Wait):
+                under_way = exchanges[_members(line), op.channel]
+                if under_way:
+                    self.needed[rank, at] = under_way.popleft()
+
+    def _post(
+        self, op: ops.Post, members: tuple[int, ...], rank: int, at: int, nbytes: int
+    ) -> list[_Needed]:
+        """Add the parts of an exchange that sends `nbytes`; return what its wait needs."""
+        needed = []
+        for to, count in _parts(op, members, rank, nbytes, sends=True):
+            way = members, op.channel, rank, to
+            needed.append(_Needed(to, self.received[way], len(self.sent[way])))
+            self.sent[way].append(_Part(count, at))
+        for source, count in _parts(op, members, rank, op.message.nbytes, sends=False):
+            way = members, op.channel, source, rank
+            needed.append(_Needed(source, self.sent[way], len(self.received[way])))
+            self.received[way].append(_Part(count, at))
+        return needed
+
+    def faults(self) -> list[Fault]:
+        """Return the ways whose sender sends other messages than their receiver expects."""
+        faults = []
+        for way in sorted({*self.sent, *self.received}, key=str):
+            sent = [part.nbytes for part in self.sent[way]]
+            received = [part.nbytes for part in self.received[way]]
+            if sent != received:
+                _, channel, source, to = way
+                text = f"sends {sent} bytes to rank {to} on {channel!r}, which receives {received}"
+                faults.append(Fault("message", source, None, text))
+        return faults
 
 
-def _stuck(lines: Sequence[Sequence[_Line]], needed: Mapping[Any, list[_Needed]]) -> list[Fault]:
-    """Advances all ranks as far as their waits allow, and reports the ranks that do not end."""
+def _stuck(
+    lines: Sequence[Sequence[_Line]], needed: Mapping[tuple[int, int], list[_Needed]]
+) -> list[Fault]:
+    """Advance all ranks as far as their waits allow, and report the ranks that do not end."""
     done = [0] * len(lines)
     moved = True
     while moved:
         moved = False
         for rank, rank_lines in enumerate(lines):
             while done[rank] < len(rank_lines) and all(
-                done[peer] > posts[number][1]
-                for peer, posts, number in needed.get((rank, done[rank]), ())
+                done[one.peer] > one.parts[one.number].at
+                for one in needed.get((rank, done[rank]), ())
             ):
                 done[rank] += 1
                 moved = True
@@ -295,7 +344,7 @@ def _stuck(lines: Sequence[Sequence[_Line]], needed: Mapping[Any, list[_Needed]]
 def _parts(
     op: ops.Post, members: tuple[int, ...], rank: int, nbytes: int, *, sends: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yields peers and bytes of the parts that a rank sends, or receives, in an exchange."""
+    """Yield peers and bytes of the parts that a rank sends, or receives, in an exchange."""
     route = op.route
     if isinstance(route, ops.Hop):
         yield members[route.send_to if sends else route.recv_from], nbytes
@@ -312,7 +361,7 @@ def _parts(
 
 
 def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
-    """Finds passes in which all ranks together do not compute the mask's pairs in every head."""
+    """Find passes in which all ranks together do not compute the mask's pairs in every head."""
     expected = sum(call.layouts[0].mask_area(call.mask)) * call.spec.nheads
     passes: Counter[str] = Counter()
     for program in programs:

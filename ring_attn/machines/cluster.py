@@ -147,7 +147,7 @@ class Cluster:
 
 
 def merged(cluster: Cluster, each: float) -> Cluster:
-    """The cluster of devices that each stand for `each` devices of this one (`planning.scale`)."""
+    """Return the cluster of devices that each stand for `each` devices (`planning.scale`)."""
 
     def rate(one: Rate) -> Rate:
         return Rate(*(each * cost for cost in astuple(one)))
@@ -156,20 +156,22 @@ def merged(cluster: Cluster, each: float) -> Cluster:
         return replace(link, latency=link.latency * each)
 
     device, latency = cluster.device, cluster.stream_latency
-    with_window = device.window_forward, device.window_backward
+    window_forward, window_backward = device.window_forward, device.window_backward
     return replace(
         cluster,
         device=replace(
-            device, forward=rate(device.forward), backward=rate(device.backward),
-            window_forward=with_window[0] and rate(with_window[0]),
-            window_backward=with_window[1] and rate(with_window[1]),
+            device,
+            forward=rate(device.forward),
+            backward=rate(device.backward),
+            window_forward=None if window_forward is None else rate(window_forward),
+            window_backward=None if window_backward is None else rate(window_backward),
         ),
         inside=later(cluster.inside),
         between=later(cluster.between),
         collectives={name: later(link) for name, link in cluster.collectives.items()},
         host=Host(*(each * seconds for seconds in astuple(cluster.host))),
-        stream_latency=latency and latency * each,
-    )  # fmt: skip
+        stream_latency=None if latency is None else latency * each,
+    )
 
 
 Number = TypeVar("Number", float, torch.Tensor)
@@ -178,10 +180,10 @@ Number = TypeVar("Number", float, torch.Tensor)
 def compute_seconds(
     rate: Rate, area: Number, rows: Number, edge: Number, per_pair: float
 ) -> Number:
-    """Seconds of tiles: of numbers, or of float64 tensors; 0 for tiles without visible pairs.
+    """Return the seconds of tiles, which are 0 for tiles without visible pairs.
 
-    `rows` take part, the mask cuts `edge` of them, and `per_pair` is the FLOPs of a pair in all
-    heads.
+    Sizes are numbers, or float64 tensors: `rows` take part, the mask cuts `edge` of them, and
+    `per_pair` is the FLOPs of a pair in all heads.
 
     Example:
         >>> compute_seconds(Rate(1e9, 0.5, 10.0), 990, 1, 0, 10**6)

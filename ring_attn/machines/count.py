@@ -1,10 +1,10 @@
-"""Counts the bytes that a program sends, and the memory that it takes."""
+"""Count the bytes that a program sends, and the memory that it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
@@ -13,12 +13,13 @@ from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.tiles import Sizes
 from ring_attn.transport.nccl_channels import NET_STEP, Communicator
 from ring_attn.transport.options import MAX_CTAS
 
 
 def bytes_sent(program: Program) -> int:
-    """Bytes that leave a rank."""
+    """Return the bytes that leave a rank."""
     return sum(post.nbytes for post in program.posts())
 
 
@@ -62,7 +63,7 @@ def communicator_bytes(
 
 
 def _add_sources(program: Program, rank: int, members: Members, sources: Sources) -> None:
-    """Adds the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
+    """Add the ranks from which each communicator receives; None is the neighbour in NCCL's ring.
 
     A communicator has one channel and some ranks, as in `transport.ranks.links.NcclLink`.
     """
@@ -83,7 +84,7 @@ def _add_sources(program: Program, rank: int, members: Members, sources: Sources
 
 
 def peak_bytes(programs: Sequence[Program], call: Call) -> int:
-    """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs."""
+    """Return the peak bytes that a forward, or a forward and a backward, hold beyond the inputs."""
     backend = get_backend(call.backend)
     memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0)
     memory.all()
@@ -101,7 +102,7 @@ def peak_bytes(programs: Sequence[Program], call: Call) -> int:
 
 @dataclass(eq=False)
 class Memory:
-    """Counts the bytes that a rank holds while `machines.run` runs its program.
+    """The bytes that a rank holds while `machines.run` runs its program.
 
     `own` are the names of the tensors that the program has made, `most` is the peak of `held`.
     """
@@ -124,11 +125,11 @@ class Memory:
         self._parts: dict[ops.Channel, int] = {}
         self._state = 0  # bytes of the state between its steps
         self._free: dict[int, int] = {}  # numbers of free buffers by room
-        # Answers of the backend: bytes by arguments.
-        self._asked: dict[Any, int] = {}
+        # Bytes of workspaces, by the arguments of `Backend.workspace_bytes`.
+        self._workspaces: dict[tuple[Sizes, AttentionSpec, bool, bool], int] = {}
 
     def all(self) -> None:
-        """Counts every op in order, and frees all buffers at the end."""
+        """Count every op in order, and free all buffers at the end."""
         for index, op in enumerate(self.program.ops):
             self._index = index
             self._do(op)
@@ -227,7 +228,7 @@ class Memory:
                 assert_never(op)
 
     def _receive_parts(self, post: ops.Post) -> None:
-        """Takes memory for the other ranks' parts of a sum, which a host adds up itself."""
+        """Take memory for the other ranks' parts of a sum, which a host adds up itself."""
         collective = isinstance(post.route, ops.Collective) and post.route.op
         if collective == "reduce_scatter" and self.spec.device_type == "cpu":
             self._parts[post.channel] = post.nbytes
@@ -248,19 +249,21 @@ class Memory:
             self.held += self._state
 
     def _is_one_piece(self, op: ops.Attend) -> bool:
-        """Tells whether a step is one piece with all rows, whose result a state can adopt."""
+        """Return whether a step is one piece with all rows, whose result a state can adopt."""
         pieces = [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
         return len(pieces) == 1 and pieces[0].rows == self._rows
 
     def _state_bytes(self, *, last: bool) -> int:
-        """Bytes of the state after so many folds, and of the results beside it after the last."""
+        """Return the bytes of the state after so many folds; after the last, with the results."""
         spec = self._heads
         statistic = spec.batch * self._rows * spec.nheads
         acc, wide = statistic * spec.headdim_v, spec.accum_dtype.itemsize
         results = acc * spec.dtype.itemsize + statistic * wide
         if self.backend.carries_state:
-            several = self._folds > 1 or not last or spec.max_logits
-            return several * (acc + 2 * statistic) * wide + last * results
+            # A single fold writes the results without a state.
+            has_state = self._folds > 1 or not last or spec.max_logits
+            state = (acc + 2 * statistic) * wide if has_state else 0
+            return state + (results if last else 0)
         # The state adopts the first result. Each later merge needs four more statistics.
         return (acc + 6 * statistic) * wide if self._folds > 1 else statistic * wide
 
@@ -281,7 +284,7 @@ class Memory:
         else:
             rounded = op.out_array.dtype != self.spec.accum_dtype
             out, lse = op.out_array.nbytes, op.lse_array.nbytes
-            self._use((out * (3 if rounded else 1)) + 4 * lse)
+            self._use((3 if rounded else 1) * out + 4 * lse)
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
@@ -297,17 +300,19 @@ class Memory:
     def _workspace(
         self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec, *, rebuilds: bool
     ) -> int:
-        """Bytes that the backend takes for a step; asks once for tiles of equal sizes."""
+        """Return the bytes that the backend takes for a step; ask once for tiles of equal sizes."""
         if not self.backend.tile_by_tile:
             return 0
-        options = {"backward": isinstance(op, ops.Differentiate), "rebuilds": rebuilds}
-        key = op.tiles.sizes, spec, *options.values()
-        if key not in self._asked:
-            self._asked[key] = self.backend.workspace_bytes(spec, op.tiles.listed, **options)
-        return self._asked[key]
+        backward = isinstance(op, ops.Differentiate)
+        key = op.tiles.sizes, spec, backward, rebuilds
+        if key not in self._workspaces:
+            self._workspaces[key] = self.backend.workspace_bytes(
+                spec, op.tiles.listed, backward=backward, rebuilds=rebuilds
+            )
+        return self._workspaces[key]
 
     def _round(self, op: ops.Round) -> None:
-        """Makes the result beside the gradient, or of it, then drops the gradient."""
+        """Make the result next to the gradient, or of it, then drop the gradient."""
         same = op.array.dtype == self.spec.accum_dtype
         if op.into.name in self.own:
             # A part of an existing result.

@@ -1,4 +1,4 @@
-"""Draws a program of one rank as text."""
+"""Draw a program of one rank as text."""
 
 from __future__ import annotations
 

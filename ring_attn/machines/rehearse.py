@@ -1,4 +1,4 @@
-"""Rehearses a program before the first call of its kind: connects ranks and compiles kernels.
+"""Rehearse a program before the first call of its kind: connect ranks and compile kernels.
 
 Once a rank has posted an exchange, its peers' timeouts run. So all ranks connect and compile, and
 wait for each other, before the call.
@@ -19,7 +19,7 @@ NBYTES = 16
 
 
 def connect(program: Program, transport: Transport, device: torch.device) -> None:
-    """Runs every exchange of a program, with messages of a few bytes."""
+    """Run every exchange of a program, with messages of a few bytes."""
     for op in program.ops:
         if isinstance(op, ops.Join):
             transport.join(op.channel, device)
@@ -32,17 +32,18 @@ def connect(program: Program, transport: Transport, device: torch.device) -> Non
 
 
 def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
-    ranks, route = transport.world_size, op.route
-    sizes = [ranks * NBYTES, ranks * NBYTES]
+    route = op.route
     if isinstance(route, ops.Collective):
-        counts = ranks * (NBYTES,)
+        of_all_ranks = transport.world_size * NBYTES
+        counts = transport.world_size * (NBYTES,)
         route = route._replace(send_counts=counts, recv_counts=counts)
-        if route.op != "all_to_all":
-            sizes[route.op == "reduce_scatter"] = NBYTES
+        send_bytes = NBYTES if route.op == "all_gather" else of_all_ranks
+        recv_bytes = NBYTES if route.op == "reduce_scatter" else of_all_ranks
     else:
-        sizes = 2 * [NBYTES + transport.pool(device).header]
+        send_bytes = recv_bytes = NBYTES + transport.pool(device).header
     # Both buffers must live until the wait.
-    send, recv = (torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
+    send = torch.zeros(send_bytes, dtype=torch.uint8, device=device)
+    recv = torch.zeros(recv_bytes, dtype=torch.uint8, device=device)
     transport.post(op.channel, op.step, route, send, recv)
     transport.wait(op.channel)
 
@@ -51,10 +52,10 @@ class Silent(Transport):
     """A transport that exchanges nothing, for runs whose results are not used."""
 
     def post(self, *_: Any, **__: Any) -> None:
-        """Sends nothing."""
+        """Send nothing."""
 
     def wait(self, *_: Any) -> None:
-        """Returns at once."""
+        """Return at once."""
 
     def _among(self, members: Ranks) -> Silent:
         return Silent(members, self._members[self.rank])

@@ -27,7 +27,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, log2
-from typing import Any, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.call import Call
@@ -47,14 +47,17 @@ FOLD = 14
 
 
 def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
-    """The ranks that stand for all: RUN or fewer of the first, the last and the members' nodes."""
+    """Return the ranks that stand for all.
+
+    These are RUN or fewer of the first node, of the last node and of the members' nodes.
+    """
     length = min(node_size, RUN)
     starts = sorted({rank // length * length for rank in (0, world_size - 1, *members)})
     return [r for start in starts for r in range(start, min(start + length, world_size))]
 
 
 def simulate(programs: Sequence[Program], call: Call, cluster: Cluster) -> Simulation:
-    """Simulates one direction of a call: the programs of the ranks to be walked.
+    """Simulate one direction of a call: the programs of the ranks to be walked.
 
     Nodes hold consecutive ranks.
 
@@ -126,6 +129,28 @@ class _Posted(NamedTuple):
     ready: float
 
 
+# A rank's post, and when the rank is ready.
+_Post = tuple[Timeline, ops.Post, float]
+
+# Whether a port is a network port, else a link inside the node; and the rank.
+Port = tuple[bool, int]
+
+
+class _Route(NamedTuple):
+    """The way of a rank's message.
+
+    Attributes:
+        like: the walked rank that stands for the receiver.
+        link: the kind of link.
+        out, into: ports of the sender and of the receiver.
+    """
+
+    like: int
+    link: Link
+    out: Port
+    into: Port
+
+
 class _Group:
     """Ranks that make their exchanges together; `walked` are the indices of the walked ranks."""
 
@@ -134,7 +159,7 @@ class _Group:
         self.walked = [i for i, rank in enumerate(members) if rank in walked]
         self.num_nodes = len({rank // node_size for rank in members})
         self.communicator = Communicator(len(members), self.num_nodes, max_ctas=MAX_CTAS)
-        self._channels: dict[int, int] = {}
+        self._channels: dict[int, int] = {}  # by bytes of a message
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
         self._runs: dict[int, list[int]] = {}
@@ -149,7 +174,7 @@ class _Group:
         return self._channels[nbytes]
 
     def like(self, peer: int, rank: int) -> int:
-        """The walked rank that stands for the peer at an index of a rank; a rank of its run."""
+        """Return the walked rank, of the run of `rank`, that stands for the peer at an index."""
         if peer in self._runs:
             return self.members[peer]
         run = self._runs[self._places[rank]]
@@ -169,14 +194,14 @@ class _Run:
         backward, window = self.programs[0].backward, self.call.mask.has_windows
         self.rate = self.cluster.device.rate(backward=backward, window=window)
         self.bandwidth = self.cluster.device.memory_bandwidth
-        self.links = (self.cluster.inside, self.cluster.between)
         self.ranks = {p.rank: Timeline(p.rank) for p in self.programs}
         self.groups: dict[tuple[int, ...], _Group] = {}
-        # Time at which a port, which is a kind of link and a rank, is free, out and in.
-        self.free: tuple[dict[Any, float], ...] = (defaultdict(float), defaultdict(float))
+        # Times at which ports are free, out and in.
+        self.free_out: dict[Port, float] = defaultdict(float)
+        self.free_in: dict[Port, float] = defaultdict(float)
 
     def all(self) -> Simulation:
-        """Walks each rank up to its next exchange; the last rank of a group lets all go on."""
+        """Walk each rank up to its next exchange; the last rank of a group lets all go on."""
         everyone, spec = tuple(range(self.call.world_size)), self.call.spec
         walks = {
             program.rank: _Walk(self, self.ranks[program.rank], program, spec, everyone).all()
@@ -206,7 +231,7 @@ class _Run:
     # -- exchanges
 
     def _exchange(self, group: _Group, posted: list[_Posted]) -> None:
-        """Begins an exchange of a group, and slows down earlier kernels that overlap it."""
+        """Begin an exchange of a group, and slow down earlier kernels that overlap it."""
         posts = [(rank, op, ready) for rank, op, ready in posted if isinstance(op, ops.Post)]
         if not posts:
             return
@@ -224,63 +249,90 @@ class _Run:
             rank.pending[op.channel] = pending
             rank.arrived[op.channel] = pending.stop
 
+    def _shift(self, group: _Group, posts: list[_Post]) -> Iterator[Pending]:
+        """Begin the messages of an exchange in which each rank has one peer for each direction."""
+        routes: dict[int, _Route] = {}
+        loads_out: dict[Port, int] = defaultdict(int)
+        loads_in: dict[Port, int] = defaultdict(int)
+        for rank, op, _ in posts:
+            route = routes[rank.rank] = self._route(group, rank.rank, op)
+            loads_out[route.out] += op.nbytes
+            loads_in[route.into] += op.nbytes
+        ready = {rank.rank: when for rank, _, when in posts}
+        spans: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
+        for rank, op, when in posts:
+            route = routes[rank.rank]
+            ports_free = max(self.free_out[route.out], self.free_in[route.into])
+            begin = max(when, ready.get(route.like, 0.0), ports_free)
+            load = max(loads_out[route.out], loads_in[route.into])
+            bandwidth = self._bandwidth(route.link, group.channels(op.nbytes))
+            end = begin + route.link.latency + load / bandwidth
+            spans[rank.rank] = begin, end
+        for rank, _, _ in posts:
+            route = routes[rank.rank]
+            # While a message is on its way its ports take the next one.
+            left = spans[rank.rank][1] - route.link.latency
+            self.free_out[route.out] = max(self.free_out[route.out], left)
+            self.free_in[route.into] = max(self.free_in[route.into], left)
+        for rank, op, when in posts:
+            # For a rank it lasts from the first beginning to the last end of its two messages.
+            begin, end = spans[rank.rank]
+            other_begin, other_end = self._received(group, rank.rank, op, when, spans)
+            start, stop = max(min(begin, other_begin), when), max(end, other_end)
+            yield Pending(rank.host, start, stop)
+
+    def _route(self, group: _Group, rank: int, op: ops.Post) -> _Route:
+        assert isinstance(op.route, ops.Hop)
+        to = group.members[op.route.send_to]
+        crosses = self._crosses(rank, to)
+        return _Route(
+            like=group.like(op.route.send_to, rank),
+            link=self._link(crosses),
+            out=(crosses, rank),
+            into=(crosses, to),
+        )
+
+    def _crosses(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on different nodes."""
+        return rank // self.cluster.node_size != other // self.cluster.node_size
+
+    def _link(self, crosses: bool) -> Link:
+        return self.cluster.between if crosses else self.cluster.inside
+
     def _bandwidth(self, link: Link, num_channels: int) -> float:
-        """Return the bytes/s of a link to messages that NCCL copies on so many channels."""
+        """Return the bytes/s of a link for messages that NCCL copies on so many channels."""
         of_channel = self.cluster.channel_bandwidth
         if of_channel is None:
             return link.bandwidth
         return min(link.bandwidth, num_channels * of_channel)
 
-    def _shift(
-        self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
-    ) -> Iterator[Pending]:
-        ready = {rank.rank: when for rank, _, when in posts}
-        hops = [op.route for _, op, _ in posts if isinstance(op.route, ops.Hop)]
-        node_size, members = self.cluster.node_size, group.members
-        begun: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
-        loads: dict[Any, int] = defaultdict(int)
-        ways = {}
-        for (rank, op, _), hop in zip(posts, hops, strict=True):
-            me, to = rank.rank, members[hop.send_to]
-            crosses = me // node_size != to // node_size
-            like = group.like(hop.send_to, me)
-            ways[me] = like, self.links[crosses], (crosses, me), (crosses, to)
-            loads["out", ways[me][2]] += op.nbytes
-            loads["in", ways[me][3]] += op.nbytes
-        for rank, op, when in posts:
-            like, link, out, into = ways[rank.rank]
-            begin = max(when, ready.get(like, 0.0), self.free[0][out], self.free[1][into])
-            load = max(loads["out", out], loads["in", into])
-            bandwidth = self._bandwidth(link, group.channels(op.nbytes))
-            begun[rank.rank] = begin, begin + link.latency + load / bandwidth
-        for rank, _, _ in posts:
-            _, link, out, into = ways[rank.rank]
-            # While a message travels its ports take the next one.
-            left = begun[rank.rank][1] - link.latency
-            self.free[0][out] = max(self.free[0][out], left)
-            self.free[1][into] = max(self.free[1][into], left)
-        for (rank, op, when), hop in zip(posts, hops, strict=True):
-            # For a rank it lasts from the first beginning to the last end of its two messages.
-            begin, end = begun[rank.rank]
-            source = members[hop.recv_from]
-            if source in begun:
-                other_begin, other_end = begun[source]
-            else:
-                like = group.like(hop.recv_from, rank.rank)
-                link = self.links[source // node_size != rank.rank // node_size]
-                other_begin = begun[like][0] if like in begun else when
-                nbytes = op.message.nbytes
-                bandwidth = self._bandwidth(link, group.channels(nbytes))
-                other_end = other_begin + link.latency + nbytes / bandwidth
-            start, stop = max(min(begin, other_begin), when), max(end, other_end)
-            yield Pending(rank.host, start, stop)
+    def _received(
+        self,
+        group: _Group,
+        rank: int,
+        op: ops.Post,
+        when: float,
+        spans: dict[int, tuple[float, float]],
+    ) -> tuple[float, float]:
+        """Return begin and end of the message that a rank receives; its sender may not be walked.
 
-    def _collective(
-        self, group: _Group, posts: list[tuple[Timeline, ops.Post, float]]
-    ) -> Iterator[Pending]:
-        """Begins a collective: it begins when the last rank is ready, and ends on all at once."""
-        route, size, num_nodes = posts[0][1].route, len(group.members), float(group.num_nodes)
+        `when` is the time at which the rank is ready, `spans` has the messages of walked senders.
+        """
+        assert isinstance(op.route, ops.Hop)
+        source = group.members[op.route.recv_from]
+        if source in spans:
+            return spans[source]
+        like = group.like(op.route.recv_from, rank)
+        link = self._link(self._crosses(source, rank))
+        begin = spans[like][0] if like in spans else when
+        bandwidth = self._bandwidth(link, group.channels(op.message.nbytes))
+        return begin, begin + link.latency + op.message.nbytes / bandwidth
+
+    def _collective(self, group: _Group, posts: list[_Post]) -> Iterator[Pending]:
+        """Begin a collective: it starts when the last rank is ready, and ends on all at once."""
+        route = posts[0][1].route
         assert isinstance(route, ops.Collective)
+        size, num_nodes = len(group.members), float(group.num_nodes)
         here = size / num_nodes  # ranks of the group in one node
         nbytes = float(max(post.nbytes for _, post, _ in posts))
         measured = self.cluster.collectives.get(route.op)
@@ -290,45 +342,45 @@ class _Run:
             # A rank sends equal parts to all others.
             across = nbytes * (size - here) / max(size - 1, 1)
             within = nbytes - across if route.op == "all_to_all" else nbytes
-            inside, between = self.links
-            num_channels = group.communicator.num_channels
-            here_channels = there_channels = num_channels
+            inside, between = self.cluster.inside, self.cluster.between
+            num_channels = channels_within = channels_across = group.communicator.num_channels
             if route.op == "all_to_all":
-                # Each message has channels of its own, as many as there are.
+                # Each message has channels of its own, as long as there are any.
                 each = group.channels(int(nbytes / max(size - 1, 1)))
-                here_channels = min(num_channels, round(each * max(here - 1, 1)))
-                there_channels = min(num_channels, round(each * max(size - here, 1)))
+                channels_within = min(num_channels, round(each * max(here - 1, 1)))
+                channels_across = min(num_channels, round(each * max(size - here, 1)))
+            bandwidth_within = self._bandwidth(inside, channels_within)
+            bandwidth_across = self._bandwidth(between, channels_across)
             seconds = max(
-                _seconds(inside, self._bandwidth(inside, here_channels), within, here, route.op),
-                _seconds(
-                    between,
-                    self._bandwidth(between, there_channels),
-                    across,
-                    num_nodes,
-                    route.op,
-                ),
+                _seconds(inside.latency, bandwidth_within, within, here, route.op),
+                _seconds(between.latency, bandwidth_across, across, num_nodes, route.op),
             )
-        kinds = [crosses for crosses, n in ((False, here), (True, num_nodes)) if n > 1]
-        ports = [(crosses, rank.rank) for crosses in kinds for rank, _, _ in posts]
-        begin = max(
-            *(when for _, _, when in posts), *(free[port] for port in ports for free in self.free)
-        )
-        for free in self.free:
-            free.update(dict.fromkeys(ports, begin + seconds))
+        ports: list[Port] = []
+        if here > 1:
+            ports += [(False, rank.rank) for rank, _, _ in posts]
+        if num_nodes > 1:
+            ports += [(True, rank.rank) for rank, _, _ in posts]
+        last_ready = max(when for _, _, when in posts)
+        ports_free = max((max(self.free_out[x], self.free_in[x]) for x in ports), default=0.0)
+        begin = max(last_ready, ports_free)
+        for port in ports:
+            self.free_out[port] = self.free_in[port] = begin + seconds
         for rank, _, _ in posts:
             yield Pending(rank.host, begin, begin + seconds)
 
 
-def _seconds(link: Link, bandwidth: float, nbytes: float, ranks: float, op: str) -> float:
-    """Seconds of a collective over one kind of link; 0 for a single rank."""
+def _seconds(latency: float, bandwidth: float, nbytes: float, ranks: float, op: str) -> float:
+    """Return the seconds of a collective over one kind of link; 0 for a single rank."""
+    if ranks <= 1:
+        return 0.0
     # Rings and trees forward messages hop by hop; an all-to-all sends all messages at once.
     hops = 1.0 if op == "all_to_all" else float(ceil(log2(max(ranks, 2.0))))
-    return (link.latency * hops + nbytes / bandwidth) * (ranks > 1)
+    return latency * hops + nbytes / bandwidth
 
 
 @dataclass(eq=False)
 class _Walk:
-    """Walks one program of a rank.
+    """A walk of one program of a rank.
 
     If the backend's kernels carry the state, the first kernel makes it and the last one writes the
     results: then merging and finalizing take no passes of their own.
@@ -348,17 +400,20 @@ class _Walk:
     def all(self) -> Iterator[_Group]:
         """Do every op in order; yield at each exchange, whose group then goes on together."""
         for op in self.program.ops:
+            # The most frequent ops first.
             match op:
-                case ops.Post():
-                    yield self._post(op, op.ranks)
-                case ops.Join():
-                    yield self._post(op, None)
-                case ops.Wait():
-                    self._wait(op)
+                case ops.Step() | ops.Free() | ops.Assign():
+                    pass  # takes no time on the device
                 case ops.Attend():
                     self._attend(op)
                 case ops.Differentiate():
                     self._compute(op, part_of_heads(op, self.spec))
+                case ops.Wait():
+                    self._wait(op)
+                case ops.Post():
+                    yield self._post(op, op.ranks)
+                case ops.Join():
+                    yield self._post(op, None)
                 case ops.Pack():
                     self._move(2 * op.message.nbytes)
                     self.me.packed = self.me.clock
@@ -383,8 +438,6 @@ class _Walk:
                 case ops.Inner():
                     members = self._among(op.ranks)
                     yield from _Walk(self.run, self.me, op.program, op.spec, members).all()
-                case ops.Step() | ops.Free() | ops.Assign():
-                    pass  # takes no time on the device
                 case ops.Decode() | ops.Merge():
                     pass  # `tree_decode` is not predicted
                 case _:
@@ -400,7 +453,7 @@ class _Walk:
         return self.members if ranks is None else tuple(self.members[r] for r in ranks)
 
     def _ready(self, op: ops.Post | ops.Join) -> float:
-        """Earliest time at which the rank can begin an exchange, before peers and ports."""
+        """Return the earliest time of an exchange on this rank, before peers and ports."""
         me, latency = self.me, self.run.cluster.stream_latency
         if isinstance(op, ops.Post):
             me.host += self.run.cluster.host.post
@@ -412,7 +465,7 @@ class _Walk:
         return max(moment + latency, me.host)
 
     def _launched(self, seconds: float) -> float:
-        """The device's clock after the host spent `seconds` on a launch."""
+        """Return the device's clock after the host spent `seconds` on a launch."""
         me = self.me
         me.host += seconds
         start = max(me.clock, me.host)
@@ -421,7 +474,7 @@ class _Walk:
         return start
 
     def _after(self, seconds: float) -> float:
-        """Time at which `seconds` of work are done, slowed down by exchanges under way."""
+        """Return the end of `seconds` of work, slowed down by exchanges under way."""
         share, clock = self.run.cluster.slowdown, self.me.clock
         if share:
             for exchange in self.me.pending.values():
@@ -434,7 +487,7 @@ class _Walk:
     # -- ops
 
     def _move(self, nbytes: int, count: int = 1) -> None:
-        """Passes of `count` operators over memory, such as packing."""
+        """Do passes of `count` operators over memory, such as packing."""
         if not nbytes:
             return
         me = self.me
@@ -477,37 +530,42 @@ class _Walk:
         me.clock += waited
 
     def _compute(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> None:
-        """Computes the tiles of a step, in the only pass or in one of two passes."""
-        me, run, (area, edge, rows, cols) = self.me, self.run, op.tiles.sizes
+        """Compute the tiles of a step, in the only pass or in one of two passes."""
+        me, run, sizes = self.me, self.run, op.tiles.sizes
         backward = isinstance(op, ops.Differentiate)
-        share = 1.0
+        share, num_launches = 1.0, 1
         if isinstance(op, ops.Differentiate):
             share = {"all": 1.0, "q": SHARE_OF_DQ, "kv": 1 - SHARE_OF_DQ}[op.part]
+            num_launches = 2 if op.part == "all" else 1
         seconds = 0.0
         start = me.clock
-        if area:
+        if sizes.area:
             per_pair = flops(1, spec, backward=backward)
-            touched = (rows + cols) // 2 if backward else rows
-            seconds = share * compute_seconds(run.rate, area, touched, edge, per_pair)
+            touched = (sizes.rows + sizes.cols) // 2 if backward else sizes.rows
+            in_one_pass = compute_seconds(run.rate, sizes.area, touched, sizes.edge, per_pair)
+            seconds = share * in_one_pass
             if run.carries:
                 seconds += self._state_bytes(op, spec) / run.bandwidth
-            start = self._launched((1 + (backward and share == 1.0)) * run.cluster.host.launch)
+            start = self._launched(num_launches * run.cluster.host.launch)
         me.clock = self._after(seconds)
         me.ended = me.ended[1], me.clock
         me.compute += me.clock - start
 
     def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:
-        """Bytes of sums that a kernel loads and stores, for rows that take part."""
-        wide, (_, _, rows, cols) = spec.batch * self.wide, op.tiles.sizes
+        """Return the bytes of sums that a kernel loads and stores, for rows that take part."""
+        sizes, wide = op.tiles.sizes, spec.batch * self.wide
         if isinstance(op, ops.Attend):
-            passes = (not self.first) + (not op.last)
-            return rows * (passes * wide * spec.nheads * (spec.headdim_v + 2))
-        q = rows * (2 * wide * spec.nheads * spec.headdim)
-        kv = cols * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
+            loads = 0 if self.first else 1
+            stores = 0 if op.last else 1
+            per_row = wide * spec.nheads * (spec.headdim_v + 2)
+            return sizes.rows * (loads + stores) * per_row
+        # Gradients are loaded, added to, and stored.
+        q = sizes.rows * (2 * wide * spec.nheads * spec.headdim)
+        kv = sizes.cols * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
         return {"all": q + kv, "q": q, "kv": kv}[op.part]
 
     def _attend(self, op: ops.Attend) -> None:
-        """Computes a step's tiles; from the second step on, merges the result into the state."""
+        """Compute a step's tiles; from the second step on, merge the result into the state."""
         spec = part_of_heads(op, self.spec)
         self._compute(op, spec)
         if not self.run.carries and not self.first:

@@ -23,7 +23,7 @@ BALANCE_POSITIONS = 1 << 15
 
 
 def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
-    """Every strategy with every sensible degree; of equally fast ones the first is chosen."""
+    """Yield every strategy with every sensible degree; of equally fast ones the first is chosen."""
     if world_size == 1:  # all strategies do the same
         yield Strategy()
         return
@@ -31,15 +31,15 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
         yield from named.candidates(spec, world_size, node_size)
 
 
-def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
-    """The requested strategies, all if `asked` is None; a name stands for all its degrees."""
+def strategies_of(problem: Problem, names: Sequence[str | Strategy] | None) -> list[Strategy]:
+    """Return the requested strategies, all if `names` is None; a name is all its degrees."""
     every = list(strategies_for(problem.spec, problem.world_size, problem.cluster.node_size))
-    if asked is None:
+    if names is None:
         return every
-    if isinstance(asked, (str, Strategy)):
-        raise TypeError(f"strategies must be a sequence of names or values, got {asked!r}")
+    if isinstance(names, (str, Strategy)):
+        raise TypeError(f"strategies must be a sequence of names or values, got {names!r}")
     requested: list[Strategy] = []
-    for value in as_tuple("strategies", asked):
+    for value in as_tuple("strategies", names):
         if isinstance(value, Strategy):
             requested.append(value)
         elif not isinstance(value, str) or value not in NAMES:
@@ -58,11 +58,15 @@ def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> l
 
 
 def candidates_of(
-    problem: Problem, layouts: Mapping[str, Layouts], strategies: Sequence[Strategy], *, asked: bool
+    problem: Problem,
+    layouts: Mapping[str, Layouts],
+    strategies: Sequence[Strategy],
+    *,
+    are_requested: bool,
 ) -> Iterator[Candidate]:
-    """Every strategy over every layout; leaves out those that cannot win, unless asked for."""
+    """Yield every strategy over every layout; without a request, only those that can win."""
     for name, pair in layouts.items():
-        sparse = asked or _is_sparse(problem, pair)
+        sparse = are_requested or _is_sparse(problem, pair)
         for strategy in strategies:
             if code_of(strategy).sparse and not sparse:
                 continue
@@ -86,7 +90,7 @@ def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
 
 
 def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict[str, Layouts]:
-    """The layouts to choose among, by name."""
+    """Return the layouts to choose among, by name."""
     mask, world_size = problem.mask, problem.world_size
     if not isinstance(layout, str):
         layout = checks.check_layouts(layout)
@@ -118,7 +122,10 @@ def _named(name: str, problem: Problem) -> Layouts:
 
 
 def _balanced(problem: Problem) -> Layouts:
-    """Boundaries with equal mask area, on a grid; each block is weighed by its middle row."""
+    """Return boundaries with equal mask area, on a grid.
+
+    Each block is weighed by its middle row.
+    """
     mask, world_size, backend = problem.mask, problem.world_size, get_backend(problem.backend)
     step = -(-mask.seqlen_q // BALANCE_POSITIONS)
     if backend.in_order and mask.seqlen_q >= 8 * backend.bits_unit * world_size:

@@ -57,7 +57,7 @@ class DirectionCost:
 
     @classmethod
     def of(cls, simulation: Simulation) -> DirectionCost:
-        """Costs of a simulation: of each time, the greatest over the ranks."""
+        """Return the costs of a simulation: of each time, the greatest over the ranks."""
         ranks = simulation.ranks
         return cls(
             seconds=simulation.seconds,
@@ -108,7 +108,7 @@ class Problem:
 
     @property
     def directions(self) -> tuple[bool, ...]:
-        """Tells whether each direction to plan is the backward."""
+        """Whether each direction to plan is the backward."""
         return (False, True) if self.backward else (False,)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the strategy and layout of a call: simulates all candidates that may win.
+"""Choose the strategy and layout of a call: simulate all candidates that may win.
 
     layouts x strategies x degrees      candidates, in a fixed order
       -> refused                        with the reason: heads, layout, memory, same_bits
@@ -98,7 +98,9 @@ def explain(
     exact: bool = False,
     recurrent: int = 0,
 ) -> Choice:
-    """The best strategy for a call, the reason, and the costs of all others; without communication.
+    """Return the best strategy for a call, the reason, and the costs of all others.
+
+    Nothing is communicated.
 
     Every strategy with every degree is bounded by the compute of its busiest rank, and simulated
     (`machines.time`) unless the bound rules it out. `strategy="auto"` chooses in the same way, for
@@ -217,7 +219,7 @@ def choose(
     effort: Effort = "best",
     peaks: bool = True,
 ) -> Choice:
-    """The best of all candidates; depends on the arguments alone.
+    """Return the best of all candidates, which depends only on the arguments.
 
     Without `peaks`, memory is only counted where a rank's is limited: that takes most of the time.
 
@@ -227,7 +229,7 @@ def choose(
     few_stand_for_many = effort == "best" or problem.world_size > MANY
     problem = replace(problem, quick=few_stand_for_many and not problem.exact)
     requested = strategies_of(problem, strategies)
-    every = candidates_of(problem, layouts, requested, asked=strategies is not None)
+    every = candidates_of(problem, layouts, requested, are_requested=strategies is not None)
     candidates = _simulated(problem, [_bounded(problem, c) for c in every], effort)
     if peaks and problem.memory_bytes == float("inf"):
         candidates = [_with_memory(problem, c) if c.prediction else c for c in candidates]
@@ -236,7 +238,7 @@ def choose(
         reasons = sorted({f"{c.label} ({c.layout_name}): {c.reason}" for c in candidates})
         raise ValueError(
             f"no strategy can run {describe(problem)}: "
-            + "; ".join(reasons or ["none was asked for"])
+            + "; ".join(reasons or ["none was requested"])
         )
     tied = (1.0 + TIE) * min(c.seconds for c in usable)
 
@@ -253,7 +255,7 @@ def choose(
 
 
 def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds same_bits, order, direction and lower bound to a candidate, or refuses it."""
+    """Add same_bits, order, direction and lower bound to a candidate, or refuse it."""
     strategy, code = candidate.strategy, code_of(candidate.strategy)
     try:
         resolve_strategy(strategy, problem.world_size)
@@ -280,7 +282,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds the peak memory; refuses the candidate if a rank has less."""
+    """Add the peak memory; refuse the candidate if a rank has less."""
     inputs = _input_bytes(problem, candidate.layouts)
     estimates = estimates_of(problem, candidate)
     peak = estimates.peak()
@@ -298,7 +300,7 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:
-    """Bytes of q, k and v, and of dout with a backward, on the rank with most rows."""
+    """Return the bytes of q, k and v, and of dout with a backward, on the rank with most rows."""
     spec = problem.spec
     dim_q = spec.headdim + (spec.headdim_v if problem.backward else 0)
     dim_kv = spec.headdim + spec.headdim_v
@@ -313,7 +315,7 @@ def _input_bytes(problem: Problem, layouts: Layouts) -> int:
 
 
 def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> list[Candidate]:
-    """Adds predictions to candidates that may win: the lowest bound is next."""
+    """Add predictions to candidates that may win: the lowest bound is next."""
     candidates = dict(enumerate(bounded))
     waiting = [i for i, c in candidates.items() if not c.refused]
 
@@ -362,7 +364,7 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
 
 
 def _refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
-    """Raises the lower bounds to the times of one walked rank whose peers are never late.
+    """Raise the lower bounds to the times of one walked rank whose peers are never late.
 
     The backward keeps its bound if the two reach the limit without it.
     """
@@ -379,7 +381,7 @@ def _refined(problem: Problem, candidate: Candidate, limit: float) -> Candidate:
 
 
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds peak memory and prediction; refuses for lack of memory or of a program."""
+    """Add peak memory and prediction; refuse for lack of memory or of a program."""
     if problem.memory_bytes < float("inf"):
         candidate = _with_memory(problem, candidate)
     if candidate.refused:
@@ -397,7 +399,10 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str) -> str:
-    """Name of the backend; for GPUs that this machine lacks, what "auto" would choose there."""
+    """Return the name of the backend.
+
+    For GPUs that this machine lacks, "auto" is the backend that it would choose there.
+    """
     if spec.device_type == "cuda" and not torch.cuda.is_available():
         if backend != "auto":
             return get_backend(backend).name
@@ -406,7 +411,7 @@ def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str
 
 
 def memory_of(cluster: Cluster) -> float:
-    """Bytes that a rank has; infinite if the device's memory is unknown."""
+    """Return the bytes that a rank has; infinite if the device's memory is unknown."""
     return cluster.device.memory_bytes or float("inf")
 
 

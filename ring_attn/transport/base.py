@@ -52,7 +52,7 @@ class TransportStats:
         messages: number of exchanges; a collective counts as one.
         wait_s: seconds of host time in `wait`, which compute did not hide; 0 on CUDA, where streams
             wait.
-        bytes_received: bytes that came to this rank; p2p counts them when posted.
+        bytes_received: bytes that this rank received; p2p counts them when posted.
     """
 
     bytes_sent: int = 0
@@ -65,7 +65,7 @@ class TransportStats:
 
 
 def rank_name(rank: int | Sequence[int]) -> str:
-    """Global ranks: the name of a rank, or of several, in every message about a process group."""
+    """Return the name of a global rank, or of several, for messages about a process group."""
     if isinstance(rank, int):
         return f"global rank {rank}"
     if len(rank) <= MAX_RANKS:
@@ -92,12 +92,12 @@ class Agreement:
 
 
 def as_facts(texts: Mapping[str, str]) -> Facts:
-    """Texts by name that are equal on two ranks exactly when what they tell is."""
+    """Return facts of texts by name, which are equal on two ranks if the texts are."""
     return {name: (text, text) for name, text in texts.items()}
 
 
 def difference(reports: Mapping[int, Facts]) -> str | None:
-    """A sentence for each differing fact, with the ranks' values; None if all are equal.
+    """Return a sentence for each differing fact, with the ranks' values; None if all are equal.
 
     `reports` are facts by global rank. Different calls have other arguments, which are not
     compared.
@@ -113,12 +113,12 @@ def difference(reports: Mapping[int, Facts]) -> str | None:
                 odd.setdefault(f"another {text}" if text == usual else text, []).append(rank)
         if not odd:
             continue
-        told = [
+        others = [
             f"{rank_name(ranks if len(ranks) > 1 else ranks[0])} has {text}"
             for text, ranks in odd.items()
         ]
         rest = len(values) - sum(map(len, odd.values()))
-        differences.append(f"{name}: {', '.join(told)}, the other {rest} have {usual}")
+        differences.append(f"{name}: {', '.join(others)}, the other {rest} have {usual}")
         if name == "call":
             break
     return "; ".join(differences) or None
@@ -152,7 +152,7 @@ class Transport:
         queries: Tensor | None = None,
         number: int | None = None,
     ) -> Iterator[int]:
-        """Begins a call that all ranks make; yields its number. No other call gets its messages.
+        """Open a call that all ranks make, and yield its number. Messages of calls cannot mix.
 
         Args:
             kind: "forward", "backward", "decode", ...
@@ -174,7 +174,7 @@ class Transport:
         *,
         after: After = None,
     ) -> Event | None:
-        """Starts one exchange of uint8 buffers: with one or two other ranks, or with all.
+        """Start one exchange of uint8 buffers: with one or two other ranks, or with all.
 
         all_gather gathers all ranks' `send`, (n,), in rank order: (world_size * n,). reduce_scatter
         sums all ranks' `send`, (world_size * n,), of which rank r receives the r-th chunk; a host
@@ -190,7 +190,7 @@ class Transport:
         return self._collective(batch, route, send, recv)
 
     def gather(self, x: Tensor, step: int = 0) -> Tensor:
-        """All ranks' `x`, which have one shape, in rank order: (world_size, *shape)."""
+        """Return all ranks' `x`, which have one shape, in rank order: (world_size, *shape)."""
         every = x.new_empty(self.world_size, *x.shape)
         send, recv = (y.contiguous().view(-1).view(torch.uint8) for y in (x, every))
         self.post("shards", step, Collective("all_gather"), send, recv)
@@ -198,7 +198,7 @@ class Transport:
         return every
 
     def wait(self, channel: Channel) -> None:
-        """Waits until the exchange posted on this channel is complete on this rank.
+        """Wait until the exchange posted on this channel is complete on this rank.
 
         Then this rank has both sent and received: both buffers may be written to.
         """
@@ -213,16 +213,16 @@ class Transport:
         return streams.new(device) if streams.are_used(device) else None
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Connects for an exchange in which this rank neither sends nor receives."""
+        """Connect for an exchange in which this rank neither sends nor receives."""
 
     def before_first(self, kind: Hashable, backend: str, prepare: Callable[[], None]) -> None:
-        """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank.
+        """Run `prepare` on all ranks before the first call of a kind; wait for the last rank.
 
         Refuses ranks with different backends.
         """
 
     def sub(self, ranks: Ranks) -> Transport:
-        """The transport among some of these ranks, in ascending order, with this rank."""
+        """Return the transport among some of these ranks, in ascending order, with this rank."""
         if len(ranks) == self.world_size:
             return self
         if ranks not in self._subs:
@@ -238,7 +238,7 @@ class Transport:
     def _collective(
         self, batch: Batch, route: Collective, send: Tensor, recv: Tensor
     ) -> Event | None:
-        """Starts a collective, as messages between each two ranks."""
+        """Start a collective, as messages between each two ranks."""
         outgoing: Sequence[Tensor] = self.world_size * [send]
         incoming: Sequence[Tensor] = recv.chunk(self.world_size)
         if route.op == "reduce_scatter":
@@ -258,7 +258,7 @@ class Transport:
         return self._exchange(batch)
 
     def _forget(self) -> None:
-        """Releases the buffers of all pending exchanges: no `wait` will come."""
+        """Release the buffers of all pending exchanges: no `wait` will follow."""
         self._pending.clear()
         for sub in self._subs.values():
             sub._forget()
@@ -271,7 +271,7 @@ def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
 
 
 def gather_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
-    """All ranks' texts, in rank order; takes two exchanges, for which the host waits."""
+    """Return all ranks' texts, in rank order; takes two exchanges, for which the host waits."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     counts = transport.gather(torch.tensor(mine.numel(), device=device)).tolist()
     padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))

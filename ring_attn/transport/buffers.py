@@ -50,7 +50,7 @@ class Block:
     )
 
     def hold(self, message: Message) -> None:
-        """Makes the buffer hold a message."""
+        """Make the buffer hold a message."""
         kept = self._kept.get(id(message))
         # A message that is kept here keeps its id.
         if kept is None or kept[0] is not message:
@@ -63,7 +63,7 @@ class Block:
 
 
 def last_uses(send: Block, recv: Block) -> list[Event]:
-    """Events that an exchange between two buffers must wait for."""
+    """Return the events that an exchange between two buffers must wait for."""
     return [event for event in (send.written, recv.written, *recv.sent) if event is not None]
 
 
@@ -82,7 +82,7 @@ class Pool:
         self._taken: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Begins a call: drops buffers of sizes that neither of the last two calls has taken."""
+        """Begin a call: drop buffers of sizes that neither of the last two calls has taken."""
         self._calls += 1
         for size in [size for size, call in self._taken.items() if call < self._calls - 2]:
             del self._taken[size]
@@ -99,5 +99,5 @@ class Pool:
         return Block(whole, self.header, written)
 
     def give(self, block: Block) -> None:
-        """Takes back a buffer; its recorded uses may still run."""
+        """Take back a buffer; its recorded uses may still run."""
         self._free.setdefault(block.whole.nbytes - self.header, deque()).append(block)

@@ -12,7 +12,7 @@ from ring_attn.transport import capture, streams
 
 T = TypeVar("T")
 
-# Tensors that graphs read. Nobody tells when a graph is gone, so they are kept for good.
+# Tensors that graphs read. No event marks the end of a graph, so they are kept for good.
 _read_by_graphs: set[Tensor] = set()
 
 
@@ -20,7 +20,7 @@ class Cached(Generic[T]):
     """A value that other streams use once the stream that made it has finished it."""
 
     def __init__(self, value: T, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Takes a value whose work is queued on the current stream, and the value's tensors."""
+        """Take a value whose work is queued on the current stream, and the value's tensors."""
         self._value, self._tensors, self._device = value, tuple(tensors), device
         self._queued = streams.are_used(device)
         if self._queued:

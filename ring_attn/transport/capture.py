@@ -38,7 +38,7 @@ _call = _Call()
 
 
 def captures(device: torch.device) -> bool:
-    """Tells whether a CUDA graph captures the current stream of the device."""
+    """Return whether a CUDA graph captures the current stream of the device."""
     if not streams.are_used(device):
         return False
     with torch.cuda.device(device):
@@ -46,7 +46,7 @@ def captures(device: torch.device) -> bool:
 
 
 def a_call(function: F) -> F:
-    """Runs a function on the GPU of its first tensor, and notes whether a graph captures it.
+    """Run a function on the GPU of its first tensor, and note whether a graph captures it.
 
     So code that knows no tensor, such as the choice of a backend, asks the right GPU.
     """
@@ -66,11 +66,11 @@ def a_call(function: F) -> F:
 
 
 def is_on() -> bool:
-    """Tells whether the call under way in this thread is captured."""
+    """Return whether the call under way in this thread is captured."""
     return _call.is_captured
 
 
 def refuse(why: str) -> None:
-    """Refuses a captured call that needs the host."""
+    """Refuse a captured call that needs the host."""
     if is_on():
         raise NotImplementedError(f"this call cannot be captured in a CUDA graph: {why}")

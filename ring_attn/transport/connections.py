@@ -1,4 +1,4 @@
-"""Connects the ranks of a group before their first call, and compares calls: `prepare`, `check`."""
+"""Connect the ranks of a group before their first call, and compare calls: `prepare`, `check`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHANNELS: tuple[Channel, ...] = ("shards", "gradients")
 
 
 def prepare(group: Group = None, *, transport: TransportOptions | None = None) -> None:
-    """Connects the ranks of a group; all ranks call `prepare` together.
+    """Connect the ranks of a group; all ranks call `prepare` together.
 
     Optional, since the first call of `ring_attention` also connects. `prepare` finds missing ranks
     before any computing; on NCCL it makes a communicator of the group for each channel. All calls
@@ -43,7 +43,7 @@ def prepare(group: Group = None, *, transport: TransportOptions | None = None) -
 
 
 def check(group: Group = None) -> None:
-    """Compares the ranks' calls on a group so far; all ranks call `check` together.
+    """Compare the ranks' calls on a group so far; all ranks call `check` together.
 
     On NCCL the host does not wait for a call, so an error of a call is raised by a later call: the
     results of the last ones are known to be right once `check` has returned, and so has every rank

@@ -25,7 +25,7 @@ SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
 
 
 def check_group(group: Group) -> dist.ProcessGroup:
-    """The process group of all ranks: `group` itself, the group of a mesh, or the default group."""
+    """Return the process group: `group` itself, the group of a mesh, or the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group, or run under "
@@ -57,7 +57,7 @@ def check_group_type(group: object) -> None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Tells whether the group has not been destroyed."""
+    """Return whether the group has not been destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -73,7 +73,7 @@ def mesh_shape(group: Group) -> tuple[int, ...]:
 def described(
     group: dist.ProcessGroup | DeviceMesh | None, device_type: str
 ) -> tuple[str, tuple[int, ...]]:
-    """Torch's name of the group, and the shape of the mesh; constants in a compiled graph."""
+    """Return torch's name of the group, and the mesh's shape; constants in a compiled graph."""
     process_group = check_group(group)
     check_group_device(process_group, torch.device(device_type))
     return process_group.group_name, mesh_shape(group)
@@ -148,5 +148,5 @@ def check_transport(options: object) -> TransportOptions:
 
 
 def from_owner(x: Tensor, group: dist.ProcessGroup, owner: int) -> None:
-    """Overwrites x by that of one rank."""
+    """Overwrite `x` on all ranks by the `x` of one rank."""
     dist.broadcast(x.view(torch.uint8), group=group, group_src=owner)  # gloo lacks some dtypes

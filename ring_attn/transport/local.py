@@ -33,7 +33,7 @@ class _Exchange:
         self._waits: dict[tuple[int, MessageKey], bool] = {}
 
     def until(self, rank: int, key: MessageKey, *, sent: bool) -> None:
-        """Lets other ranks run until a message is `sent` or received; raises if one has failed."""
+        """Let other ranks run until a message is `sent` or received; raise if one has failed."""
         self._waits[rank, key] = sent
         self._check_some_can_run()
         self.turn.wait_for(lambda: self.failed is not None or (key in self.sent) == sent)
@@ -47,17 +47,17 @@ class _Exchange:
         self._check_some_can_run()
 
     def _check_some_can_run(self) -> None:
-        """Fails the ring if every rank that has not ended waits, and none for what has come."""
+        """Fail the ring if every rank that has not ended waits for a message that cannot arrive."""
         waits = self._waits.items()
         if self.failed is not None or len(waits) < self._running or not waits:
             return
         if any((key in self.sent) == sent for (_, key), sent in waits):
             return
-        told = [
+        texts = [
             f"rank {rank} waits for a message from rank {sender} to rank {receiver} on {channel!r}"
             for rank, (_, channel, sender, receiver) in sorted(self._waits)
         ]
-        self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(told)}")
+        self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(texts)}")
         self.turn.notify_all()
 
 
@@ -71,7 +71,7 @@ class LocalTransport(Transport):
         self._under_way = exchange
 
     def wait(self, channel: Channel) -> None:
-        """Waits until this rank has copied its messages and the others have copied theirs."""
+        """Wait until this rank has copied its messages and the others have copied theirs."""
         batch: Batch = self._pending.pop(channel)
         sent, turn = self._under_way.sent, self._under_way.turn
         for rank, into in batch.receives:

@@ -23,6 +23,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -85,7 +86,7 @@ class P2PTransport(Transport):
         members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
-        """Makes no connections: the ranks, all or `members`, make them at the first call."""
+        """Prepare a transport; the ranks, all or `members`, connect at the first call."""
         everyone = tuple(range(shared.member.world_size))
         super().__init__(members or everyone, shared.member.rank, stats)
         self._shared, self._timeout_s = shared, timeout_s
@@ -152,14 +153,14 @@ class P2PTransport(Transport):
             calls.end()
 
     def _check_captured(self, kind: str, agreement: Agreement) -> None:
-        """Refuses to capture a call for which the host waits, as it does in the first of a kind."""
+        """Refuse to capture a call for which the host waits, as it does in the first of a kind."""
         if kind not in CAPTURED:
             capture.refuse(f"the host would wait for other ranks, to {kind}")
         if (kind, agreement.digest) not in self._made:
             capture.refuse(f"make the same {kind} call once before the capture")
 
     def compare(self, report: Facts, device: torch.device) -> None:
-        """Refuses ranks whose calls differ, on every rank, before they send a message."""
+        """Refuse ranks whose calls differ, on every rank, before they send a message."""
         differs = self._difference("arguments", report, device)
         if differs is not None:
             error = ValueError(f"ranks disagree on the call; {differs}")
@@ -196,7 +197,7 @@ class P2PTransport(Transport):
         self._shared.calls.unchecked = False
 
     def wait(self, channel: Channel) -> None:
-        """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
+        """Wait for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
         step, started, finish, device = self._pending.pop(channel)
@@ -221,7 +222,7 @@ class P2PTransport(Transport):
         return self._shared.connection.side(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Helps to make the channel's communicator, which needs all ranks."""
+        """Help to make the channel's communicator, which needs all ranks."""
         if self.world_size > 1 and streams.are_used(device):
             self._nccl_channel(channel, device)
 
@@ -272,10 +273,11 @@ class P2PTransport(Transport):
             sent += x.nbytes
         for _, x in batch.receives:
             received += x.nbytes
-        return self._start(batch, peer, (sent, received), self._send_tagged, link.gloo, batch)
+        start = partial(self._send_tagged, link.gloo, batch)
+        return self._start(batch, peer, start, sent=sent, received=received)
 
     def _hop(self, batch: Batch) -> Event | None:
-        """Starts one send and one receive of NCCL, whose messages begin with a header."""
+        """Start one send and one receive of NCCL, whose messages begin with a header."""
         channel = self._nccl_channel(batch.channel, batch.device)
         headers, nccl = self._shared.calls.headers, channel.communicator
         ((to, send),), ((source, recv),) = batch.sends, batch.receives
@@ -292,9 +294,14 @@ class P2PTransport(Transport):
             if row is not None:
                 row[0].copy_(recv[:HEADER_BYTES])
 
-        nbytes = send.nbytes - HEADER_BYTES, recv.nbytes - HEADER_BYTES
         return self._start_on_nccl(
-            batch, channel, source, nbytes, start, first=marks or row is not None
+            batch,
+            channel,
+            source,
+            start,
+            sent=send.nbytes - HEADER_BYTES,
+            received=recv.nbytes - HEADER_BYTES,
+            is_first=marks or row is not None,
         )
 
     def _send_tagged(self, gloo: Any, batch: Batch) -> list[Started]:
@@ -312,7 +319,7 @@ class P2PTransport(Transport):
     def _collective(
         self, batch: Batch, route: Collective, send: Tensor, recv: Tensor
     ) -> Event | None:
-        """Starts one of NCCL's collectives; with a call's first, an all-gather of the headers."""
+        """Start one of NCCL's collectives; with a call's first, an all-gather of the headers."""
         if self.world_size == 1:
             recv.copy_(send)
             return None
@@ -320,24 +327,32 @@ class P2PTransport(Transport):
             return super()._collective(batch, route, send, recv)
         channel = self._nccl_channel(batch.channel, send.device)
         headers, nccl = self._shared.calls.headers, channel.communicator
-        nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
-        start: tuple[Any, ...]
+        # Each rank sends a chunk to, and receives one from, each other rank.
+        sent = received = (self.world_size - 1) * min(send.nbytes, recv.nbytes)
+        operation: tuple[Any, ...]
         if route.op == "all_gather":
-            start = nccl._allgather_base, recv, send
+            operation = nccl._allgather_base, recv, send
         elif route.op == "reduce_scatter":
-            start = nccl._reduce_scatter_base, recv, send
+            operation = nccl._reduce_scatter_base, recv, send
         else:
-            counts = list(route.send_counts), list(route.recv_counts)
-            start = nccl.alltoall_base, recv, send, counts[1], counts[0]
-            nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
-        starts, first = [start], headers.is_first(channel)
-        if first:
+            send_counts, recv_counts = list(route.send_counts), list(route.recv_counts)
+            operation = nccl.alltoall_base, recv, send, recv_counts, send_counts
+            sent = send.nbytes - send_counts[self.rank]
+            received = recv.nbytes - recv_counts[self.rank]
+        operations = [operation]
+        is_first = headers.is_first(channel)
+        if is_first:
             incoming = headers.incoming(self.world_size).view(-1)
-            starts.append((nccl._allgather_base, incoming, headers.outgoing))
-
-        peer = int(self.rank == 0)
+            operations.append((nccl._allgather_base, incoming, headers.outgoing))
+        any_other_rank = 1 if self.rank == 0 else 0
         return self._start_on_nccl(
-            batch, channel, peer, nbytes, lambda: coalesced(nccl, starts).wait(), first=first
+            batch,
+            channel,
+            any_other_rank,
+            lambda: coalesced(nccl, operations).wait(),
+            sent=sent,
+            received=received,
+            is_first=is_first,
         )
 
     def _start_on_nccl(
@@ -345,17 +360,18 @@ class P2PTransport(Transport):
         batch: Batch,
         channel: NcclChannel,
         peer: int,
-        nbytes: tuple[int, int],
         start: Callable[[], object],
         *,
-        first: bool,
+        sent: int,
+        received: int,
+        is_first: bool,
     ) -> Event | None:
-        """Starts an exchange; the first with a rank waits for the memory of its headers, too."""
+        """Start an exchange; the first with a rank waits for the memory of its headers, too."""
         headers, after = self._shared.calls.headers, batch.after
-        if first and after is not None:
+        if is_first and after is not None:
             after = [*after, *headers.ready]
-        given = batch.step, peer, start, after, headers.call
-        return self._start(batch, peer, nbytes, channel.run, *given)
+        run = partial(channel.run, batch.step, peer, start, after, headers.call)
+        return self._start(batch, peer, run, sent=sent, received=received)
 
     def _nccl_channel(self, channel: Channel, device: torch.device) -> NcclChannel:
         if channel not in self._nccl_channels or self._shared.failure.error is not None:
@@ -370,9 +386,10 @@ class P2PTransport(Transport):
         self,
         batch: Batch,
         peer: int,
-        nbytes: tuple[int, int],
-        start: Callable[..., list[Started] | Event],
-        *given: Any,
+        start: Callable[[], list[Started] | Event],
+        *,
+        sent: int,
+        received: int,
     ) -> Event | None:
         channel, step = batch.channel, batch.step
         if channel in self._pending:
@@ -381,12 +398,12 @@ class P2PTransport(Transport):
                 f"{channel!r}, where step {self._pending[channel][0]} has not been waited for"
             )
         try:
-            started = start(*given)
+            started = start()
         except RuntimeError as error:
             raise self._error(step, RECEIVE, peer, 0.0, error) from error
         self._pending[channel] = step, started, batch.finish, batch.device
-        self.stats.bytes_sent += nbytes[0]
-        self.stats.bytes_received += nbytes[1]
+        self.stats.bytes_sent += sent
+        self.stats.bytes_received += received
         self.stats.messages += 1
         return None if isinstance(started, list) else started
 
@@ -404,7 +421,7 @@ class P2PTransport(Transport):
     ) -> RuntimeError:
         failure, peer_rank = self._shared.failure, self.global_ranks[peer]
         timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
-        died = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
+        died = f"the peer crashed, hung or never made this call ({describe_error(error)})"
         reason = failure.error or failure.reason(peer_rank, timed_out=timed_out) or died
         text = (
             f"ring step {step}: {self._shared.member.name} could not {what} "
@@ -420,7 +437,7 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions,
 
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """The transport of a group and options; all ranks connect together at its first call."""
+    """Return the transport of a group and options; all ranks connect together at its first call."""
     by_options = _transports.get(group, {})
     if options not in by_options:
         by_options = _transports.setdefault(group, by_options)
@@ -429,13 +446,13 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
 
 
 def check_calls(group: dist.ProcessGroup) -> None:
-    """Compares the ranks' calls on a group so far; see `P2PTransport.check`."""
+    """Compare the ranks' calls on a group so far; see `P2PTransport.check`."""
     for transport in list(_transports.get(group, {}).values())[:1]:
         transport.check()
 
 
 def check_within(outer: dist.ProcessGroup) -> None:
-    """Compares the calls since the last comparison, on the groups whose ranks are all in `outer`.
+    """Compare the calls since the last comparison, on the groups whose ranks are all in `outer`.
 
     Ranks of other groups may be elsewhere: a comparison would wait for them. See `check_pending`.
     """
@@ -447,7 +464,7 @@ def check_within(outer: dist.ProcessGroup) -> None:
 
 
 def check_pending(group: dist.ProcessGroup) -> None:
-    """Compares a group's calls since the last comparison, where its device is not waited for.
+    """Compare a group's calls since the last comparison, where its device is not waited for.
 
     Elsewhere calls compare themselves. Does nothing in a capture, whose calls have not run.
     """
@@ -462,7 +479,7 @@ def check_pending(group: dist.ProcessGroup) -> None:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of a group's messages: this rank's GPU with NCCL, else the CPU.
+    """Return the device of a group's messages: this rank's GPU with NCCL, else the CPU.
 
     The GPU of the first call, else init_process_group's, else torch's current one.
     """
@@ -473,7 +490,7 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """A transport with new statistics, over the group's shared connections."""
+    """Return a transport with new statistics, over the group's shared connections."""
     return P2PTransport(rank_group(group), options.timeout or group_timeout(group))
 
 

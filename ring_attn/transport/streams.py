@@ -27,12 +27,12 @@ _lock = threading.Lock()
 
 
 def are_used(device: torch.device) -> bool:
-    """Tells whether the device queues operators on streams; else they run synchronously."""
+    """Return whether the device queues operators on streams; else they run synchronously."""
     return device.type == "cuda"
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU torch's current one within the block."""
+    """Make a GPU torch's current one within the block."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -59,7 +59,7 @@ def current(device: torch.device) -> Stream:
 
 
 def use(stream: Stream) -> AbstractContextManager[object]:
-    """Queues the block's operators on another stream; makes its device torch's current one."""
+    """Queue the block's operators on another stream; make its device torch's current one."""
     return torch.cuda.stream(stream)
 
 
@@ -83,12 +83,12 @@ def moment(stream: Stream) -> Event:
 
 
 def wait(event: Event, device: torch.device) -> None:
-    """Makes the device's current stream wait for an event."""
+    """Make the device's current stream wait for an event."""
     event.wait(current(device))
 
 
 def side_by_side(device: torch.device, side: Stream | None, first: Work, *others: Work) -> None:
-    """Queues independent works side by side: the first on the current stream, others on `side`.
+    """Queue independent works side by side: the first on the current stream, others on `side`.
 
     Kernels of later works fill the multiprocessors that earlier works leave idle: dq runs beside
     dk and dv, whose programs are long and few. The current stream waits for all works. Without
@@ -109,7 +109,7 @@ def side_by_side(device: torch.device, side: Stream | None, first: Work, *others
 
 
 def lend(x: Tensor) -> None:
-    """Keeps memory that another stream has allocated until the current stream has used it."""
+    """Keep memory that another stream has allocated until the current stream has used it."""
     x.record_stream(current(x.device))
 
 

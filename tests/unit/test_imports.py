@@ -63,6 +63,9 @@ ROW = {unit: row for row, units in enumerate(ROWS) for unit in units.split()}
 # What may be imported outside a function, besides the standard library; kernels import triton, too.
 BASE_DEPENDENCIES = {"torch", "einops", "rich", *sys.stdlib_module_names}
 
+# Modules whose base classes come from a package that is optional: imported only in functions.
+LATE = {"ring_attn.integrations.transformers.ring_cache": "transformers"}
+
 # Every module of the package by its dotted name, through the links to kernels and bench.
 FOLDERS = [ROOT / PACKAGE, *(path for path in (ROOT / PACKAGE).rglob("*") if path.is_dir())]
 MODULES = {
@@ -107,13 +110,16 @@ def violations(module: str, source: str) -> list[str]:
     if unit not in ROW:
         return [f"{module}: not in ROWS: put it above what it imports"]
     allowed = BASE_DEPENDENCIES | ({"triton"} if unit == "kernels" else set())
+    allowed |= {LATE[module]} if module in LATE else set()
     wrong = []
     for name, line, at_import in find_imports(module, source):
         if unit == "__init__" and not at_import:
             continue  # the package hands out what is built upon it, at its first use
         where, top = f"{module}:{line}: {name}", name.split(".")[0]
         target = unit_of(name)
-        if top in ("kernels", "bench", "tests"):
+        if at_import and any(name == late or name.startswith(f"{late}.") for late in LATE):
+            wrong.append(f"{where}: import it in the function that uses it")
+        elif top in ("kernels", "bench", "tests"):
             wrong.append(f"{where}: import it as {PACKAGE}.{name}")
         elif top != PACKAGE:
             if top not in allowed and (at_import or unit == "kernels"):
@@ -145,10 +151,41 @@ def test_imports_go_one_way() -> None:
         ("ring_attn.machines.count", "def f():\n    from ring_attn.strategies import base"),
         ("ring_attn.machines.time", "from ring_attn.planning.devices import Cluster"),
         ("ring_attn.unheard_of", "import torch"),
+        (
+            "ring_attn.integrations.transformers.cache",
+            "from ring_attn.integrations.transformers.ring_cache import RingCache",
+        ),
+        ("ring_attn.integrations.transformers.ring_cache", "import trl"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str) -> None:
     assert violations(module, source)
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, themselves or through others."""
+    reached = {module: {*names} for module, names in imports.items()}
+    for through in imports:
+        for names in reached.values():
+            if through in names:
+                names |= reached[through]
+    groups = {
+        frozenset(other for other in names if module in reached[other])
+        for module, names in reached.items()
+        if module in names
+    }
+    return sorted(map(sorted, groups))
+
+
+def test_no_modules_import_each_other() -> None:
+    """Within a unit, too, in functions and for types: each can be read without the others."""
+    imports: dict[str, set[str]] = {module: set() for module in MODULES if module != PACKAGE}
+    for module, names in imports.items():
+        found = find_imports(module, MODULES[module].read_text())
+        names.update(name for name, _, _ in found if name in imports)
+    assert circles(imports) == []
+    watch, group = (f"ring_attn.transport.ranks.{name}" for name in ("watch", "group"))
+    assert group not in imports[watch] and circles(imports | {watch: {group}}) != []
 
 
 def names_of_torch(source: str) -> Iterator[str]:

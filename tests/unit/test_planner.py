@@ -314,7 +314,7 @@ def test_ranks_that_differ_are_all_walked(monkeypatch: pytest.MonkeyPatch) -> No
         ({"nheads": 6, "nheads_kv": 4}, "multiple of nheads_kv, got 6 and 4"),
         ({"layout": SequenceLayout.zigzag(8, 2)}, "layout of q must be over 16384"),
         ({"strategies": ["spiral"]}, "strategies must be one of .* got 'spiral'"),
-        ({"strategies": []}, "none was asked for"),
+        ({"strategies": []}, "none was requested"),
         ({"strategies": ["hybrid"], "world_size": 7}, "no degree for 7 ranks"),
         ({"cu_seqlens": [0, 16385]}, "must end at most at the global length 16384"),
     ],

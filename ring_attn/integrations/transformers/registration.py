@@ -16,7 +16,8 @@ from ring_attn.api import ring_attention, tree_decode
 from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, check_execution
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
-from ring_attn.integrations.transformers.cache import LAYOUT, CacheStep, make_cache
+from ring_attn.integrations.transformers.cache import LAYOUT, make_cache
+from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.masks import (
     BatchMask,
     Rule,

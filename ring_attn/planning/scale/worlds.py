@@ -2,7 +2,7 @@
 
 A long ring looks the same at every scale. If one rank stands for m neighbours,
 
-    its rows       are theirs, and travel over one link
+    its rows       are theirs, and are sent over one link
     its device     has m times the FLOP/s; all costs by step and by row are m-fold
     its step       takes as long as m steps
     its node       has as many ranks as before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def mark_counted(error: BaseException) -> None:
-    """Notes that the call which this error ends has been counted."""
+    """Note that the call which this error ends has been counted."""
     error._ring_attn_counted = True  # type: ignore[attr-defined]
 
 
@@ -13,6 +13,6 @@ def was_counted(error: BaseException) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and first line of an error."""
+    """Return type and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -156,12 +156,16 @@ class FailureReport:
 
     def _describe_waits(self, ranks: list[int]) -> str:
         """Describe ranks of which each waits for the next one."""
-        *names, last_name = map(rank_name, ranks)
-        is_circle = ranks[-1] in (self._member.global_rank, *ranks[:-1])
+        *others, last = ranks
+        is_circle = last in (self._member.global_rank, *others)
         if is_circle:
-            circle = ", which waits for ".join([*names, last_name])
-            return f"one of {circle}, stalled"
-        return f"{last_name} died, stalled, or did not make this call: it waits for no rank"
+            first_name, *names = map(rank_name, ranks)
+            waited_for = ", which is waiting for ".join(names)
+            return f"{first_name} is waiting for {waited_for}: one of them hung"
+        return (
+            f"{rank_name(last)} crashed, hung or never made this call (it is not waiting for any "
+            "rank)"
+        )
 
     def is_reported(self) -> bool:
         """Return whether this rank has failed, or another one has written down that it failed."""

@@ -1,4 +1,4 @@
-"""Identities of calls, which travel in front of messages on NCCL, where messages have no tags.
+"""Identities of calls, sent in front of messages on NCCL, where messages have no tags.
 
 Messages between two ranks on one channel arrive in the order in which they are sent. So where the
 first message of a call is of the same call on its receiver, all others are, too: only the headers
@@ -42,7 +42,10 @@ class Compared:
         return str(self._call)
 
     def differs(self) -> bool | None:
-        """None before the device has compared; by then it has ended all exchanges of the call."""
+        """Return whether messages were of another call; None before the device has compared.
+
+        The device compares after all exchanges of the call.
+        """
         if self._differs is None and (found := self.result.item()) != UNKNOWN:
             self._differs = int(found)
         return None if self._differs is None else self._differs != 0
@@ -57,7 +60,7 @@ class Headers:
         # The call's buffers, and the number of used rows in each buffer.
         self._blocks: list[Block] = []
         self._rows: list[int] = []
-        # Where messages of the call have gone or come from.
+        # The peers to which the call has sent, or from which it has received.
         self._known: set[Hashable] = set()
         # Messages of the call that begin with its header, by their place in memory.
         self._marked: dict[int, tuple[Tensor, Event]] = {}
@@ -71,7 +74,7 @@ class Headers:
     def begin(
         self, call: Identity, device: torch.device, values: Tensor | None, pool: Pool
     ) -> None:
-        """Writes the header of a call.
+        """Write the header of a call.
 
         `values` is a checksum, 0-dim int64, of tensors that must be equal on all ranks; other
         ranks' headers are received into buffers of the pool.
@@ -100,14 +103,14 @@ class Headers:
         return self._own
 
     def is_first(self, *place: Hashable) -> bool:
-        """Tells whether the call has sent nothing there before, or received nothing from there."""
+        """Return whether the call has sent nothing there before, or received nothing from there."""
         if place in self._known:
             return False
         self._known.add(place)
         return True
 
     def mark(self, message: Tensor) -> None:
-        """Writes this rank's header in front of a message, once for all channels that send it."""
+        """Write this rank's header in front of a message, once for all channels that send it."""
         place = message.data_ptr()
         if place in self._marked:
             _, written = self._marked[place]
@@ -118,11 +121,11 @@ class Headers:
         self._marked[place] = message, streams.record(message.device)
 
     def overwritten(self, message: Tensor) -> None:
-        """Forgets what `mark` has written there, as another message has been received into it."""
+        """Forget what `mark` has written there, as another message has been received into it."""
         self._marked.pop(message.data_ptr(), None)
 
     def incoming(self, count: int) -> Tensor:
-        """(count, 64) bytes for other ranks' headers, to use after `ready`."""
+        """Return (count, 64) bytes for other ranks' headers, to use after `ready`."""
         if not self._blocks or self._rows[-1] + count > ROWS:
             assert self._pool is not None, "a call has begun"
             block = self._pool.take(max(count, ROWS) * HEADER_BYTES)
@@ -135,7 +138,7 @@ class Headers:
         return _rows(self._blocks[-1])[taken : taken + count]
 
     def end(self) -> None:
-        """Compares all headers on the device, after the waits for all exchanges of a call."""
+        """Compare all headers on the device, after the waits for all exchanges of a call."""
         self._marked.clear()
         if not self._blocks:
             return
@@ -157,11 +160,11 @@ class Headers:
 
     @property
     def settled(self) -> bool:
-        """Tells whether the device has compared all calls that have ended on the host."""
+        """Whether the device has compared all calls that have ended on the host."""
         return all(call.differs() is not None for call in self.calls)
 
     def found(self) -> str | None:
-        """The first error among the calls that the device has compared so far, or None."""
+        """Return the first error among the calls that the device has compared so far, or None."""
         if self._replays is not None and self._replays[1].item():
             return "a replay of a CUDA graph met messages of another call"
         while self.calls:
@@ -175,5 +178,5 @@ class Headers:
 
 
 def _rows(block: Block) -> Tensor:
-    """The headers in a buffer, whose own header is not used: (rows, 64)."""
+    """Return the headers in a buffer, whose own header is not used: (rows, 64)."""
     return block.whole.view(-1, HEADER_BYTES)[1:]

@@ -92,7 +92,7 @@ class Identity:
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
 
     def words(self) -> tuple[int, ...]:
-        """The identity without `values`, as six int64."""
+        """Return the identity without `values`, as six int64."""
         digest = struct.unpack("<qq", self.agreement.digest)
         kind = zlib.crc32(self.kind.encode())
         return (self.sequence, self.number, kind, *digest, -1 if self.step is None else self.step)
@@ -103,7 +103,7 @@ class Identity:
         return zlib.crc32(struct.pack("<7q", *self.words(), self.values))
 
     def report(self) -> Facts:
-        """The call by argument, for other ranks."""
+        """Return the call by argument, for other ranks."""
         # Not numbered: a rank that refuses a call does not know whether it is a backward.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
         texts = report_values(self.step, {"sinks": self.values} if self.values else {})
@@ -117,13 +117,13 @@ def report_values(step: int | None, checksums: Mapping[str, int]) -> dict[str, s
 
 
 def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
-    """The tag of one message of a call, from the call's seed."""
+    """Return the tag of one message of a call, from the call's seed."""
     message = _MESSAGE.pack(CHANNELS.index(channel), step, nbytes)
     return zlib.crc32(message, seed) & TAG_BITS
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A hash of the tensor's bits in their places: 0-dim int64 on the tensor's device."""
+    """Return a hash of the tensor's bits in their places: 0-dim int64 on the tensor's device."""
     bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()]).long()
     # Odd factors lose nothing modulo 2^64; without the shifts between them the sum were linear, and
     # changes of several elements could cancel each other.
