@@ -60,7 +60,7 @@ def forward(
     steps = call.programs.get(False) or program_of(call, backward=False)
     inputs = {"q": q, "k": k, "v": v}
     run = execute(steps, call, inputs, transport, sinks, call.strategy)
-    saved = tuple(run.tensors[name] for name in steps.saved)
+    saved = tuple(map(run.tensors.__getitem__, steps.saved))
     lse = run.tensors["lse"]
     max_logits = run.max_logits
     if call.spec.max_logits and max_logits is None:  # a rank without heads

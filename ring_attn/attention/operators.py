@@ -81,13 +81,20 @@ def _prepare(
 
     `shapes`: of q, k and v.
     """
+    documents: Documents = None, None
+    given_mask = None
+    # A warm call is short: most calls have neither documents nor a mask by value.
+    if arguments.cu_seqlens is not None or arguments.cu_seqlens_k is not None:
+        documents = arguments.documents()
+    if arguments.mask is not None:
+        given_mask = arguments.given_mask()
     return _make_call(
         arguments.text,
         asked.rank,
         asked.world_size,
         (device, dtype, *shapes, sinks is not None),
-        arguments.documents(),
-        arguments.given_mask(),
+        documents,
+        given_mask,
         arguments.numbers,
     )
 

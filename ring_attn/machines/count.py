@@ -14,8 +14,7 @@ from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Sizes
-from ring_attn.transport.nccl_channels import NET_STEP, Communicator
-from ring_attn.transport.options import MAX_CTAS
+from ring_attn.transport.nccl_channels import NET_STEP, communicator_of
 
 
 def bytes_sent(program: Program) -> int:
@@ -50,7 +49,7 @@ def communicator_bytes(
     nbytes = 0
     for (members, _), found in sources.items():
         num_nodes = len({member // node_size for member in members})
-        communicator = Communicator(len(members), num_nodes, max_ctas=MAX_CTAS)
+        communicator = communicator_of(len(members), num_nodes)
         for source in found:
             if source is None:
                 # A ring of NCCL's, for a collective, uses all channels.

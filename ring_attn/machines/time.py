@@ -36,8 +36,7 @@ from ring_attn.core.program import Program, part_of_heads
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster, Link, compute_seconds
-from ring_attn.transport.nccl_channels import Communicator
-from ring_attn.transport.options import MAX_CTAS
+from ring_attn.transport.nccl_channels import communicator_of
 
 # Most ranks of a node in a sample.
 RUN = 8
@@ -158,7 +157,7 @@ class _Group:
         self.members = members
         self.walked = [i for i, rank in enumerate(members) if rank in walked]
         self.num_nodes = len({rank // node_size for rank in members})
-        self.communicator = Communicator(len(members), self.num_nodes, max_ctas=MAX_CTAS)
+        self.communicator = communicator_of(len(members), self.num_nodes)
         self._channels: dict[int, int] = {}  # by bytes of a message
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}

@@ -20,6 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ring_attn.transport.options import MAX_CTAS
+from ring_attn.values.outside import env_int
+
 # Operations that NCCL runs side by side on one channel (NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
 OPERATIONS_PER_BATCH = 8
 # Bytes of a step of a copy, between nodes and over NVLink (P2P_NET_CHUNKSIZE, P2P_NVL_CHUNKSIZE).
@@ -51,7 +54,7 @@ class Communicator:
 
     num_ranks: int
     num_nodes: int
-    max_ctas: int = 8
+    max_ctas: int = MAX_CTAS
     channels_per_net_peer: int | None = None
     version: tuple[int, ...] = (2, 28, 9)
     net_gbyte_per_s: float = 50.0
@@ -111,6 +114,16 @@ class Communicator:
             channels *= 2
             part = -(-nbytes // channels)
         return channels
+
+
+def communicator_of(num_ranks: int, num_nodes: int) -> Communicator:
+    """Return a communicator of this package, with the limits that NCCL reads from its variables."""
+    return Communicator(
+        num_ranks,
+        num_nodes,
+        max_ctas=env_int("NCCL_MAX_CTAS", MAX_CTAS),
+        channels_per_net_peer=env_int("NCCL_NCHANNELS_PER_NET_PEER", 0) or None,
+    )
 
 
 def _power_of_2_up_to(number: int) -> int:

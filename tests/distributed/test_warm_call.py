@@ -68,7 +68,7 @@ def test_a_warm_call_is_short_and_goes_down() -> None:
     q, k, v = (torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3))
     outs = [ring_attention(q, k, v, causal=True, layout=layout) for _ in range(2)]
     forward = path_of(lambda: outs.append(ring_attention(q, k, v, causal=True, layout=layout)))
-    assert len(forward.modules) <= 220
+    assert len(forward.modules) <= 175
     assert len(set(forward.modules)) <= 20, sorted(set(forward.modules))
     assert len(forward.climbs) <= 4, forward.climbs
     # In this thread, where it is seen; the last one is warm.

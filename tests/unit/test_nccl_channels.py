@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ring_attn.transport.nccl_channels import Communicator
+from ring_attn.transport.nccl_channels import Communicator, communicator_of
 
 MIB = 2**20
 SIZES = (16 * MIB, 32 * MIB, 64 * MIB, 64 * MIB + 8)
@@ -60,6 +60,13 @@ def test_more_ctas_give_more_channels() -> None:
     assert Communicator(65, 9, max_ctas=32).channels_per_peer == 1
     assert Communicator(8, 1, max_ctas=32).channels(64 * MIB) == 4
     assert Communicator(2, 1, max_ctas=6).num_channels == 8
+
+
+def test_the_variables_of_nccl_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert communicator_of(64, 8) == Communicator(64, 8)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    monkeypatch.setenv("NCCL_NCHANNELS_PER_NET_PEER", "4")
+    assert communicator_of(64, 8) == Communicator(64, 8, max_ctas=16, channels_per_net_peer=4)
 
 
 def test_several_network_ports_have_a_channel_each() -> None:
