@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -38,7 +39,7 @@ from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import rendezvous
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
-from tests.distributed.pool import FAR, on_ranks
+from tests.distributed.pool import FAR, Pools, on_ranks
 from tests.refusals import refused
 
 SEQLEN = 97
@@ -335,3 +336,22 @@ def test_calls_are_the_same_behind_prepare(name: str) -> None:
         dist.destroy_process_group(group)
     assert outs[0][1] == outs[1][1] > 0, "what prepares is not counted"
     assert torch.equal(outs[0][0], outs[1][0])
+
+
+def a_call_right_away() -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of out, and the gradient of q, of a causal call."""
+    layout = SequenceLayout.zigzag(29, dist.get_world_size())
+    torch.manual_seed(0)
+    x = layout.shard(torch.randn(1, 29, 2, 8), dist.get_rank()).requires_grad_()
+    out = ring_attention(x, x, x, causal=True, layout=layout)
+    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
+
+
+@pytest.mark.gloo
+def test_gloo_may_connect_at_the_first_message(ranks: Pools) -> None:
+    """gloo then reads its store during the call, long after the group has been made."""
+    with ranks.fresh(2, environment={"TORCH_GLOO_LAZY_INIT": "1"}) as pool:
+        lazy = pool.run(a_call_right_away)
+    usual = ranks(2).run(a_call_right_away)
+    for found, expected in zip(lazy, usual, strict=True):
+        assert all(map(torch.equal, found, expected))

@@ -30,6 +30,7 @@ from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.ranks.headers import Compared
 from ring_attn.transport.ranks.rendezvous import (
     CannotSucceed,
+    PollingStore,
     Rendezvous,
     bounded,
     connect_gloo,
@@ -61,8 +62,15 @@ class GlooLink:
         cannot_succeed: CannotSucceed,
     ) -> None:
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
+        self._polling = PollingStore(store)
         self.gloo: Any = connect_gloo(
-            store, meeting, global_ranks[rank], global_ranks, seconds, cannot_succeed
+            store,
+            meeting,
+            global_ranks[rank],
+            global_ranks,
+            seconds,
+            cannot_succeed,
+            self._polling,
         )
 
     def close(self) -> None:

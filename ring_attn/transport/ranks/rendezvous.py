@@ -382,15 +382,19 @@ def connect_gloo(
     everyone: Sequence[int],
     seconds: float,
     cannot_succeed: CannotSucceed,
+    polling: PollingStore,
 ) -> dist.ProcessGroupGloo:
     """Connect all ranks by gloo; return when all of them are connected.
 
     Ranks are global ranks. A rank that was at the meeting may yet leave its call: then
     `cannot_succeed` returns why.
+
+    The caller keeps `polling`, a store over `store`, as long as the connections: with
+    TORCH_GLOO_LAZY_INIT=1, gloo connects two ranks at their first message.
     """
     connected = Rendezvous(store, f"{meeting}/connected", rank, everyone)
     connections: list[dist.ProcessGroupGloo] = []
-    polling, place, size = PollingStore(store), everyone.index(rank), len(everyone)
+    place, size = everyone.index(rank), len(everyone)
 
     def connect() -> None:
         try:
