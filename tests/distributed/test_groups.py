@@ -353,5 +353,5 @@ def test_gloo_may_connect_at_the_first_message(ranks: Pools) -> None:
     with ranks.fresh(2, environment={"TORCH_GLOO_LAZY_INIT": "1"}) as pool:
         lazy = pool.run(a_call_right_away)
     usual = ranks(2).run(a_call_right_away)
-    for found, expected in zip(lazy, usual, strict=True):
-        assert all(map(torch.equal, found, expected))
+    for found, exact in zip(lazy, usual, strict=True):
+        assert all(map(torch.equal, found, exact))
