@@ -49,6 +49,13 @@ class Rates(NamedTuple):
     backward: Rate
     source: str
 
+    def scaled_to(self, speed: float) -> Rates:
+        """Return the rates of a device with another peak, as a share of this one's."""
+        if speed == 1.0:
+            return self
+        source = f"{self.source}; times {speed:.2f}, by the peaks of datasheets (estimate)"
+        return self.scaled(speed, speed, source)
+
     def scaled(self, forward: float, backward: float, source: str) -> Rates:
         """The rates with FLOP/s scaled by a factor for each direction."""
         return Rates(

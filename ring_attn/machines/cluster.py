@@ -32,6 +32,7 @@ class Device:
         window_forward, window_backward: rates with a window, if measured: a backend may split its
             tiles into strips.
         architecture: key of `backends.rates`, for each backend's rates; "" uses only those above.
+        speed: share of the rates of `backends.rates` that this device has.
         source: where the rates come from: "measured", "published: ..", "estimate: .." or "given".
     """
 
@@ -44,12 +45,13 @@ class Device:
     window_backward: Rate | None = None
     architecture: str = ""
     source: str = "given"
+    speed: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self, str, "name", "architecture", "source")
         check_types(self, Rate, "forward", "backward")
         check_types(self, (Rate, NoneType), "window_forward", "window_backward")
-        check_speed(self, "memory_bandwidth")
+        check_speed(self, "memory_bandwidth", "speed")
         check_size(self, "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:

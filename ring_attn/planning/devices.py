@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -33,36 +34,74 @@ CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
-def _device(name: str, architecture: str, bandwidth: float, memory_bytes: float) -> Device:
-    """A GPU with the rates of our kernels; `with_backend` replaces them."""
-    forward, backward, source = RATES[architecture]["triton"]
+def _device(
+    name: str, architecture: str, bandwidth: float, memory_bytes: float, speed: float = 1.0
+) -> Device:
+    """Return a GPU with the rates of our kernels, times `speed`; `with_backend` replaces them."""
+    rates = RATES[architecture]["triton"].scaled_to(speed)
     return Device(
-        name, forward, backward, bandwidth, memory_bytes, architecture=architecture,
-        source=source,
-    )  # fmt: skip
+        name=name,
+        forward=rates.forward,
+        backward=rates.backward,
+        memory_bandwidth=bandwidth,
+        memory_bytes=memory_bytes,
+        architecture=architecture,
+        speed=speed,
+        source=rates.source,
+    )
 
 
-# Memories: NVIDIA's datasheets.
+# Memories: NVIDIA's datasheets. `speed` is the peak of bfloat16 products without sparsity in the
+# datasheets, as a share of the device whose rates an architecture has: A100 312 TFLOP/s, H100 SXM
+# 989, B200 2250.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         _device("A100", "sm_80", 1.6e12, 80 * GB),
+        # Ada: our kernels for sm_80 run there.
+        _device("L40S", "sm_80", 0.86e12, 48 * GB, speed=362 / 312),
+        _device("H100-PCIE", "sm_90", 2.0e12, 80 * GB, speed=756 / 989),
         _device("H100", "sm_90", 2.7e12, 80 * GB),
         # The same processor with faster memory.
         _device("H200", "sm_90", 3.9e12, 141 * GB),
+        _device("H20", "sm_90", 4.0e12, 96 * GB, speed=148 / 989),
+        _device("GB200-NVL72", "sm_100", 6.4e12, 186 * GB),
         _device("B200", "sm_100", 6.4e12, 180 * GB),
+        _device("B300", "sm_100", 6.4e12, 270 * GB),
     )
 }
 
+# What torch calls a device, as a pattern -> its name here; the first that is found.
+REPORTED_NAMES = {
+    r"A100": "A100",
+    r"L40S": "L40S",
+    r"H100 PCIe": "H100-PCIE",
+    r"H100": "H100",
+    r"H200": "H200",
+    r"H20\b": "H20",
+    r"GB200": "GB200-NVL72",
+    r"B200": "B200",
+    r"B300": "B300",
+}
+
 # Attained speed of one direction: 0.9 of the datasheet's. Latencies are of a small NCCL send and
-# receive.
+# receive, over PCIe an estimate.
 _NVLINK_4 = Link("NVLink 4", 8e-6, 0.9 * 450 * GB)
+_NVLINK_5 = Link("NVLink 5", 8e-6, 0.9 * 900 * GB)
 INSIDE = {
     "A100": Link("NVLink 3", 8e-6, 0.9 * 300 * GB),
+    "L40S": Link("PCIe 4", 12e-6, 0.9 * 32 * GB),
+    # Without bridges, which join two devices.
+    "H100-PCIE": Link("PCIe 5", 12e-6, 0.9 * 64 * GB),
     "H100": _NVLINK_4,
     "H200": _NVLINK_4,
-    "B200": Link("NVLink 5", 8e-6, 0.9 * 900 * GB),
+    "H20": _NVLINK_4,
+    "GB200-NVL72": _NVLINK_5,
+    "B200": _NVLINK_5,
+    "B300": _NVLINK_5,
 }
+# Devices that NVLink joins, where they are not those of a host: a rack of 18 hosts with 4 each.
+NVLINK_DOMAIN = {"GB200-NVL72": 72}
 BETWEEN = Link("400 Gb/s", 15e-6, 0.9 * 50 * GB)
 
 # Bytes/s of one of NCCL's channels: an estimate, 20 to 25 GB/s over NVLink.
@@ -78,8 +117,10 @@ SLOWDOWN = MAX_CTAS / 132
 HOST = Host(launch=25e-6, copy=8e-6, post=31e-6, wait=3e-6)
 
 
-def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
-    """Nodes of a built-in device, with NVLink inside and a port of 400 Gb/s for each device.
+def builtin_cluster(device: str, *, node_size: int | None = None) -> Cluster:
+    """Return nodes of a built-in device, and between nodes a port of 400 Gb/s for each device.
+
+    A node has 8 devices, or those that NVLink joins.
 
     `dataclasses.replace` gives it other links.
 
@@ -92,6 +133,8 @@ def builtin_cluster(device: str, *, node_size: int = 8) -> Cluster:
         'NVLink 3'
     """
     check_one_of("device", device, [*DEVICES])
+    if node_size is None:
+        node_size = NVLINK_DOMAIN.get(device, 8)
     return Cluster(
         DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
         stream_latency=0.0, channel_bandwidth=CHANNEL_BANDWIDTH,
@@ -105,6 +148,7 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
     window = rates_of(device.architecture, backend, spec, window=True)
     if rates is None or window is None:
         return cluster
+    rates, window = rates.scaled_to(device.speed), window.scaled_to(device.speed)
     return replace(
         cluster,
         device=replace(
@@ -145,8 +189,9 @@ def load_cluster(path: Path | str) -> Cluster:
 def find_cluster(device_type: str | None = None, world_size: int | None = None) -> Cluster:
     """The cluster of this machine: from the file RING_ATTN_CLUSTER, else the built-in one.
 
-    Built-in GPUs are in nodes of LOCAL_WORLD_SIZE (8 without a launcher), with NVLink inside and
-    400 Gb/s between. The figures for CPUs are rough; `ring-attn calibrate` measures them.
+    Built-in GPUs are in nodes of LOCAL_WORLD_SIZE (8 without a launcher) with NVLink inside, or in
+    racks that NVLink joins (GB200 NVL72), with 400 Gb/s between. The figures for CPUs are rough;
+    `ring-attn calibrate` measures them.
 
     Args:
         device_type: "cuda" or "cpu"; None is "cuda" if torch has a GPU.
@@ -170,9 +215,9 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
     if device_type == "cpu":
         return cpu_cluster(local or world_size or 1)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    for known in DEVICES:
-        if known in name:
-            return builtin_cluster(known, node_size=local or 8)
+    for pattern, known in REPORTED_NAMES.items():
+        if re.search(pattern, name):
+            return builtin_cluster(known, node_size=NVLINK_DOMAIN.get(known) or local or 8)
     raise ValueError(
         f"there is no built-in description of this machine ({name}): pass cluster=, or run "
         f"`ring-attn calibrate --json PATH` and set {CLUSTER_VARIABLE}=PATH"

@@ -143,7 +143,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["verify", "--device=--"], "argument --device: '--' is not a value"),
         (["plan", *PLAN, "--world-size", "4097"], "--world-size can be 4k at most"),
         (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
-        (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
+        (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, l40s, h100-pcie, h100, h200, h20, gb200-nvl72, b200, b300, or a file"),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),
         (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "give --layout zigzag"),

@@ -11,11 +11,17 @@ import torch
 
 from ring_attn.backends.rates import FA3
 from ring_attn.cli.calibrate import TileSample, fit_rate, largest_error
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster, compute_seconds
 from ring_attn.planning.devices import (
+    DEVICES,
+    INSIDE,
+    REPORTED_NAMES,
     Rate,
     builtin_cluster,
+    find_cluster,
     load_cluster,
+    with_backend,
 )
 
 # FlashAttention 3 on an H100, bf16, 64:8 heads of 128, TFLOP/s by mask area: 2k to 32k rows.
@@ -53,6 +59,44 @@ def test_tiles_cost_a_launch_and_rows_and_edges_columns() -> None:
 def test_what_is_not_built_in_is_refused(options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         builtin_cluster(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H20-3e", "H20"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200-NVL72"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+    ],
+)
+def test_devices_are_found_by_the_names_that_torch_reports(
+    reported: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.delenv("RING_ATTN_CLUSTER", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: reported)
+    cluster = find_cluster("cuda")
+    # A node is what NVLink joins, where hosts are parts of it.
+    assert cluster == builtin_cluster(name, node_size=72 if name == "GB200-NVL72" else 4)
+    assert {*REPORTED_NAMES.values()} == {*DEVICES} == {*INSIDE}
+
+
+def test_a_device_has_its_share_of_the_speed_with_every_backend() -> None:
+    whole, part = builtin_cluster("H100"), builtin_cluster("H20")
+    spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
+    for backend in ("triton", "flash_attn_3"):
+        usual, slower = (with_backend(each, backend, spec).device for each in (whole, part))
+        assert slower.forward.flops == pytest.approx(usual.forward.flops * 148 / 989)
+        assert slower.backward.flops == pytest.approx(usual.backward.flops * 148 / 989)
+        assert "datasheets (estimate)" in slower.source
 
 
 def calibrated() -> Cluster:
