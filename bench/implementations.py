@@ -1,8 +1,8 @@
-"""Attention on one device, ours and torch's.
+"""Implementations of attention on one device: ours and torch's.
 
-Grouped heads are never repeated. Each implementation gets inputs in its documented layout, made
-before the timing: torch (batch, heads, seqlen, dim), ours (batch, seqlen, heads, dim). torch runs
-under autograd, ours as a backend is called.
+Grouped heads are never repeated. Each implementation gets inputs in its documented layout, which
+are made before the timing: (batch, heads, seqlen, dim) for torch, (batch, seqlen, heads, dim) for
+ours. torch runs under autograd; ours is called as a backend.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.testing import Inputs
 
-# Most characters of a reason, which is one line of a table.
+# The most characters of a reason, which is one line of a table.
 REASON_CHARS = 160
 
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes, mask, dtype and device of a problem."""
+
     batch: int
     seqlen: int
     heads: int
@@ -42,35 +44,47 @@ class Shape:
 
     @property
     def spec(self) -> AttentionSpec:
-        sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.head_dim)
-        return AttentionSpec(self.device.type, self.dtype, *sizes)
+        return AttentionSpec(
+            device_type=self.device.type,
+            dtype=self.dtype,
+            batch=self.batch,
+            nheads=self.heads,
+            nheads_kv=self.kv_heads,
+            headdim=self.head_dim,
+            headdim_v=self.head_dim,
+        )
 
     @property
     def mask(self) -> Mask:
         return Mask(self.seqlen, self.seqlen, self.causal)
 
     def flops(self, mode: str) -> int:
-        """FLOPs of "fwd" (4 x area x head_dim per head), "bwd" (2.5 times that) or "fwd_bwd"."""
-        backward = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
-        return sum(flops(self.mask.area, self.spec, backward=back) for back in backward)
+        """Return the FLOPs of a mode.
+
+        "fwd" has 4 x area x head_dim per head, "bwd" 2.5 times that, and "fwd_bwd" both.
+        """
+        directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
+        return sum(flops(self.mask.area, self.spec, backward=back) for back in directions)
 
     def data(self) -> Inputs:
-        """Normally distributed q, k, v, dout, drawn on the device."""
+        """Draw normally distributed q, k, v and dout on the device."""
         generator = torch.Generator(self.device).manual_seed(0)
 
         def draw(heads: int) -> Tensor:
             shape = (self.batch, self.seqlen, heads, self.head_dim)
             return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
 
-        return Inputs(*map(draw, (self.heads, self.kv_heads, self.kv_heads, self.heads)))
+        return Inputs(
+            q=draw(self.heads), k=draw(self.kv_heads), v=draw(self.kv_heads), dout=draw(self.heads)
+        )
 
 
 class Implementation:
     """An implementation of attention: a forward, then its backward.
 
     Attributes:
-        out: output of the last forward; None before.
-        lse: natural logarithm (batch, heads, rows) float32, of implementations that return it.
+        out: output of the last forward; None before the first.
+        lse: natural logarithm (batch, heads, rows) float32; None if it is not returned.
         grads: gradients of q, k and v from the last backward.
     """
 
@@ -85,16 +99,19 @@ class Implementation:
         raise NotImplementedError
 
     def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv: (batch, seqlen, heads, dim)."""
-        assert self.out is not None, "forward comes first"
+        """Return out, and after a backward dq, dk, dv, all (batch, seqlen, heads, dim)."""
+        assert self.out is not None, "call forward first"
         return [x.detach() for x in (self.out, *self.grads)]
 
     def release(self) -> None:
-        self.out, self.lse, self.grads = None, None, ()
+        """Free the results."""
+        self.out = None
+        self.lse = None
+        self.grads = ()
 
 
 class Differentiable(Implementation):
-    """A function of q, k, v that returns out, under autograd.
+    """A function that returns out from q, k and v, under autograd.
 
     `backward`: whether the forward saves tensors for a backward.
     """
@@ -110,12 +127,12 @@ class Differentiable(Implementation):
         self.out = self._function(*self._leaves)
 
     def backward(self) -> None:
-        assert self.out is not None, "forward comes first"
+        assert self.out is not None, "call forward first"
         self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
 
 
 class TorchFlash(Differentiable):
-    """torch's attention by its FlashAttention, over (batch, heads, seqlen, dim)."""
+    """FlashAttention of torch, on (batch, heads, seqlen, dim)."""
 
     def __init__(self, problem: Shape, data: Inputs) -> None:
         heads_first = [x.transpose(1, 2).contiguous() for x in data]
@@ -134,7 +151,7 @@ class TorchFlash(Differentiable):
 
 
 def reason(error: Exception) -> str:
-    """The reason of an error in one line."""
+    """Return an error in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return textwrap.shorten(f"{type(error).__name__}: {error}", REASON_CHARS)
@@ -146,46 +163,57 @@ class Ours(Implementation):
     def __init__(self, problem: Shape, data: Inputs, backend: Backend) -> None:
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
-        self._backend, self._scores = backend, Scores(problem.head_dim**-0.5)
-        self._inputs, self._sums_dtype = data, problem.spec.accum_dtype
+        self._backend = backend
+        self._scores = Scores(problem.head_dim**-0.5)
+        self._inputs = data
+        self._sums_dtype = problem.spec.accum_dtype
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
         state = self._backend.new_state(q, v.size(3))
-        args = (q, k, v, self._tiles, state)
-        state = self._backend.forward(*args, scores=self._scores, last=True)
+        state = self._backend.forward(q, k, v, self._tiles, state, scores=self._scores, last=True)
         self.out, self.lse = self._backend.finalize(state, q.dtype)
         self.grads = ()
 
     def backward(self) -> None:
         self._prepare()
-        dq, dk, dv = self._gradients(0, 1, 2)
-        factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
-        self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
+        dq, dk, dv = self._gradients("dq", "dk", "dv")
+        factor = self._backend.gradient_factor(self._scores)
+        self.grads = [x.to(self._inputs.q.dtype) for x in (dq * factor, dk * factor, dv)]
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
-        """A call of one kernel, ready to be timed, that returns the kernel's results."""
+        """Return a call of one kernel, "fwd", "dq" or "dkdv", which returns its results."""
         if kernel == "fwd":
             return self._forward_once
         self.forward()
         self._prepare()
-        return partial(self._gradients, *((0,) if kernel == "dq" else (1, 2)))
+        if kernel == "dq":
+            return partial(self._gradients, "dq")
+        return partial(self._gradients, "dk", "dv")
 
     def _forward_once(self) -> list[Tensor]:
         self.forward()
-        assert self.lse is not None, "forward makes it"
+        assert self.lse is not None, "forward sets it"
         return [*self.results(), self.lse]
 
     def _prepare(self) -> None:
-        *qkv, dout = self._inputs
-        assert self.out is not None and self.lse is not None, "forward comes first"
-        statistics = self._backend.row_statistics(self.out, dout, self.lse)
-        self._backward_inputs = BackwardInputs(*self._inputs, *statistics)
-        self._sums = [torch.zeros_like(x, dtype=self._sums_dtype) for x in qkv]
+        q, k, v, dout = self._inputs
+        assert self.out is not None and self.lse is not None, "call forward first"
+        lse, delta = self._backend.row_statistics(self.out, dout, self.lse)
+        self._backward_inputs = BackwardInputs(q, k, v, dout, lse, delta)
+        self._sums = {
+            name: torch.zeros_like(x, dtype=self._sums_dtype)
+            for name, x in (("dq", q), ("dk", k), ("dv", v))
+        }
 
-    def _gradients(self, *which: int) -> list[Tensor]:
-        """Adds to some of the sums of dq, dk, dv."""
-        dq, dk, dv = (x if index in which else None for index, x in enumerate(self._sums))
-        inputs, sums = self._backward_inputs, (dq, dk, dv)
-        self._backend.backward(inputs, self._tiles, sums, scores=self._scores, out=self.out)
-        return [self._sums[index] for index in which]
+    def _gradients(self, *names: str) -> list[Tensor]:
+        """Add gradients to the sums of these names, of dq, dk and dv; return the sums."""
+        sums = {name: self._sums[name] for name in names}
+        self._backend.backward(
+            self._backward_inputs,
+            self._tiles,
+            (sums.get("dq"), sums.get("dk"), sums.get("dv")),
+            scores=self._scores,
+            out=self.out,
+        )
+        return [*sums.values()]

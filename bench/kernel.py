@@ -1,4 +1,4 @@
-"""`ring-attn bench kernel`: time of our attention kernels on one device, beside torch's.
+"""`ring-attn bench kernel`: time of our attention kernels on one device, next to torch's.
 
 `Cells` checks and times implementations of attention on one problem after another.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -52,18 +51,25 @@ class CellSetting:
     heads: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     iters: int
-    tokens: int  # of a batch of shorter sequences
+    tokens: int  # number of tokens of a batch of shorter sequences
     device: torch.device = torch.device("cpu")
     budget: float | None = None
 
     def problems(self) -> Iterator[Shape]:
-        """Every cell."""
+        """Yield the problem of each cell."""
         for (heads, kv_heads), head_dim, causal, seqlen in product(
             self.heads, self.head_dims, (True, False), self.seqlens
         ):
-            batch = max(1, self.tokens // seqlen)
-            sizes = batch, seqlen, heads, kv_heads, head_dim
-            yield Shape(*sizes, causal, self.dtype, self.device)
+            yield Shape(
+                batch=max(1, self.tokens // seqlen),
+                seqlen=seqlen,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                causal=causal,
+                dtype=self.dtype,
+                device=self.device,
+            )
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,8 @@ class CellRow:
 
     Attributes:
         rate: TFLOP/s.
-        max_ratio: greatest error / bound of the results; above 1 is wrong.
-        note: why there is no time, or what is wrong.
+        max_ratio: greatest error / bound of the results; above 1 a result is wrong.
+        note: the reason why there is no time, or the wrong result.
     """
 
     impl: str
@@ -97,11 +103,11 @@ class Cells(Report[CellSetting, CellRow]):
     """Measures one cell after another, and saves the report after each."""
 
     def __init__(self, setting: CellSetting, path: Path | None = None) -> None:
-        super().__init__(setting, path)
+        super().__init__(setting, path, budget=setting.budget)
         self._watch = Watch(setting.device)
 
     def run(self) -> None:
-        """Measures cells until the budget is spent."""
+        """Measure cells until the budget is spent."""
         for problem in self.setting.problems():
             if self.left() > 0.0:
                 self.rows += self._measured(problem)
@@ -111,19 +117,19 @@ class Cells(Report[CellSetting, CellRow]):
             self.save()
 
     def remarks(self) -> list[str]:
-        """Lines for below the table: notes, the time, and the number of failures."""
+        """Return the lines below the table: notes, the time, and the number of failures."""
         lines = [f"{row.impl}: {row.note} ({title(row)})" for row in self.rows if row.note]
         return [*lines, f"{self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _measured(self, problem: Shape) -> list[CellRow]:
-        """Builds, checks, then times all implementations that can run a cell."""
+        """Build, check, and then time all implementations that can run a cell."""
         free_memory(self.setting.device)
         rows = {name: row_of(name, problem) for name in IMPLEMENTATIONS}
         calls = dict[str, TimedCall]()
 
         def failed(name: str, error: Exception) -> None:
             rows[name] = replace(rows[name], note=f"cannot run: {reason(error)}")
-            # Ours may be refused or lack memory; other errors are failures.
+            # Ours may refuse a cell or lack memory; other errors are failures.
             if name == "ours" and not isinstance(error, REFUSALS):
                 traceback.print_exception(error)
                 self.failures.append(f"ours, {title(problem)}: {reason(error)}")
@@ -152,55 +158,75 @@ class Cells(Report[CellSetting, CellRow]):
 
 
 def make(name: str, problem: Shape, data: Inputs) -> Implementation:
-    """One of IMPLEMENTATIONS on a problem's data; on a CPU triton would be interpreted."""
+    """Return one of IMPLEMENTATIONS for the data of a problem."""
     if name == "torch-flash":
         return TorchFlash(problem, data)
+    # On a CPU, triton would run in its interpreter.
     backend = "auto" if problem.device.type == "cpu" else "triton"
     chosen = choose_backend(problem.spec, backend, Purpose(backward=True)).name
     return Ours(problem, data, get_backend(chosen))
 
 
 def row_of(impl: str, problem: Shape, note: str = "") -> CellRow:
-    """The row of an implementation without times."""
-    p = problem
-    sizes = p.heads, p.kv_heads, p.head_dim, p.causal, p.seqlen, p.batch
-    return CellRow(impl, "fwd_bwd", *sizes, note=note)
+    """Return the row of an implementation without times."""
+    return CellRow(
+        impl=impl,
+        mode="fwd_bwd",
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        causal=problem.causal,
+        seqlen=problem.seqlen,
+        batch=problem.batch,
+        note=note,
+    )
 
 
 def timed_rows(row: CellRow, problem: Shape, samples: Sequence[Timing]) -> list[CellRow]:
-    """The rows of each mode; the row itself without samples."""
+    """Return a row for each mode, or only `row` if there are no samples."""
     rows = []
     for mode, stages in STAGES.items() if samples else ():
         p20, median, p80 = quantiles([sum(sample.ms[stages]) for sample in samples])
         rows.append(
             replace(
-                row, mode=mode, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+                row,
+                mode=mode,
+                median_ms=median,
+                p20_ms=p20,
+                p80_ms=p80,
+                samples=len(samples),
                 rate=problem.flops(mode) * 1e-9 / median,
             )
-        )  # fmt: skip
+        )
     return rows or [row]
 
 
 # -- the table
 
 
-def title(what: Any) -> str:
-    """The name of a cell, a row or problem."""
+def title(what: Shape | CellRow) -> str:
+    """Return the name of a problem or of the problem of a row."""
     heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
     mask = "causal" if what.causal else "full"
     return f"{heads}, {mask}, {what.batch} x {format_size(what.seqlen)}"
 
 
 def table(rows: Sequence[CellRow]) -> Table:
-    """A line per cell, implementation and mode."""
+    """Return the table with a line for each cell, implementation and mode."""
     made = new_table("medians", ("cell", "", "mode"), ("ms", "TFLOP/s", "error/bound"))
     for row in rows:
-        figures = show(row.median_ms, ".4g"), show(row.rate, ".3g"), show(row.max_ratio, ".2f")
-        made.add_row(title(row), row.impl, row.mode, *figures)
+        made.add_row(
+            title(row),
+            row.impl,
+            row.mode,
+            show(row.median_ms, ".4g"),
+            show(row.rate, ".3g"),
+            show(row.max_ratio, ".2f"),
+        )
     return made
 
 
-# -- options; each is stored under the name of its field of `CellSetting`
+# -- options, which have the names of the fields of `CellSetting`
 
 
 FULL = CellSetting(
@@ -212,28 +238,38 @@ FULL = CellSetting(
     iters=KERNEL_ITERS,
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
-ON_CPU = CellSetting((256, 512), (64,), ((4, 2),), torch.float32, tokens=512, iters=3)
+ON_CPU = CellSetting(
+    seqlens=(256, 512),
+    head_dims=(64,),
+    heads=((4, 2),),
+    dtype=torch.float32,
+    tokens=512,
+    iters=3,
+)
 
 
 def setting_of(args: argparse.Namespace) -> CellSetting:
-    """The options that are given, and the rest of the default for --quick and the device."""
+    """Return the setting of the command's options; others have the default of the device."""
     device = parse_device(args.device)
-    default = ON_CPU if device.type == "cpu" else QUICK if args.quick else FULL
+    on_gpu = QUICK if args.quick else FULL
+    default = ON_CPU if device.type == "cpu" else on_gpu
     names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    return replace(default, **given | {"device": device})
+    return replace(default, **{**given, "device": device})
 
 
 def parse_device(name: str | None) -> torch.device:
-    """The device of that name; None is the GPU if there is one, else the CPU."""
+    """Return the device of a name; None means the GPU if there is one, otherwise the CPU."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU that torch can use")
+        raise ValueError(
+            f"--device {name}: this machine has no GPU that torch can use; pass --device cpu"
+        )
     return device
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
+    """Measure, save the JSON after each cell, print the tables; return 1 if one of ours failed."""
     bench = Cells(setting_of(args), args.json)
     bench.run()
     return bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())

@@ -1,4 +1,4 @@
-"""The report that all benchmarks share: a JSON file that grows during the run, and tables."""
+"""The report of a benchmark: a JSON file that grows during the run, and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -15,35 +15,46 @@ from rich.table import Table
 from ring_attn.cli.arguments import TABLE_WIDTH, command_line, write_json
 from ring_attn.cli.env import machine
 
-S = TypeVar("S")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
+R = TypeVar("R", bound="DataclassInstance")
 
 
 class Report(Generic[S, R]):
     """The results of one run so far.
 
     Attributes:
-        setting: a dataclass that describes the measurements, maybe with a `budget` in seconds.
+        setting: a dataclass that describes the measurements.
         rows: dataclasses, one for each line of the tables.
         failures: messages about wrong results.
     """
 
-    def __init__(self, setting: S, path: Path | None = None) -> None:
-        """Begins a run; `path` is the JSON file, if there shall be one."""
+    def __init__(
+        self, setting: S, path: Path | None = None, *, budget: float | None = None
+    ) -> None:
+        """Begin a run.
+
+        Args:
+            setting: the description of the measurements.
+            path: the JSON file; None writes none.
+            budget: seconds that the run may take; None is no limit.
+        """
         self.setting = setting
         self._path = path
         self.rows: list[R] = []
         self.failures: list[str] = []
-        self._start, self._machine = time.monotonic(), machine()
+        self._budget = budget
+        self._start = time.monotonic()
+        self._machine = machine()
 
-    def to_json(self) -> dict[str, Any]:
-        setting: Any = self.setting
-        rows: list[Any] = self.rows
+    def to_json(self) -> dict[str, object]:
         return {
             "machine": self._machine,
             "command": command_line(),
-            "setting": asdict(setting),
-            "rows": [asdict(row) for row in rows],
+            "setting": asdict(self.setting),
+            "rows": [asdict(row) for row in self.rows],
             "failures": self.failures,
             "seconds": self.seconds,
         }
@@ -53,16 +64,16 @@ class Report(Generic[S, R]):
         return time.monotonic() - self._start
 
     def left(self) -> float:
-        """Seconds left of the budget; infinite without one."""
-        setting: Any = self.setting
-        return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
+        """Return the seconds left of the budget, which are infinite without a budget."""
+        budget = math.inf if self._budget is None else self._budget
+        return budget - self.seconds
 
     def save(self) -> None:
-        """Writes the report so far, which remains if the run is killed."""
+        """Write the report so far, so that it remains if the run is killed."""
         write_json(self._path, self.to_json())
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
-        """Prints tables, failures and last lines; the exit status is 1 if a result is wrong."""
+        """Print tables, failures and last lines; return the exit status, 1 if a result is wrong."""
         console = Console(highlight=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=TABLE_WIDTH)

@@ -1,4 +1,4 @@
-"""`ring-attn bench ring`: time, waits, bytes and memory of a ring, beside dense attention."""
+"""`ring-attn bench ring`: time, waits, bytes and memory of a ring, next to dense attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from ring_attn.profiling import peak_bytes
 from ring_attn.testing import Inputs, Verdict, check, random_qkv
 from ring_attn.testing.launch import rank_device, run_ranks
 
-WARMUP, QUICK = 2, (1024, 3)
+WARMUP = 2
+QUICK = (1024, 3)  # length and repetitions with --quick
 
 BASELINES: dict[str, type[Impl]] = {peer.name: peer for peer in (Dense, TorchTemplate)}
 
@@ -48,8 +49,8 @@ class RingRow:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the tables, and writes the JSON; 1 if a result is wrong."""
-    # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
+    """Measure, print the tables and write the JSON; return 1 if a result is wrong."""
+    # Silences the memory profiler on stderr. Ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     setting = setting_of(args)
     bench = Report[RingSetting, RingRow](setting, args.json)
@@ -75,11 +76,15 @@ def setting_of(args: argparse.Namespace) -> RingSetting:
 
 
 def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
-    """Measures on every rank; returns rows and failures."""
+    """Measure on every rank; return rows and failures."""
     inputs = random_qkv(  # the same on every rank
-        seqlen_q=setting.seqlen, nheads=setting.heads, nheads_kv=setting.kv_heads,
-        headdim=setting.head_dim, dtype=setting.dtype, device=rank_device(),
-    )  # fmt: skip
+        seqlen_q=setting.seqlen,
+        nheads=setting.heads,
+        nheads_kv=setting.kv_heads,
+        headdim=setting.head_dim,
+        dtype=setting.dtype,
+        device=rank_device(),
+    )
     rows: list[RingRow] = []
     impls: list[Impl] = [Ours(setting, inputs)]
     for name in setting.baselines:
@@ -92,10 +97,11 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
     times = _timed(impls, setting)
     for impl in impls:
         ours = impl.name == "ours"
-        for mode, figures in times[impl.name].items():
-            ms, waits, sent = zip(*figures, strict=True)
-            p20, median, p80 = quantiles(ms)
-            judged = verdicts[impl.name][: 1 if mode == "fwd" else None]
+        for mode, samples in times[impl.name].items():
+            p20, median, p80 = quantiles([sample.ms for sample in samples])
+            judged = verdicts[impl.name]
+            if mode == "fwd":
+                judged = judged[:1]  # of out only
             rows.append(
                 RingRow(
                     impl.name,
@@ -103,8 +109,8 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
                     median_ms=median,
                     p20_ms=p20,
                     p80_ms=p80,
-                    wait_ms=statistics.median(waits) if ours else None,
-                    bytes_sent=sent[0] if ours else None,
+                    wait_ms=statistics.median(x.wait_ms for x in samples) if ours else None,
+                    bytes_sent=samples[0].bytes_sent if ours else None,
                     peak_bytes=None if mode == "bwd" else _peak(impl, mode),
                     max_error=max(verdict.error for verdict in judged),
                     note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
@@ -113,20 +119,28 @@ def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
     return rows, [f"ours: {verdict}" for verdict in verdicts["ours"] if not verdict.ok]
 
 
-def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, list[Any]]]:
-    """Figures of `_one` for each repetition, by implementation and mode."""
-    by_impl: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
+class Sample(NamedTuple):
+    """Figures of one repetition, each the greatest over the ranks."""
+
+    ms: float
+    wait_ms: float
+    bytes_sent: int
+
+
+def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, list[Sample]]]:
+    """Return the samples of all repetitions, by implementation and mode."""
+    by_impl: dict[str, dict[str, list[Sample]]] = {impl.name: {} for impl in impls}
     for repetition in range(WARMUP + setting.iters):
         for impl in turned(impls, repetition):
-            sample = _one(impl, setting.mode)
+            samples = _sampled(impl, setting.mode)
             if repetition >= WARMUP:
-                for mode, figures in sample.items():
-                    by_impl[impl.name].setdefault(mode, []).append(figures)
+                for mode, sample in samples.items():
+                    by_impl[impl.name].setdefault(mode, []).append(sample)
     return by_impl
 
 
-def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
-    """(ms, wait ms, bytes sent) of one repetition by mode, each the greatest over the ranks."""
+def _sampled(impl: Impl, mode: str) -> dict[str, Sample]:
+    """Run one repetition; return its sample for each mode that `mode` contains."""
     _mark(impl)
     dist.barrier()
     marks = [_mark(impl)]
@@ -138,13 +152,13 @@ def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
     figures = figures.to(rank_device())
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return {
-        name: (1e3 * s, 1e3 * wait, int(sent))
-        for name, (s, wait, sent) in zip(MODES[mode], figures.tolist(), strict=True)
+        name: Sample(ms=1e3 * seconds, wait_ms=1e3 * wait_s, bytes_sent=int(nbytes))
+        for name, (seconds, wait_s, nbytes) in zip(MODES[mode], figures.tolist(), strict=True)
     }
 
 
 def _mark(impl: Impl) -> Tensor:
-    """Time, wait time and bytes sent, once the device is done."""
+    """Return seconds, seconds of waits and bytes sent so far, when the device is done."""
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
     figures = time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
@@ -152,41 +166,43 @@ def _mark(impl: Impl) -> Tensor:
 
 
 def _peak(impl: Impl, mode: str) -> int:
-    """Most bytes held beyond the inputs, on the rank that holds most."""
+    """Return the peak memory beyond the inputs, in bytes, on the rank where it is greatest."""
     impl.release()
-    most = torch.tensor([peak_bytes(partial(impl.run, mode), rank_device())], device=rank_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
+    device = rank_device()
+    nbytes = torch.tensor([peak_bytes(partial(impl.run, mode), device)], device=device)
+    dist.all_reduce(nbytes, op=dist.ReduceOp.MAX)
+    return int(nbytes)
 
 
 def _verdicts(
     impls: Sequence[Impl], setting: RingSetting, inputs: Inputs
 ) -> dict[str, list[Verdict]]:
-    """Checks out and the gradients of one run of each; the same verdicts on every rank.
+    """Check out and gradients of one run of each implementation; every rank gets the verdicts.
 
-    Attention in float64 and in the inputs' dtype is by torch's fused operator on rank 0: it does
-    not store the scores, so it works at the measured lengths.
+    torch's fused operator on rank 0 computes attention in float64 and in the dtype of the inputs.
+    It does not store the scores, so it works for the measured lengths.
     """
 
     def results(impl: Impl) -> list[Tensor]:
         impl.run(setting.mode)
         return impl.whole()
 
-    exact = [x.double() for x in inputs]
-    oracle, plain = (results(Dense(setting, x)) for x in (exact, inputs))
+    oracle = results(Dense(setting, [x.double() for x in inputs]))
+    plain = results(Dense(setting, inputs))
     by_impl = {}
     for impl in impls:
         compared = zip(("out", "dq", "dk", "dv"), results(impl), oracle, plain, strict=False)
-        verdicts = [[check(*result) for result in compared]]  # none on ranks above 0
+        # Ranks other than 0 have no results, and get the verdicts of rank 0.
+        verdicts = [[check(name, *tensors) for name, *tensors in compared]]
         dist.broadcast_object_list(verdicts, 0)
         by_impl[impl.name] = verdicts[0]
     return by_impl
 
 
 def _table(bench: Report[RingSetting, RingRow]) -> Table:
-    """Times, and bytes that a call holds beyond its inputs and sends."""
+    """Return the table of times, of the peak memory of a call beyond its inputs, and of traffic."""
     each, rows = bench.setting, bench.rows
-    dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
+    dense_ms = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
     table = new_table(
         f"{each.seqlen} rows on {each.world_size} ranks with {each.threads} threads, "
         f"{each.heads}/{each.kv_heads} heads of {each.head_dim}, {dtype_name(each.dtype)}, "
@@ -196,12 +212,21 @@ def _table(bench: Report[RingSetting, RingRow]) -> Table:
     )
     for row in rows:
         if row.median_ms is not None:
-            whole = dense.get(row.mode)
-            megabytes = (None if x is None else 1e-6 * x for x in (row.peak_bytes, row.bytes_sent))
-            times = (show(x, ".1f") for x in (row.median_ms, row.p20_ms, row.p80_ms))
+            dense = dense_ms.get(row.mode)
             table.add_row(
-                row.impl, row.mode, *times, show(row.median_ms / whole if whole else None, ".3f"),
+                row.impl,
+                row.mode,
+                show(row.median_ms, ".1f"),
+                show(row.p20_ms, ".1f"),
+                show(row.p80_ms, ".1f"),
+                show(row.median_ms / dense if dense else None, ".3f"),
                 show(row.wait_ms, ".2f"),
-                *(show(x, ".2f") for x in megabytes), show(row.max_error, ".1e"),
-            )  # fmt: skip
+                show(_megabytes(row.peak_bytes), ".2f"),
+                show(_megabytes(row.bytes_sent), ".2f"),
+                show(row.max_error, ".1e"),
+            )
     return table
+
+
+def _megabytes(nbytes: int | None) -> float | None:
+    return None if nbytes is None else 1e-6 * nbytes

@@ -1,4 +1,4 @@
-"""Attention over a split sequence by several packages, for `ring-attn bench ring`."""
+"""Implementations of attention over a split sequence, for `ring-attn bench ring`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class RingSetting:
+    """The problem, and the options of its measurement."""
+
     world_size: int
     seqlen: int
     heads: int
@@ -50,32 +52,34 @@ class Impl(Differentiable):
     name: str
 
     def __init__(self, setting: RingSetting, inputs: Sequence[Tensor]) -> None:
-        self.setting, self.stats, self.sequence = setting, TransportStats(), setting.sequence
+        self.setting = setting
+        self.stats = TransportStats()
+        self.sequence = setting.sequence
         attend = self.attention()
         shards = [self.shard(x).contiguous() for x in inputs]
         super().__init__(attend, shards, backward=setting.mode != "fwd")
 
     @classmethod
     def reason_against(cls, setting: RingSetting) -> str | None:
-        """The reason why the implementation cannot run the setting; None if it can."""
+        """Return the reason why the implementation cannot run the setting, or None."""
         return None
 
     def attention(self) -> Attend:
-        """Sets the package up, maybe with another `sequence`; returns its function of q, k, v."""
+        """Set the package up, which may change `sequence`; return its function of q, k, v."""
         raise NotImplementedError
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor."""
+        """Return this rank's rows of a whole tensor."""
         return self.sequence.shard(x, dist.get_rank())
 
     def run(self, mode: str) -> None:
-        """Runs a forward, and unless `mode` is "fwd" its backward."""
+        """Run a forward, and its backward unless `mode` is "fwd"."""
         self.forward()
         if mode != "fwd":
             self.backward()
 
     def whole(self) -> list[Tensor]:
-        """out, dq, dk, dv of the whole sequence on rank 0; nothing on other ranks."""
+        """Return out, dq, dk, dv of the whole sequence on rank 0; nothing on other ranks."""
         parts = [ring_attn.unshard(x, self.sequence) for x in self.results()]
         return parts if dist.get_rank() == 0 else []
 
@@ -92,16 +96,18 @@ class Ours(Impl):
 
 
 class Dense(Impl):
-    """Dense attention in one process with all threads; the other ranks sleep in a barrier."""
+    """Dense attention in one process with all threads; the other ranks wait in a barrier."""
 
     name = "dense"
 
     def attention(self) -> Attend:
         self._is_first = dist.get_rank() == 0
         self._threads = self.setting.threads * self.setting.world_size
-        setting, attend = self.setting, F.scaled_dot_product_attention
-        grouped = setting.kv_heads != setting.heads
-        return partial(attend, is_causal=setting.causal, enable_gqa=grouped)
+        grouped = self.setting.kv_heads != self.setting.heads
+        attend: Attend = partial(
+            F.scaled_dot_product_attention, is_causal=self.setting.causal, enable_gqa=grouped
+        )
+        return attend
 
     def shard(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)
@@ -122,21 +128,24 @@ class Dense(Impl):
 
 
 class TorchTemplate(Impl):
-    """torch's private ring over its flash operators, called as by its context_parallel."""
+    """torch's private ring over its flash operators, with the arguments of context_parallel.
+
+    `Any`: private functions and operators of torch have no types.
+    """
 
     name = "torch-template"
 
     @classmethod
     def reason_against(cls, setting: RingSetting) -> str | None:
-        """The reason why torch's ring cannot run the setting, according to its source."""
+        """Return the reason why torch's ring cannot run the setting, according to its source."""
         if rank_device().type != "cpu":
-            return "is measured on CPUs alone"
+            return "is measured only on CPUs"
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
         if setting.layout == "zigzag" and not setting.causal:
-            return "balances only causal attention"
+            return "supports zigzag only for causal attention"
         if setting.seqlen % (2 * setting.world_size):
-            return "needs a length that divides by 2 x ranks"
+            return "needs a length that is a multiple of 2 x ranks"
         return None
 
     def attention(self) -> Attend:
@@ -148,8 +157,12 @@ class TorchTemplate(Impl):
         aten = torch.ops.aten
         self._operator: Any = aten._scaled_dot_product_flash_attention_for_cpu
         self._backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        self._options: Any = {"is_causal": self.setting.causal, "dropout_p": 0.0, "scale": None}
-        self._saved: tuple[Any, ...] = ()
+        self._options: dict[str, bool | float | None] = {
+            "is_causal": self.setting.causal,
+            "dropout_p": 0.0,
+            "scale": None,
+        }
+        self._saved: tuple[Tensor, ...] = ()
         return self._operator
 
     def shard(self, x: Tensor) -> Tensor:
@@ -166,9 +179,16 @@ class TorchTemplate(Impl):
         out, lse = self._saved
         with torch.no_grad():
             grads = self._private._templated_ring_attention_backward(
-                self._group, 2, self._backward, self._dout, "grad_out", *self._leaves, out, lse,
+                self._group,
+                2,  # the sequence dim
+                self._backward,
+                self._dout,
+                "grad_out",
+                *self._leaves,
+                out,
+                lse,
                 **self._options,
-            )  # fmt: skip
+            )
         self.grads = [x.transpose(1, 2) for x in grads[:3]]
 
     def release(self) -> None:

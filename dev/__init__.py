@@ -1,1 +1,1 @@
-"""Tools of the package's makers: the compiler over all kernels, its rules, and releases."""
+"""Developer tools: compilation of all kernels, rules for machine code, faults, releases."""

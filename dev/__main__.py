@@ -1,10 +1,10 @@
-"""`python -m dev aot`: commands that only makers of the package need."""
+"""`python -m dev aot`: commands for developers of the package."""
 
 import sys
 from importlib.util import find_spec, module_from_spec
 
 if "ring_attn" not in sys.modules:
-    # As in `ring_attn_cli`: a command's help, and `gpu` at all, do not wait for torch.
+    # As in `ring_attn_cli`: `--help`, and the command `gpu`, do not import torch.
     spec = find_spec("ring_attn")
     assert spec is not None, "run this in a checkout"
     sys.modules["ring_attn"] = module_from_spec(spec)
@@ -14,12 +14,12 @@ from ring_attn.cli.main import Command, main
 PROG = "python -m dev"
 COMMANDS = (
     Command("aot", "dev.aot", "dev.aot", "compile and check every kernel without a GPU"),
-    Command("fuzz", "dev.fuzz", "dev.fuzz", "random calls against float64, until one fails"),
-    Command("faults", "dev.faults", "dev.faults", "what the other ranks do if one fails: a table"),
-    Command("network", "dev.network", "dev.network", "waits on slow networks, as planned or not"),
-    Command("gpu", "dev.gpu.options", "dev.gpu.command", "all that a GPU must answer", loads=False),
+    Command("fuzz", "dev.fuzz", "dev.fuzz", "compare random calls with float64 until one fails"),
+    Command("faults", "dev.faults", "dev.faults", "show what other ranks do if a rank fails"),
+    Command("network", "dev.network", "dev.network", "compare waits on slow networks with plans"),
+    Command("gpu", "dev.gpu.options", "dev.gpu.command", "run all stages on a GPU", loads=False),
     Command("release", "dev.release", "dev.release", "try a release in a fresh environment"),
-    Command("soak", "dev.soak", "dev.soak", "thousands of calls: nothing grows or slows down"),
+    Command("soak", "dev.soak", "dev.soak", "make thousands of calls and look for leaks"),
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rules for compiled kernels: what machine code must have, and what it must not have."""
+"""Rules for the machine code of compiled kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dev.compiled import Compiled
 if TYPE_CHECKING:
     from dev.aot import CompiledRow
 
-# Most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
+# The most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
 # specifications per compute capability, maximum per thread block (the system reserves 1 KiB).
 # gfx942: AMD Instinct MI300 ISA, 64 KiB of LDS for a work-group.
 SHARED_BYTES = {
@@ -24,7 +24,7 @@ SHARED_BYTES = {
     "gfx942": 65_536,
 }
 
-# Columns of tensor memory of an SM of sm_100: PTX ISA, tcgen05.alloc.
+# Number of columns of the tensor memory of an SM of sm_100: PTX ISA, tcgen05.alloc.
 TENSOR_MEMORY = 512
 
 # The newest product instruction of an architecture. All NVIDIA GPUs have HMMA; it is slower on
@@ -40,14 +40,15 @@ class Limits:
     Attributes:
         warp_specialize: whether it must be warp-specialised.
         products: required tensor-core instructions: "own" of the architecture, "any", or None.
-        exposed: most exponentials in a pass of an innermost loop that need not overlap with a
-            product; None means that none need to.
-        together: least products in a pass of an innermost loop: as many as are to be in flight.
-        spilled: bytes that it may spill anywhere.
-        within: loads and stores of spilled registers that are allowed in a pass of a loop with
+        exposed: the largest number of exponentials, in a pass of an innermost loop, that do not
+            overlap with a product; None means no limit.
+        together: the smallest number of products in a pass of an innermost loop, all of which are
+            to be in flight at the same time.
+        spilled: the most bytes that it may spill.
+        within: the largest number of loads and stores of spilled registers in a pass of a loop with
             products, without the loops within it.
-        around: the same of a loop around loops with products: a pass is a run of columns.
-        beside: the same of other loops, which other warps run.
+        around: the same for a loop around loops with products, a pass of which is a run of columns.
+        beside: the same for other loops, which other warps run.
     """
 
     warp_specialize: bool = False
@@ -61,7 +62,7 @@ class Limits:
 
 
 def failures(report: Compiled, arch: str, expected: Limits) -> tuple[str, ...]:
-    """Messages for all requirements that a compiled kernel fails."""
+    """Return messages for all requirements that a compiled kernel does not meet."""
     own = PRODUCTS.get(arch, HMMA)
     products = {"own": (own,), "any": (own, HMMA), None: ()}[expected.products]
     checks = (
@@ -95,20 +96,21 @@ def failures(report: Compiled, arch: str, expected: Limits) -> tuple[str, ...]:
         ),
         (
             expected.warp_specialize and not report.warp_specialized,
-            "warp specialisation was asked for and dropped (no USETMAXREG)",
+            "warp specialisation was requested and not done (no USETMAXREG)",
         ),
     )
     return tuple(text for failed, text in checks if failed)
 
 
 def _in_loops(report: Compiled, expected: Limits) -> Iterator[tuple[bool, str]]:
-    """For each rule of loops, whether one breaks it, and the message."""
+    """Yield (whether a loop breaks it, message) for each rule of loops."""
     innermost = [loop for loop in report.loops if loop.products and not loop.around]
     if expected.exposed is not None:
         exposed = max((loop.exposed for loop in innermost), default=0)
         yield (
             exposed > expected.exposed or not any(loop.exponentials for loop in innermost),
-            f"{exposed} exponentials of a loop beside no product, {expected.exposed} are allowed",
+            f"{exposed} exponentials of a loop overlap with no product, "
+            f"{expected.exposed} are allowed",
         )
     products = max((loop.products for loop in innermost), default=0)
     yield (
@@ -123,14 +125,18 @@ def _in_loops(report: Compiled, expected: Limits) -> Iterator[tuple[bool, str]]:
         (around, expected.around, "around loops with products"),
         (beside, expected.beside, "without products"),
     ):
-        most = max(spills, default=0)
-        yield most > allowed, f"spills {most} times a pass of a loop {kind}, {allowed} are allowed"
+        count = max(spills, default=0)
+        yield (
+            count > allowed,
+            f"spills {count} times in a pass of a loop {kind}, {allowed} are allowed",
+        )
 
 
 def other_orders(rows: Sequence[CompiledRow]) -> Iterator[tuple[CompiledRow, str]]:
-    """Rows that add in another order than another variant of the same kernel and tile.
+    """Yield rows that add in another order than another variant of the same kernel and tile.
 
-    Variants are steps of one call: if their orders differ, a ring has not the bits of one rank.
+    Variants are steps of one call. If their orders differ, the bits of a ring are not those of one
+    rank.
     """
     firsts: dict[object, CompiledRow] = {}
     for row in rows:

@@ -1,7 +1,9 @@
-"""`compile_launch`: compiles a kernel launch for a GPU that this machine need not have.
+"""`compile_launch`: compilation of a kernel launch for a GPU that this machine may not have.
 
-The launch goes through triton's own launcher with a stub driver. So triton specialises the kernel
+The launch uses triton's own launcher with a stub driver. Therefore triton specialises the kernel
 (alignment, divisibility by 16, arguments equal to 1) as it would on such a GPU.
+
+`Any` in this module: compiled kernels and drivers of triton, which have no types.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ REDUCED = re.compile(r'"tt\.reduce".*?\}\) : \((.*?)\) ->', re.DOTALL)
 PRODUCT = re.compile(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<[^>]*, (#\w+)>|(tc_gen5_mma)")
 INSTRUCTION = re.compile(r"version\w* = \d+|instrShape = \[[^]]*\]")
 
-# The advisories of ptxas: C7510 and its like, "wgmma.mma_async instructions are serialized due to".
+# The advisories of ptxas such as C7510, "wgmma.mma_async instructions are serialized due to".
 SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
 
 
@@ -54,14 +56,14 @@ class Compiled:
     """Resources and instructions of a compiled kernel.
 
     Attributes:
-        registers: per thread; on AMD vector registers with accumulation registers.
-        spill_bytes: per thread: the stack frame or the spilled bytes, whichever is more.
+        registers: registers per thread; on AMD vector registers with accumulation registers.
+        spill_bytes: the stack frame or the spilled bytes per thread, whichever is larger.
         shared_bytes: shared memory per program.
         tensor_memory: columns of tensor memory, on sm_100.
         opcodes: counts of OPCODES in the machine code.
         advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
-        loops: the loops of SASS that have products or spill, outer ones too.
+        loops: the loops of SASS that have products or spills, with outer loops.
         missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
         early_reads: see `tensor_loads`.
         order: see `order_of_sums`.
@@ -81,23 +83,27 @@ class Compiled:
 
     @property
     def warp_specialized(self) -> bool:
-        """Tells whether warps reallocate registers, as only specialised warps do."""
+        """Whether warps reallocate registers, as only specialised warps do."""
         return self.opcodes["USETMAXREG"] > 0
 
 
 class CompileError(RuntimeError):
-    """triton or ptxas failed; the text is one line."""
+    """An error of triton or ptxas, in one line."""
 
 
 def interpreting() -> bool:
-    """Tells whether TRITON_INTERPRET=1: the interpreter's kernels cannot be compiled."""
+    """Return whether TRITON_INTERPRET=1; kernels of the interpreter cannot be compiled."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:
-    """Compiles `launch` for `arch` ("sm_90", "gfx942"); raises CompileError."""
+    """Compile `launch` for an architecture, such as "sm_90" or "gfx942".
+
+    Raises:
+        CompileError: triton or ptxas fails.
+    """
     from triton import knobs
 
     with (
@@ -108,7 +114,8 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     ):
         # A cached kernel would have no ptxas log.
         knobs.cache.dir = folder
-        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
         start = time.perf_counter()
         kernel, log = _compile(launch, arch)
         seconds = time.perf_counter() - start
@@ -116,24 +123,27 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 
 def compiled_kernel(launch: Launch, arch: str) -> Any:
-    """triton's compiled kernel with the text of every stage; from triton's cache if possible."""
-    return _compile(launch, arch)[0]
+    """Return triton's compiled kernel, with the text of every stage, from its cache if possible."""
+    kernel, _ = _compile(launch, arch)
+    return kernel
 
 
 class CompileTarget:
-    """Replaces triton's GPU driver while a kernel is compiled."""
+    """A driver that replaces triton's GPU driver while a kernel is compiled."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
 
-        backend, name = ("cuda", int(arch[3:])) if arch.startswith("sm_") else ("hip", arch)
-        self._target = GPUTarget(backend, name, WARP_SIZE[backend])
+        if arch.startswith("sm_"):
+            self._target = GPUTarget("cuda", int(arch.removeprefix("sm_")), WARP_SIZE["cuda"])
+        else:
+            self._target = GPUTarget("hip", arch, WARP_SIZE["hip"])
 
     def get_current_target(self) -> Any:
         return self._target
 
     def get_current_device(self) -> object:
-        """A new object each time: triton caches compiled kernels by device."""
+        """Return a new object each time, because triton caches compiled kernels by device."""
         return object()
 
     def get_current_stream(self, device: object) -> int:
@@ -142,7 +152,7 @@ class CompileTarget:
 
 @contextlib.contextmanager
 def active_driver(driver: Any) -> Iterator[None]:
-    """Makes `driver` triton's active driver within the context."""
+    """Make `driver` triton's active driver within the context."""
     from triton.runtime import driver as drivers
 
     try:
@@ -157,7 +167,7 @@ def active_driver(driver: Any) -> Iterator[None]:
 
 
 def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
-    """Returns triton's compiled kernel, and the output of ptxas."""
+    """Return (triton's compiled kernel, output of ptxas)."""
     if interpreting():
         raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
     log = io.StringIO()
@@ -175,7 +185,7 @@ def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _stderr_of_process() -> Iterator[Callable[[], str]]:
-    """Captures what the compiler writes to stderr; yields a function that returns it."""
+    """Capture the stderr of the compiler; yield a function that returns it."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -193,7 +203,7 @@ def _stderr_of_process() -> Iterator[Callable[[], str]]:
 
 
 def _reason(error: BaseException, output: str) -> str:
-    """The root exception and the compiler's first error, in one line."""
+    """Return the root exception and the compiler's first error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -225,10 +235,10 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
 
 
 def order_of_sums(ttgir: str) -> str:
-    """A hash of all that decides in which order a kernel adds: equal for kernels with equal sums.
+    """Return a hash of everything on which the order of a kernel's sums depends.
 
-    This is the layout of every tensor that is reduced, and the instruction of every product. How
-    warps share a product does not matter: one thread adds up an element.
+    The order depends on the layout of every reduced tensor, and on the instruction of every
+    product. It does not depend on how warps share a product, because one thread sums an element.
     """
     layouts = dict(LAYOUT.findall(ttgir))
 
@@ -239,13 +249,12 @@ def order_of_sums(ttgir: str) -> str:
     products = {
         own or " ".join(INSTRUCTION.findall(layouts[name])) for name, own in PRODUCT.findall(ttgir)
     }
-    return hashlib.blake2b(
-        repr((sorted(sums), sorted(products))).encode(), digest_size=4
-    ).hexdigest()
+    text = repr((sorted(sums), sorted(products)))
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _sass(cubin: bytes) -> str:
-    """Disassembled machine code."""
+    """Return the disassembled machine code."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -256,7 +265,7 @@ def _sass(cubin: bytes) -> str:
 
 
 def _ptxas_figures(log: str) -> tuple[int, int]:
-    """Registers and spilled bytes, from the output of `ptxas -v`."""
+    """Return (registers, spilled bytes) from the output of `ptxas -v`."""
     registers = re.findall(r"Used (\d+) registers", log)
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
@@ -265,7 +274,7 @@ def _ptxas_figures(log: str) -> tuple[int, int]:
 
 
 def _amd_figures(code: str) -> tuple[int, int]:
-    """Vector registers and spilled bytes, from the metadata at the end of the assembly."""
+    """Return (vector registers, spilled bytes) from the metadata at the end of the assembly."""
     figures = dict(re.findall(r"\.(\w+):\s+(\d+)$", code, re.MULTILINE))
     spilled = 4 * int(figures["vgpr_spill_count"])
     return int(figures["vgpr_count"]), max(spilled, int(figures["private_segment_fixed_size"]))

@@ -1,6 +1,7 @@
-"""Random calls on all ranks against float64, until the time is up or one of them fails.
+"""Comparison of random calls on all ranks with float64, until the time is up or a call fails.
 
-A call that fails is made as small as it can be, and printed as the command that repeats it.
+A call that fails is reduced to the smallest one that fails, and printed as the command that repeats
+it.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ from tests.drawn import flash_masks, layouts, layouts_for, made_masks, slice_mas
 from tests.unit.test_programs import sent, strategies
 
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (6, 3), (5, 5))
-# Dtypes of each backend. Triton's interpreter computes bfloat16 wrong.
+# Dtypes of each backend. bfloat16 is wrong in Triton's interpreter.
 DTYPES = {
     **dict.fromkeys(("reference", "aten"), ("float16", "float32", "bfloat16", "float64")),
     "triton": ("float16", "float32"),
 }
 BLOB = re.compile(r"reproduce_failure\('[^']*', (b'[^']*')\)")
 
-# Processes over gloo, which stay from call to call; also with CPU tensors as CUDA's.
-pools, queued_pools = Pools(queued=False), Pools(queued=True)
+# Processes over gloo, which all calls share. In the queued ones CPU tensors are treated like CUDA
+# tensors.
+pools = Pools(queued=False)
+queued_pools = Pools(queued=True)
 
 
 # -- attention
@@ -56,7 +59,7 @@ pools, queued_pools = Pools(queued=False), Pools(queued=True)
 
 @dataclass(frozen=True)
 class Call(Case):
-    """A case, the number of its ranks, and what is done to each of q, k, v and dout."""
+    """A case, the number of its ranks, and the kind of values of each of q, k, v and dout."""
 
     world_size: int = 1
     values: tuple[str, str, str, str] = ("normal",) * 4
@@ -66,7 +69,7 @@ class Call(Case):
 
 
 def changed(x: Tensor, value: str) -> Tensor:
-    """The tensor with logits of 1e4, denormal numbers, or -0.0 in every other row."""
+    """Return the tensor with logits of 1e4, denormal numbers, or -0.0 in every other row."""
     if value == "-0.0":
         x = x.clone()
         x[:, ::2] = -0.0
@@ -118,7 +121,7 @@ def calls(
 
 
 def attention(case: Call, processes: Pools | None = None) -> bool:
-    """Says whether the call is built; so do the other functions that run one."""
+    """Run a call and check it; return whether it is supported, like the functions below."""
     try:
         ranks = calls_of(case, case.world_size)
     except NotImplementedError:
@@ -129,26 +132,33 @@ def attention(case: Call, processes: Pools | None = None) -> bool:
     run = None if processes is None else processes(case.world_size).run
     ran = run_all_ranks(case, case.world_size, run)
     assert not ran.failures, ran.failures
-    assert [*ran.sent] == [*zip(sent(ranks), sent(ranks, backward=True), strict=True)]
+    planned = zip(sent(ranks), sent(ranks, backward=True), strict=True)
+    assert list(ran.sent) == list(planned)
     if processes is not None:
         # `ring_attention` makes strided shards contiguous.
         alone = run_all_ranks(replace(case, noncontiguous=False), case.world_size)
-        assert not ran.differing(alone), "bits that are not those of one process"
+        assert not ran.differing(alone), "bits differ from those of one process"
     return True
 
 
 def decoding(case: Call) -> bool:
-    inputs, mask, sinks = case.build_inputs(), case.build_mask(), case.build_sinks()
-    layout = case.build_layouts(case.world_size)[1]
-    spec = AttentionSpec.of(*inputs[:3], case.softcap, sinks)
+    inputs = case.build_inputs()
+    mask = case.build_mask()
+    _, layout = case.build_layouts(case.world_size)
+    spec = AttentionSpec.of(
+        inputs.q, inputs.k, inputs.v, softcap=case.softcap, sinks=case.build_sinks()
+    )
     call = make_call(spec, softmax_scale=case.softmax_scale, backend=case.backend)
     programs = [
         program(
-            call, decode_tiles(layout.segments(rank), mask),
-            (mask.seqlen_q, spec.batch, layout.shard_len(rank)), rank, case.world_size,
+            call,
+            decode_tiles(layout.segments(rank), mask),
+            (mask.seqlen_q, spec.batch, layout.shard_len(rank)),
+            rank,
+            case.world_size,
         )
         for rank in range(case.world_size)
-    ]  # fmt: skip
+    ]
     faults = check(programs)
     assert not faults, faults
     results = pools(case.world_size).run(decode_on_rank, case)
@@ -159,21 +169,29 @@ def decoding(case: Call) -> bool:
 
 
 def decode_on_rank(case: Call) -> tuple[Tensor, Tensor]:
-    layout = case.build_layouts(case.world_size)[1]
+    _, layout = case.build_layouts(case.world_size)
     q, k, v, _ = case.build_inputs()
     k, v = (layout.shard(x, dist.get_rank()) for x in (k, v))
     with poisoned_empty():
         return tree_decode(
-            q, k, v, mask=case.build_mask(), softmax_scale=case.softmax_scale, softcap=case.softcap,
-            sinks=case.build_sinks(), layout=layout, backend=case.backend, return_lse=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=case.build_mask(),
+            softmax_scale=case.softmax_scale,
+            softcap=case.softcap,
+            sinks=case.build_sinks(),
+            layout=layout,
+            backend=case.backend,
+            return_lse=True,
+        )
 
 
 # -- neighbours and recurrences
 
 
 class Rows(NamedTuple):
-    """A layout, documents, and numbers of rows or of a document."""
+    """A layout, boundaries of documents, and two numbers of rows."""
 
     layout: SequenceLayout
     cuts: list[int]
@@ -198,20 +216,24 @@ def neighbouring(drawn: Rows) -> bool:
 
 def recurrent(drawn: Rows) -> bool:
     layout, cuts, number, _ = drawn
-    spoilt = number % (len(cuts) - 1)
+    spoilt = number % (len(cuts) - 1)  # a document
     _on_ranks(recurrences.compare_start_states, layout, layout, cuts)
     for kind in recurrences.KINDS:
         _on_ranks(recurrences.compare, layout, kind, layout, cuts, spoilt)
     return True
 
 
-def _on_ranks(fn: Callable[..., None], layout: SequenceLayout, *args: Any) -> None:
+def _on_ranks(fn: Callable[..., None], layout: SequenceLayout, *args: object) -> None:
+    """Run a function on all ranks of the layout; fail if an assertion of a rank fails."""
     failed = [text for text in pools(layout.world_size).run(asserted, fn, *args) if text]
     assert not failed, failed
 
 
-def asserted(fn: Callable[..., None], *args: Any) -> str:
-    """Assertions of a rank that failed: had it raised, the others would wait for it."""
+def asserted(fn: Callable[..., None], *args: object) -> str:
+    """Return the text of a failed assertion, or "".
+
+    If the rank raised instead, the other ranks would wait for it.
+    """
     try:
         fn(*args)
     except AssertionError as error:
@@ -223,7 +245,10 @@ def asserted(fn: Callable[..., None], *args: Any) -> str:
 
 
 class Kind(NamedTuple):
-    """Calls of one kind, and how many there are in a round."""
+    """A kind of calls, and the number of calls in a round.
+
+    `Any`: a `Call` or `Rows`, which `run` accepts.
+    """
 
     drawn: st.SearchStrategy[Any]
     run: Callable[[Any], bool]
@@ -247,19 +272,28 @@ KINDS = {
 def fuzz(
     kind: str, seed: int, examples: int, counts: Counter[str], case: str | None = None
 ) -> str | None:
-    """Runs random calls; the text of the first failure, with the command that repeats it.
+    """Run random calls; return the text of the first failure, with the command that repeats it.
 
-    Adds calls that were right to `counts`, by kind, and refused ones. `case` runs this call only.
+    Args:
+        kind: a key of KINDS.
+        seed: seed of the calls.
+        examples: number of calls.
+        counts: counts of correct calls by kind, and of refused calls, to which this adds.
+        case: runs only this call.
     """
 
-    def clean(drawn: Any) -> None:
+    def clean(drawn: object) -> None:
         counts[kind if KINDS[kind].run(drawn) else "refused"] += 1
 
     limits = settings(
-        deadline=None, database=None, max_examples=examples, print_blob=True,
-        report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+        deadline=None,
+        database=None,
+        max_examples=examples,
+        print_blob=True,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
+    )
     test = hypothesis.seed(seed)(limits(given(KINDS[kind].drawn)(clean)))
     if case is not None:
         test = reproduce_failure(hypothesis.__version__, case.encode())(test)
@@ -276,20 +310,22 @@ def fuzz(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many minutes")
+    parser.add_argument("--minutes", type=float, default=10.0, help="stop after this many minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the calls")
-    parser.add_argument("--case", help="run one call, as a failure prints it")
+    parser.add_argument("--case", help="run only one call, in the form that a failure prints")
 
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    counts, end, failure = Counter[str](), time.monotonic() + 60.0 * args.minutes, None
+    counts = Counter[str]()
+    end = time.monotonic() + 60.0 * args.minutes
+    failure = None
     if args.case is not None:
         kind, case = args.case.split(":")
         failure = fuzz(kind, args.seed, 1, counts, case)
     for turn in count() if args.case is None else ():
         part, number = divmod(turn, len(KINDS))
-        kind = [*KINDS][number]
+        kind = list(KINDS)[number]
         failure = fuzz(kind, args.seed * 1_000_003 + part, KINDS[kind].share, counts)
         if failure is not None or time.monotonic() > end:
             break

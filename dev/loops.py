@@ -1,4 +1,4 @@
-"""The loops of machine code (SASS), and what stands in each of them but not in a loop within it."""
+"""The loops of machine code (SASS), and the instructions of each of them without inner loops."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Loop:
     """A loop of machine code.
 
     Attributes:
-        spills: loads and stores of spilled registers in a pass, inner loops left out.
-        products: instructions of the tensor cores, inner loops left out.
-        around: whether an inner loop has them.
-        exponentials: inner loops left out.
-        exposed: how many of the exponentials do not overlap with a Hopper product.
+        spills: number of loads and stores of spilled registers in a pass, without inner loops.
+        products: number of instructions of the tensor cores, without inner loops.
+        around: whether an inner loop has such instructions.
+        exponentials: number of exponentials, without inner loops.
+        exposed: number of these exponentials that do not overlap with a Hopper product.
     """
 
     spills: int
@@ -48,14 +48,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Code:
-    """Blocks of lines, each with one entry, and the blocks that may follow each of them."""
+    """Blocks of lines, each of which has one entry, and the blocks that may follow each block."""
 
     blocks: tuple[str, ...]
     following: Mapping[int, frozenset[int]]
 
 
 def loops_of(code: str) -> tuple[Loop, ...]:
-    """Every loop of the code, outer loops before those within them."""
+    """Return every loop of the code, outer loops before those within them."""
     parsed = _parsed(code)
     return tuple(_loops(parsed, frozenset(parsed.following)))
 
@@ -74,31 +74,29 @@ def _parsed(code: str) -> _Code:
             instruction = INSTRUCTION.search(line)
             if instruction and instruction["opcode"] in JUMPS:
                 blocks.append([])
-    return _Code(
-        tuple(map("\n".join, blocks)),
-        {
-            index: _following(index, lines, labels, len(blocks))
-            for index, lines in enumerate(blocks)
-        },
-    )
+    following = {
+        index: _following(index, lines, labels, len(blocks)) for index, lines in enumerate(blocks)
+    }
+    return _Code(tuple("\n".join(lines) for lines in blocks), following)
 
 
 def _following(
     index: int, lines: list[str], labels: Mapping[str, int], num_blocks: int
 ) -> frozenset[int]:
-    """The blocks to which control may go from the end of a block."""
+    """Return the blocks to which control may go from the end of a block."""
+    next_block = frozenset({index + 1} - {num_blocks})  # empty after the last block
     last = INSTRUCTION.search(lines[-1]) if lines else None
     if last is None or last["opcode"] not in JUMPS:
-        return frozenset({index + 1} - {num_blocks})
-    targets = {labels[name] for name in TARGET.findall(lines[-1])}
-    guarded = last["guard"] or UNIFORM.search(lines[-1])
-    return frozenset(targets | ({index + 1} - {num_blocks} if guarded else set()))
+        return next_block
+    targets = frozenset(labels[name] for name in TARGET.findall(lines[-1]))
+    conditional = last["guard"] or UNIFORM.search(lines[-1])
+    return targets | next_block if conditional else targets
 
 
 def _loops(code: _Code, within: frozenset[int]) -> Iterator[Loop]:
-    """The loops among some blocks, each before those within it."""
+    """Return the loops among some blocks, each before those within it."""
     for body in _cycles(code, within):
-        # Without its entries a loop falls apart into the loops within it.
+        # Without its entries, a loop consists of the loops within it.
         entries = {index for before in within - body for index in code.following[before] & body}
         rest = body - (entries or {min(body)})
         inner = tuple(_loops(code, rest))
@@ -115,7 +113,7 @@ def _loops(code: _Code, within: frozenset[int]) -> Iterator[Loop]:
 
 
 def _cycles(code: _Code, within: frozenset[int]) -> list[frozenset[int]]:
-    """The largest sets of blocks each of which can be reached from all others of its set."""
+    """Return the largest sets of blocks each of which can be reached from all others of its set."""
     reached = {index: _reached(code, index, within) for index in within}
     sets = {
         frozenset(other for other in reached[index] if index in reached[other])
@@ -126,8 +124,8 @@ def _cycles(code: _Code, within: frozenset[int]) -> list[frozenset[int]]:
 
 
 def _reached(code: _Code, index: int, within: frozenset[int]) -> set[int]:
-    """The blocks that control may reach from the end of a block, staying within some."""
-    found = set[int]()
+    """Return the blocks that control may reach from the end of a block, staying within some."""
+    found: set[int] = set()
     ahead = [index]
     while ahead:
         new = (code.following[ahead.pop()] & within) - found

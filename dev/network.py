@@ -1,7 +1,7 @@
-"""Four ranks in network namespaces, joined by a relay that delays, limits, loses and cuts.
+"""Four ranks in network namespaces, connected by a relay that delays, limits, loses and cuts.
 
-Each rank has a TUN device whose packets the relay, a process, reads and writes. It needs no
-privilege, and no netem in the kernel.
+Each rank has a TUN device, whose packets the relay, a process, reads and writes. This needs neither
+privileges nor netem in the kernel.
 """
 
 from __future__ import annotations
@@ -36,27 +36,36 @@ from ring_attn.testing import Case, Heads, run_all_ranks, run_rank
 from tests.distributed.pool import STOP, Pool, forkserver
 
 RANKS = 4
-DEVICE, MTU = "ring0", 65000
-# Numbers of linux/sched.h and linux/if_tun.h: namespaces of a user and of a network; packets alone.
+DEVICE = "ring0"
+MTU = 65000
+# Constants of linux/sched.h and linux/if_tun.h: new namespaces of a user and of a network, and a
+# device whose packets have no further header.
 NEW_NAMESPACES = 0x10000000 | 0x40000000
-TUN_SET, TUN_OPTIONS = 0x400454CA, 0x1001
+TUN_SET = 0x400454CA
+TUN_OPTIONS = 0x1001
 
-SEQLEN, HEADS = 128, Heads(32, 32, 128, 128)
+SEQLEN = 128
+HEADS = Heads(32, 32, 128, 128)
 STRATEGIES = ("ring", "exchange", "all_gather")
-# Most that a wait may differ from the predicted one, as a factor.
+# The largest factor between a wait and its prediction.
 NEAR = 1.25
 
-Waits = tuple[float, float]  # seconds as planned, and as measured
+
+class Waits(NamedTuple):
+    """Seconds of waits, as planned and as measured."""
+
+    planned: float
+    measured: float
 
 
 class Network(NamedTuple):
     """The network between any two ranks.
 
     Attributes:
-        delay: seconds that a packet travels.
-        rate: bytes/s of each rank, in either direction.
-        loss: share of packets lost.
-        cut: ranks that are cut off from the others, not from each other.
+        delay: seconds from the sender to the receiver.
+        rate: bytes/s of each rank, in each direction.
+        loss: share of packets that are lost.
+        cut: ranks that are cut off from the others, but not from each other.
     """
 
     delay: float = 1e-3
@@ -68,7 +77,8 @@ class Network(NamedTuple):
         return f"{1e3 * self.delay:g} ms, {8e-6 * self.rate:g} Mbit/s, {100 * self.loss:g} % lost"
 
 
-# With the documents of the mask: latency is most of one prediction, the rate of another.
+# The networks, and the documents of the mask. In one prediction the latency dominates, in another
+# the rate.
 NETWORKS = {
     Network(delay=50e-3, rate=125e6): (0, 128),
     Network(delay=10e-3, rate=25e6): (0, 64, 128),
@@ -77,7 +87,7 @@ NETWORKS = {
 
 
 def why_not() -> str | None:
-    """The reason why no rank can have a network of its own here; None if it can."""
+    """Return the reason why ranks cannot have separate networks here, or None."""
     words = ["unshare", "-Urn", "ip", "tuntap", "add", DEVICE, "mode", "tun"]
     try:
         subprocess.run(words, check=True, capture_output=True, text=True)
@@ -87,7 +97,7 @@ def why_not() -> str | None:
 
 
 def enter(rank: int, relay: Connection) -> str:
-    """Moves this rank into a network of its own, whose device the relay gets; rank 0's address."""
+    """Move this rank into a network whose device the relay gets; return the address of rank 0."""
     user = os.getuid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
@@ -95,7 +105,7 @@ def enter(rank: int, relay: Connection) -> str:
         users.write(f"0 {user} 1")
     tun = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(tun, TUN_SET, struct.pack("16sH22x", DEVICE.encode(), TUN_OPTIONS))
-    # Windows are open from the start, as the planner knows no others.
+    # TCP windows are open from the start, because the planner does not model slow start.
     buffer = "4096 8388608 16777216"
     for name, value in (("slow_start_after_idle", "0"), ("rmem", buffer), ("wmem", buffer)):
         with open(f"/proc/sys/net/ipv4/tcp_{name}", "w") as setting:
@@ -113,36 +123,49 @@ def enter(rank: int, relay: Connection) -> str:
 
 
 class Relay:
-    """Carries packets; a rank's port serves the receivers round-robin: none waits for another."""
+    """Delivers packets; each rank serves its receivers in turn, so that none waits for another.
+
+    `Any`: `events` has methods with their arguments.
+    """
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self.ends, self.network = ends, Network()
-        self.random, self.numbers = Random(0), count()
+        self.ends = ends
+        self.network = Network()
+        self.random = Random(0)
+        self.numbers = count()
+        # Packets by sender and receiver.
         self.queues = [[deque[bytes]() for _ in range(RANKS)] for _ in range(RANKS)]
-        self.turn, self.sends, self.free_in = [0] * RANKS, [False] * RANKS, [0.0] * RANKS
-        # Calls to make, with their times, in the order of these.
+        self.last_receiver = [0] * RANKS
+        self.sends = [False] * RANKS  # whether a rank is sending
+        self.free_in = [0.0] * RANKS  # when the receiving side of a rank is free
+        # (time, number, method, arguments), a heap.
         self.events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
+        """Make a call at some time."""
         heappush(self.events, (when, next(self.numbers), call, args))
 
     def take(self, rank: int, packet: bytes) -> None:
-        to = packet[19] - 1
-        if packet[0] >> 4 == 4 and 0 <= to < RANKS:  # IPv4, and not to all
+        """Take a packet from a rank."""
+        to = packet[19] - 1  # the last byte of the address is rank + 1
+        if packet[0] >> 4 == 4 and 0 <= to < RANKS:  # IPv4, and not a broadcast
             self.queues[rank][to].append(packet)
             if not self.sends[rank]:
                 self.send(rank, time.monotonic())
 
     def send(self, rank: int, now: float) -> None:
-        turns = [(self.turn[rank] + i) % RANKS for i in range(1, 1 + RANKS)]
-        to = next((to for to in turns if self.queues[rank][to]), None)
+        """Begin to send the next packet of a rank, if there is one."""
+        in_turn = [(self.last_receiver[rank] + i) % RANKS for i in range(1, 1 + RANKS)]
+        to = next((to for to in in_turn if self.queues[rank][to]), None)
         self.sends[rank] = to is not None
         if to is not None:
-            self.turn[rank], packet = to, self.queues[rank][to].popleft()
+            self.last_receiver[rank] = to
+            packet = self.queues[rank][to].popleft()
             seconds = len(packet) / self.network.rate
             self.at(now + seconds, self.left, rank, to, packet, now + seconds, seconds)
 
     def left(self, rank: int, to: int, packet: bytes, now: float, seconds: float) -> None:
+        """Deliver a packet that has left its rank, unless it is lost."""
         self.send(rank, now)
         self.free_in[to] = max(self.free_in[to] + seconds, now)
         cut = (rank in self.network.cut) != (to in self.network.cut)
@@ -150,7 +173,7 @@ class Relay:
             self.at(self.free_in[to] + self.network.delay, os.write, self.ends[to], packet)
 
     def run(self, control: Connection) -> None:
-        """Runs until `control` ends, which says what the network is."""
+        """Run until `control` is closed, from which changes of the network are read."""
         pipes: list[Any] = [control, *self.ends]
         while True:
             while self.events and self.events[0][0] <= time.monotonic():
@@ -201,10 +224,10 @@ class Net(Pool):
 
 
 def waits(case: Case) -> list[float]:
-    """A rank's seconds of waiting in each of three calls."""
+    """Return the seconds of waits of this rank in each of three calls."""
     found = []
     for _ in range(3):
-        # All ranks begin at one time of the clock that they share.
+        # All ranks begin at the same time, by the clock that they share.
         start = [time.monotonic() + 0.5]
         dist.broadcast_object_list(start)
         time.sleep(max(0.0, start[0] - time.monotonic()))
@@ -217,44 +240,56 @@ def waits(case: Case) -> list[float]:
 
 
 def compared(net: Net, network: Network, name: str) -> Waits:
-    """A strategy's longest waits for bytes, forward and backward, as planned and as measured.
+    """Return the longest waits of a strategy for bytes, forward and backward.
 
-    The shortest of the calls' waits counts: a busy machine makes calls wait longer.
+    The shortest of several calls counts, because calls wait longer on a busy machine.
     """
     net.change(network)
     cuts = NETWORKS[network]
-    # A message and gloo's collectives take a round trip: the sender is asked for the bytes.
-    link, core = Link("relay", 2 * network.delay, network.rate), cpu_cluster()
+    # Messages and gloo's collectives take a round trip, because the receiver requests the bytes.
+    link = Link("relay", 2 * network.delay, network.rate)
+    core = cpu_cluster()
     ops = ("all_gather", "reduce_scatter", "all_to_all")
     cluster = Cluster(core.device, 1, link, link, collectives=dict.fromkeys(ops, link))
     best = explain(
-        seqlen=SEQLEN, world_size=RANKS, cu_seqlens=cuts, **HEADS._asdict(), dtype=torch.float32,
-        layout="contiguous", strategies=[name], backend="aten", cluster=cluster, effort="all",
-    ).best  # fmt: skip
+        seqlen=SEQLEN,
+        world_size=RANKS,
+        cu_seqlens=cuts,
+        **HEADS._asdict(),
+        dtype=torch.float32,
+        layout="contiguous",
+        strategies=[name],
+        backend="aten",
+        cluster=cluster,
+        effort="all",
+    ).best
     assert best.prediction is not None and best.prediction.backward is not None
-    both = best.prediction.forward, best.prediction.backward
-    predicted = sum(direction.exposed + direction.late for direction in both)
+    directions = (best.prediction.forward, best.prediction.backward)
+    planned = sum(direction.exposed + direction.late for direction in directions)
     mask = Mask(SEQLEN, SEQLEN, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
-    case, waited = Case(mask, strategy=best.strategy, backend="aten", heads=HEADS), inf
+    case = Case(mask, strategy=best.strategy, backend="aten", heads=HEADS)
     failures = run_all_ranks(case, RANKS, net.run).failures
     assert not failures, failures
+    measured = inf
     for _ in range(8):
-        waited = min(waited, *map(max, zip(*net.run(waits, case), strict=True)))
-        if waited < NEAR * predicted:
+        by_call = zip(*net.run(waits, case), strict=True)  # of all ranks
+        measured = min(measured, *(max(of_ranks) for of_ranks in by_call))
+        if measured < NEAR * planned:
             break
-    return predicted, waited
+    return Waits(planned, measured)
 
 
 def are_as_predicted(rows: dict[str, Waits]) -> bool:
-    """Whether the waits of all strategies are near the planned ones, and in their order."""
-    near = all(1 / NEAR < measured / planned < NEAR for planned, measured in rows.values())
-    by_plan, by_measure = (sorted(rows, key=lambda name: rows[name][i]) for i in (0, 1))
+    """Return whether all waits are near the planned waits, and in the same order."""
+    near = all(1 / NEAR < row.measured / row.planned < NEAR for row in rows.values())
+    by_plan = sorted(rows, key=lambda name: rows[name].planned)
+    by_measure = sorted(rows, key=lambda name: rows[name].measured)
     return near and by_plan == by_measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure waits on slow networks; other processes of the machine add to them."
+        "Measure waits on slow networks. Other processes of the machine make them longer."
     )
 
 
@@ -270,6 +305,9 @@ def run(args: argparse.Namespace) -> int:
                     f"{network}: {name} waits {measured:.3f} s, planned {planned:.3f} s", flush=True
                 )
             if not are_as_predicted(rows):
-                print(f"{network}: BAD, farther than a factor of {NEAR:g}, or in another order")
+                print(
+                    f"{network}: BAD, the waits differ from the plan by more than a factor of "
+                    f"{NEAR:g}, or are in another order"
+                )
                 bad = True
     return int(bad)

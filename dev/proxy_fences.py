@@ -1,4 +1,4 @@
-"""`missing_fences`: finds products in PTX that may read shared memory before a proxy fence.
+"""`missing_fences`: products in PTX that may read shared memory before a proxy fence.
 
 Products of sm_90 and sm_100 (wgmma, tcgen05.mma) read shared memory through the asynchronous proxy.
 `cp.async` and `st.shared` write through the generic proxy, and products see these writes only after
@@ -16,7 +16,7 @@ from dev.ptx import Code, Statement, parse
 COPY = re.compile(r"cp\.async\.c[ag]\.")
 COMMIT, WAIT, BULK = "cp.async.commit_group", "cp.async.wait_group", "cp.async.bulk"
 STORE = re.compile(r"(st\.|stmatrix\.).*shared")
-# It gives specialised warps their next task, which reads no tile that they stored before.
+# It starts the next task of specialised warps, which does not read tiles that they stored before.
 NEXT_TASK = "barrier.sync"
 BARRIER = "bar.sync"
 LOAD = re.compile(r"(ld\.|ldmatrix\.).*shared")
@@ -24,7 +24,7 @@ FENCE = re.compile(r"fence\.proxy\.async(\.shared::cta)?$")
 WIDE = re.compile(r"\], (0x10|16)\b")  # a copy of 16 bytes
 # A value that all threads store to one address is a message to specialised warps, not a tile.
 ONE_ADDRESS = re.compile(r"^\[ ?global_smem\b")
-# More groups than any kernel has in flight: bounds them in a loop without a wait.
+# More groups than any kernel has in flight. It limits the groups in a loop without a wait.
 MAX_GROUPS = 32
 REGISTER = re.compile(r"%\w+")
 PRODUCT = re.compile(r"wgmma\.mma_async|tcgen05\.mma\.")
@@ -39,7 +39,7 @@ class Pending(NamedTuple):
         unfenced: lines of the stores, and of the waits for copies, since the last fence.
         stored: lines of the stores since the last barrier.
         exchanged: lines of the stores between the last two barriers. If a load follows, these
-            stores were for other threads, and no product reads them.
+            stores were for other threads, and are not read by products.
     """
 
     copies: bool = False
@@ -49,6 +49,7 @@ class Pending(NamedTuple):
     exchanged: frozenset[int] = frozenset()
 
     def joined(self, other: Pending) -> Pending:
+        """Return the facts that may hold after one or the other path."""
         groups = zip_longest(self.groups, other.groups, fillvalue=False)
         return Pending(
             self.copies or other.copies,
@@ -59,7 +60,7 @@ class Pending(NamedTuple):
         )
 
     def after(self, ins: Statement, results: frozenset[str]) -> Pending:
-        """The facts after an instruction; `results` are all registers that products write."""
+        """Return the facts after an instruction; `results` are registers that products write."""
         if COPY.match(ins.opcode):
             # A guarded narrow copy is of a vector such as lse, which no product reads.
             vector = bool(ins.guard) and not WIDE.search(ins.operands)
@@ -91,10 +92,10 @@ class Pending(NamedTuple):
 
 
 def missing_fences(ptx: str) -> tuple[str, ...]:
-    """Messages about products that some path, loops included, reaches without a fence.
+    """Return messages about products that some path, with loops, reaches without a fence.
 
-    A path is one warp's within a task. So stores for another warp's product go unseen, and
-    tiles that are stored between the same barriers as values for other threads.
+    A path is that of one warp within a task. Therefore two kinds of stores are not found: for a
+    product of another warp, and of a tile between the same barriers as values for other threads.
     """
     code = parse(ptx)
     results = frozenset(
@@ -123,7 +124,7 @@ def missing_fences(ptx: str) -> tuple[str, ...]:
 
 def _successors(at: int, code: Code) -> tuple[int, ...]:
     ins = code.statements[at]
-    following = list[int]()
+    following: list[int] = []
     if ins.opcode.startswith("bra"):
         following.append(code.labels[ins.operands])
     elif ins.opcode.startswith("brx"):

@@ -26,9 +26,14 @@ class Statement:
 
 
 class Code(NamedTuple):
-    """A kernel: texts of its parameters and directives, statements, and labels' next statements.
+    """A kernel.
 
     A name declared in inner braces ends with "#" and the number of the braces.
+
+    Attributes:
+        params, directives: texts.
+        statements: the statements in order.
+        labels: for each label the index of the statement after it.
     """
 
     params: str
@@ -38,36 +43,40 @@ class Code(NamedTuple):
 
 
 def parse(ptx: str) -> Code:
+    """Return the code of the one kernel in a module of PTX."""
     text = COMMENT.sub("", ptx)
     entry = ENTRY.search(text)
     if entry is None:
         raise ValueError("no .entry in the PTX")
-    return _parse_body(text, entry.end(), Code(entry[1], entry[2], [], {}), 0)
+    params, directives = entry.groups()
+    code = Code(params, directives, statements=[], labels={})
+    return _parse_body(text, entry.end(), code, num_scopes=0)
 
 
 def parse_functions(ptx: str) -> dict[str, tuple[str, Code]]:
-    """The functions that a kernel calls: by name, the result's declaration, and the code.
+    """Return the declaration of the result, and the code, of each function of a kernel, by name.
 
-    Numbers of braces start at the function's place in the text.
+    Numbers of braces start at the position of the function in the text.
     """
     text = COMMENT.sub("", ptx)
-    return {
-        found[2]: (
-            found[1] or "",
-            _parse_body(text, found.end(), Code(found[3], found[4], [], {}), found.start()),
-        )
-        for found in FUNCTION.finditer(text)
-    }
+    functions = {}
+    for found in FUNCTION.finditer(text):
+        result, name, params, directives = found.groups()
+        code = Code(params, directives, statements=[], labels={})
+        functions[name] = (result or "", _parse_body(text, found.end(), code, found.start()))
+    return functions
 
 
 def _parse_body(text: str, start: int, code: Code, num_scopes: int) -> Code:
-    """Fills in the code of the body at `start`; its inner braces count from `num_scopes`."""
-    scopes_of = list[tuple[int, ...]]()  # the braces around each statement, outermost first
-    local = set[tuple[int, str]]()
+    """Fill in the code of the body at `start`; its inner braces count from `num_scopes`."""
+    scopes_of: list[tuple[int, ...]] = []  # the braces around each statement, outermost first
+    local: set[tuple[int, str]] = set()  # (braces, name) of each declaration
     scopes = [0]
-    line, counted = 1, 0
+    line = 1
+    counted = 0  # the text up to here has been searched for ends of lines
     for token in TOKEN.finditer(text, start):
-        line, counted = line + text.count("\n", counted, token.start()), token.start()
+        line += text.count("\n", counted, token.start())
+        counted = token.start()
         label, brace, statement = token.groups()
         if label:
             local.add((scopes[-1], label))
@@ -100,5 +109,9 @@ def _renamed(ins: Statement, scopes: tuple[int, ...], local: set[tuple[int, str]
         scope = next((s for s in reversed(scopes) if (s, match[0]) in local), 0)
         return _unique(match[0], scope)
 
-    operands, guard = (NAME.sub(unique, text) for text in (ins.operands, ins.guard))
-    return Statement(ins.opcode, operands, guard, ins.line)
+    return Statement(
+        opcode=ins.opcode,
+        operands=NAME.sub(unique, ins.operands),
+        guard=NAME.sub(unique, ins.guard),
+        line=ins.line,
+    )

@@ -1,12 +1,12 @@
-"""`make release`: tries the files of a release as a user gets them, before anybody uploads them.
+"""`make release`: test the files of a release as a user gets them, before they are uploaded.
 
     twine      checks the metadata and the description of the wheel and the sdist
-    install    the wheel in a fresh environment, with torch of its own
-    run        `ring-attn env` and examples/quickstart.py there, on two ranks, outside of the
-               checkout, with no other program to be found: no compiler is needed
+    install    installs the wheel in a fresh environment, with its own torch
+    run        runs `ring-attn env` and examples/quickstart.py there, on two ranks, outside the
+               checkout, with no other program in PATH: no compiler is needed
 
-torch comes from pip's index; --torch-index https://download.pytorch.org/whl/cpu takes its CPU
-build, without CUDA's libraries.
+By default torch is from pip's index. --torch-index https://download.pytorch.org/whl/cpu selects the
+CPU build, without the libraries of CUDA.
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         venv.create(home / "venv", with_pip=True)
-        bin_, pip = home / "venv/bin", (home / "venv/bin/python", "-m", "pip", "install", "-q")
+        bin_ = home / "venv/bin"
+        install = (
+            bin_ / "python",
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "-c",
+            ROOT / ".ci/constraints.txt",
+        )
         index = ("--index-url", args.torch_index) if args.torch_index else ()
-        step("torch", *pip, "-c", ROOT / ".ci/constraints.txt", *index, "torch")
-        step("install", *pip, "-c", ROOT / ".ci/constraints.txt", files[-1])
+        step("torch", *install, *index, "torch")
+        step("install", *install, files[-1])
         step("dependencies", bin_ / "python", "-m", "pip", "check")
         shutil.copy(ROOT / "examples/quickstart.py", home)
         alone = {"PATH": str(bin_), "HOME": folder, "OMP_NUM_THREADS": "1"}
@@ -59,11 +68,12 @@ def run(args: argparse.Namespace) -> int:
 def step(
     name: str, *command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None
 ) -> str:
-    """Runs a command and returns what it prints, which is the error if it fails."""
+    """Run a command and return its output, which is the text of the error if it fails."""
     start = time.monotonic()
-    variables = {k: x for k, x in os.environ.items() if k != "PYTHONPATH"} if env is None else env
+    if env is None:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
     if done.returncode != 0:

@@ -1,7 +1,7 @@
-"""Thousands of calls of every kind in groups that come and go: nothing grows, nothing slows down.
+"""Thousands of calls of every kind in short-lived groups, in which nothing may grow or slow down.
 
-Every fifth group ends by an error, of a last call in which the ranks differ. Results are compared
-bit for bit with those of the first call of their kind.
+The last call of every fifth group fails, because the ranks differ. Results are compared bit for bit
+with the results of the first call of their kind.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from ring_attn.testing.ranks import arguments_of
 from tests.distributed.pool import Pool
 
 SEQLENS = (1, 2, 7, 16, 33, 64, 95)
-GROUP_CALLS, FAILING, SAMPLES = 50, 5, 20
-# Looks, 0.1 s apart, until the threads of a group must have ended.
-LOOKS = 50
-# Most growth of memory after the warm-up, which is the first half, in MiB for 1,000 calls.
-MOST_GROWTH = 1.0
-# Most that the last quarter may take of the third one's time of the CPU.
-MOST_DRIFT = 1.2
+GROUP_CALLS = 50  # calls of a group
+FAILING = 5  # one of so many groups ends by an error
+SAMPLES = 20
+# Polls, 0.1 s apart, after which the threads of a group must have ended.
+POLLS = 50
+# The largest growth of memory after the warm-up, the first half, in MiB for 1,000 calls.
+MAX_GROWTH = 1.0
+# The largest ratio of CPU time between the last and the third quarter.
+MAX_DRIFT = 1.2
 
 
 class Sample(NamedTuple):
-    """The holdings of a process after so many calls, and its CPU's seconds for the last ones."""
+    """Resources of a process after some calls, and its CPU seconds since the sample before."""
 
     calls: int
     seconds: float
@@ -47,6 +49,7 @@ class Sample(NamedTuple):
 
 
 def call(kind: str, seqlen: int, group: dist.ProcessGroup, **changed: Any) -> list[Tensor]:
+    """Make a call and return its results; `changed` are options of `ring_attention`."""
     case = Case("causal", strategy=kind if kind in NAMES else "ring", seqlen=seqlen)
     (q, k, v, dout), given = arguments_of(case, dist.get_world_size(), dist.get_rank())
     options: dict[str, Any] = {**given, "group": group, **changed}
@@ -64,19 +67,22 @@ def call(kind: str, seqlen: int, group: dist.ProcessGroup, **changed: Any) -> li
 
 def on_rank(calls: int) -> list[Sample]:
     of_two_ranks = [name for name, strategy in NAMES.items() if not strategy.needed]
-    draw, kinds = random.Random(0), ["decode", "halo", *of_two_ranks]
-    known, samples = dict[tuple[str, int], list[Tensor]](), list[Sample]()
+    draw = random.Random(0)
+    kinds = ["decode", "halo", *of_two_ranks]
+    known: dict[tuple[str, int], list[Tensor]] = {}
+    samples: list[Sample] = []
     start = time.process_time()
     for number in range(1, calls + 1):
         if number % GROUP_CALLS == 1:
             group = dist.new_group()
-        which = draw.choice(kinds), draw.choice(SEQLENS)
-        results = call(*which, group)
-        assert all(map(torch.equal, results, known.setdefault(which, results))), (number, which)
+        kind, seqlen = draw.choice(kinds), draw.choice(SEQLENS)
+        results = call(kind, seqlen, group)
+        first = known.setdefault((kind, seqlen), results)
+        assert all(map(torch.equal, results, first)), (number, kind, seqlen)
         if number % (GROUP_CALLS * FAILING) == 0:
             with suppress(RuntimeError):
                 call("ring", 16, group, softmax_scale=1.0 + dist.get_rank())
-                raise AssertionError("calls that differ have run")
+                raise AssertionError("different calls did not raise")
         if number % GROUP_CALLS == 0:
             dist.destroy_process_group(group)
             del group
@@ -89,8 +95,8 @@ def on_rank(calls: int) -> list[Sample]:
 
 
 def settled(calls: int, seconds: float, before: Sequence[Sample]) -> Sample:
-    """Return a sample, after the threads of the last group have ended; what stays has grown."""
-    for _ in range(LOOKS):
+    """Return a sample after the threads of the last group have ended, if they end in time."""
+    for _ in range(POLLS):
         time.sleep(0.1)
         now = sample(calls, seconds)
         first = before[0] if before else None
@@ -102,27 +108,32 @@ def settled(calls: int, seconds: float, before: Sequence[Sample]) -> Sample:
 def sample(calls: int, seconds: float) -> Sample:
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])
-    held = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-    return Sample(calls, seconds, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, *held)
+    return Sample(
+        calls=calls,
+        seconds=seconds,
+        mib=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        descriptors=len(os.listdir("/proc/self/fd")),
+        threads=len(os.listdir("/proc/self/task")),
+    )
 
 
 def judged(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-    """Growth of a rank's memory, descriptors, threads and time, and the most that each may grow."""
-    half, quarter = samples[len(samples) // 2 :], len(samples) // 4
+    """Return (growth, largest growth) of a rank's memory, descriptors, threads and time."""
+    half = samples[len(samples) // 2 :]  # after the warm-up
+    quarter = len(samples) // 4
     slope, _ = statistics.linear_regression([x.calls for x in half], [x.mib for x in half])
-    third, fourth = (
-        statistics.median(x.seconds for x in part) for part in (half[:quarter], half[quarter:])
-    )
+    third = statistics.median(x.seconds for x in half[:quarter])
+    fourth = statistics.median(x.seconds for x in half[quarter:])
     return {
-        "MiB in 1,000 calls": (1000 * slope, MOST_GROWTH),
+        "MiB in 1,000 calls": (1000 * slope, MAX_GROWTH),
         "descriptors": (half[-1].descriptors - half[0].descriptors, 0),
         "threads": (half[-1].threads - half[0].threads, 0),
-        "of the third quarter's time in the last": (fourth / third, MOST_DRIFT),
+        "of the third quarter's time in the last": (fourth / third, MAX_DRIFT),
     }
 
 
 def soak(calls: int) -> list[list[Sample]]:
-    """The samples of each of two ranks."""
+    """Return the samples of each of two ranks."""
     with Pool(2, group_timeout=300.0) as pool:
         return pool.run(on_rank, calls, timeout=max(300.0, calls / 2))
 
@@ -137,7 +148,9 @@ def run(args: argparse.Namespace) -> int:
     bad = False
     for rank, samples in enumerate(soak(args.calls)):
         print(*(f"rank {rank}: {sample}" for sample in samples), sep="\n")
-        for name, (grown, most) in judged(samples).items():
-            print(f"rank {rank}: {grown:.2f} {name}, at most {most}{': BAD' * (grown > most)}")
-            bad |= grown > most
+        for name, (growth, limit) in judged(samples).items():
+            too_much = growth > limit
+            verdict = ": BAD" if too_much else ""
+            print(f"rank {rank}: {growth:.2f} {name}, at most {limit}{verdict}")
+            bad = bad or too_much
     return int(bad)

@@ -1,4 +1,4 @@
-"""Finds loads from tensor memory whose registers are read before the wait for them, in PTX."""
+"""`early_reads`: loads from tensor memory whose registers are read before the wait, in PTX."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ _REGISTER = re.compile(r"%\w+")
 
 
 def early_reads(ptx: str) -> tuple[str, ...]:
-    """Lines that name a register which `tcgen05.ld` has yet to write.
+    """Return the lines that name a register that `tcgen05.ld` has not written yet.
 
     `tcgen05.wait::ld` has no operands, so a compiler may move instructions before it.
     """
-    found, coming = list[str](), set[str]()
+    found: list[str] = []
+    pending: set[str] = set()  # registers that loads will write
     for number, line in enumerate(ptx.splitlines(), 1):
         if _WAIT in line:
-            coming.clear()
-        elif coming & set(_REGISTER.findall(line)):
+            pending.clear()
+        elif pending & set(_REGISTER.findall(line)):
             found.append(f"line {number}: {line.strip()}")
         elif load := _LOAD.search(line):
-            coming.update(_REGISTER.findall(load[1]))
+            pending.update(_REGISTER.findall(load[1]))
     return tuple(found)

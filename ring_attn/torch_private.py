@@ -1,7 +1,9 @@
-"""Every private name of torch that this package uses, and that a new torch may break.
+"""All private names of torch that this package uses, which a new version of torch may change.
 
-Exceptions: `transport` also calls these methods of a process group's backend, as torch does:
+Exceptions: like torch, `transport` also calls these methods of the backend of a process group:
 `send`, `recv`, `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`.
+
+`Any` in this module: objects of torch whose classes are private or have no types.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import datetime
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,28 +27,28 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 profiler_enabled = _autograd._profiler_enabled
 
-# For comparison by identity: torch.nn.functional's name for it may be patched.
+# For comparison by identity, because the name in torch.nn.functional may be patched.
 native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
-
 
 # Whether a transform of torch.func wraps a tensor.
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 is_grad_tracking: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
 
-# The process group of a name; a graph can hold a group's name, not the group.
+# Returns the process group of a name; a graph can contain the name of a group, but not the group.
 group_by_name: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
 
-# Skips autograd's part of an operator's dispatch within the block.
+# Skips autograd in the dispatch of operators within the block.
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:
-    """The timeout of a process group, in seconds."""
+    """Return the timeout of a process group, in seconds."""
     for device in ("cuda", "cpu"):
         try:
             backend = group._get_backend(torch.device(device))
@@ -56,28 +58,29 @@ def group_timeout(group: dist.ProcessGroup) -> float:
             timeout: datetime.timedelta = backend.options._timeout
         except AttributeError:
             raise RuntimeError(
-                "group has a backend without options, as torch's 'fake', whose ranks never meet: "
-                "use gloo or nccl, or ring_attn.testing.run_all_ranks for all ranks in one process"
+                "group has a backend without options, such as torch's 'fake', whose ranks never "
+                "communicate: use gloo or nccl, or ring_attn.testing.run_all_ranks for all "
+                "ranks in one process"
             ) from None
         return timeout.total_seconds()
-    raise RuntimeError("the process group has no backend for cpu or cuda")
+    raise RuntimeError("the process group has no backend for cpu or cuda: use gloo or nccl")
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """The group's store, by torch's own connection to it.
+    """Return the store of the group, with torch's own connection to it.
 
-    A second connection (`clone`) looks up the names of both hosts, and a request that the name
-    server loses costs 5 s. A thread that waits for a key blocks this connection for other threads;
-    a rank of ours never waits within the store, but asks again (`formation.poll`).
+    A second connection (`clone`) would look up the names of both hosts, and a request that the name
+    server loses takes 5 s. A thread that waits for a key blocks this connection for other threads.
+    Our ranks never wait within the store, but poll it.
     """
     store: Any = group.get_group_store()
     return cast(Store, store)
 
 
-# torch's class of NCCL process groups for which this package is written. Newer versions have
-# others as well, and 2.15 takes one of these for the backend "nccl". There a collective between
-# `_start_coalescing` and `_end_coalescing` starts at once, and the work that the latter returns
-# waits for no collective: `coalesced` would give results before they have arrived.
+# torch's class of NCCL process groups for which this package is written. Newer versions have other
+# classes as well, one of which is the backend "nccl" of 2.15. There a collective between
+# `_start_coalescing` and `_end_coalescing` starts at once, and the work that `_end_coalescing`
+# returns does not wait for it: `coalesced` would return before the results have arrived.
 NCCL_CLASS = "ProcessGroupNCCL"
 
 
@@ -85,14 +88,14 @@ def nccl_class() -> Any:
     """Return torch's class of NCCL process groups for which this package is written.
 
     Raises:
-        NotImplementedError: torch has another class by that name.
+        NotImplementedError: torch has another class with this name.
     """
     found = dist.ProcessGroupNCCL
     second = getattr(dist, "ProcessGroupNCCL2", None)
     if found.__name__ != NCCL_CLASS or found is second:
         raise NotImplementedError(
             f"torch {torch.__version__} has {found.__name__} as torch.distributed.{NCCL_CLASS}, "
-            f"for which ring_attn is not written yet: use an older torch, from 2.11"
+            "which ring_attn does not support: use an older torch, from 2.11"
         )
     return found
 
@@ -112,20 +115,24 @@ def refuse_other_nccl(group: dist.ProcessGroup) -> None:
     is_nccl = "nccl" in name.lower() or "nccl" in backend.name()
     if is_nccl and name != NCCL_CLASS:
         raise NotImplementedError(
-            f"ring_attn supports torch's {NCCL_CLASS}, but the group has {name} (torch "
-            f"{torch.__version__}, backend {backend.name()!r}), for which it is not written yet: "
+            f"ring_attn supports only torch's {NCCL_CLASS}, got a group with {name} (torch "
+            f"{torch.__version__}, backend {backend.name()!r}): "
             "set TORCH_DIST_USE_NCCL2=0 on all ranks before init_process_group, or pass "
             "init_process_group('nccl-legacy')"
         )
 
 
 def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Any:
-    """Options of an NCCL communicator that runs beside attention kernels.
+    """Return the options of an NCCL communicator that runs at the same time as attention kernels.
 
-    torch's flight recorder and its logs name the members by global ranks.
+    Its stream has priority on free multiprocessors. Its blocks are few and not in clusters (NCCL's
+    default on sm_90 is clusters of 4), so that they fit next to an attention kernel.
 
-    Its stream has priority on free multiprocessors. Its blocks are few, and not in clusters: NCCL's
-    default on sm_90 is clusters of 4.
+    Args:
+        name: name of the communicator.
+        seconds: timeout.
+        max_ctas: the largest number of thread blocks.
+        global_ranks: the members, for torch's flight recorder and logs.
     """
     options = nccl_class().Options()
     options._timeout = datetime.timedelta(seconds=seconds)
@@ -138,63 +145,64 @@ def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequenc
 
 
 def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work:
-    """Starts several operations as one NCCL group, in which no operation waits for another.
+    """Start several operations as one NCCL group, in which no operation waits for another.
 
-    Each of `starts` is a method of the communicator with its arguments. torch's flight recorder
-    makes an entry of each operation, and one of the group, unless that has one operation only.
+    Each of `starts` is a method of the communicator and its arguments. torch's flight recorder has
+    an entry for each operation, and for the group if it has several operations.
 
-    After an error or an interrupt the group is closed too: a group left open would swallow all
-    later operations of its thread, on every communicator.
+    The group is closed after an error or an interrupt, too: an open group would swallow all later
+    operations of its thread, on every communicator.
     """
     if len(starts) == 1:
-        ((start, *given),) = starts
-        work: dist.Work = start(*given)
+        start, *arguments = starts[0]
+        work: dist.Work = start(*arguments)
         return work
     try:
         communicator._start_coalescing()
-        for start, *given in starts:
-            start(*given)
+        for start, *arguments in starts:
+            start(*arguments)
     finally:
         work = communicator._end_coalescing()
     return work
 
 
 def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh with several axes; every rank of the mesh must call this."""
+    """Return the group of all ranks of a mesh with several axes; every rank must call this."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    # After init_process_group(device_id=...) torch would split the world's communicator, and wait
-    # for all ranks of the world, of which some may not make the new group.
+    # After init_process_group(device_id=...) torch would split the communicator of the world, and
+    # wait for all ranks of the world, some of which may not make the new group.
     with _flattening:
-        device, world.bound_device_id = world.bound_device_id, None
+        device = world.bound_device_id
+        world.bound_device_id = None
         try:
             return mesh._flatten().get_group()
         finally:
             world.bound_device_id = device
 
 
-# Two threads at once would lose the world's device: one would save what the other has set.
+# Held while the world has no device: a second thread would save None as its device.
 _flattening = threading.Lock()
 
 
 def break_graph(reason: str) -> None:
-    """Ends the graph that dynamo traces; under fullgraph=True raises the reason."""
+    """End the graph that dynamo traces; with fullgraph=True this raises the reason."""
     torch._dynamo.graph_break(msg=reason)
 
 
-def is_traced_as_constant(function: F) -> F:
-    """Marks a function whose result becomes a constant of the graph.
+def is_traced_as_constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function whose result becomes a constant of the graph.
 
-    As `torch.compiler.assume_constant_result`, but without loading the compiler.
+    `torch.compiler.assume_constant_result` does the same, but loads the compiler.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
-def specialized(value: Any) -> Any:
-    """The value; turns a number that the compiler made symbolic into a constant of the graph."""
+def specialized(value: T) -> T:
+    """Return the value, as a constant of the graph if the compiler made a symbol of the number."""
     if torch.compiler.is_compiling() and isinstance(value, (int, float)):
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-        return guard_scalar(value)
+        return cast(T, guard_scalar(value))
     return value

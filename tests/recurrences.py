@@ -19,7 +19,7 @@ from ring_attn import SequenceLayout
 from ring_attn.models.recurrent import Place
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
 from ring_attn.sequence import runs
-from ring_attn.sequence.runs import travel
+from ring_attn.sequence.runs import plan_states
 from ring_attn.sequence.states import Maps, StartStates
 from ring_attn.testing import RandomRounding, noisy_runs
 from ring_attn.testing.rounding import NUM_RUNS
@@ -53,11 +53,11 @@ Result = tuple[Tensor, Tensor | None]
 
 @contextmanager
 def always(way: str) -> Iterator[None]:
-    """Lets states travel in a way, whatever their size."""
+    """Make all plans use one algorithm, for states of any size."""
     with mock.patch.object(runs, "LATENCY_BYTES", 1e18 if way == "gather" else -1e18):
-        travel.cache_clear()
+        plan_states.cache_clear()
         yield
-    travel.cache_clear()
+    plan_states.cache_clear()
 
 
 def delta_rule(x: Inputs, place: dict[str, Any]) -> Result:
@@ -145,7 +145,7 @@ def compare_start_states(layout: SequenceLayout, cuts: Sequence[int]) -> None:
     `cuts` are the boundaries of documents. All ranks make all exchanges before one of them asserts.
     """
     ends = tuple(sorted({0, *cuts, layout.seqlen}))
-    every, group = travel(layout, ends, 1).runs, dist.group.WORLD
+    every, group = plan_states(layout, ends, 1).runs, dist.group.WORLD
     assert group is not None
     own = sorted((run.number, i) for i, run in enumerate(every) if run.rank == dist.get_rank())
     mine = [i for _, i in own]

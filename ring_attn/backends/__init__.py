@@ -1,9 +1,9 @@
 """The backends by name, and the choice among them.
 
-`auto` takes the fastest backend that supports the call, by the `rates` of the GPU's architecture;
-without rates, as on CPUs, the first of `PREFERENCE`. The choice depends on the call,
-the architecture and the packages, not on the number of ranks. Ranks compare their choices, and
-raise if these differ. A named backend runs, or raises with its reason.
+`auto` takes the fastest backend that supports the call, by the `rates` of the GPU's architecture.
+Without rates, as on CPUs, it takes the first of `PREFERENCE`. The choice depends on the call, the
+architecture and the packages, and not on the number of ranks. Ranks compare their choices, and
+raise an error if these differ. A named backend runs, or raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ PREFERENCE = {
     "reference": ("reference", "ReferenceBackend"),
 }
 
-
-# A multiple of the rows of all kernels' blocks; a zigzag's shards have two runs of rows.
+# A multiple of the block sizes of all kernels, in rows.
 BLOCK_ROWS = 256
 
 
 class Purpose(NamedTuple):
-    """Properties of a call, beside its spec, on which the choice of a backend depends."""
+    """Properties of a call, in addition to its spec, on which the choice of a backend depends."""
 
     backward: bool = False  # a backward may follow
     same_bits: bool | None = None
     window: bool = False  # the mask has a lower bound
     several: bool = False  # the mask has several slices, such as documents
     decoding: bool = False  # a few queries attend to a cache, which is bound by memory
-    # Properties on which the kernels depend, but no rule by which a backend is chosen.
+    # The kernels depend on these, but the choice does not.
     causal: bool = False  # the mask has an upper bound
     ragged: bool = False  # shards, or slices of the mask, end within blocks
 
@@ -59,11 +58,18 @@ class Purpose(NamedTuple):
         same_bits: bool | None,
         layouts: Sequence[SequenceLayout] = (),
     ) -> Purpose:
-        """The purpose of a call of `ring_attention`."""
-        several, causal = len(mask.slices) > 1, mask.has_upper_bounds
-        ends = {n % BLOCK_ROWS for layout in layouts for n in layout.shard_lens}
-        ragged = several or ends not in (set(), {0})
-        return cls(backward, same_bits, mask.has_windows, several, False, causal, ragged)
+        """Return the purpose of a call of `ring_attention`."""
+        several = len(mask.slices) > 1
+        lens = {length for layout in layouts for length in layout.shard_lens}
+        return cls(
+            backward=backward,
+            same_bits=same_bits,
+            window=mask.has_windows,
+            several=several,
+            decoding=False,
+            causal=mask.has_upper_bounds,
+            ragged=several or any(length % BLOCK_ROWS for length in lens),
+        )
 
 
 FORWARD = Purpose()
@@ -75,10 +81,10 @@ class BackendChoice:
 
     Attributes:
         name: the backend that runs.
-        reasons: for every backend, None if it can run the call, else the reason why not.
+        reasons: for every backend, the reason why it cannot run the call, or None if it can.
         why: why this backend was chosen among the usable ones, in a sentence.
-        tflops: speeds by which backends were compared, if they were: TFLOP/s in a ring's steps of
-            8k rows, from published figures (`ring_attn.backends.rates`), not measured here.
+        tflops: the speeds by which backends were compared, if they were: TFLOP/s in steps of a ring
+            with 8k rows, from published figures (`ring_attn.backends.rates`), not measured here.
     """
 
     name: str
@@ -89,7 +95,11 @@ class BackendChoice:
 
 @lru_cache
 def get_backend(name: str) -> Backend:
-    """The backend of that name; a ValueError lists the valid names."""
+    """Return the backend of a name.
+
+    Raises:
+        ValueError: an unknown name; the error lists the valid names.
+    """
     if name not in PREFERENCE:
         raise ValueError(f"backend must be 'auto' or one of {list(PREFERENCE)}, got {name!r}")
     module, cls = PREFERENCE[name]
@@ -104,38 +114,52 @@ def choose_backend(
     purpose: Purpose = FORWARD,
     wrong: tuple[tuple[str, str], ...] = (),
 ) -> BackendChoice:
-    """The backend for a call; `wrong` are names of backends that may not run here, and reasons."""
+    """Return the backend for a call.
+
+    Args:
+        spec: the sizes, dtypes and options of the call.
+        backend: a name of `PREFERENCE`, or "auto".
+        purpose: further properties of the call.
+        wrong: (name, reason) of backends that may not run on this machine.
+
+    Raises:
+        ValueError: an unknown name.
+        NotImplementedError: the named backend cannot run the call; the error has the reason.
+        ImportError: the package of the named backend is not installed.
+    """
     if backend != "auto":
-        get_backend(backend)
+        get_backend(backend)  # refuses an unknown name
     reasons = {
         name: get_backend(name).supports(spec, explicit=name == backend, decoding=purpose.decoding)
         for name in PREFERENCE
     } | dict(wrong)
     usable = [name for name, why in reasons.items() if why is None]
     here = architecture() if spec.device_type == "cuda" else spec.device_type
-    lost = _why_portable(here) if here in GLUON_HEADDIMS else None
+    no_gluon = _why_portable(here) if here in GLUON_HEADDIMS else None
     if backend == "auto":
-        return _fastest(spec, usable, purpose, here, reasons, lost)
+        return _fastest(spec, usable, purpose, here, reasons, portable=no_gluon)
     reason = reasons[backend]
     if reason is not None:
         kind = ImportError if "not installed" in reason else NotImplementedError
         raise kind(f"backend={backend!r} cannot run this: {reason}; usable here: {usable}")
-    why = ["asked for by name", *([lost] if lost and backend == "triton" else [])]
+    why = ["requested by name"]
+    if no_gluon is not None and backend == "triton":
+        why.append(no_gluon)
     return BackendChoice(backend, reasons, "; ".join(why))
 
 
 def _why_portable(here: str) -> str | None:
-    """The reason why this machine runs Triton's portable kernels, not those in Gluon, or None."""
+    """Return the reason why this machine runs portable kernels instead of Gluon ones, or None."""
     if find_spec("triton") is None:
         return None
     from ring_attn.kernels.gluon_guard import gluon_missing
 
     missing = gluon_missing(here)
-    return missing and f"triton runs its portable kernels, since {missing}"
+    return missing and f"triton runs its portable kernels, because {missing}"
 
 
 def backend_elsewhere(spec: AttentionSpec, purpose: Purpose, there: str) -> str:
-    """The choice of "auto" on another architecture, with no packages but torch and triton."""
+    """Return the choice of "auto" on another architecture that has only torch and triton."""
     from ring_attn.backends.aten import cudnn_reason
     from ring_attn.backends.triton_support import kernels_reason
 
@@ -153,15 +177,18 @@ def _fastest(
     reasons: dict[str, str | None],
     portable: str | None = None,
 ) -> BackendChoice:
-    """The fastest backend for the purpose; `portable` says why Triton has no kernels in Gluon."""
-    # The dense backend, only if nothing else runs.
+    """Return the choice of the fastest usable backend.
+
+    `portable` is the reason why Triton cannot run its Gluon kernels, or None.
+    """
+    # The dense backend only if nothing else runs.
     names = [name for name in usable if name != "reference"] or list(usable)
     notes = [portable] if portable and "triton" in names else list[str]()
     for unfit, words in _exclusions(spec, purpose):
         fit = [name for name in names if not unfit(get_backend(name))]
         if fit and fit != names:
             removed = ", ".join(name for name in names if name not in fit)
-            notes.append(f"left out, since {words}: {removed}")
+            notes.append(f"left out, because {words}: {removed}")
             names = fit
     tflops = dict[str, float]()
     for name in () if purpose.decoding else names:
@@ -173,25 +200,26 @@ def _fastest(
             speed = attained(where, rates, state_bytes=state_bytes, backward=purpose.backward)
             tflops[name] = round(speed / 1e12, 1)
     best = max(tflops, key=lambda name: tflops[name]) if tflops else names[0]
-    direction = "forward and backward" if purpose.backward else "forward"
-    why = f"the first in the order of preference on {where}"
     if len(tflops) > 1:
+        direction = "forward and backward" if purpose.backward else "forward"
         why = f"the fastest {direction} on {where} by published rates and estimates"
     elif len(names) == 1:
         why = f"the only one on {where}"
+    else:
+        why = f"the first in the order of preference on {where}"
     return BackendChoice(best, reasons, "; ".join([why, *notes]), tflops)
 
 
 def _exclusions(
     spec: AttentionSpec, purpose: Purpose
 ) -> Iterator[tuple[Callable[[Backend], bool], str]]:
-    """Rules (unfit, why) that exclude backends, unless no backend would remain."""
+    """Yield rules (unfit, why) that exclude backends, unless no backend would remain."""
     if purpose.same_bits:
         yield lambda backend: not backend.in_order, "it has no fixed order of summation"
     if purpose.decoding:
         yield lambda backend: not backend.decodes, "it has no kernel for decoding"
     if purpose.several:
-        # Documents make hundreds of tiles per step, each with a launch and a merge.
+        # Documents make hundreds of tiles per step, each with its own launch and merge.
         yield lambda backend: backend.tile_by_tile, "it takes slices one by one"
     if purpose.backward and purpose.same_bits is not False and spec.device_type == "cuda":
         yield lambda backend: not backend.deterministic, "no two runs of its backward are equal"

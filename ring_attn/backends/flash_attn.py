@@ -1,20 +1,20 @@
-"""The operators of the installed flash-attn packages: FlashAttention 2, 3 and 4; all optional.
+"""The operators of the flash-attn packages, FlashAttention 2, 3 and 4, which are optional.
 
     package        oldest    GPUs            operators
     flash-attn     2.8.0     all             _flash_attn_forward, _backward of torch.ops.flash_attn
     flash-attn-3   3.0.0     sm_90           fwd, bwd of torch.ops.flash_attn_3
     flash-attn-4   4.0.0b13  sm_90, sm_100   _flash_attn_fwd, _bwd of flash_attn.cute.interface
 
-A tile's band becomes flash-attention's window, relative to the bottom right corner: one call for a
-tile, or a few if it has more rows than columns. Backwards are deterministic: in older versions the
-backwards of 3 and 4 were not, or were wrong. Arguments are passed by name. Needs CUDA and 16-bit
-inputs.
+The band of a tile becomes the window of flash-attention, relative to the bottom right corner: one
+call for a tile, or a few calls if it has more rows than columns. Backwards are deterministic; in
+older versions the backwards of 3 and 4 were not, or were wrong. Arguments are passed by name. The
+operators need CUDA and 16-bit inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,29 @@ from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.version import installed_version
 
-# Multiprocessors of an H100. FlashAttention 2 splits a deterministic dq until they are busy.
+# Number of multiprocessors of an H100. FlashAttention 2 splits a deterministic dq until all are
+# busy.
 SMS = 132
+
+# Arguments of an operator that are not tensors.
+Options = Mapping[str, float | bool | int | None]
+
+
+class _Saved(NamedTuple):
+    """Inputs of a backward, in the order of the operators of FlashAttention 2 and 3."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 class FlashAttnBackend(Backend):
@@ -43,19 +64,21 @@ class FlashAttnBackend(Backend):
 
     name = "flash_attn"
     reads_out = True
-    package = "flash-attn"  # its name in package indexes
+    package = "flash-attn"  # the name in package indexes
     install = "pip install 'ring-attn[flash]'"
     oldest = "2.8.0"  # earlier versions have other arguments or results
     architectures: tuple[str, ...] = ()  # empty means all GPUs
-    most_headdim = 256
+    max_headdim = 256
     splits_dq = True
-    # The operators for forward and backward, and their arguments beside tensors, window and scores.
+    # The operators for forward and backward, and their arguments other than tensors, window and
+    # scores.
     names = ("_flash_attn_forward", "_flash_attn_backward")
-    options: Mapping[str, Any] = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
-    forward_options: Mapping[str, Any] = {"return_softmax": False}
+    options: Options = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
+    forward_options: Options = {"return_softmax": False}
 
+    # `Any`: a module or a namespace of torch.ops, of a package that has no types.
     def operators(self) -> Any:
-        """The namespace of the package's operators."""
+        """Return the namespace of the package's operators."""
         import flash_attn.flash_attn_interface  # noqa: F401 - registers them
 
         return torch.ops.flash_attn
@@ -74,55 +97,71 @@ class FlashAttnBackend(Backend):
             one_of = " or ".join(self.architectures)
             return f"{self.package} runs on {one_of}, got {architecture() or 'no GPU'}"
         if spec.dtype not in HALF_DTYPES:
-            return f"flash-attn takes float16 and bfloat16, got {spec.dtype}"
+            return f"flash-attn supports float16 and bfloat16, got {spec.dtype}"
         headdim = max(spec.headdim, spec.headdim_v)
-        if headdim > self.most_headdim:
-            return f"{self.package} takes headdim up to {self.most_headdim}, got {headdim}"
+        if headdim > self.max_headdim:
+            return f"{self.package} supports headdim up to {self.max_headdim}, got {headdim}"
         return NO_MAX_LOGITS if spec.max_logits else None
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         return flash_pieces(tile)
 
-    def arguments(self, piece: Tile, scores: Scores) -> dict[str, Any]:
-        """Arguments of both operators that are no tensors."""
+    def arguments(self, piece: Tile, scores: Scores) -> Options:
+        """Return the arguments of both operators that are not tensors."""
         left, right = flash_window(piece)
-        window = {"window_size_left": left, "window_size_right": right}
-        return {**self.options, **window, **vars(scores)}
+        return {
+            **self.options,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softmax_scale": scores.softmax_scale,
+            "softcap": scores.softcap,
+        }
 
     def forward_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Changes lse +inf of rows without keys to -inf."""
-        operator = getattr(self.operators(), self.names[0])
-        options = {**self.arguments(piece, scores), **self.forward_options}
-        out, lse, *_ = operator(*equal_headdims(q, k, v, multiple=8), **options)
+        forward, _ = self.names
+        operator = getattr(self.operators(), forward)
+        q, k, v = equal_headdims(q, k, v, multiple=8)
+        out, lse, *_ = operator(q, k, v, **self.arguments(piece, scores), **self.forward_options)
+        # Rows without keys have lse +inf.
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward_piece(
         self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
-        q, k, v, dout, lse, _ = inputs
         assert out is not None, "these operators read out"
-        dout, q, k, v, out = equal_headdims(dout, q, k, v, out, multiple=8)
-        grads = [torch.empty_like(x) for x in (q, k, v)]
+        dout, q, k, v, out = equal_headdims(
+            inputs.dout, inputs.q, inputs.k, inputs.v, out, multiple=8
+        )
+        grads = _Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         options = {**self.arguments(piece, scores), "deterministic": True}
-        operator = getattr(self.operators(), self.names[1])
-        self.call_backward(operator, (dout, q, k, v, out, lse), grads, options)
+        _, backward = self.names
+        operator = getattr(self.operators(), backward)
+        self.call_backward(operator, _Saved(dout, q, k, v, out, inputs.lse), grads, options)
         return grads
 
     def call_backward(
-        self, operator: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor], options: Any
+        self,
+        operator: Callable[..., object],
+        saved: _Saved,
+        grads: _Gradients,
+        options: Options,
     ) -> None:
-        """Writes dq, dk and dv."""
-        operator(*inputs, *grads, **options)
+        """Call the operator, which writes dq, dk and dv into `grads`."""
+        operator(*saved, *grads, **options)
 
     def scratch_bytes(
         self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
     ) -> int:
-        """Estimated bytes of a backward's sums in float32."""
+        """Return an estimate of the bytes of a backward's sums in float32."""
+        if not backward:
+            return 0
         splits = -(-SMS // (spec.batch * spec.nheads)) if self.splits_dq else 1
-        sums = splits * q_rows + (2 * kv_rows if spec.nheads > spec.nheads_kv else 0)
-        return 4 * sums * max(spec.headdim, spec.headdim_v) * backward
+        summed_rows = splits * q_rows
+        if spec.nheads > spec.nheads_kv:
+            summed_rows += 2 * kv_rows
+        return 4 * summed_rows * max(spec.headdim, spec.headdim_v)
 
 
 class FlashAttn3Backend(FlashAttnBackend):
@@ -134,7 +173,7 @@ class FlashAttn3Backend(FlashAttnBackend):
     oldest = "3.0.0"
     architectures = ("sm_90",)
     splits_dq = False
-    most_headdim = 192  # above it the backward is not deterministic
+    max_headdim = 192  # with larger head dims the backward is not deterministic
     names = ("fwd", "bwd")
     options = {"is_causal": False}
     forward_options = {"num_splits": 1}
@@ -154,7 +193,7 @@ class FlashAttn4Backend(FlashAttnBackend):
     oldest = "4.0.0b13"
     architectures = ("sm_90", "sm_100")
     splits_dq = False
-    most_headdim = 128
+    max_headdim = 128
     names = ("_flash_attn_fwd", "_flash_attn_bwd")
     options = {"causal": False}
     forward_options = {"return_lse": True}
@@ -164,13 +203,21 @@ class FlashAttn4Backend(FlashAttnBackend):
 
         return interface
 
-    def arguments(self, piece: Tile, scores: Scores) -> dict[str, Any]:
-        window = zip(("window_size_left", "window_size_right"), flash_window(piece), strict=True)
-        unbounded = {name: None for name, size in window if size < 0}
-        return super().arguments(piece, scores) | unbounded
+    def arguments(self, piece: Tile, scores: Scores) -> Options:
+        """Return the arguments, in which None means an unbounded side of the window."""
+        left, right = flash_window(piece)
+        return {
+            **super().arguments(piece, scores),
+            "window_size_left": None if left < 0 else left,
+            "window_size_right": None if right < 0 else right,
+        }
 
     def call_backward(
-        self, operator: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor], options: Any
+        self,
+        operator: Callable[..., object],
+        saved: _Saved,
+        grads: _Gradients,
+        options: Options,
     ) -> None:
-        (dout, q, k, v, out, lse), (dq, dk, dv) = inputs, grads
-        operator(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
+        dout, q, k, v, out, lse = saved
+        operator(q, k, v, out, dout, lse, dq=grads.dq, dk=grads.dk, dv=grads.dv, **options)

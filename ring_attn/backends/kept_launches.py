@@ -1,7 +1,8 @@
 """Caches of the Triton backend: step tables on the device, and launches.
 
-A plan passes the same tuple of tiles at every call. Its identity is the key by which a step's table
-and launch are made once: later calls run the compiled kernel with new addresses.
+A plan passes the same tuple of tiles at every call. The identity of the tuple is the key of a
+step's table and launch. These are made once; later calls run the compiled kernel with new
+addresses.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class KeptLaunches:
     """Cached tables and launches of one backend."""
 
     def __init__(self) -> None:
-        # Keys hold the id of the tiles. An entry keeps its tiles alive, so that no other tuple can
-        # reuse their id.
-        self.tables: OrderedDict[tuple[Any, ...], tuple[Any, Cached[Any]]] = OrderedDict()
-        self.repeats: dict[tuple[Any, ...], tuple[Any, Cached[Repeat]]] = {}
+        # A key contains the id of the tiles. An entry keeps its tiles alive, so that no other tuple
+        # can get their id. `Any`: a table has the type that `make` returns for its key.
+        self.tables: OrderedDict[Hashable, tuple[object, Cached[Any]]] = OrderedDict()
+        self.repeats: dict[Hashable, tuple[object, Cached[Repeat]]] = {}
 
     def table(
         self,
@@ -49,7 +50,14 @@ class KeptLaunches:
         device: torch.device,
         make: Callable[[], T],
     ) -> T:
-        """The table of the tiles, cached; drops the least recently used table if there are many."""
+        """Return the cached table of the tiles, or the table that `make` returns.
+
+        Args:
+            tiles: the tiles, compared by identity.
+            what: all other values on which the table depends, without the device.
+            device: device of the table.
+            make: makes the table, whose attributes may be tensors.
+        """
         key = (id(tiles), device, *what)
         if key in self.tables:
             self.tables.move_to_end(key)
@@ -60,7 +68,7 @@ class KeptLaunches:
         tensors = [x for x in vars(table).values() if isinstance(x, Tensor)]
         self.tables[key] = tiles, Cached(table, tensors, device)
         if len(self.tables) > MAX_KEPT:
-            self.tables.popitem(last=False)
+            self.tables.popitem(last=False)  # the least recently used
         return table
 
     def run(
@@ -70,20 +78,22 @@ class KeptLaunches:
         others: Sequence[Tensor | None],
         make: Callable[[], Launch],
     ) -> None:
-        """Makes a launch by `make` and runs it, or repeats the cached launch of an equal call.
+        """Repeat the cached launch of an equal call, or run the launch that `make` returns.
 
         Args:
-            call: the tiles, compared by identity, and all other values but tensors on which the
-                launch depends.
-            inputs: the kernel's first arguments, tensors of any strides.
+            call: the tiles, compared by identity, and all other values on which the launch depends,
+                without tensors.
+            inputs: the first arguments of the kernel, tensors with any strides.
             others: its next arguments, contiguous tensors whose shapes follow from the rest.
             make: makes a launch with these tensors.
         """
         tiles, *rest = call
         device = inputs[0].get_device()
-        key = (id(tiles), *rest, device, *[(x.shape, x.stride(), x.dtype) for x in inputs])
+        # A list: this runs at every launch, where a generator would cost more.
+        forms = [(x.shape, x.stride(), x.dtype) for x in inputs]
+        key = (id(tiles), *rest, device, *forms)
         addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *others)]
-        aligned = not reduce(or_, addresses) % ALIGNMENT
+        aligned = reduce(or_, addresses) % ALIGNMENT == 0
         known = self.repeats.get(key) if aligned else None
         if known is not None:
             enqueue(known[1].get().run, addresses, device)
@@ -97,15 +107,15 @@ class KeptLaunches:
             from ring_attn.kernels.launch import Repeat
 
             repeat = Repeat(launch, compiled, len(addresses))
-            # The launch has waited for its tables, so whoever waits for the launch has, too.
+            # The launch has waited for its tables, so a stream that waits for the launch does, too.
             self.repeats[key] = tiles, Cached(repeat, repeat.kept, inputs[0].device)
             if len(self.repeats) > MAX_KEPT:
-                # Another device's backward, in another thread, may drop the same entry.
+                # The backward of another device, in another thread, may drop the same entry.
                 self.repeats.pop(next(iter(self.repeats)), None)
 
 
 def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
-    """Calls `run(argument)` on a GPU, by its index, or on the CPU if `device` is negative."""
+    """Call `run(argument)` on a GPU, by its index, or on the CPU if `device` is negative."""
     if device < 0:
         _warn_of_interpreter()
         return run(argument)
@@ -115,15 +125,16 @@ def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
         return run(argument)
 
 
+# `Any`: triton's compiled kernel; None in the interpreter.
 def _first_run(make: Callable[[], Launch]) -> tuple[Launch, Any]:
-    launch = make()  # may search for a config, which needs the launch's GPU
+    launch = make()  # may search for a config, for which the GPU must be the current device
     return launch, launch.run()
 
 
 @cache
 def _warn_of_interpreter() -> None:
     warnings.warn(
-        "backend='triton' on CPU tensors runs in Triton's interpreter: for tests, some thousand "
-        "times slower than the other backends",
+        "backend='triton' on CPU tensors runs in Triton's interpreter, which is for tests and some "
+        "thousand times slower than the other backends",
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
-"""Measured rates, which replace those of `rates`; `python -m dev gpu --record` writes them.
+"""Measured rates, which replace rates of `rates`. `python -m dev gpu --record` writes them.
 
-By architecture and backend: (FLOP/s, launch, row_columns, edge_columns) of `Rate`, forward and
-backward, and the source.
+They are by architecture and backend: (FLOP/s, launch, row_columns, edge_columns) of `Rate`, forward
+and backward, and the source.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Proofs of kernels that passed, remembered across processes.
+"""Cache, on disk, of the proofs of kernels that have passed.
 
-A proof (see `first_use`) takes a second or two, so that a job whose processes start again and again
-would spend hours on it. Each proof that passed is a small file in the user's cache folder,
-`$XDG_CACHE_HOME/ring_attn/first_use`, by default `~/.cache/ring_attn/first_use`. Its name is a hash
-of everything on which the result depends, so that a new driver, version or source needs a new proof
-and no file is ever out of date. Proofs that failed are not kept: each process shows its own error.
+A proof (see `first_use`) takes one or two seconds, and a job whose processes are often restarted
+would spend hours on proofs. Each proof that has passed is a small file in the user's cache folder,
+`$XDG_CACHE_HOME/ring_attn/first_use`, by default `~/.cache/ring_attn/first_use`. The name of the
+file is a hash of everything on which the result depends, so that a new driver, version or source
+needs a new proof and no file is ever out of date. Proofs that have failed are not stored: each
+process shows its own error.
 
-Processes that start together prove once: one of them holds a lock, for which the others wait. A
-folder that cannot be read, written or locked costs proofs, never a result.
+Among processes that start at the same time, one holds a lock and proves, and the others wait. If
+the folder cannot be read, written or locked, processes repeat the proof; results do not change.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from ring_attn.version import __version__, installed_version
 
 Facts = Mapping[str, str]
 
-# Files with the version of a GPU's driver, of NVIDIA's and AMD's.
+# Files with the version of the GPU's driver, of NVIDIA and of AMD.
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
-# Seconds for which a process waits for another one that proves the same, which may compile first.
+# Seconds for which a process waits for the proof of another process, which may have to compile.
 PATIENCE_S = 120.0
 
-# Pauses between two looks at the lock.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+# Pauses between two attempts to get the lock.
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
 
-# Packages with kernels, or with the compiler of ours.
+# Packages that have kernels, or the compiler of our kernels.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
@@ -49,22 +51,22 @@ def facts_of(use: str, gpu: str) -> Facts:
 
 
 def has_passed(facts: Facts) -> bool:
-    """Tell whether a proof with these facts has passed in this or another process."""
+    """Return whether a proof with these facts has passed, in this process or another one."""
     path = _file_of(facts)
     if path is None:
         return False
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no file, no permission, or no whole JSON
+    except (OSError, ValueError):  # there is no file, no permission, or no complete JSON
         return False
     return isinstance(note, dict) and note.get("facts") == facts and bool(note.get("passed"))
 
 
 def remember(facts: Facts, verdicts: Sequence[str]) -> None:
-    """Keep a proof that has passed, with its verdicts for whoever reads the file.
+    """Store a proof that has passed, with its verdicts for people who read the file.
 
-    Several processes may write the same file: each writes its own and renames it, so that a reader
-    finds a whole file at every moment.
+    Several processes may write the same file. Each writes a file of its own and renames it, so that
+    a reader always finds a complete file.
     """
     path = _file_of(facts)
     if path is None:
@@ -80,10 +82,10 @@ def remember(facts: Facts, verdicts: Sequence[str]) -> None:
 
 @contextmanager
 def one_at_a_time(facts: Facts) -> Iterator[None]:
-    """Run the block in one process after the other, among those with these facts.
+    """Let one process at a time run the block, among the processes with these facts.
 
-    Waits for at most PATIENCE_S: the process that proves may hang. The system releases the lock of
-    a process that ends.
+    A process waits for at most PATIENCE_S, since the process that proves may hang. The system
+    releases the lock of a process that ends.
     """
     path = _file_of(facts)
     try:
@@ -101,7 +103,8 @@ def one_at_a_time(facts: Facts) -> Iterator[None]:
 
 def _lock(file: int) -> None:
     """Lock an open file, unless that takes too long or its file system has no locks."""
-    deadline, pause = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+    deadline = time.monotonic() + PATIENCE_S
+    pause = FIRST_PAUSE_S
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,14 +114,14 @@ def _lock(file: int) -> None:
         except OSError:
             return
         time.sleep(pause)
-        # A thousand processes may ask one file server.
+        # Longer pauses, because a thousand processes may use one file server.
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def folder() -> Path | None:
     """Return the folder of the files, by the rules of XDG; None without a home folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    # XDG asks to ignore a relative path.
+    # By the rules of XDG a relative path is ignored.
     cache_home = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
     return Path(cache_home, "ring_attn", "first_use") if os.path.isabs(cache_home) else None
 
@@ -148,9 +151,8 @@ def _write_whole(path: Path, text: str) -> None:
 @cache
 def _warn_once(why: str) -> None:
     warnings.warn(
-        f"proofs of kernels cannot be kept ({why}), so each process proves again: set "
-        "XDG_CACHE_HOME to a folder that can be written, or RING_ATTN_FIRST_USE=always to keep "
-        "no proofs",
+        f"proofs of kernels cannot be stored ({why}), so each process repeats them: set "
+        "XDG_CACHE_HOME to a writable folder, or RING_ATTN_FIRST_USE=always to store no proofs",
         stacklevel=2,
     )
 

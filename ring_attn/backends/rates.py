@@ -1,9 +1,9 @@
 """Speeds of attention kernels by architecture and backend, for `backend="auto"` and the planner.
 
-A rate is the speed for large tiles. Two costs make it hold from 1k to 32k rows: each row costs some
+A rate is the speed for large tiles. Two costs extend it to 1k to 32k rows: each row costs some
 extra columns (loading, storing, filling the pipeline), and each row that the mask cuts costs some
-more (partly masked blocks). All rates are for bfloat16 and head dim 128; each says whether it is
-published, estimated or measured. `measured` has those that we measured, which replace others.
+more (partly masked blocks). All rates are for bfloat16 and head dim 128. The source of each says
+whether it is published, estimated or measured. The rates in `measured` replace others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Rate:
 
     Attributes:
         flops: FLOP/s of large tiles, counted by `core.sizes.flops`.
-        launch: seconds before a step's tiles start.
-        row_columns: extra columns that every row costs.
-        edge_columns: extra columns that every row cut by the mask costs.
+        launch: seconds before the tiles of a step start.
+        row_columns: extra columns that each row costs.
+        edge_columns: extra columns that each row cut by the mask costs.
     """
 
     flops: float
@@ -39,9 +39,9 @@ class Rate:
 
 
 class Rates(NamedTuple):
-    """Speed of a backend's kernels on an architecture, as our adapter calls them.
+    """Speed of the kernels of a backend on an architecture, with the options that we use.
 
-    The backward is deterministic if the kernels offer that. The source is "published: ..",
+    The backward is deterministic if the kernels have that option. The source is "published: ..",
     "estimate: .." or "measured: ..".
     """
 
@@ -57,7 +57,7 @@ class Rates(NamedTuple):
         return self.scaled(speed, speed, source)
 
     def scaled(self, forward: float, backward: float, source: str) -> Rates:
-        """The rates with FLOP/s scaled by a factor for each direction."""
+        """Return the rates with FLOP/s scaled by a factor for each direction."""
         return Rates(
             replace(self.forward, flops=self.forward.flops * forward),
             replace(self.backward, flops=self.backward.flops * backward),
@@ -75,50 +75,57 @@ _FA2 = Rates(Rate(380e12, 8e-6, 80.0, 265.0), Rate(343e12, 8e-6, 510.0, 110.0), 
 _CUDNN = Rates(Rate(630e12, 8e-6, 0.0, 285.0), Rate(541e12, 8e-6, 510.0, 235.0), _MAGI)
 _UNTRIED = "no GPU has run these kernels"
 _PORTABLE = Rates(
-    Rate(400e12, 8e-6, 220.0, 200.0), Rate(285e12, 8e-6, 980.0, 360.0),
-    f"estimate: as FlexAttention in MagiAttention's kernel benchmark, {_UNTRIED}",
-)  # fmt: skip
+    forward=Rate(400e12, 8e-6, 220.0, 200.0),
+    backward=Rate(285e12, 8e-6, 980.0, 360.0),
+    source=f"estimate: as FlexAttention in MagiAttention's kernel benchmark, {_UNTRIED}",
+)
 # Our Gluon kernels, estimated at 16k rows: forward 590 TFLOP/s, causal 540; backward 450 to 500,
 # of which we take the middle. The extra columns of the backward are the portable kernel's.
 _GLUON = Rates(
-    Rate(598e12, 8e-6, 220.0, 660.0), Rate(503e12, 8e-6, 980.0, 360.0),
-    f"estimate: by their instructions, {_UNTRIED}",
-)  # fmt: skip
+    forward=Rate(598e12, 8e-6, 220.0, 660.0),
+    backward=Rate(503e12, 8e-6, 980.0, 360.0),
+    source=f"estimate: by their instructions, {_UNTRIED}",
+)
 # FlashAttention 2 on an A100, one size only: ring-flash-attention's benchmark on one GPU (8k rows,
 # 32 heads, causal) is 205 TFLOP/s forward and 182 with the backward. Columns as for FlexAttention.
 _FA2_A100 = Rates(
-    Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0),
-    "published: ring-flash-attention's benchmark, one size",
-)  # fmt: skip
-# Our kernels there, by the clocks of their machine code: the forward and the backward of five
-# products have the structure of FlashAttention 2, of whose rates we take 0.9. The backward in two
-# kernels, of seven products, has a ceiling of 175 TFLOP/s by its traffic of shared memory, of which
-# we take 0.77 (of that of five, 250, this would be 193).
+    forward=Rate(226e12, 8e-6, 220.0, 200.0),
+    backward=Rate(195e12, 8e-6, 220.0, 200.0),
+    source="published: ring-flash-attention's benchmark, one size",
+)
+# Our kernels on an A100, by the clocks of their machine code. The forward and the backward of five
+# products have the structure of FlashAttention 2; we take 0.9 of its rates. The traffic of shared
+# memory limits the backward in two kernels, of seven products, to 175 TFLOP/s, of which we take
+# 0.77. (The limit of five products is 250, and 0.77 of it is 193.)
 _AMPERE = Rates(
-    Rate(203e12, 8e-6, 220.0, 200.0), Rate(175e12, 8e-6, 220.0, 200.0),
-    f"estimate: by their instructions, {_UNTRIED}",
-)  # fmt: skip
-# Deterministic backwards keep (flash-attention pull request 1893, H100, 8k rows, causal) 474 of 575
-# TFLOP/s in FlashAttention 3, and 166 in FlashAttention 2, of 302 at that size in MagiAttention's
-# benchmark.
-_FA3_SURE, _FA2_SURE = 474 / 575, 166 / 302
+    forward=Rate(203e12, 8e-6, 220.0, 200.0),
+    backward=Rate(175e12, 8e-6, 220.0, 200.0),
+    source=f"estimate: by their instructions, {_UNTRIED}",
+)
+# Deterministic backwards (flash-attention pull request 1893, H100, 8k rows, causal) have 474 of 575
+# TFLOP/s in FlashAttention 3. In FlashAttention 2 they have 166, where MagiAttention's benchmark
+# has 302 at that size.
+_FA3_SURE = 474 / 575
+_FA2_SURE = 166 / 302
 # FlashAttention 4 on a B200 (arXiv 2603.05451): 1613 TFLOP/s forward, at most 1.3 times cuDNN and
 # 2.1 to 2.7 times Triton; backward 1360, deterministic 1167 (flash-attention issue 2280).
 _FA4 = Rates(Rate(1613e12, 8e-6), Rate(1167e12, 8e-6), "published: arXiv 2603.05451, issue 2280")
 
-# Our portable kernels on a B200, and those in Gluon there. The forward is as fast as the kernel in
-# TLX (950 TFLOP/s), which has the same warps. FlashAttention 4 also computes some exponentials
-# without the special function unit, and leaves out most corrections. The backward has 0.67 of its
-# bound by shared memory, 1406 TFLOP/s, as the deterministic one of FlashAttention 4 has of 1731.
+# Our portable and Gluon kernels on a B200. The Gluon forward is as fast as the kernel in TLX (950
+# TFLOP/s), which has the same warps; FlashAttention 4 also computes some exponentials without the
+# special function unit, and leaves out most corrections. The backward has 0.67 of its limit by
+# shared memory, 1406 TFLOP/s, as the deterministic backward of FlashAttention 4 has of its limit,
+# 1731.
 _PORTABLE_B200 = _PORTABLE.scaled(
     1613 / 2.4 / 395, 1613 / 2.4 / 395, f"estimate: FlashAttention 4's / 2.4, {_UNTRIED}"
 )
 _GLUON_B200 = Rates(
-    Rate(975e12, 8e-6, 220.0, 660.0), Rate(950e12, 8e-6, 980.0, 360.0),
-    f"estimate: forward as TLX's, backward by its instructions, {_UNTRIED}",
-)  # fmt: skip
+    forward=Rate(975e12, 8e-6, 220.0, 660.0),
+    backward=Rate(950e12, 8e-6, 980.0, 360.0),
+    source=f"estimate: forward as TLX's, backward by its instructions, {_UNTRIED}",
+)
 
-# Our kernels for calls that the Gluon kernels, or those of five products, do not take.
+# Our kernels for calls that neither the Gluon kernels nor the backward of five products support.
 PORTABLE = "triton, portable"
 
 # Architecture -> backend -> rates. A missing backend has no known rate.
@@ -145,20 +152,22 @@ RATES: dict[str, dict[str, Rates]] = {
         PORTABLE: _PORTABLE_B200,
         "flash_attn_4": _FA4,
         "cudnn": Rates(
-            Rate(1613e12 / 1.3, 8e-6), Rate(1360e12 / 1.3, 8e-6),
-            "estimate: FlashAttention 4's / 1.3",
+            forward=Rate(1613e12 / 1.3, 8e-6),
+            backward=Rate(1360e12 / 1.3, 8e-6),
+            source="estimate: FlashAttention 4's / 1.3",
         ),
     },
-}  # fmt: skip
+}
 
 for (_architecture, _backend), (_forward, _backward, _source) in MEASURED.items():
     RATES[_architecture][_backend] = Rates(Rate(*_forward), Rate(*_backward), _source)
 
-# Head dims that our Gluon forward takes, with 16-bit inputs, by architecture.
+# Head dims that our Gluon forward supports, with 16-bit inputs, by architecture.
 GLUON_HEADDIMS = {"sm_90": frozenset((64, 128, 256)), "sm_100": frozenset((64, 128))}
-# Head dims that our backward of five products takes, and its least batch x kv heads: on sm_90 each
-# Triton program has 128 kv rows of one head. Simulated launches of 8k rows on 132 SMs: 8 / 1 heads
-# fill 25 to 47 % of the SMs' time, 32 / 8 heads 79 to 96 %; waits for turns take at most 1 %.
+# Head dims that our backward of five products supports, and the smallest batch x kv heads for which
+# it is used. On sm_90 each program has 128 kv rows of one head: in simulated launches of 8k rows on
+# 132 SMs, 8 / 1 heads use 25 to 47 % of the SMs' time, and 32 / 8 heads 79 to 96 %. Waits for turns
+# take at most 1 %.
 ONE_PASS_HEADDIMS = {
     "sm_80": frozenset((128,)),
     "sm_90": frozenset((64, 128)),
@@ -170,16 +179,17 @@ ONE_PASS_KV_HEADS = 4
 MEMORY_BANDWIDTH = {"sm_80": 1.6e12, "sm_90": 2.7e12, "sm_100": 6.4e12}
 
 # Size of the step on which backends are compared: rows, columns and head dim.
-STEP_ROWS, STEP_HEADDIM = 8192, 128
+STEP_ROWS = 8192
+STEP_HEADDIM = 128
 
 
 def rates_of(
     architecture: str, backend: str, spec: AttentionSpec, *, window: bool = False
 ) -> Rates | None:
-    """Rates of a backend for calls of this spec; None if unknown.
+    """Return the rates of a backend for calls of this spec, or None if they are not known.
 
-    With a window, cuDNN is rated as torch's flash; calls that Gluon refuses, or the backward of
-    five products, as the portable kernel.
+    With a window, cuDNN has the rates of torch's flash. Calls that the Gluon kernels or the
+    backward of five products do not support have the rates of the portable kernels.
     """
     known = RATES.get(architecture, {})
     rates = known.get("aten" if window and backend == "cudnn" else backend)
@@ -189,21 +199,24 @@ def rates_of(
     headdims = {spec.headdim, spec.headdim_v}
     if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS.get(architecture, headdims):
         return portable
-    alike = len(headdims) == 1 and headdims <= ONE_PASS_HEADDIMS[architecture]
-    if alike and spec.batch * spec.nheads_kv >= ONE_PASS_KV_HEADS and not spec.softcap:
+    one_headdim = len(headdims) == 1 and headdims <= ONE_PASS_HEADDIMS[architecture]
+    enough_heads = spec.batch * spec.nheads_kv >= ONE_PASS_KV_HEADS
+    if one_headdim and enough_heads and not spec.softcap:
         return rates
     source = f"estimate: forward by its instructions, backward {portable.source.split(': ')[1]}"
     return Rates(rates.forward, portable.backward, source)
 
 
 def attained(architecture: str, rates: Rates, *, state_bytes: float, backward: bool) -> float:
-    """FLOP/s in a ring step of 8k rows x 8k columns, with or without a backward.
+    """Return the FLOP/s of a ring step of 8k rows x 8k columns, with or without a backward.
 
     A forward step moves `state_bytes` for each element of the state: some kernels load and store
-    the state, results of the others are merged into it.
+    the state, and the results of the others are merged into it.
     """
-    products = [(rates.forward, 2), *([(rates.backward, 5)] if backward else [])]
-    per_column = 2.0 * STEP_HEADDIM  # FLOP of a product, for a row
+    products = [(rates.forward, 2)]
+    if backward:
+        products.append((rates.backward, 5))
+    per_column = 2.0 * STEP_HEADDIM  # FLOP of a product for one row
     seconds = STEP_HEADDIM * state_bytes / MEMORY_BANDWIDTH[architecture]
     for rate, count in products:
         seconds += (STEP_ROWS + rate.row_columns) * count * per_column / rate.flops

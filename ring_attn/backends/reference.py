@@ -1,6 +1,6 @@
 """Dense attention tile by tile in plain torch: the specification of every option.
 
-It runs on any device and dtype up to float64, and materialises the scores of a tile. So it serves
+It runs on any device and in any dtype up to float64, and materialises the scores of a tile. It is
 for tests, and for calls that all other backends refuse. 16-bit inputs are computed in float32.
 """
 
@@ -32,14 +32,18 @@ class ReferenceBackend(Backend):
     def forward_piece(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
-        """s = the scores of q k^T, m = max s, p = exp(s - m), acc = p v."""
+        """Compute s = the scores of q k^T, m = max s, p = exp(s - m), l = sum p, acc = p v."""
         wide = accum_dtype(q.dtype)
         s = _masked(_scores(q, k, scores, wide), piece)
-        m = s.amax(-1)  # finite: every row of a tile attends to a key
+        m = s.amax(-1)  # finite, because every row of a tile sees a key
         p = (s - m.unsqueeze(-1)).exp_()
         acc = torch.einsum("bgnij,bjgd->bignd", p, v.to(wide))
-        statistics = (rearrange(x, "b g n i -> b (g n) i") for x in (m, p.sum(-1)))
-        return rearrange(acc, "b i g n d -> b i (g n) d"), *statistics
+        l = p.sum(-1)
+        return (
+            rearrange(acc, "b i g n d -> b i (g n) d"),
+            rearrange(m, "b g n i -> b (g n) i"),
+            rearrange(l, "b g n i -> b (g n) i"),
+        )
 
     def decode_sequences(
         self,
@@ -52,20 +56,21 @@ class ReferenceBackend(Backend):
         *,
         scores: Scores,
     ) -> tuple[Tensor, Tensor]:
-        """All sequences at once, over all rows that a rank has room for; reads nothing on the host.
+        """Compute all sequences at once, over all rows of the cache.
 
-        Rows after a sequence's end may hold anything, even NaN.
+        The host reads no length. Rows after the end of a sequence may have any value, even NaN.
         """
         wide, groups = accum_dtype(q.dtype), k.size(2)
-        k, v = (sequences.gathered(x, block_table).to(wide) for x in (k, v))
-        seen, rows = (
-            sequences.seen(cache_seqlens, q.size(1)),
-            torch.arange(k.size(1), device=q.device),
-        )
+        k = sequences.gathered(k, block_table).to(wide)
+        v = sequences.gathered(v, block_table).to(wide)
+        seen = sequences.seen(cache_seqlens, q.size(1))  # (batch, queries, 2)
+        rows = torch.arange(k.size(1), device=q.device)
         visible = (rows >= seen[..., :1]) & (rows < seen[..., 1:])  # (batch, queries, rows)
-        s = _scores(q, k, scores, wide).masked_fill_(~visible[:, None, None], -torch.inf)
+        hidden = ~visible[:, None, None]  # for all kv heads and q heads
+        s = _scores(q, k, scores, wide).masked_fill_(hidden, -torch.inf)
         lse = s.logsumexp(-1, keepdim=True)
         p = (s - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+        # A weight of 0 times NaN would be NaN.
         v = v.masked_fill(~visible.any(1)[:, :, None, None], 0.0)
         out = torch.einsum("bgnij,bjgd->bignd", p, v)
         return (
@@ -76,43 +81,50 @@ class ReferenceBackend(Backend):
     def backward_piece(
         self, inputs: BackwardInputs, out: Tensor | None, piece: Tile, scores: Scores
     ) -> Sequence[Tensor]:
-        """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q.
+        """Compute p = exp(s - lse), ds = p (do v^T - delta) scale, and from them the gradients.
 
-        With softcap, ds is multiplied by the slope of the cap, 1 - (s / softcap)^2.
+        dv = p^T do, dq = ds k, dk = ds^T q. With softcap, ds is multiplied by the slope of the cap,
+        1 - (s / softcap)^2.
         """
         dtype, groups = inputs.delta.dtype, inputs.k.size(2)
         q, k, v = inputs.q, inputs.k.to(dtype), inputs.v.to(dtype)
-        lse, delta = (
-            rearrange(x, "b (g n) i -> b g n i 1", g=groups) for x in (inputs.lse, inputs.delta)
-        )
+        lse = rearrange(inputs.lse, "b (g n) i -> b g n i 1", g=groups)
+        delta = rearrange(inputs.delta, "b (g n) i -> b g n i 1", g=groups)
         dout = _grouped(inputs.dout, groups).to(dtype)
         s = _scores(q, k, scores, dtype)
-        slope = scores.softmax_scale * (1.0 - (s / scores.softcap) ** 2 if scores.softcap else 1.0)
+        slope = 1.0 - (s / scores.softcap) ** 2 if scores.softcap else 1.0
+        slope = scores.softmax_scale * slope
         p = (_masked(s, piece) - lse).exp_()
         dv = torch.einsum("bgnij,bignd->bjgd", p, dout)
         ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * slope
-        dq = rearrange(torch.einsum("bgnij,bjgd->bignd", ds, k), "b i g n d -> b i (g n) d")
-        return dq, torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype)), dv
+        dq = torch.einsum("bgnij,bjgd->bignd", ds, k)
+        dk = torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype))
+        return rearrange(dq, "b i g n d -> b i (g n) d"), dk, dv
 
     def scratch_bytes(
         self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
     ) -> int:
-        """Bytes of the scores that are held at once, and of copies of the inputs."""
-        grouped, capped = spec.nheads > spec.nheads_kv, spec.softcap > 0
-        held = 4 + capped if backward else 2 + grouped
-        widened = q_rows + 2 * kv_rows if spec.dtype != spec.accum_dtype else 0
-        copies = widened + (0 if backward else 2 * kv_rows)
-        numbers = held * q_rows * piece.cols + copies * max(spec.headdim, spec.headdim_v)
+        """Return the bytes of scores that exist at the same time, and of copies of inputs."""
+        # Tensors with the shape of the scores that exist at the same time.
+        if backward:
+            score_tensors = 5 if spec.softcap > 0 else 4
+        else:
+            score_tensors = 3 if spec.nheads > spec.nheads_kv else 2
+        copied_rows = 0 if backward else 2 * kv_rows
+        if spec.dtype != spec.accum_dtype:
+            copied_rows += q_rows + 2 * kv_rows
+        numbers = score_tensors * q_rows * piece.cols
+        numbers += copied_rows * max(spec.headdim, spec.headdim_v)
         return numbers * spec.accum_dtype.itemsize
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, q heads per kv head, dim)."""
+    """Convert (batch, rows, nheads, dim) to (batch, rows, kv heads, q heads per kv head, dim)."""
     return rearrange(x, "b i (g n) d -> b i g n d", g=groups)
 
 
 def _scores(q: Tensor, k: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
-    """Scores before the mask, (batch, kv heads, q heads per kv head, rows, cols)."""
+    """Return the scores before the mask, (batch, kv heads, q heads per kv head, rows, cols)."""
     s = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k.size(2)).to(dtype), k.to(dtype))
     s *= scores.softmax_scale
     if scores.softcap:
@@ -121,7 +133,7 @@ def _scores(q: Tensor, k: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
 
 
 def _masked(s: Tensor, tile: Tile) -> Tensor:
-    """Sets the scores outside the tile's band to -inf, in place."""
+    """Set the scores outside the band of the tile to -inf, in place."""
     lo, hi = tile.corner_band
     if lo is None and hi is None:
         return s

@@ -1,17 +1,19 @@
-"""Our own kernels: all tiles of a step in one launch, and the same bits however steps are cut.
+"""Our own kernels: one launch for all tiles of a step, with bits that do not depend on the steps.
 
-On CUDA (and ROCm) the kernels are compiled at first use. On a CPU, when asked for by name, they run
-in Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and
-float32. On compute capability 9.0 and 10.x, 16-bit types have kernels in Gluon: the forward of head
-dims 64 and 128, on 9.0 of 256, too, and the backward of 64 and 128, of 4 kv heads or more and
-without softcap. On 8.0 to 8.9 a kernel in Triton computes this backward of head dim 128, all
-gradients at once, too.
+On CUDA (and ROCm) the kernels are compiled at their first use. On a CPU they run only if the
+backend is requested by name, in Triton's interpreter: the same code, for tests, in float16 and
+float32, some thousand times slower.
 
-Steps accumulate in place, in one order: from the diagonal downwards for out and dq, upwards for dk
-and dv. So a row's sums do not depend on how the tiles are spread over steps, if the steps come in
-that order and are cut at multiples of `bits_unit`. A causal ring over contiguous shards does so.
-Zigzag and striped rings, windows and documents have other orders: there two runs are equal bit for
-bit, but two world sizes are not.
+On compute capability 9.0 and 10.x, 16-bit dtypes have kernels in Gluon: the forward of head dims 64
+and 128, and on 9.0 also of 256; and the backward of head dims 64 and 128, for 4 kv heads or more
+and without softcap, which computes all gradients at once. On 8.0 to 8.9 a kernel in Triton computes
+such a backward of head dim 128.
+
+Steps accumulate in place and in one order: from the diagonal downwards for out and dq, upwards for
+dk and dv. Therefore the sums of a row do not depend on how the tiles are distributed over steps, if
+the steps have that order and are cut at multiples of `bits_unit`, as in a causal ring over
+contiguous shards. Zigzag and striped rings, windows and documents have other orders: there two runs
+are equal bit for bit, but runs of different world sizes are not.
 """
 
 from __future__ import annotations
@@ -47,20 +49,20 @@ if TYPE_CHECKING:
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import StepTable
 
-# At most this many rows (counting each query head of a kv head) count as decoding, which reads keys
-# in parts. With more rows, blocks of rows fill the GPU.
+# Decoding reads the keys in parallel parts, for at most this many rows, counting each query head of
+# a kv head. With more rows, blocks of rows fill the GPU.
 MAX_DECODED_ROWS = 64
 
 
 @dataclass
 class TritonState:
-    """State that the launches of a call share, and results of the last launch."""
+    """The state that the launches of a call share, and the results of the last launch."""
 
     q: Tensor
     headdim_v: int
     carried: Carried
-    gluon: bool = False  # the Gluon kernel computes the forward
-    started: bool = False  # a launch has written the state
+    gluon: bool = False  # whether the Gluon kernel computes the forward
+    started: bool = False  # whether a launch has written the state
     out_dtype: torch.dtype | None = None  # None means the dtype of q
 
 
@@ -70,19 +72,19 @@ class TritonBackend(Backend):
     name = "triton"
     tile_by_tile = False
     in_order = True
-    # A multiple of every config's blocks.
+    # A multiple of the block sizes of all configs.
     bits_unit = 128
     decodes = True
     carries_state = True
     converts_lse = True
 
     def __init__(self, configs: Mapping[str, Config] | None = None) -> None:
-        """Imports no kernels; the first call does.
+        """Make the backend; the first call imports the kernels.
 
         Args:
-            configs: kind -> config, instead of the frozen config. "gluon" names the
-                forward in Gluon, "one_pass" the backward of all gradients at once; a config of
-                another kernel rules them out in its direction.
+            configs: configs by kind, which replace the frozen configs. "gluon" is the kind of the
+                forward in Gluon, and "one_pass" that of the backward of all gradients at once; a
+                config of another kernel excludes these in its direction.
         """
         self._launches = KeptLaunches()
         self._configs = configs or {}
@@ -99,7 +101,8 @@ class TritonBackend(Backend):
         sinks = None if sinks is None else sinks.contiguous()
         gluon = tuned.takes_gluon(q, headdim_v, self._configs)
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if gluon else None
-        return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks, counter=counter), gluon)
+        carried = Carried(sinks=sinks, counter=counter)
+        return TritonState(_unit_stride(q), headdim_v, carried, gluon)
 
     def forward(
         self,
@@ -113,17 +116,20 @@ class TritonBackend(Backend):
         last: bool = False,
         beside_copies: bool = False,
     ) -> TritonState:
-        """Folds the tiles of one step into the state; the last step writes out and lse."""
-        carried, first = state.carried, not state.started
+        """Fold the tiles of one step into the state; the last step writes out and lse."""
+        carried = state.carried
+        first = not state.started
         if carried.out is not None and not tiles:
             return state
-        # A last launch without keys only writes out and lse: the portable kernel does that.
+        # A last launch without keys only writes out and lse, which the portable kernel does.
         gluon = state.gluon and k.size(1) > 0
+        beside_copies = beside_copies and gluon
         q, k, v = (_copyable(x) if gluon else _unit_stride(x) for x in (q, k, v))
         batch, rows, nheads, _ = q.shape
         if first and not last:
             carried.acc = _float32(q, batch, rows, nheads, state.headdim_v)
-            carried.m, carried.l = (_float32(q, batch, nheads, rows) for _ in range(2))
+            carried.m = _float32(q, batch, nheads, rows)
+            carried.l = _float32(q, batch, nheads, rows)
         if last:
             shape = (batch, rows, nheads, state.headdim_v)
             carried.out = q.new_empty(shape, dtype=state.out_dtype)
@@ -143,10 +149,9 @@ class TritonBackend(Backend):
             table = self._table(tiles, config, q.device, num_rows=rows if first or last else 0)
             return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
-        beside_copies &= gluon
-        kind = "fwd", first, last, beside_copies
+        kind = ("fwd", first, last, beside_copies)
         call = (tiles, kind, scores, state.out_dtype, carried.sinks is None)
-        self._launches.run(call, (q, k, v), others, launch)
+        self._launches.run(call, inputs=(q, k, v), others=others, make=launch)
         state.started = True
         if last:
             carried.acc = carried.m = carried.l = None
@@ -155,7 +160,7 @@ class TritonBackend(Backend):
     def finalize(self, state: TritonState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         q, carried = state.q, state.carried
         if carried.out is None:
-            # No launch had `last`: this rank may have had no tiles.
+            # No launch was the last one, for example because this rank has no tiles.
             state.out_dtype = dtype
             none = q.new_empty(q.size(0), 0, q.size(2), state.headdim_v)
             self.forward(q, none, none, (), state, scores=Scores(1.0), last=True)
@@ -171,15 +176,18 @@ class TritonBackend(Backend):
         root_lse = _float32(lse, *lse.shape[1:])
         sinks = None if sinks is None else sinks.contiguous()
         self._launches.run(
-            ((), "merge_tree", dtype, None if sinks is None else sinks.dtype),
-            (out, lse),
-            (root_out, root_lse, sinks),
-            lambda: merge_tree_launch(out, lse, root_out, root_lse, sinks),
+            call=((), "merge_tree", dtype, None if sinks is None else sinks.dtype),
+            inputs=(out, lse),
+            others=(root_out, root_lse, sinks),
+            make=lambda: merge_tree_launch(out, lse, root_out, root_lse, sinks),
         )
         return root_out, root_lse
 
     def max_logits(self, state: TritonState) -> Tensor:
-        """(nheads,) greatest score so far; the kernels keep maxima in base 2."""
+        """Return the greatest score of each head so far, (nheads,).
+
+        The kernels keep the maxima in base 2.
+        """
         if state.carried.m is None:
             return state.q.new_full((state.q.size(2),), -torch.inf, dtype=torch.float32)
         return greatest(state.carried.m) * math.log(2.0)
@@ -187,23 +195,35 @@ class TritonBackend(Backend):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`out` float32 and `lse` of a few queries; reads the keys in parallel parts."""
+        """Return `out` in float32 and `lse` of a few queries; the keys are read in parallel."""
         from ring_attn.kernels import decode
 
-        rows, group = q.size(1), q.size(2) // k.size(2)
+        batch, rows, nheads, headdim = q.shape
+        headdim_v = v.size(3)
         if not tiles:
-            empty = _float32(q, q.size(0), q.size(2), rows).fill_(-torch.inf)
-            return _float32(q, *q.shape[:3], v.size(3)).zero_(), empty
-        if rows * group > MAX_DECODED_ROWS and max(q.size(3), v.size(3)) <= MAX_HEADDIM:
-            state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
+            out = _float32(q, batch, rows, nheads, headdim_v).zero_()
+            return out, _float32(q, batch, nheads, rows).fill_(-torch.inf)
+        group = nheads // k.size(2)
+        if rows * group > MAX_DECODED_ROWS and max(headdim, headdim_v) <= MAX_HEADDIM:
+            state = self.forward(q, k, v, tiles, self.new_state(q, headdim_v), scores=scores)
             return self.finalize(state, torch.float32)
-        cols = min(tile.k_start for tile in tiles), max(tile.k_end for tile in tiles)
+        cols = (min(tile.k_start for tile in tiles), max(tile.k_end for tile in tiles))
 
         def seen() -> SeenRows:
             make = partial(decode.seen_rows, tiles, rows, q.device)
             return self._launches.table(tiles, ("seen", rows), q.device, make)
 
-        return self._decode(q, k, v, (None, None), tiles, cols, seen, scores)
+        return self._decode(
+            q,
+            k,
+            v,
+            block_table=None,
+            cache_seqlens=None,
+            what=tiles,
+            cols=cols,
+            seen=seen,
+            scores=scores,
+        )
 
     def decode_sequences(
         self,
@@ -216,63 +236,101 @@ class TritonBackend(Backend):
         *,
         scores: Scores,
     ) -> tuple[Tensor, Tensor]:
-        """All sequences in one launch, which reads their lengths and pages."""
+        """Return the results of all sequences, by one launch that reads their lengths and pages."""
         from ring_attn.kernels.decode import SequenceRule
 
-        pages = None if block_table is None else block_table.contiguous()
-        tables = pages, cache_seqlens.contiguous()
-        rule = SequenceRule(*sequences[:4], *sequences.window_size)
-        # Parts by the room, as the host does not know the lengths.
-        cols = 0, max(1, sequences.rows)
-        return self._decode(q, k, v, tables, sequences, cols, lambda: rule, scores)
+        left, right = sequences.window_size
+        rule = SequenceRule(
+            position=sequences.start,
+            run=sequences.run,
+            period=sequences.period,
+            most_rows=sequences.rows,
+            left=left,
+            right=right,
+        )
+        return self._decode(
+            q,
+            k,
+            v,
+            block_table=None if block_table is None else block_table.contiguous(),
+            cache_seqlens=cache_seqlens.contiguous(),
+            what=sequences,
+            # Parts of all rows of the cache, as the host does not know the lengths.
+            cols=(0, max(1, sequences.rows)),
+            seen=lambda: rule,
+            scores=scores,
+        )
 
+    # Longer than 60 lines: two launches with all their arguments.
     def _decode(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tables: tuple[Tensor | None, Tensor | None],
+        *,
+        block_table: Tensor | None,
+        cache_seqlens: Tensor | None,
         what: object,
         cols: tuple[int, int],
         seen: Callable[[], SeenRows | SequenceRule],
         scores: Scores,
     ) -> tuple[Tensor, Tensor]:
-        """Folds parts of the columns `cols`, and merges them; `what` stands for what is seen."""
+        """Compute parts of the columns `cols`, and merge them.
+
+        `seen` returns the rows that the queries see; `what` is the key of these for the cache.
+        """
         from ring_attn.kernels import decode
         from ring_attn.kernels.tasks import num_sms
 
         batch, rows, nheads, _ = q.shape
+        nheads_kv, headdim_v = k.size(2), v.size(3)
         k, v = _unit_stride(k), _unit_stride(v)
-        config = self._config("decode", q, v.size(3))
-        blocks = -(-rows * (nheads // k.size(2)) // config.BLOCK_M)
-        parts = decode.choose_parts(*cols, blocks * batch * k.size(2), num_sms(q.device))
-        stats = batch, parts.num_parts, rows, nheads
-        states = _float32(q, *stats, v.size(3)), _float32(q, *stats), _float32(q, *stats)
-        out, lse = _float32(q, batch, rows, nheads, v.size(3)), _float32(q, batch, nheads, rows)
-        block_table, cache_seqlens = tables
+        config = self._config("decode", q, headdim_v)
+        blocks = -(-rows * (nheads // nheads_kv) // config.BLOCK_M)  # rounded up
+        parts = decode.choose_parts(*cols, blocks * batch * nheads_kv, num_sms(q.device))
+        acc = _float32(q, batch, parts.num_parts, rows, nheads, headdim_v)
+        m = _float32(q, batch, parts.num_parts, rows, nheads)
+        l = _float32(q, batch, parts.num_parts, rows, nheads)
+        out = _float32(q, batch, rows, nheads, headdim_v)
+        lse = _float32(q, batch, nheads, rows)
         shared = decode.shares(k, v)
-        pages = () if block_table is None else (block_table,)
+        # A page table has any strides, so it is among the inputs; its absence is None among others.
+        inputs, others = [q, k, v], [acc, m, l, cache_seqlens]
+        if block_table is None:
+            others.insert(0, None)
+        else:
+            inputs.append(block_table)
         self._launches.run(
-            (what, "decode", parts, scores, shared),
-            (q, k, v, *pages),
-            (*(() if pages else (None,)), *states, cache_seqlens),
-            lambda: decode.decode_launch(
-                q, k, v, block_table, states, cache_seqlens, seen(), parts, config,
-                shared=shared, **vars(scores),
+            call=(what, "decode", parts, scores, shared),
+            inputs=inputs,
+            others=others,
+            make=lambda: decode.decode_launch(
+                q,
+                k,
+                v,
+                block_table,
+                (acc, m, l),
+                cache_seqlens,
+                seen(),
+                parts,
+                config,
+                shared=shared,
+                **vars(scores),
             ),
-        )  # fmt: skip
+        )
         self._launches.run(
-            ((), "merge", parts.num_parts),
-            (states[0],),
-            (*states[1:], out, lse),
-            lambda: decode.merge_parts_launch(*states, out, lse, parts.num_parts),
+            call=((), "merge", parts.num_parts),
+            inputs=(acc,),
+            others=(m, l, out, lse),
+            make=lambda: decode.merge_parts_launch(acc, m, l, out, lse, parts.num_parts),
         )
         return out, lse
 
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """-lse in base 2, and delta = rowsum(dO * O)."""
+        """Return -lse in base 2, and delta = rowsum(dO * O)."""
         out, dout, lse = _unit_stride(out), _unit_stride(dout), lse.contiguous()
-        minus_lse, delta = _float32(lse, *lse.shape), _float32(lse, *lse.shape)
+        minus_lse = _float32(lse, *lse.shape)
+        delta = _float32(lse, *lse.shape)
 
         def launch() -> Launch:
             from ring_attn.kernels.configs import select
@@ -281,7 +339,9 @@ class TritonBackend(Backend):
             config = select("delta", out, out.size(3))
             return delta_launch(out, dout, lse, minus_lse, delta, config)
 
-        self._launches.run(((), "delta"), (out, dout), (lse, minus_lse, delta), launch)
+        self._launches.run(
+            call=((), "delta"), inputs=(out, dout), others=(lse, minus_lse, delta), make=launch
+        )
         return minus_lse, delta
 
     def backward(
@@ -293,23 +353,26 @@ class TritonBackend(Backend):
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the tiles' gradients, dq and dk without softmax_scale."""
-        dq, dk, dv = gradients
+        """Add the tiles' gradients, dq and dk without softmax_scale."""
         if not tiles or self._in_turns(inputs, tiles, gradients, scores):
             return
-        q, k, v, dout, *stats = map(_unit_stride, inputs)
-        inputs = BackwardInputs(q, k, v, dout, *stats)
-        sums = {
+        inputs = BackwardInputs(*map(_unit_stride, inputs))
+        dq, dk, dv = gradients
+        sums_of_kernels = {
             "dq": [] if dq is None else [dq],
             "dkdv": [] if dk is None or dv is None else [dk, dv],
         }
-        for kernel, added in sums.items():
-            if added:
-                make = partial(self._backward_launch, kernel, inputs, tiles, added, scores)
-                self._launches.run((tiles, kernel, scores), (q, k, v, dout), (*stats, *added), make)
+        for kernel, sums in sums_of_kernels.items():
+            if sums:
+                self._launches.run(
+                    call=(tiles, kernel, scores),
+                    inputs=(inputs.q, inputs.k, inputs.v, inputs.dout),
+                    others=(inputs.lse, inputs.delta, *sums),
+                    make=partial(self._backward_launch, kernel, inputs, tiles, sums, scores),
+                )
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Tells whether one kernel computes all gradients of the call."""
+        """Return whether one kernel computes all gradients of the call."""
         if spec.device_type != "cuda" or not architecture():
             return False
         q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
@@ -325,52 +388,53 @@ class TritonBackend(Backend):
     def _in_turns(
         self, inputs: BackwardInputs, tiles: Tiles, gradients: SomeGradients, scores: Scores
     ) -> bool:
-        """Adds the tiles' gradients by one kernel; returns False if it does not take the call."""
-        q, _, v, *_ = inputs
-        if not self._takes_turns(q, v.size(0) * v.size(2), v.size(3), scores.softcap):
+        """Add the gradients of the tiles by one kernel; return False if it cannot run the call."""
+        batch, _, nheads_kv, headdim_v = inputs.v.shape
+        if not self._takes_turns(inputs.q, batch * nheads_kv, headdim_v, scores.softcap):
             return False
         from ring_attn.kernels import configs
         from ring_attn.kernels.step_table import transposed
         from ring_attn.kernels.turn_table import make_turn_table, num_turns
 
         make: Callable[..., Launch]
-        arch = configs.architecture(q.device)
+        arch = configs.architecture(inputs.q.device)
         if arch == "sm_90":
             from ring_attn.kernels.hopper_bwd import bwd_launch as make
         elif arch == "sm_100":
             from ring_attn.kernels.blackwell_bwd import blackwell_bwd_launch as make
         else:
             from ring_attn.kernels.turns_bwd import turns_launch as make
+        # Gluon kernels load blocks by TMA, which needs aligned strides.
         strided = _copyable if arch in ("sm_90", "sm_100") else _unit_stride
-        q, k, v, dout = map(strided, inputs[:4])
-        inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
-        dq, dk, dv = gradients
-        config = self._config("one_pass", q, v.size(3))
+        q, k, v, dout = (strided(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        inputs = inputs._replace(q=q, k=k, v=v, dout=dout)
+        config = self._config("one_pass", q, headdim_v)
         blocks = (config.BLOCK_N, config.BLOCK_M)
-        batch, rows, nheads, _ = q.shape
+        _, rows, nheads, _ = q.shape
         num = num_turns(batch, rows, nheads, config.BLOCK_M)
         turns = torch.zeros(num, dtype=torch.int32, device=q.device)
 
         def launch() -> Launch:
             table = self._launches.table(
                 tiles,
-                (blocks, "turns"),
-                q.device,
-                lambda: make_turn_table(transposed(tiles), *blocks, q.device),
+                what=(blocks, "turns"),
+                device=q.device,
+                make=lambda: make_turn_table(transposed(tiles), *blocks, q.device),
             )
             scale = scores.softmax_scale
             return make(inputs, gradients, turns, table, config, softmax_scale=scale)
 
+        dq, dk, dv = gradients
         self._launches.run(
-            (tiles, "bwd", dq is None, dk is None, scores),
-            (q, k, v, dout),
-            (*inputs[4:], *gradients, turns),
-            launch,
+            call=(tiles, "bwd", dq is None, dk is None, scores),
+            inputs=(q, k, v, dout),
+            others=(inputs.lse, inputs.delta, dq, dk, dv, turns),
+            make=launch,
         )
         return True
 
     def gradient_factor(self, scores: Scores) -> float:
-        """softmax_scale: dq and dk are summed without it, so 16-bit products keep more bits."""
+        """Return softmax_scale; sums without it leave more bits to products in 16 bits."""
         return scores.softmax_scale
 
     def _backward_launch(
@@ -385,21 +449,22 @@ class TritonBackend(Backend):
         from ring_attn.kernels.flash_bwd import dkdv_launch, dq_launch
         from ring_attn.kernels.tasks import num_sms
 
-        q, k, v, *_ = inputs
+        q, k = inputs.q, inputs.k
+        headdim_v = inputs.v.size(3)
         kv_rows = kernel == "dkdv"
         kind = f"{kernel}_softcap" if scores.softcap else _kind(kernel, tiles)
-        config = self._config(kind, q, v.size(3))
+        config = self._config(kind, q, headdim_v)
         table = self._table(tiles, config, q.device, kv_rows=kv_rows)
         if kv_rows and kind not in self._configs:
             programs = table.num_blocks * k.size(0) * k.size(2)
-            few = configs.few_programs(q, v.size(3))
+            few = configs.few_programs(q, headdim_v)
             config = configs.filling(config, programs, num_sms(q.device), few)
             table = self._table(tiles, config, q.device, kv_rows=True)
         make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
         return make(inputs, *gradients, table, config, **vars(scores))
 
     def _config(self, kind: str, q: Tensor, headdim_v: int) -> Config:
-        """A kernel's config: the backend's own, or from RING_ATTN_CONFIGS, or the frozen config."""
+        """Return a kernel's config: of this backend, of RING_ATTN_CONFIGS, or the frozen one."""
         from ring_attn.kernels import tuned
 
         return self._configs.get(kind) or tuned.select(kind, q, headdim_v)
@@ -419,35 +484,41 @@ class TritonBackend(Backend):
 
         def make() -> StepTable:
             return make_step_table(
-                transposed(tiles) if kv_rows else tiles, *blocks, device,
-                descending=not kv_rows, num_rows=num_rows,
-            )  # fmt: skip
+                transposed(tiles) if kv_rows else tiles,
+                *blocks,
+                device,
+                descending=not kv_rows,
+                num_rows=num_rows,
+            )
 
         return self._launches.table(tiles, (blocks, kv_rows, num_rows), device, make)
 
 
 def _kind(kernel: str, tiles: Tiles) -> str:
-    """The kind of a kernel's config; steps of one unmasked tile have the kind `*_whole`."""
+    """Return the kind of a kernel's config, which is `*_whole` for steps of one unmasked tile."""
     whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
     return f"{kernel}_whole" if whole else kernel
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """x with contiguous elements in the last dim, as all kernels require."""
+    """Return x with contiguous elements in the last dim, as all kernels require."""
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
 def _copyable(x: Tensor) -> Tensor:
+    """Return x with strides that TMA can load."""
     from ring_attn.kernels.hopper_fwd import copyable
 
     return copyable(x)
 
 
 def _float32(like: Tensor, *shape: int) -> Tensor:
+    """Return an uninitialised float32 tensor on the device of `like`."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _gluon_forward(device: torch.device) -> Callable[..., Launch]:
+    """Return the function that makes launches of the Gluon forward for a device."""
     from ring_attn.kernels import configs
 
     if configs.architecture(device) == "sm_100":

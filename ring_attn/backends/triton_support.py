@@ -1,4 +1,4 @@
-"""Tells whether Triton's kernels support a call, and run on its device."""
+"""The reasons why Triton's kernels cannot run a call on its device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ring_attn.core.spec import AttentionSpec
 
 MAX_HEADDIM = 256
 
-# Before it, fences are missing: products could read memory before copies are visible (`make aot`).
+# Older versions leave out fences: products may read memory before copies are visible (`make aot`).
 TRITON_OF_SM_100 = (3, 7)
 
-# Head dims of q and of v in decoding: MLA's absorbed form.
+# The largest head dims of q and of v in decoding, for the absorbed form of MLA.
 DECODED_HEADDIMS = 576, 512
 
 
 def why_not(spec: AttentionSpec, *, explicit: bool, decoding: bool) -> str | None:
-    """The reason why the kernels cannot run the call on this machine, or None."""
+    """Return the reason why the kernels cannot run the call on this machine, or None."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if (reason := kernels_reason(spec, decoding=decoding)) is not None:
@@ -40,29 +40,28 @@ def why_not(spec: AttentionSpec, *, explicit: bool, decoding: bool) -> str | Non
         if capability[0] == 10 and _release("triton") < TRITON_OF_SM_100:
             return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
     if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
-        return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
+        return "TRITON_INTERPRET=1 is set: kernels are interpreted only when requested by name"
     _check_tuned(spec.device_type)
     return None
 
 
 def kernels_reason(spec: AttentionSpec, *, decoding: bool) -> str | None:
-    """The reason why the kernels do not support the call on any GPU, or None."""
+    """Return the reason why the kernels do not support the call on any GPU, or None."""
     if spec.dtype not in (*HALF_DTYPES, torch.float32):
         return f"takes float16, bfloat16 and float32, not {spec.dtype}"
-    dims = spec.headdim, spec.headdim_v
-    # Of float32 on GPUs, whose products are unrolled, no such block would fit the registers.
+    # In float32 on GPUs, whose products are unrolled, no such block would fit the registers.
     wide = decoding and (spec.dtype in HALF_DTYPES or spec.device_type == "cpu")
-    most = DECODED_HEADDIMS if wide else (MAX_HEADDIM, MAX_HEADDIM)
-    if any(dim > limit for dim, limit in zip(dims, most, strict=True)):
+    limit, limit_v = DECODED_HEADDIMS if wide else (MAX_HEADDIM, MAX_HEADDIM)
+    if spec.headdim > limit or spec.headdim_v > limit_v:
         what = f"decodes {spec.dtype} with" if decoding else "takes"
-        limits = most[0] if len({*most}) == 1 else f"{most[0]} and {most[1]}"
-        return f"{what} head dims up to {limits}, got {dims[0]} and {dims[1]}"
+        limits = f"{limit}" if limit == limit_v else f"{limit} and {limit_v}"
+        return f"{what} head dims up to {limits}, got {spec.headdim} and {spec.headdim_v}"
     return None
 
 
 def _why_not_interpreted(spec: AttentionSpec, explicit: bool) -> str | None:
     if not explicit:
-        return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
+        return "runs on a CPU only in Triton's interpreter, and so only when requested by name"
     if find_spec("numpy") is None:
         return "Triton's interpreter needs numpy, which is not installed"
     if spec.dtype == torch.bfloat16:
@@ -77,7 +76,7 @@ def _why_not_interpreted(spec: AttentionSpec, explicit: bool) -> str | None:
 
 
 def _check_tuned(device_type: str) -> None:
-    """Refuses a file of RING_ATTN_CONFIGS for another device, before any message is sent."""
+    """Refuse a file of RING_ATTN_CONFIGS for another device, before any message is sent."""
     if os.environ.get("RING_ATTN_CONFIGS"):
         from ring_attn.kernels.tuned import check_file
 
@@ -89,9 +88,10 @@ def _release(package: str) -> tuple[int, ...]:
 
 
 def _use_interpreter() -> bool:
-    """Tells whether kernels run in the interpreter, which triton decides when first imported.
+    """Return whether kernels run in the interpreter, which is decided when triton is imported.
 
-    Turns it on if triton is not imported yet and there is no GPU: then no other code is affected.
+    If triton is not imported yet and there is no GPU, turn the interpreter on, since no other code
+    is affected.
     """
     if "triton" not in sys.modules and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"

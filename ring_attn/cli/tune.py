@@ -122,7 +122,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
     """Searches one kind after another, and saves the report after each."""
 
     def __init__(self, setting: TuneSetting, path: Path | None = None) -> None:
-        super().__init__(setting, path)
+        super().__init__(setting, path, budget=setting.budget)
         self._arch = configs.architecture(setting.device)
         self._watch = Watch(setting.device)
 

@@ -1,15 +1,15 @@
-"""Several sequences of unlike lengths in one cache: which rows a rank holds, and who sees them.
+"""Sequences of different lengths in one cache: the rows that each rank holds, and who sees them.
 
-A cache has room for sequences of any lengths, which a tensor tells. A rank's rows of every sequence
-follow from one rule: row j has position start + j // run * period + j % run. Of 10 positions, two
-ranks hold
+A cache has room for sequences of any lengths, which are in a tensor. The positions of a rank's rows
+follow one rule in every sequence: row j has position start + j // run * period + j % run. Of 10
+positions, two ranks hold
 
     pages of 2, round-robin        0 1 | 4 5 | 8 9      2 3 | 6 7          run 2, period 4
     layout striped(10, 2)          0 2 4 6 8            1 3 5 7 9          run 1, period 2
     layout contiguous(10, 2)       0 1 2 3 4            5 6 7 8 9          run 5, period 10
 
-A sequence of 7 positions fills those from 0 to 6: 0 1 4 5 and 2 3 6 of the pages. A page table
-tells where a sequence's rows stand in a rank's pool, whatever the rule, here for a page size of 2:
+A sequence of 7 positions fills those from 0 to 6: 0 1 4 5 and 2 3 6 of the pages. With any rule, a
+page table locates a sequence's rows in the pool of a rank. For a page size of 2:
 
     block_table[sequence]  5 2 7    rows 0 1 are in page 5 of the pool, 2 3 in page 2, 4 5 in page 7
 """
@@ -26,12 +26,12 @@ from ring_attn.core.tiles import Tile
 
 
 class Sequences(NamedTuple):
-    """A rank's part of the sequences of a cache; their lengths are no part of it.
+    """A rank's part of the sequences of a cache, without their lengths.
 
     Attributes:
         start, run, period: see above.
         rows: rows of one sequence for which the rank has room.
-        page_size: rows of a page; 0 if a sequence's rows stand in one run.
+        page_size: rows of a page; 0 if the rows of a sequence are contiguous.
         window_size: keys on either side of the diagonal, bottom-right aligned; -1 is unbounded.
     """
 
@@ -43,12 +43,20 @@ class Sequences(NamedTuple):
     window_size: tuple[int, int]
 
     def rows_before(self, positions: Tensor) -> Tensor:
-        """Numbers of the rank's rows at positions below these."""
+        """Return how many of the rank's rows have positions below each of `positions`."""
         past = (positions - self.start).clamp(min=0)
         return past // self.period * self.run + (past % self.period).clamp(max=self.run)
 
     def seen(self, lengths: Tensor, queries: int) -> Tensor:
-        """(batch, queries, 2): rows [first, last) that each of a sequence's last positions sees."""
+        """Return the rows [first, last) that each of a sequence's last positions sees.
+
+        Args:
+            lengths: (batch,) lengths of the sequences.
+            queries: number of queries, which are the last positions of each sequence.
+
+        Returns:
+            (batch, queries, 2) int64.
+        """
         left, right = self.window_size
         stop = lengths.long()[:, None].expand(-1, queries)
         positions = stop - queries + torch.arange(queries, device=lengths.device)
@@ -58,23 +66,38 @@ class Sequences(NamedTuple):
         return torch.stack([first, torch.maximum(first, last)], -1)
 
     def pages(self, rows: int) -> int:
-        """Number of pages with the first rows of a sequence."""
+        """Return the number of pages with the first rows of a sequence."""
         return -(-rows // self.page_size)
 
     def gathered(self, x: Tensor, block_table: Tensor | None) -> Tensor:
-        """Rows (batch, rows, heads, dim) of all sequences; no page stands for any page."""
+        """Return the rows of all sequences, (batch, rows, heads, dim).
+
+        An invalid entry of the page table is replaced by an existing page, whose rows are masked.
+        """
         if block_table is None:
             return x
-        return x[block_table.clamp(0, x.size(0) - 1).long()].flatten(1, 2)
+        pages = block_table.clamp(0, x.size(0) - 1).long()
+        return x[pages].flatten(1, 2)  # (batch, pages, page_size, ...) -> (batch, rows, ...)
 
 
 def tiles_of(seen: Sequence[tuple[int, int]]) -> tuple[Tile, ...]:
-    """The tiles of queries that see rows [first, last): of what all see, then of the rest."""
-    first, last = max(start for start, _ in seen), min(stop for _, stop in seen)
+    """Return the tiles of queries that each see a run of rows.
+
+    The first tile holds the rows that all queries see; the others hold the rest of each query.
+
+    Args:
+        seen: (first, last) of each query, in order.
+    """
+    first = max(start for start, _ in seen)
+    last = min(stop for _, stop in seen)
     if first >= last:
         first = last = 0
     runs = [(0, len(seen), first, last)]
     for i, (start, stop) in enumerate(seen):
-        cuts = [start, first, last, stop] if first < last else [start, stop]
-        runs += [(i, i + 1, *run) for run in zip(cuts[::2], cuts[1::2], strict=True)]
-    return tuple(Tile(*run) for run in runs if run[2] < run[3])
+        rest = [(start, first), (last, stop)] if first < last else [(start, stop)]
+        runs += [(i, i + 1, k_start, k_end) for k_start, k_end in rest]
+    return tuple(
+        Tile(q_start=q_start, q_end=q_end, k_start=k_start, k_end=k_end)
+        for q_start, q_end, k_start, k_end in runs
+        if k_start < k_end
+    )

@@ -1,44 +1,60 @@
-"""Slices of masks that are given as booleans: of pairs, of blocks, or as a `BlockMask`."""
+"""Conversion of boolean masks to slices: of pairs, of blocks, or of a `BlockMask`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.mask import Mask, Slice, check_number_of_slices
 
-# Pairs of a BlockMask for which its function is evaluated at once.
+# Number of pairs for which the function of a BlockMask is evaluated at once.
 EVALUATED = 1 << 20
 
 
 def of_blocks(seen: Tensor, sizes: tuple[int, int], seqlens: tuple[int, int]) -> Iterator[Slice]:
-    """Yields one slice for each run of blocks in a row, merged with equal runs in rows below."""
+    """Yield one slice for each run of blocks in a row, merged with equal runs in rows below."""
     rows, cols = sizes
-    for q0, q1, k0, k1, _, _ in of_dense(seen, bands=False):
-        q_end, k_end = min(q1 * rows, seqlens[0]), min(k1 * cols, seqlens[1])
-        yield Slice(q0 * rows, q_end, k0 * cols, k_end)
+    seqlen_q, seqlen_k = seqlens
+    for run in of_dense(seen, bands=False):  # in units of blocks
+        yield Slice(
+            q_start=run.q_start * rows,
+            q_end=min(run.q_end * rows, seqlen_q),
+            k_start=run.k_start * cols,
+            k_end=min(run.k_end * cols, seqlen_k),
+        )
 
 
+# `Any`: a `BlockMask`, whose module loads the compiler when it is imported.
 def of_block_mask(mask: Any) -> Mask:
+    """Return the mask of a `BlockMask` of `torch.nn.attention.flex_attention`.
+
+    Raises:
+        NotImplementedError: the `BlockMask` has several heads or batch entries.
+    """
     lists = mask.kv_num_blocks
     if lists.size(0) != 1 or lists.size(1) != 1:
         raise NotImplementedError(
-            f"a BlockMask must be of one batch and head, got {tuple(lists.shape[:2])}: create it "
-            "with B=None, H=None; masks that differ by head are not built"
+            "a BlockMask must have one batch entry and one head, got (batch, heads) = "
+            f"{tuple(lists.shape[:2])}: create it with B=None, H=None; masks that differ by head "
+            "are not supported"
         )
-    (rows, cols), seqlens = mask.BLOCK_SIZE, mask.seq_lengths
-    shape = -(-seqlens[0] // rows), -(-seqlens[1] // cols)
+    rows, cols = mask.BLOCK_SIZE
+    seqlens = mask.seq_lengths
+    shape = -(-seqlens[0] // rows), -(-seqlens[1] // cols)  # blocks, rounded up
     partial = _listed(mask.kv_num_blocks, mask.kv_indices, shape)
     full = torch.zeros(shape, dtype=torch.bool, device="cpu")
     if mask.full_kv_num_blocks is not None:
         full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
     slices = list(of_blocks(full, (rows, cols), seqlens))
+    # First position of each partly visible block, (blocks, 2).
     starts = partial.nonzero() * torch.tensor([rows, cols], device="cpu")
-    for some in starts.split(EVALUATED // (rows * cols) or 1) if len(starts) else ():
+    blocks_at_once = EVALUATED // (rows * cols) or 1
+    for some in starts.split(blocks_at_once) if len(starts) else ():
         for (i, j), seen in zip(some.tolist(), _evaluated(mask, some), strict=True):
+            # The last blocks may reach beyond the sequence.
             seen = seen[: seqlens[0] - i, : seqlens[1] - j]
             slices += [s.moved(i, j) for s in of_dense(seen)]
             check_number_of_slices(len(slices))
@@ -46,73 +62,105 @@ def of_block_mask(mask: Any) -> Mask:
 
 
 def _evaluated(mask: Any, starts: Tensor) -> Tensor:
-    """(blocks, rows, cols) booleans of a BlockMask's function, from the first positions of blocks.
+    """Evaluate the function of a BlockMask in some blocks.
 
-    It is evaluated by torch, for scalar positions: called with tensors of positions, a function
-    that reduces would give another mask. Positions after the end are replaced by the last one.
+    torch calls the function with scalar positions, since a function that reduces would give another
+    mask for tensors of positions. Positions after the end are replaced by the last one.
+
+    Args:
+        mask: the `BlockMask`.
+        starts: (blocks, 2) first query and first key of each block.
+
+    Returns:
+        (blocks, rows, cols) booleans on the CPU.
     """
     from torch.nn.attention.flex_attention import create_mask
 
     device = mask.kv_num_blocks.device
-    first, ends = starts.to(device), [n - 1 for n in mask.seq_lengths]
+    first = starts.to(device)
+    last_query, last_key = (n - 1 for n in mask.seq_lengths)
 
     def of_block(block: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        i = torch.clamp(first[block, 0] + i, max=ends[0])
-        j = torch.clamp(first[block, 1] + j, max=ends[1])
+        i = torch.clamp(first[block, 0] + i, max=last_query)
+        j = torch.clamp(first[block, 1] + j, max=last_key)
         seen = mask.mask_mod(torch.zeros_like(block), head, i, j)
         return torch.as_tensor(seen, device=device).bool()
 
     rows, cols = mask.BLOCK_SIZE
-    return create_mask(of_block, len(starts), 1, rows, cols, device=device)[:, 0].cpu()
+    # The batch counts the blocks: (blocks, 1 head, rows, cols).
+    evaluated = create_mask(of_block, B=len(starts), H=1, Q_LEN=rows, KV_LEN=cols, device=device)
+    return evaluated[:, 0].cpu()
 
 
 def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The key blocks listed for each query block, as booleans."""
+    """Return the key blocks listed for each query block, as booleans."""
     seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
     for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
         seen[row, listed[:count].cpu().long()] = True
     return seen
 
 
+class _Keys(NamedTuple):
+    """A run of keys, or the number of keys by which each end of a run moves."""
+
+    start: int
+    stop: int
+
+
 class _Run:
     """Runs of keys that consecutive queries see; from query to query, each end moves by 0 or 1."""
 
-    def __init__(self, row: int, start: int, stop: int) -> None:
-        self.first = self.last = (start, stop)
+    def __init__(self, row: int, keys: _Keys) -> None:
         self.row = row
-        # How far each end moves with a query; None until the second query.
-        self.moves: list[int | None] = [None, None]
+        self.first = keys
+        self.last = keys
+        # How far each end moves from query to query; None until the second query.
+        self.moves: _Keys | None = None
 
-    def continues(self, run: tuple[int, int], *, bands: bool) -> bool:
-        """Tells whether the next query's run continues this one, or its band; if so, adds it."""
-        moves = [now - before for now, before in zip(run, self.last, strict=True)]
-        if any(m not in (0, int(bands)) or old not in (None, m)
-               for m, old in zip(moves, self.moves, strict=True)):  # fmt: skip
+    def add_if_continued(self, keys: _Keys, *, bands: bool) -> bool:
+        """Add the run of the next query if it continues this one or its band; return whether."""
+        moves = _Keys(keys.start - self.last.start, keys.stop - self.last.stop)
+        allowed = (0, 1) if bands else (0,)
+        if moves.start not in allowed or moves.stop not in allowed:
             return False
-        self.moves, self.last = [*moves], run
+        if self.moves not in (None, moves):
+            return False
+        self.moves = moves
+        self.last = keys
         return True
 
     def slice(self, stop_row: int) -> Slice:
-        lo = self.first[0] - self.row if self.moves[0] else None
-        hi = self.first[1] - 1 - self.row if self.moves[1] else None
-        return Slice(self.row, stop_row, self.first[0], self.last[1], lo, hi)
+        start_moves = self.moves is not None and self.moves.start > 0
+        stop_moves = self.moves is not None and self.moves.stop > 0
+        return Slice(
+            q_start=self.row,
+            q_end=stop_row,
+            k_start=self.first.start,
+            k_end=self.last.stop,
+            lo=self.first.start - self.row if start_moves else None,
+            hi=self.first.stop - 1 - self.row if stop_moves else None,
+        )
 
 
 def of_dense(seen: Tensor, *, bands: bool = True) -> Iterator[Slice]:
-    """Yields slices that hold exactly the pairs of `seen`; without `bands` only rectangles."""
+    """Yield slices that hold exactly the pairs of `seen`; without `bands` only rectangles."""
     open_runs: list[_Run] = []
+    # 1 where a run of visible keys starts, -1 where one has ended: (rows, cols + 1).
     edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
-    for row in range(len(edges) + 1):
-        here: list[tuple[int, int]] = []
+    for row in range(len(edges) + 1):  # the row after the last one ends all runs
+        here: list[_Keys] = []
         if row < len(edges):
-            starts, stops = ((edges[row] == sign).nonzero().flatten().tolist() for sign in (1, -1))
-            here = list(zip(starts, stops, strict=True))
+            starts = (edges[row] == 1).nonzero().flatten().tolist()
+            stops = (edges[row] == -1).nonzero().flatten().tolist()
+            here = [_Keys(start, stop) for start, stop in zip(starts, stops, strict=True)]
         continued = []
         for run in open_runs:
-            following = next((ends for ends in here if run.continues(ends, bands=bands)), None)
+            following = next(
+                (keys for keys in here if run.add_if_continued(keys, bands=bands)), None
+            )
             if following is None:
                 yield run.slice(row)
             else:
                 here.remove(following)
                 continued.append(run)
-        open_runs = continued + [_Run(row, *ends) for ends in here]
+        open_runs = continued + [_Run(row, keys) for keys in here]

@@ -19,10 +19,10 @@ DTYPES = tuple(BY_NAME.values())
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-# Type of the state and of travelling gradients: float32, or float64 for float64 inputs.
+# Type of the state and of gradients that are sent: float32, or float64 for float64 inputs.
 accum_dtype: Callable[[torch.dtype], torch.dtype] = partial(torch.promote_types, torch.float32)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
+    """Return the name of a dtype without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,32 +1,38 @@
-"""Values as facts: numbers, flags and names that are equal on two ranks exactly when values are.
+"""Facts of a value: numbers, flags and names that are equal on two ranks iff the values are equal.
 
-A layout counts by the positions that each rank holds, and a mask by its slices, however they were
-made and however their texts shorten them.
+The facts of a layout are the positions that each rank holds, and the facts of a mask are its
+slices. They do not depend on the constructors, or on the texts, which may be shortened.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any
 
 import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 
-# A call as a text and a digest of each of its arguments, by name.
+# The values that JSON keeps as they are.
+Plain = None | bool | int | str | Sequence["Plain"] | Mapping[str, "Plain"]
+
+# A text and a digest of each argument of a call, by name.
 Facts = dict[str, tuple[str, str]]
 
 # Differing values are shown up to this many characters.
 SHOWN = 300
 
 
-def facts(value: object) -> Any:
-    """The value as lists of None, bools, ints and texts, which JSON keeps as they are."""
+def facts(value: object) -> Plain:
+    """Return the facts of a value.
+
+    Raises:
+        TypeError: the value has a type of which no facts are known.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):
@@ -43,17 +49,20 @@ def facts(value: object) -> Any:
         return [facts(element) for element in value]
     if is_dataclass(value):
         return {f.name: facts(getattr(value, f.name)) for f in fields(value)}
-    raise TypeError(f"ranks cannot compare a {type(value).__name__}: say what its facts are")
+    raise TypeError(
+        f"{type(value).__name__} cannot be compared across ranks: pass numbers, texts, layouts, "
+        "masks, or dataclasses of these"
+    )
 
 
 def digest(value: object) -> str:
-    """A hash of a value's facts."""
+    """Return a hash of a value's facts."""
     if isinstance(value, (SequenceLayout, Mask)):
-        # Kept with the value, which many calls share.
-        kept: dict[str, Any] = vars(value)
-        if "_digest" not in kept:
-            kept["_digest"] = _hashed(facts(value))
-        return str(kept["_digest"])
+        # Stored with the value, which many calls share.
+        attributes = vars(value)
+        if "_digest" not in attributes:
+            attributes["_digest"] = _hashed(facts(value))
+        return str(attributes["_digest"])
     if isinstance(value, Mapping):
         return _hashed({name: digest(one) for name, one in value.items()})
     if isinstance(value, tuple):
@@ -62,7 +71,7 @@ def digest(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """The value as a text for people; long ones are cut."""
+    """Return the value as a text for messages; a long text is cut."""
     if isinstance(value, SequenceLayout):
         text = str(value)
     elif isinstance(value, tuple) and any(isinstance(x, SequenceLayout) for x in value):
@@ -73,7 +82,7 @@ def shown(value: object) -> str:
 
 
 def _runs(layout: SequenceLayout, rank: int) -> list[list[int]]:
-    """Start, length and stride of the rank's runs, adjacent ones joined."""
+    """Return (start, length, stride) of the rank's runs, with adjacent runs joined."""
     runs: list[list[int]] = []
     for s in layout.segments(rank):
         stride = s.stride if s.length > 1 else 1
@@ -84,6 +93,6 @@ def _runs(layout: SequenceLayout, rank: int) -> list[list[int]]:
     return runs
 
 
-def _hashed(plain: Any) -> str:
+def _hashed(plain: Plain) -> str:
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

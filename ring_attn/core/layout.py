@@ -1,4 +1,4 @@
-"""Global positions of each rank: contiguous, zigzag, striped, boundaries, any segments.
+"""Layouts, the global positions of each rank: contiguous, zigzag, striped, or any segments.
 
 A layout is a value: for each rank a short list of segments (runs of positions with a stride).
 Plans, shards and position ids all follow from the segments.
@@ -9,7 +9,7 @@ Plans, shards and position ids all follow from the segments.
     striped                       0 2 4 6        1 3 5 7
     boundaries (0, 5, 8)          0 1 2 3 4      5 6 7
 
-Lengths need not divide: the first parts are then one position longer.
+If the length does not divide evenly, the first parts are one position longer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -69,12 +69,13 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         """Refuse fields that no constructor would set."""
         check_one_of("kind", self.kind, KINDS)
-        for name, value in (("cuts", self.cuts), ("parts", self.parts)):
+        for name in ("cuts", "parts"):
+            value = getattr(self, name)
             if not (value is None or isinstance(value, tuple)):
                 raise ValueError(
                     f"{name} must be a tuple or None, got {value!r}; use a constructor"
                 )
-        seqlen, world_size = _checked(self.seqlen, self.world_size)
+        seqlen, world_size = _check_sizes(self.seqlen, self.world_size)
         if self.kind == "boundaries":
             expected = _fields_of_cuts(self.cuts or ())
         elif self.kind == "segments":
@@ -84,10 +85,10 @@ class SequenceLayout:
         given = _Fields(self.kind, self.seqlen, self.world_size, self.cuts, self.parts)
         if given != expected:
             raise ValueError(
-                f"{self.kind!r} has seqlen {expected.seqlen}, world_size {expected.world_size}, "
-                f"cuts {expected.cuts} and parts {expected.parts}, got {self.seqlen}, "
-                f"{self.world_size}, {self.cuts} and {self.parts}; use a constructor of "
-                "SequenceLayout"
+                f"a layout of kind {self.kind!r} must have seqlen={expected.seqlen}, "
+                f"world_size={expected.world_size}, cuts={expected.cuts} and parts={expected.parts}, got "
+                f"seqlen={self.seqlen}, world_size={self.world_size}, cuts={self.cuts} and "
+                f"parts={self.parts}; use a constructor of SequenceLayout"
             )
 
     @classmethod
@@ -99,9 +100,9 @@ class SequenceLayout:
         cuts: tuple[int, ...] | None = None,
         parts: tuple[tuple[Segment, ...], ...] | None = None,
     ) -> SequenceLayout:
-        """The layout of valid fields, unchecked."""
+        """Return the layout with these fields, without checks."""
         layout = object.__new__(cls)
-        # One after the other, as torch 2.11's dynamo cannot trace an update of `vars(layout)`.
+        # Set one by one, because torch 2.11's dynamo cannot trace an update of `vars(layout)`.
         object.__setattr__(layout, "kind", kind)
         object.__setattr__(layout, "seqlen", seqlen)
         object.__setattr__(layout, "world_size", world_size)
@@ -110,29 +111,40 @@ class SequenceLayout:
         return layout
 
     @classmethod
+    def _of_sizes(cls, kind: str, seqlen: int, world_size: int) -> SequenceLayout:
+        """Return the layout of a kind that has no further fields, with checked sizes."""
+        seqlen, world_size = _check_sizes(seqlen, world_size)
+        return cls._new(kind, seqlen, world_size)
+
+    @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
-        """Rank r holds the r-th of `world_size` equal runs."""
-        return cls._new("contiguous", *_checked(seqlen, world_size))
+        """Return the layout in which rank r holds the r-th of `world_size` equal runs."""
+        return cls._of_sizes("contiguous", seqlen, world_size)
 
     @classmethod
     def zigzag(cls, seqlen: int, world_size: int) -> SequenceLayout:
-        """Rank r holds chunks r and 2P-1-r of 2P, which balances the work of a causal mask.
+        """Return the layout in which rank r of P holds chunks r and 2P-1-r of 2P.
 
-        If `seqlen` divides by 2P, the order is the same as in torch's `_HeadTailLoadBalancer`.
+        This balances the work of a causal mask. If 2P divides `seqlen`, the order is the same as in
+        torch's `_HeadTailLoadBalancer`.
         """
-        return cls._new("zigzag", *_checked(seqlen, world_size))
+        return cls._of_sizes("zigzag", seqlen, world_size)
 
     @classmethod
     def striped(cls, seqlen: int, world_size: int) -> SequenceLayout:
-        """Rank r holds positions r, r+P, r+2P, ... (Striped Attention, arXiv 2311.09431)."""
-        return cls._new("striped", *_checked(seqlen, world_size))
+        """Return the layout in which rank r of P holds positions r, r+P, r+2P, ...
+
+        This is the order of Striped Attention (arXiv 2311.09431).
+        """
+        return cls._of_sizes("striped", seqlen, world_size)
 
     @classmethod
     def boundaries(cls, cuts: Sequence[int]) -> SequenceLayout:
-        """Rank r holds `[cuts[r], cuts[r + 1])`; equal neighbours give that rank an empty shard.
+        """Return the layout in which rank r holds the positions `[cuts[r], cuts[r + 1])`.
 
         Args:
-            cuts: world_size + 1 positions, from 0 to the length, never decreasing.
+            cuts: world_size + 1 positions, from 0 to the length, never decreasing. Equal neighbours
+                give a rank an empty shard.
 
         Raises:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
@@ -142,18 +154,18 @@ class SequenceLayout:
 
     @classmethod
     def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
-        """Rank r holds the segments `parts[r]`, one after another.
+        """Return the layout in which rank r holds the segments `parts[r]`, one after another.
 
         Adjacent segments are joined. If each shard is one run, in the order of the ranks, the
-        result is a `boundaries` layout. So equal layouts compare equal however they were made.
+        result is a `boundaries` layout. Thus layouts with the same positions compare equal.
 
         Args:
             parts: the segments of each rank, all of one stride; together they hold every position
                 from 0 on once.
 
         Raises:
-            ValueError: no ranks, segments of different strides, or positions that are held twice or
-                by no rank.
+            ValueError: there are no ranks, segments have different strides, or a position is held
+                twice or by no rank.
             TypeError: an element is not a `Segment`, or its numbers are not ints.
 
         Example:
@@ -165,41 +177,59 @@ class SequenceLayout:
 
     @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
-        """The layout of that name; ValueError lists the valid names."""
+        """Return the layout of a name.
+
+        Raises:
+            ValueError: an unknown name; the error lists the valid names.
+        """
         if not isinstance(name, str) or name not in LAYOUTS:
             raise ValueError(
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
             )
-        return cls._new(name, *_checked(seqlen, world_size))
+        return cls._of_sizes(name, seqlen, world_size)
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
+        """Return the layout of `numbers`, which are a layout's `numbers`."""
         code, *rest = numbers
         if KINDS[code] == "boundaries":
             return cls.boundaries(rest)
         if KINDS[code] != "segments":
             seqlen, world_size = rest
             return cls.from_name(KINDS[code], seqlen, world_size)
-        counts = rest[1 : 1 + rest[0]]
-        runs = iter(zip(*(iter(rest[1 + rest[0] :]),) * 3, strict=True))
-        return cls.from_segments([[Segment(*next(runs)) for _ in range(count)] for count in counts])
+        num_ranks, *rest = rest
+        counts, fields = rest[:num_ranks], rest[num_ranks:]
+        parts = []
+        at = 0
+        for count in counts:
+            part = []
+            for _ in range(count):
+                start, length, stride = fields[at : at + 3]
+                part.append(Segment(start, length, stride))
+                at += 3
+            parts.append(part)
+        return cls.from_segments(parts)
 
     @kept
     def numbers(self) -> tuple[int, ...]:
-        """The layout as numbers, its kind and then its fields, as operators of torch take it."""
+        """The layout as numbers, the code of its kind and its fields, for operators of torch.
+
+        Segments are the number of ranks, the number of segments of each rank, and then start,
+        length and stride of each segment.
+        """
         code = KINDS.index(self.kind)
         if self.cuts is not None:
             return (code, *self.cuts)
         if self.parts is None:
             return (code, self.seqlen, self.world_size)
         counts = [len(part) for part in self.parts]
-        runs = [(s.start, s.length, s.stride) for part in self.parts for s in part]
-        return (code, len(counts), *counts, *(n for run in runs for n in run))
+        fields = [x for part in self.parts for s in part for x in (s.start, s.length, s.stride)]
+        return (code, len(counts), *counts, *fields)
 
     def appended(self, rank: int, count: int) -> SequenceLayout:
-        """The layout after one rank appends `count` positions to the sequence.
+        """Return the layout after one rank appends `count` positions to the sequence.
 
-        A KV cache grows like this: new rows follow the rank's old rows. The time grows with the
+        A KV cache grows this way: new rows follow the rank's old rows. The time grows with the
         number of the rank's segments, not with the length of the sequence.
 
         Args:
@@ -220,10 +250,11 @@ class SequenceLayout:
             raise ValueError(f"count must not be negative, got {count}")
         if count == 0:
             return self
-        end, stride = self.seqlen + count, self.stride
+        end = self.seqlen + count
+        stride = self.stride
         if stride == 1:
             added = [Segment(self.seqlen, count)]
-        else:  # a segment holds every stride-th position: consecutive positions are no segment
+        else:  # consecutive positions are not a segment, which holds every stride-th position
             added = [Segment(position, 1, stride) for position in range(self.seqlen, end)]
         if self.parts is None:
             cuts = [0, *accumulate(self.shard_lens)]
@@ -234,17 +265,20 @@ class SequenceLayout:
             held[rank] += added
             return SequenceLayout.from_segments(held)
         tail = joined_segments([*self.parts[rank][-1:], *added], stride)
-        parts, lens = [*self.parts], [*self.shard_lens]
-        parts[rank], lens[rank] = (*parts[rank][:-1], *tail), lens[rank] + count
+        parts = list(self.parts)
+        parts[rank] = (*parts[rank][:-1], *tail)
+        lens = list(self.shard_lens)
+        lens[rank] += count
         # Skips the checks of `from_segments`, whose time grows with the number of segments.
         grown = SequenceLayout._new("segments", end, self.world_size, parts=tuple(parts))
         vars(grown).update(_shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
-        """The layout of this sequence and then `chunk`, such as a KV cache and more of a prompt.
+        """Return the layout of this sequence followed by `chunk`.
 
-        On every rank the rows of the chunk follow the rows of this layout.
+        For example, this layout is that of a KV cache, and `chunk` that of the next part of a
+        prompt. On every rank the rows of the chunk follow the rows of this layout.
 
         Args:
             chunk: layout over as many ranks, with positions from 0.
@@ -260,8 +294,8 @@ class SequenceLayout:
         check_type("chunk", chunk, SequenceLayout)
         if chunk.world_size != self.world_size:
             raise ValueError(
-                f"both layouts must have the same ranks, got {self.world_size} and "
-                f"{chunk.world_size}: {self} followed by {chunk}"
+                "both layouts must have the same number of ranks, got "
+                f"{self.world_size} and {chunk.world_size}: {self} followed by {chunk}"
             )
         held = [[*segments] for segments in _segments(self)]
         for part, segments in zip(held, _segments(chunk), strict=True):
@@ -269,7 +303,7 @@ class SequenceLayout:
         return SequenceLayout.from_segments(held)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The rank's segments, in the order of its rows, without empty ones."""
+        """Return the rank's segments, in the order of its rows, without empty ones."""
         return _segments(self)[self._rank(rank)]
 
     def shard_len(self, rank: int) -> int:
@@ -287,12 +321,12 @@ class SequenceLayout:
         return next((s.stride for part in self.parts or () for s in part), 1)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """(shard_len,) int64 global positions of the rank's rows, for RoPE."""
+        """Return the global positions of the rank's rows, (shard_len,) int64, for RoPE."""
         parts = [segment.positions() for segment in self.segments(rank)]
         return torch.cat(parts or [torch.arange(0, device="cpu")]).to(device)
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """The rank's rows of a whole tensor.
+        """Return the rank's rows of a whole tensor.
 
         Args:
             x: any tensor with `seqlen` rows in `dim`.
@@ -303,7 +337,7 @@ class SequenceLayout:
             A contiguous tensor with `shard_len(rank)` rows in `dim`; it may share memory with `x`.
 
         Raises:
-            ValueError: `x` has another number of rows.
+            ValueError: `x` does not have `seqlen` rows in `dim`.
         """
         self.check_rows(x, dim)
         parts = []
@@ -317,7 +351,7 @@ class SequenceLayout:
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the shards of all ranks, in the order of the ranks.
+        """Return the whole tensor from the shards of all ranks, in the order of the ranks.
 
         Raises:
             ValueError: a wrong number of shards, a wrong number of rows in a shard, or shards whose
@@ -336,21 +370,24 @@ class SequenceLayout:
                 )
             if x.dtype != first.dtype:
                 raise TypeError(f"{name} must be {first.dtype} as on rank 0, got {x.dtype}")
-        return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
+        joined = torch.cat(list(shards), dim)  # in the order of the ranks
+        return joined.index_select(dim, self._restore.to(joined.device))
 
     def mask_area(self, mask: Mask) -> tuple[int, ...]:
-        """Number of visible (query, key) pairs of each rank's queries: its share of the work.
+        """Return the number of visible (query, key) pairs of each rank, its share of the work.
 
         Raises:
             ValueError: the mask has another number of queries.
         """
         check_type("mask", mask, Mask)
         if mask.seqlen_q != self.seqlen:
-            raise ValueError(f"mask has {mask.seqlen_q} queries, layout {self} has {self.seqlen}")
+            raise ValueError(
+                f"mask must have {self.seqlen} queries for layout {self}, got {mask.seqlen_q}"
+            )
         areas = []
         for rank in range(self.world_size):
-            start, stop = mask.visible_runs(self.position_ids(rank))
-            areas.append(int((stop - start).sum()))  # of all layers
+            start, stop = mask.visible_runs(self.position_ids(rank))  # (layers, rows) each
+            areas.append(int((stop - start).sum()))
         return tuple(areas)
 
     @kept
@@ -358,21 +395,23 @@ class SequenceLayout:
         return hash((self.kind, self.seqlen, self.world_size, self.cuts, self.parts))
 
     def __hash__(self) -> int:
-        # Cached: hashing the segments of thousands of ranks at every look-up would be slow.
+        # Cached, because a look-up would otherwise hash the segments of thousands of ranks.
         return self._hash
 
     def __str__(self) -> str:
         if self.cuts is not None:
             return f"boundaries({list(self.cuts)})"
-        if self.parts is not None and sum(map(len, self.parts)) > MAX_SHOWN:
-            count = sum(map(len, self.parts))
+        if self.parts is None:
+            return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
+        count = sum(len(part) for part in self.parts)
+        if count > MAX_SHOWN:
             return f"segments(seqlen={self.seqlen}, world_size={self.world_size}, {count} of them)"
-        if self.parts is not None:
-            return f"segments({[[tuple(vars(s).values()) for s in part] for part in self.parts]})"
-        return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
+        shown = [[(s.start, s.length, s.stride) for s in part] for part in self.parts]
+        return f"segments({shown})"
 
     @kept
     def _restore(self) -> Tensor:
+        """For each position its row among the rows of all ranks, (seqlen,) int64."""
         order = torch.cat([self.position_ids(rank) for rank in range(self.world_size)])
         return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen, device="cpu"))
 
@@ -383,7 +422,7 @@ class SequenceLayout:
         return rank
 
     def check_rows(self, x: Tensor, dim: int, name: str = "x") -> None:
-        """Refuses a tensor without `seqlen` rows in `dim`."""
+        """Refuse a tensor without `seqlen` rows in `dim`."""
         check_dim(name, x, dim)
         if x.size(dim) != self.seqlen:
             raise ValueError(
@@ -391,8 +430,10 @@ class SequenceLayout:
             )
 
 
-def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
-    seqlen, world_size = as_int("seqlen", seqlen), as_int("world_size", world_size)
+def _check_sizes(seqlen: int, world_size: int) -> tuple[int, int]:
+    """Return both sizes as ints; refuse sizes that no layout has."""
+    seqlen = as_int("seqlen", seqlen)
+    world_size = as_int("world_size", world_size)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if seqlen < 0:
@@ -401,21 +442,26 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:
-    size, longer = seqlen // parts, seqlen % parts  # dynamo has no divmod of symbols
+    # Not by `divmod`, which dynamo cannot trace for symbolic lengths.
+    size = seqlen // parts
+    longer = seqlen % parts
     return [part * size + min(part, longer) for part in range(parts + 1)]
 
 
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     if layout.parts is not None:
-        # Not cached: while decoding, each token makes a new layout, so the cache would never hit.
+        # Not cached: in decoding each token makes a new layout, so the cache would never hit.
         return layout.parts
-    # dynamo would trace a cached function without its cache, with a warning.
+    # dynamo would warn, and trace a cached function without its cache.
     of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind
     return of_kind(layout)
 
 
 def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
-    """Segments of every kind but "segments": the only function where the kinds differ."""
+    """Return the segments of each rank, for every kind but "segments".
+
+    This is the only function where the kinds differ.
+    """
     seqlen, world_size = layout.seqlen, layout.world_size
 
     def runs(cuts: Sequence[int], *chunks: int) -> tuple[Segment, ...]:
@@ -424,7 +470,10 @@ def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]
 
     if layout.kind == "striped":
         lens = [len(range(rank, seqlen, world_size)) for rank in range(world_size)]
-        return tuple((Segment(r, n, world_size),) if n else () for r, n in enumerate(lens))
+        return tuple(
+            (Segment(start=rank, length=length, stride=world_size),) if length else ()
+            for rank, length in enumerate(lens)
+        )
     if layout.kind == "zigzag":
         cuts = _equal_cuts(seqlen, 2 * world_size)
         return tuple(runs(cuts, rank, 2 * world_size - 1 - rank) for rank in range(world_size))
@@ -440,10 +489,10 @@ def _fields_of_cuts(cuts: Sequence[int]) -> _Fields:
     cuts = as_ints("cuts", cuts)
     if len(cuts) < 2 or cuts[0] != 0:
         raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {[*cuts]}")
-    for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        if b < a:
+    for rank, (start, stop) in enumerate(pairwise(cuts)):
+        if stop < start:
             raise ValueError(
-                f"cuts must not decrease, got {a} then {b} for rank {rank} in {[*cuts]}"
+                f"cuts must not decrease, got {start} then {stop} for rank {rank} in {[*cuts]}"
             )
     return _Fields("boundaries", seqlen=cuts[-1], world_size=len(cuts) - 1, cuts=cuts)
 
@@ -460,7 +509,7 @@ def _fields_of_parts(parts: Sequence[Sequence[Segment]]) -> _Fields:
     seqlen = sum(s.length for segments in joined for s in segments)
     cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
     runs = tuple(
-        (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
+        (Segment(start, stop - start),) if stop > start else () for start, stop in pairwise(cuts)
     )
     if runs == joined:
         return _fields_of_cuts(cuts)
@@ -469,9 +518,10 @@ def _fields_of_parts(parts: Sequence[Sequence[Segment]]) -> _Fields:
 
 
 def _common_stride(parts: Sequence[Sequence[Segment]]) -> int:
+    """Return the stride of all segments; refuse segments of several strides."""
     strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
     if not strides:
-        # Only single positions: keep their stride if all agree on it.
+        # There are only single positions: keep their stride if it is the same for all.
         declared = {s.stride for segments in parts for s in segments}
         strides = list(declared) if len(declared) == 1 else [1]
     if len(strides) > 1:

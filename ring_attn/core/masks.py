@@ -1,10 +1,10 @@
-r"""Masks by name: each function makes the slices of one kind of mask.
+r"""Constructors of masks: each function makes the slices of one kind of mask.
 
     mask = ring_attn.masks.chunked(seqlen, 8192) & ring_attn.masks.documents(cu_seqlens)
     out = ring_attn.ring_attention(q, k, v, mask=mask, layout=layout)
 
-`a & b` keeps the pairs of both; `by_document` concatenates masks. In the drawings rows are queries,
-columns are keys, and `x` is a visible pair.
+`a & b` keeps the pairs that both masks have, and `by_document` concatenates masks. In the drawings
+rows are queries, columns are keys, and `x` is a visible pair.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.dense import of_block_mask, of_blocks, of_dense
-from ring_attn.core.mask import Mask, Slice, check_number_of_slices, checked_lengths
+from ring_attn.core.mask import Mask, Slice, check_number_of_slices
 from ring_attn.values.checks import as_int, as_tuple, check_type
 
 Lengths = Sequence[int] | Tensor
 
 
 def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
-    """Each query sees itself and the keys before it; bottom-right aligned, as in flash-attention.
+    """Return the causal mask, bottom-right aligned as in flash-attention.
+
+    Each query sees the key at its own position and the keys before it.
 
         x . . .
         x x . .
@@ -33,17 +35,19 @@ def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
 
     Args:
         seqlen_q: number of queries.
-        seqlen_k: number of keys; None is as many as queries.
+        seqlen_k: number of keys; None means `seqlen_q`.
 
     Example:
         >>> causal(4).area
         10
     """
-    return Mask(*_lengths(seqlen_q, seqlen_k), causal=True)
+    return Mask(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, causal=True)
 
 
 def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None) -> Mask:
-    """Each query sees the diagonal, `left` keys before it and `right` keys after it.
+    """Return the mask of a sliding window.
+
+    Each query sees the key on the diagonal, `left` keys before it and `right` keys after it.
 
         x . . .       left 1, right 0
         x x . .
@@ -52,22 +56,24 @@ def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None
 
     Args:
         seqlen_q: number of queries.
-        left: keys before the diagonal; -1 is all.
-        right: keys after the diagonal; -1 is all.
-        seqlen_k: number of keys; None is as many as queries.
+        left: number of keys before the diagonal; -1 means all.
+        right: number of keys after the diagonal; -1 means all.
+        seqlen_k: number of keys; None means `seqlen_q`.
 
     Example:
         >>> window(4, 1).area
         7
     """
-    sides = as_int("left", left, least=-1), as_int("right", right, least=-1)
-    return Mask(*_lengths(seqlen_q, seqlen_k), window_size=sides)
+    left = as_int("left", left, least=-1)
+    right = as_int("right", right, least=-1)
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    return Mask(seqlen_q, seqlen_k, window_size=(left, right))
 
 
 def documents(
     cu_seqlens: Lengths, cu_seqlens_k: Lengths | None = None, *, causal: bool = False
 ) -> Mask:
-    """Each document sees only itself.
+    """Return the mask of packed documents, each of which sees only itself.
 
         x x . . .       cu_seqlens 0, 2, 5
         x x . . .
@@ -77,7 +83,7 @@ def documents(
 
     Args:
         cu_seqlens: boundaries, from 0.
-        cu_seqlens_k: boundaries of the keys; None is `cu_seqlens`.
+        cu_seqlens_k: boundaries of the keys; None means `cu_seqlens`.
         causal: whether each document is causal.
 
     Example:
@@ -86,11 +92,11 @@ def documents(
     """
     cu_q = _boundaries("cu_seqlens", cu_seqlens)
     cu_k = cu_q if cu_seqlens_k is None else _boundaries("cu_seqlens_k", cu_seqlens_k)
-    return Mask(cu_q[-1], cu_k[-1], causal, (-1, -1), cu_q, cu_k)
+    return Mask(cu_q[-1], cu_k[-1], causal, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def chunked(seqlen: int, size: int) -> Mask:
-    """Causal within chunks of positions, as in Llama 4.
+    """Return the mask that is causal within chunks of positions, as in Llama 4.
 
         x . . . .       size 2
         x x . . .
@@ -100,24 +106,25 @@ def chunked(seqlen: int, size: int) -> Mask:
 
     Args:
         seqlen: number of queries, and of keys.
-        size: positions of a chunk; the last may have fewer.
+        size: number of positions of a chunk; the last chunk may have fewer.
 
     Raises:
-        ValueError: more chunks than a mask has slices (1,048,576).
+        ValueError: there are more chunks than a mask can have slices (1,048,576).
 
     Example:
         >>> chunked(5, 2).area
         7
     """
-    seqlen, size = as_int("seqlen", seqlen, least=0), as_int("size", size, least=1)
+    seqlen = as_int("seqlen", seqlen, least=0)
+    size = as_int("size", size, least=1)
     check_number_of_slices(-(-seqlen // size))
     cuts = [*range(0, seqlen, size), seqlen]
-    slices = [Slice(a, b, a, b, None, 0) for a, b in pairwise(cuts)]
+    slices = [Slice(start, stop, start, stop, hi=0) for start, stop in pairwise(cuts)]
     return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, chunks of {size}")
 
 
 def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
-    """Causal, but all queries of a document see its whole prefix (prefix-LM).
+    """Return the causal mask in which all queries of a document see its whole prefix (prefix-LM).
 
         x x . .       prefix_lens [2], cu_seqlens [0, 4]
         x x . .
@@ -129,29 +136,35 @@ def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
         cu_seqlens: boundaries of the documents, from 0.
 
     Raises:
-        ValueError: a prefix is longer than its document, or their numbers differ.
+        ValueError: a prefix is longer than its document, or the numbers of prefixes and documents
+            differ.
 
     Example:
         >>> prefix([2], [0, 4]).area
         11
     """
-    cuts, lens = _boundaries("cu_seqlens", cu_seqlens), _integers("prefix_lens", prefix_lens)
+    cuts = _boundaries("cu_seqlens", cu_seqlens)
+    lens = _integers("prefix_lens", prefix_lens)
     if len(lens) != len(cuts) - 1:
-        raise ValueError(f"prefix_lens must be {len(cuts) - 1}, one a document, got {len(lens)}")
+        raise ValueError(
+            f"prefix_lens must have {len(cuts) - 1} lengths, one for each document, got {len(lens)}"
+        )
     slices = []
     for (start, stop), length in zip(pairwise(cuts), lens, strict=True):
         if not 0 <= length <= stop - start:
             raise ValueError(
-                f"a prefix must be within its document of {stop - start}, got {length}"
+                f"a prefix must be within its document of {stop - start} positions, got {length}"
             )
         middle = start + length
         slices.append(Slice(start, stop, start, middle))
-        slices.append(Slice(middle, stop, middle, stop, None, 0))
+        slices.append(Slice(middle, stop, middle, stop, hi=0))
     return Mask.of_disjoint(cuts[-1], cuts[-1], slices, f"{len(lens)} documents with a prefix")
 
 
 def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mask:
-    """Causal, but each span of positions sees all of itself, such as the tokens of an image.
+    """Return the causal mask in which each span of positions sees all of itself.
+
+    For example, a span is the tokens of an image.
 
         x . . . .       spans [(1, 3)]
         x x x . .
@@ -162,18 +175,20 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
     Args:
         seqlen: number of queries, and of keys.
         spans: `(start, stop)` of each span, without overlaps.
-        left: positions before a query that it sees outside its span; -1 is all.
+        left: number of positions before a query that it sees outside its span; -1 means all.
 
     Raises:
-        ValueError: spans overlap, or reach beyond the sequence.
+        ValueError: spans overlap, or are not within the sequence.
 
     Example:
         >>> spans(5, [(1, 3)]).area
         16
     """
-    seqlen, left = as_int("seqlen", seqlen, least=0), as_int("left", left, least=-1)
+    seqlen = as_int("seqlen", seqlen, least=0)
+    left = as_int("left", left, least=-1)
     lo = None if left < 0 else -left
-    slices, end = [], 0
+    slices = []
+    end = 0  # of the span before
     pairs = sorted(_integers("each of spans", span) for span in as_tuple("spans", spans))
     for span in pairs:
         if len(span) != 2 or not end <= span[0] <= span[1] <= seqlen:
@@ -186,14 +201,17 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
         if lo is None:
             slices.append(Slice(start, stop, 0, stop))
         else:
-            slices += [Slice(start, stop, 0, start, lo), Slice(start, stop, start, stop)]
+            slices.append(Slice(start, stop, 0, start, lo))
+            slices.append(Slice(start, stop, start, stop))
         end = stop
     slices.append(Slice(end, seqlen, 0, seqlen, lo, 0))
     return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, {len(pairs)} spans seen whole")
 
 
 def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
-    """One prompt and several answers: each answer sees the prompt and itself, causally.
+    """Return the mask of a prompt and several answers.
+
+    Each answer sees the prompt and itself, causally.
 
         x . . . . .       prefix 2, lengths 2, 2
         x x . . . .
@@ -214,13 +232,13 @@ def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
     lens = [as_int("each of lengths", n, least=0) for n in _integers("lengths", lengths)]
     cuts = [prefix, *(prefix + end for end in accumulate(lens))]
     seqlen = cuts[-1]
-    slices = [Slice(0, prefix, 0, prefix, None, 0), Slice(prefix, seqlen, 0, prefix)]
-    slices += [Slice(a, b, a, b, None, 0) for a, b in pairwise(cuts)]
+    slices = [Slice(0, prefix, 0, prefix, hi=0), Slice(prefix, seqlen, 0, prefix)]
+    slices += [Slice(start, stop, start, stop, hi=0) for start, stop in pairwise(cuts)]
     return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, {len(lens)} answers to one prompt")
 
 
 def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
-    """Each query sees the first positions and a causal window (StreamingLLM, arXiv 2309.17453).
+    """Return the mask of a causal window and the first positions (StreamingLLM, arXiv 2309.17453).
 
         x . . . . .       sinks 2, left 1
         x x . . . .
@@ -232,23 +250,31 @@ def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
     Args:
         seqlen: number of queries, and of keys.
         sinks: number of first positions that all later queries see.
-        left: keys in the window before the query itself.
+        left: number of keys of the window before the diagonal.
 
     Example:
         >>> sink_window(6, 2, 1).area
         18
     """
-    seqlen, sinks = as_int("seqlen", seqlen, least=0), as_int("sinks", sinks, least=0)
-    left, first = as_int("left", left, least=0), min(sinks, seqlen)
-    slices = [Slice(0, seqlen, 0, first, None, 0), Slice(0, seqlen, first, seqlen, -left, 0)]
+    seqlen = as_int("seqlen", seqlen, least=0)
+    sinks = as_int("sinks", sinks, least=0)
+    left = as_int("left", left, least=0)
+    first = min(sinks, seqlen)
+    slices = [
+        Slice(0, seqlen, 0, first, hi=0),
+        Slice(0, seqlen, first, seqlen, lo=-left, hi=0),
+    ]
     return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, window {left} and the first {sinks}")
 
 
+# `Any`: a `BlockMask`, whose module loads the compiler when it is imported.
 def blocks(
-    mask: Any, block_size: int | tuple[int, int] = 128, seqlen_q: int | None = None,
+    mask: Tensor | Any,
+    block_size: int | tuple[int, int] = 128,
+    seqlen_q: int | None = None,
     seqlen_k: int | None = None,
-) -> Mask:  # fmt: skip
-    """Whole blocks of queries and keys: block-sparse attention.
+) -> Mask:
+    """Return the mask of whole blocks of queries and keys: block-sparse attention.
 
         x x . . . .       block_size 2, mask 1 0 0
         x x . . . .                          1 1 0
@@ -262,11 +288,13 @@ def blocks(
             `torch.nn.attention.flex_attention` for one batch entry and head. Its `mask_mod` is
             evaluated in partly visible blocks.
         block_size: rows of a block, or (queries, keys) of a block; ignored for a `BlockMask`.
-        seqlen_q: number of queries; the last block may be cut. None fills all blocks.
-        seqlen_k: number of keys, likewise.
+        seqlen_q: number of queries, which must end in the last block; None means that all blocks
+            are full.
+        seqlen_k: number of keys, with the same rule.
 
     Raises:
         ValueError: the shape or the lengths do not fit.
+        TypeError: `mask` is neither a tensor nor a `BlockMask`.
         NotImplementedError: the `BlockMask` has several heads or batch entries.
 
     Example:
@@ -278,30 +306,32 @@ def blocks(
     check_type("mask", mask, Tensor, "a torch.Tensor or a BlockMask")
     if mask.ndim != 2 or mask.dtype != torch.bool:
         raise ValueError(
-            f"mask must be (blocks of queries, blocks of keys) booleans, got {tuple(mask.shape)} "
-            f"of {mask.dtype}"
+            "mask must be booleans of shape (blocks of queries, blocks of keys), got shape "
+            f"{tuple(mask.shape)} and dtype {mask.dtype}"
         )
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(pair) != 2:
         raise ValueError(f"block_size must be a number or (queries, keys), got {pair}")
     rows, cols = (as_int("block_size", size, least=1) for size in pair)
-    seqlens = []
-    for name, length, count, size in (
-        ("seqlen_q", seqlen_q, mask.size(0), rows), ("seqlen_k", seqlen_k, mask.size(1), cols)
-    ):  # fmt: skip
-        seqlens.append(count * size if length is None else as_int(name, length, least=0))
-        if not (count - 1) * size < seqlens[-1] <= count * size:
-            raise ValueError(
-                f"{name} must end in the last of {count} blocks of {size}, got {length}"
-            )
-    slices = list(of_blocks(mask, (rows, cols), (seqlens[0], seqlens[1])))
-    return Mask.of_disjoint(
-        seqlens[0], seqlens[1], slices, f"{int(mask.sum())} blocks of {rows} x {cols}"
-    )
+    num_queries = _length_of_blocks("seqlen_q", seqlen_q, count=mask.size(0), size=rows)
+    num_keys = _length_of_blocks("seqlen_k", seqlen_k, count=mask.size(1), size=cols)
+    slices = list(of_blocks(mask, (rows, cols), (num_queries, num_keys)))
+    words = f"{int(mask.sum())} blocks of {rows} x {cols}"
+    return Mask.of_disjoint(num_queries, num_keys, slices, words)
+
+
+def _length_of_blocks(name: str, length: int | None, *, count: int, size: int) -> int:
+    """Return the length that `count` blocks cover; `length` None means that all blocks are full."""
+    covered = count * size if length is None else as_int(name, length, least=0)
+    if not (count - 1) * size < covered <= count * size:
+        raise ValueError(f"{name} must end in the last of {count} blocks of {size}, got {length}")
+    return covered
 
 
 def from_dense(seen: Tensor) -> Mask:
-    """Any mask, from booleans: for short sequences, since irregular masks take many slices.
+    """Return the mask that is given as booleans.
+
+    Only for short sequences, because an irregular mask takes many slices.
 
     Args:
         seen: (seqlen_q, seqlen_k) booleans, True where a query sees a key.
@@ -316,21 +346,23 @@ def from_dense(seen: Tensor) -> Mask:
     check_type("seen", seen, Tensor, "a torch.Tensor")
     if seen.ndim != 2 or seen.dtype != torch.bool:
         raise ValueError(
-            f"seen must be (seqlen_q, seqlen_k) booleans, got {tuple(seen.shape)} of {seen.dtype}"
+            f"seen must be booleans of shape (seqlen_q, seqlen_k), got shape {tuple(seen.shape)} "
+            f"and dtype {seen.dtype}"
         )
     return Mask.of_disjoint(seen.size(0), seen.size(1), of_dense(seen))
 
 
 def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | None]]) -> Mask:
-    """Any slices: (q_start, q_end, k_start, k_end), or with a band (..., lo, hi) on `j - i`.
+    """Return the mask of slices that are given by their numbers.
 
     Args:
         seqlen_q: number of queries.
         seqlen_k: number of keys.
-        slices: fields of `Slice`; slices may share queries and keys, but no pair.
+        slices: (q_start, q_end, k_start, k_end) of each slice, or these numbers and the bounds
+            (lo, hi) on `j - i`. Slices may share queries and keys, but not a pair.
 
     Raises:
-        ValueError: a slice reaches beyond the lengths, or two slices share a pair.
+        ValueError: a slice is beyond the lengths, or two slices share a pair.
 
     Example:
         >>> from_slices(4, 4, [(0, 4, 0, 2), (2, 4, 2, 4, None, 0)]).dense().int().tolist()
@@ -340,13 +372,13 @@ def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | No
     for fields in as_tuple("slices", slices):
         values = as_tuple("each of slices", fields)
         if not 4 <= len(values) <= 6:
-            raise ValueError(f"a slice has 4 positions and a band, got {values}")
+            raise ValueError(f"a slice must be 4 positions and up to 2 bounds, got {values}")
         pieces.append(Slice(*values))
     return Mask.of(seqlen_q, seqlen_k, pieces)
 
 
 def by_document(masks: Sequence[Mask]) -> Mask:
-    """Concatenates the masks of documents, each over its own positions.
+    """Concatenate the masks of documents, each over its own positions.
 
         x . . .       two causal masks of 2
         x x . .
@@ -357,20 +389,17 @@ def by_document(masks: Sequence[Mask]) -> Mask:
         >>> by_document([causal(2), window(3, 0)]).area
         6
     """
-    q = k = 0
+    q, k = 0, 0  # first position of the document
     slices: list[Slice] = []
     for mask in as_tuple("masks", masks):
         check_type("each of masks", mask, Mask)
         slices += [s.moved(q, k) for s in mask.slices]
-        q, k = q + mask.seqlen_q, k + mask.seqlen_k
+        q += mask.seqlen_q
+        k += mask.seqlen_k
     return Mask.of_disjoint(q, k, slices, f"{len(masks)} documents with their own masks")
 
 
 # -- checks
-
-
-def _lengths(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
-    return checked_lengths(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
 
 
 def _integers(name: str, values: Lengths) -> tuple[int, ...]:
@@ -381,6 +410,6 @@ def _integers(name: str, values: Lengths) -> tuple[int, ...]:
 
 def _boundaries(name: str, values: Lengths) -> tuple[int, ...]:
     cuts = _integers(name, values)
-    if not cuts or cuts[0] != 0 or any(b < a for a, b in pairwise(cuts)):
+    if not cuts or cuts[0] != 0 or any(stop < start for start, stop in pairwise(cuts)):
         raise ValueError(f"{name} must start at 0 and not decrease, got {cuts}")
     return cuts

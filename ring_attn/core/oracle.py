@@ -16,17 +16,17 @@ from ring_attn.core.mask import Mask
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 RESULTS_WITH_SINKS = (*RESULTS, "dsinks")
 
-# The number that flash-attention's tests add and subtract again, to measure rounding.
+# The number that flash-attention's tests add and then subtract, to measure rounding.
 PERTURBATION = 0.3
 
 
 class Inputs(NamedTuple):
-    """`q (batch, seqlen_q, nheads, headdim)`, `k`, `v (batch, seqlen_k, nheads_kv, ..)`, `dout`."""
+    """The inputs of an attention call, and the gradient of its output."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
+    q: Tensor  # (batch, seqlen_q, nheads, headdim)
+    k: Tensor  # (batch, seqlen_k, nheads_kv, headdim)
+    v: Tensor  # (batch, seqlen_k, nheads_kv, headdim_v)
+    dout: Tensor  # (batch, seqlen_q, nheads, headdim_v)
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Expected:
     Attributes:
         out: (batch, seqlen_q, nheads, headdim_v).
         lse: (batch, nheads, seqlen_q), natural logarithm, -inf for rows that see no key.
-        dq: shape of q.
-        dk: shape of k.
-        dv: shape of v.
-        dsinks: (nheads,), None without sinks.
-        terms: from the oracle only: for each result, the sum of absolute values of the terms of
+        dq: the shape of q.
+        dk: the shape of k.
+        dv: the shape of v.
+        dsinks: (nheads,); None without sinks.
+        terms: from the oracle only: for each result, the sum of the absolute values of the terms of
             each element. It is large where terms cancel, and 0 where nothing is summed.
     """
 
@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """error / bound: at most 1 if the result is within its bound; 0 if both are 0."""
+        """error / bound, which is at most 1 for a result within its bound; 0 if both are 0."""
         if self.bound == 0.0:
             return 0.0 if self.ok else math.inf
         return self.error / self.bound
@@ -75,7 +75,7 @@ class Verdict:
 
 
 class _Rule(NamedTuple):
-    """Everything that turns q, k and v into weights."""
+    """The options that determine the weights of q, k and v."""
 
     mask: Mask
     softmax_scale: float | None
@@ -99,20 +99,20 @@ def dense_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The oracle: dense attention in float64, differentiable.
+    """Compute the oracle: dense attention in float64, differentiable.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
-        k: (batch, seqlen_k, nheads_kv, headdim); a kv head serves nheads / nheads_kv query heads.
+        k: (batch, seqlen_k, nheads_kv, headdim); nheads / nheads_kv query heads share a kv head.
         v: (batch, seqlen_k, nheads_kv, headdim_v).
-        mask: which query sees which keys.
-        softmax_scale: 1 / sqrt(headdim) by default.
-        softcap: if not 0, scores are `softcap * tanh(score / softcap)`.
-        sinks: (nheads,), a logit of each head in the denominator, without a value.
+        mask: which queries see which keys.
+        softmax_scale: None means 1 / sqrt(headdim).
+        softcap: if it is not 0, scores are `softcap * tanh(score / softcap)`.
+        sinks: (nheads,), for each head a logit in the denominator, which has no value.
 
     Returns:
-        `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q), float64. A
-        row that sees no key has out 0, lse -inf (or its sink) and zero gradients.
+        `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q), float64. For
+        a row that sees no key, `out` is 0, `lse` is -inf (or the sink), and gradients are 0.
     """
     rule = _Rule(mask, softmax_scale, softcap, sinks).double()
     return _attention(q.double(), k.double(), v.double(), rule)
@@ -128,15 +128,15 @@ def plain_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The yardstick: dense attention in plain PyTorch, in the inputs' own dtype.
+    """Compute the yardstick: dense attention in plain PyTorch, in the dtype of the inputs.
 
-    In float64 it would equal the oracle, so every sum runs in another order (queries, keys and dims
-    reversed), and the two share no rounding errors.
+    In float64 the yardstick would equal the oracle. There, every sum runs in another order
+    (queries, keys and dims are reversed), so that the two share no rounding errors.
 
     Returns:
-        As `dense_attention`, with `out` in q's dtype. `lse` is float32 (float64 for float64), from
-        scores in that dtype, which a matmul of 16-bit inputs has before it rounds its float32 sums.
-        So the yardstick of a float32 result has a float32 error.
+        The results of `dense_attention`, with `out` in the dtype of q. `lse` is float32 (float64
+        for float64), from scores in that dtype, as a matmul of 16-bit inputs has them before it
+        rounds its float32 sums. Thus the yardstick of a float32 result has a float32 error.
     """
     return _plain(q, k, v, _Rule(mask, softmax_scale, softcap, sinks))
 
@@ -152,9 +152,9 @@ def dense_gradients(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """The oracle's results and gradients in float64, with their `terms`."""
+    """Compute the results and gradients of the oracle in float64, with their `terms`."""
     rule = _Rule(mask, softmax_scale, softcap, sinks).double()
-    inputs = Inputs(*(x.double() for x in (q, k, v, dout)))
+    inputs = Inputs(q.double(), k.double(), v.double(), dout.double())
     expected = _gradients(_attention, inputs, rule)
     return replace(expected, terms=_terms(inputs, expected, rule, q.dtype))
 
@@ -170,7 +170,7 @@ def plain_gradients(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """Plain PyTorch's results, and autograd's gradients, in the inputs' own dtypes."""
+    """Compute results of plain PyTorch and gradients of autograd, in the dtype of the inputs."""
     rule = _Rule(mask, softmax_scale, softcap, sinks)
     return _gradients(_plain, Inputs(q, k, v, dout), rule)
 
@@ -178,42 +178,45 @@ def plain_gradients(
 def check(
     name: str, got: Tensor, oracle: Tensor, plain: Tensor, terms: Tensor | None = None
 ) -> Verdict:
-    """Compares one result with the oracle: bound = 2 * plain PyTorch's error + a rounding floor.
+    """Compare one result with the oracle: bound = 2 * plain PyTorch's error + a rounding floor.
 
-    The floor alone holds for any order of sums, so no bound depends on how lucky the plain run was;
-    the plain run adds room where products of 16-bit numbers are rounded on the way. The floor has
-    two parts. The first is flash-attention's rule, `2 * max|x + 0.3 - 0.3 - x|` in
-    the result's dtype, with 0.3 in units of the largest value. The sum rounds by at most half a
-    unit in its last place (ulp), so the worst case of the rule is one ulp; the floor takes that
-    worst case, which is never 0 by luck. The second part is the same ulp of the accumulation dtype
-    at the size of `terms`: where large terms cancel, no algorithm that sums them in float32 can do
-    better; and its smallest normal number, below which GPUs round to 0. (The gradient of a row that
-    sees one key is 0, and plain PyTorch may get it exactly.)
+    The floor holds for any order of sums, so the bound does not depend on a lucky plain run. The
+    error of plain PyTorch adds room where products of 16-bit numbers are rounded on the way. The
+    floor has two parts:
+
+    1. flash-attention's rule, `2 * max|x + 0.3 - 0.3 - x|` in the dtype of the result, with 0.3 in
+       units of the largest value. The sum rounds by at most half a unit in its last place (ulp), so
+       the worst case of the rule is one ulp. The floor is that worst case, which is never 0 by
+       luck.
+    2. The same ulp of the accumulation dtype at the size of `terms`, because no algorithm that sums
+       large terms in float32 is more exact where they cancel, plus the smallest normal number of
+       that dtype, below which GPUs round to 0. (The gradient of a row that sees one key is 0, and
+       plain PyTorch may compute it exactly.)
 
     Args:
         name: name of the result, for the verdict.
         got: the result.
-        oracle: the oracle's result, float64, the same shape.
-        plain: plain PyTorch's result, in the dtype that `got` must have.
+        oracle: the result of the oracle, float64, of the same shape.
+        plain: the result of plain PyTorch, in the dtype that `got` must have.
         terms: `Expected.terms[name]` of the oracle. None leaves out the second part, and the bound
-            depends on the plain run: use it for tensors of many numbers only. Where it is 0
+            depends on the plain run: use it only for tensors of many numbers. Where it is 0,
             nothing is summed, as for a row that sees no key or a key that no row sees; there the
-            result must equal the oracle's exactly.
+            result must equal the oracle exactly.
 
     Returns:
-        The verdict. -inf agrees with -inf; NaN anywhere fails.
+        The verdict. -inf equals -inf, and a NaN anywhere fails.
 
     Raises:
-        ValueError: shapes differ.
-        TypeError: dtypes of `got` and `plain` differ.
+        ValueError: the shapes differ.
+        TypeError: the dtypes of `got` and `plain` differ.
     """
     if not got.shape == oracle.shape == plain.shape:
         raise ValueError(
-            f"{name} must have shape {tuple(oracle.shape)} as the oracle, got {tuple(got.shape)} "
+            f"{name} must have the oracle's shape {tuple(oracle.shape)}, got {tuple(got.shape)} "
             f"(plain PyTorch: {tuple(plain.shape)})"
         )
     if got.dtype != plain.dtype:
-        raise TypeError(f"{name} must be {plain.dtype} as plain PyTorch's, got {got.dtype}")
+        raise TypeError(f"{name} must be {plain.dtype} as in plain PyTorch, got {got.dtype}")
     got, plain_64 = (x.detach().to(oracle.device, torch.float64) for x in (got, plain))
     oracle = oracle.detach().double()
     errors = distance(got, oracle)
@@ -223,7 +226,7 @@ def check(
     if terms is not None:
         accum = accum_dtype(plain.dtype)
         bound += _rounding_floor(terms.detach(), accum)
-        # Subnormal numbers may lose all their bits, and GPUs make them 0.
+        # Subnormal numbers may lose all their bits, and GPUs round them to 0.
         bound += torch.finfo(accum).smallest_normal
         exact = terms.detach() == 0.0
     error = largest(errors)
@@ -233,23 +236,28 @@ def check(
 
 
 def check_all(got: Expected, oracle: Expected, plain: Expected) -> tuple[Verdict, ...]:
-    """Checks out, lse, dq, dk, dv, and dsinks if present, with the oracle's terms.
+    """Check out, lse, dq, dk, dv, and dsinks if there are any, with the terms of the oracle.
 
     Raises:
-        ValueError: only some arguments have dsinks, or as in `check`.
+        ValueError: only some of the arguments have dsinks, or a reason of `check`.
         TypeError: as in `check`.
     """
-    there = [results.dsinks is not None for results in (got, oracle, plain)]
-    if any(there) != all(there):
-        raise ValueError(f"dsinks must be in all or none of got, oracle and plain, are in {there}")
-    names = RESULTS_WITH_SINKS if all(there) else RESULTS
+    present = [results.dsinks is not None for results in (got, oracle, plain)]
+    if any(present) != all(present):
+        raise ValueError(
+            f"dsinks must be present in all or none of (got, oracle, plain), got {tuple(present)}"
+        )
+    names = RESULTS_WITH_SINKS if all(present) else RESULTS
     return tuple(
         check(
-            name, getattr(got, name), getattr(oracle, name), getattr(plain, name),
-            oracle.terms.get(name),
+            name,
+            got=getattr(got, name),
+            oracle=getattr(oracle, name),
+            plain=getattr(plain, name),
+            terms=oracle.terms.get(name),
         )
         for name in names
-    )  # fmt: skip
+    )
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
@@ -263,12 +271,12 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, rule: _Rule) -> tuple[Tensor, Tensor
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, rule: _Rule, backwards: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention in the dtype of its inputs, with lse in at least float32.
+    """Compute dense attention in the dtype of the inputs, with lse in at least float32.
 
-    `backwards`: queries and keys come in reversed order. Then a sink, which is one more column of
-    the scores, is the first column instead of the last.
+    `backwards`: queries and keys are given in reversed order. Then a sink, which is an additional
+    column of the scores, is the first column instead of the last.
     """
-    mask, _, softcap, sinks = rule
+    mask, softcap, sinks = rule.mask, rule.softcap, rule.sinks
     visible = mask.dense().to(q.device)
     if backwards:
         visible = visible.flip(0, 1)
@@ -276,26 +284,29 @@ def _attention(
     scale = rule.scale(q)
 
     def scores_in(dtype: torch.dtype) -> Tensor:
-        # (batch, kv heads, q heads per kv head, seqlen_q, seqlen_k). Rows that see no key become
-        # finite before the softmax and zero after it, with their sink, which may be -inf: a row of
-        # -inf gives NaN in both directions.
-        grouped = q.unflatten(2, (k.size(2), -1)).to(dtype)
+        """Return (batch, kv heads, q heads per kv head, seqlen_q, seqlen_k) scores.
+
+        Rows that see no key become finite here, with their sink, which may be -inf, and zero after
+        the softmax: a row of -inf gives NaN in both directions.
+        """
+        grouped = q.unflatten(2, (k.size(2), -1)).to(dtype)  # (batch, rows, kv heads, group, dim)
         x = torch.einsum("bignd,bjgd->bgnij", grouped, k.to(dtype)) * scale
         x = softcap * torch.tanh(x / softcap) if softcap else x
         x = x.masked_fill(~visible, -math.inf).masked_fill(alone, 0.0)
         if sinks is None:
             return x
+        # (nheads,) -> (batch, kv heads, q heads per kv head, seqlen_q, 1)
         column = sinks.to(dtype).view(k.size(2), -1, 1, 1).expand(*x.shape[:-1], 1)
         column = column.masked_fill(alone, 0.0)
         return torch.cat((column, x) if backwards else (x, column), -1)
 
-    # Heads stay grouped, so that gradients of k and v are one sum over a group's heads and rows, as
-    # in kernels that do not copy kv heads. Separate sums per head, added later, can round less.
+    # Heads stay grouped, so that gradients of k and v are one sum over the heads and rows of a
+    # group, as in kernels that do not copy kv heads. Separate sums of each head can round less.
     p = scores_in(q.dtype).softmax(-1)
     if sinks is not None:
         p = p[..., 1:] if backwards else p[..., :-1]
     p = p.masked_fill(alone, 0.0)
-    out = torch.einsum("bgnij,bjgd->bignd", p, v).flatten(2, 3)
+    out = torch.einsum("bgnij,bjgd->bignd", p, v).flatten(2, 3)  # joins the heads
     lse = scores_in(accum_dtype(q.dtype)).logsumexp(-1).flatten(1, 2)
     empty_lse = lse.new_tensor([-math.inf]) if sinks is None else sinks.to(lse.dtype)
     return out, torch.where(alone.squeeze(-1), empty_lse.unsqueeze(-1), lse)
@@ -306,38 +317,49 @@ def _gradients(
     inputs: Inputs,
     rule: _Rule,
 ) -> Expected:
-    *qkv, dout = inputs
-    leaves = [x.detach().requires_grad_() for x in (*qkv, rule.sinks) if x is not None]
+    given = (inputs.q, inputs.k, inputs.v, rule.sinks)
+    leaves = [x.detach().requires_grad_() for x in given if x is not None]
     q, k, v, *sinks = leaves
     with torch.enable_grad():
         out, lse = attention(q, k, v, rule._replace(sinks=sinks[0] if sinks else None))
-        dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout.detach())
-    return Expected(out.detach(), lse.detach(), dq, dk, dv, dsinks[0] if dsinks else None)
+        dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, inputs.dout.detach())
+    return Expected(
+        out=out.detach(),
+        lse=lse.detach(),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dsinks=dsinks[0] if dsinks else None,
+    )
 
 
+# Longer than 60 lines: the equations share their intermediate values, and are read side by side.
 @torch.no_grad()
 def _terms(
     inputs: Inputs, expected: Expected, rule: _Rule, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The equations of forward and backward, with the absolute value of every term.
+    """Compute the equations of forward and backward with the absolute value of every term.
 
-    Intermediate values are rounded, too. Each contributes its error, in units of the accumulation
-    dtype's epsilon:
+    Intermediate values are also rounded. Each of them contributes its error, in units of the
+    epsilon of the accumulation dtype:
 
         s        sum of |q_i k_i|, scaled. With softcap, t = s / softcap: this sum times the cap's
                  slope, 1 - t^2, plus |s|
         lse      errors of s, weighted by p, plus |lse|
         p        p (1 + error of s + error of lse), since p = exp(s - lse). With logits of some
-                 hundreds this is the whole error of dv in float32; else the sums dominate
+                 hundreds this is the whole error of dv in float32; otherwise the sums dominate
         slope    1 + t^2 + 2 |t| times the error of t
         out      errors of p, weighted by |v|. Rounding `out` to `dtype` adds |out|, or the smallest
                  normal number where `out` is subnormal
         delta    errors of out, weighted by |dout|
     """
-    (q, k, v, dout), (mask, _, softcap, sinks) = inputs, rule
-    scale, groups = rule.scale(q), q.size(2) // k.size(2)
-    hidden = ~mask.dense().to(q.device)
-    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    q, k, v, dout = inputs
+    softcap, sinks = rule.softcap, rule.sinks
+    scale = rule.scale(q)
+    groups = q.size(2) // k.size(2)  # q heads that share a kv head
+    hidden = ~rule.mask.dense().to(q.device)
+    k = k.repeat_interleave(groups, 2)
+    v = v.repeat_interleave(groups, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     t = torch.tanh(s / softcap) if softcap else s.new_zeros(())
     slope = 1.0 - t**2
@@ -367,6 +389,7 @@ def _terms(
     ds_terms = ds_terms * scale
 
     def to_kv_heads(x: Tensor) -> Tensor:
+        # (batch, rows, nheads, dim) -> (batch, rows, nheads_kv, dim)
         return x.unflatten(2, (-1, groups)).sum(3)
 
     terms = {
@@ -383,7 +406,7 @@ def _terms(
 
 
 def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
-    """The worst case of `2 * max|x + c - c - x|` in dtype, where `c` is 0.3 * max|x|.
+    """Return the worst case of `2 * max|x + c - c - x|` in `dtype`, where c is `0.3 * max|x|`.
 
     The sum is at most `1.3 * max|x|`, and rounds by at most half an ulp of that size.
     """
@@ -396,9 +419,10 @@ def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
 
 
 def distance(x: Tensor, oracle: Tensor) -> Tensor:
-    """|x - oracle|; 0 where both are the same infinity."""
+    """Return `|x - oracle|`, which is 0 where both are the same infinity."""
     return (x - oracle).abs().masked_fill(x == oracle, 0.0)
 
 
 def largest(x: Tensor) -> float:
+    """Return the largest element, or 0 for a tensor without elements."""
     return float(x.max()) if x.numel() else 0.0

@@ -1,9 +1,9 @@
-"""Programs: what a rank does in one direction of a call, in order, as pure data.
+"""Programs, the operations of a rank in one direction of a call: pure data.
 
 A strategy is a function from a call to programs. Machines run programs on tensors, count their
 bytes and memory, time them on a cluster, check them and draw them.
 
-    ring, forward, 3 ranks          backward, KV travels, sums travel too
+    ring, forward, 3 ranks          backward, shards of KV and their gradients are sent
     Start   state                   Delta, New dq dk dv
     Pack    shard 0                 Pack shard 0
     Post    shard 0 -> shard 1      Post shard 0 -> shard 1
@@ -32,8 +32,9 @@ from ring_attn.core.messages import Message
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
 
-# Shards and gradients have separate channels: when a step's gradient is sent, the next shard is
-# already under way. So do the messages that a double ring sends between nodes once a round.
+# Shards and gradients have separate channels, because the next shard is already in flight when the
+# gradients of a step are sent. The messages that a double ring sends between nodes once a round
+# also have channels of their own.
 Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
 
@@ -42,8 +43,8 @@ CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradient
 class Buffer:
     """Memory for a message. No two live buffers have the same name.
 
-    `room` is the bytes of the longest message of any buffer of this kind. A freed buffer is reused
-    by buffers with the same room.
+    `room` is the size in bytes of the longest message of any buffer of this kind. A freed buffer is
+    reused by buffers with the same room.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Array:
-    """Sizes of a tensor; dim None is a statistic, one number for each row and head."""
+    """Sizes of a tensor. A dim of None is a statistic, one number for each row and head."""
 
     batch: int
     rows: int
@@ -73,7 +74,7 @@ class Array:
 
 
 class View(NamedTuple):
-    """Some rows and heads of a tensor; None is all."""
+    """Some rows and heads of a tensor; None means all."""
 
     name: str
     rows: slice | None = None
@@ -91,7 +92,7 @@ Operand = View | Entry
 
 
 def entries(buffer: Buffer, count: int) -> tuple[Operand, ...]:
-    """The `count` tensors of the message that a buffer holds."""
+    """Return the `count` tensors of the message that a buffer holds."""
     return tuple(Entry(buffer, number) for number in range(count))
 
 
@@ -99,8 +100,8 @@ class Copy(NamedTuple):
     """A copy between tensor `entry` of a message and a tensor outside.
 
     Attributes:
-        tensor: the tensor outside; None stands for zeros.
-        rows: rows of the message's tensor; None is all.
+        tensor: the tensor outside; None means zeros.
+        rows: rows of the tensor of the message; None means all.
         add: whether the copy adds to its destination.
     """
 
@@ -136,14 +137,14 @@ class Collective(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Begins a part of the program, with a label for pictures and a number for traces."""
+    """Begin a part of the program, with a label for pictures and a number for traces."""
 
     label: str
     number: int | None = None
 
 
 class Pack(NamedTuple):
-    """Takes a buffer and copies tensors into a message in it."""
+    """Take a buffer and copy tensors into a message in it."""
 
     buffer: Buffer
     message: Message
@@ -151,15 +152,15 @@ class Pack(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Takes a buffer and starts an exchange into it.
+    """Take a buffer and start an exchange into it.
 
     Attributes:
-        channel: has at most one exchange under way.
+        channel: at most one exchange is in flight on a channel.
         step: number of the step, for errors.
         route: the peers.
         message: message to receive.
         nbytes: bytes that leave the rank.
-        ranks: ranks of the group, ascending; None is all ranks of the program.
+        ranks: ranks of the group, ascending; None means all ranks of the program.
     """
 
     channel: Channel
@@ -173,31 +174,33 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Waits until the exchange under way on the channel is complete."""
+    """Wait until the exchange in flight on the channel is complete."""
 
     channel: Channel
     ranks: tuple[int, ...] | None = None
 
 
 class Join(NamedTuple):
-    """Takes part in a call in which other ranks exchange and this rank does not."""
+    """Join a collective in which this rank has nothing to send or receive."""
 
     channel: Channel
 
 
 class Free(NamedTuple):
+    """Free buffers, and tensors by name."""
+
     names: tuple[Buffer | str, ...]
 
 
 class Clear(NamedTuple):
-    """Takes a buffer for a message of zeros; memory is allocated at the first addition to it."""
+    """Take a buffer for a message of zeros, whose memory is allocated at the first addition."""
 
     buffer: Buffer
     message: Message
 
 
 class Add(NamedTuple):
-    """Adds `buffer` to `into` and frees `buffer`; if `into` is still clear, takes its memory."""
+    """Add `buffer` to `into` and free `buffer`; if `into` is clear, it takes over the memory."""
 
     into: Buffer
     buffer: Buffer
@@ -205,7 +208,7 @@ class Add(NamedTuple):
 
 
 class Unpack(NamedTuple):
-    """Copies a message into tensors, or adds it to them, and frees the buffer."""
+    """Copy a message into tensors, or add it to them, and free the buffer."""
 
     buffer: Buffer
     message: Message
@@ -213,7 +216,7 @@ class Unpack(NamedTuple):
 
 
 class New(NamedTuple):
-    """Makes a tensor, of zeros or uninitialised."""
+    """Make a tensor, of zeros or uninitialised."""
 
     name: str
     array: Array
@@ -221,14 +224,14 @@ class New(NamedTuple):
 
 
 class Assign(NamedTuple):
-    """Copies a tensor into another, or into a part of it."""
+    """Copy a tensor into another tensor, or into a part of it."""
 
     into: View
     source: View
 
 
 class Start(NamedTuple):
-    """Makes the empty state of the queries, with the sinks of these heads; None is no sinks."""
+    """Make the empty state of the queries, with the sinks of some heads; None means no sinks."""
 
     q: View
     headdim_v: int
@@ -237,7 +240,7 @@ class Start(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Folds tiles into the state; `last` marks the state's last fold."""
+    """Fold tiles into the state; `last` marks the last fold of the state."""
 
     tiles: StepTiles
     q: View
@@ -247,9 +250,10 @@ class Attend(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Computes partial out and lse of a few queries over many keys, in the type of the state.
+    """Compute partial out and lse of a few queries over many keys, in the dtype of the state.
 
-    What they see: tiles, or rows of sequences by the tensors `tables`, lengths and perhaps pages.
+    The queries see tiles, or rows of sequences. `tables` are then the tensors with the lengths of
+    the sequences and, for a paged cache, their pages.
     """
 
     tiles: tuple[Tile, ...]
@@ -261,7 +265,7 @@ class Decode(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Makes out and lse from the state and consumes it."""
+    """Make out and lse from the state, and consume it."""
 
     out: str
     lse: str
@@ -270,13 +274,13 @@ class Finish(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Computes delta = rowsum(dout * out), lse in the backend's form, and the sinks' gradient."""
+    """Compute delta = rowsum(dout * out), lse in the backend's form, and the gradient of sinks."""
 
     array: Array
 
 
 class Differentiate(NamedTuple):
-    """Adds the gradients of tiles: all, only q's, or only k's and v's.
+    """Add the gradients of tiles: all of them, only that of q, or only those of k and v.
 
     Attributes:
         q_side: q, dout, lse, delta.
@@ -296,7 +300,7 @@ class Differentiate(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Scales a gradient if `scaled`, rounds it once, and consumes it."""
+    """Scale a gradient if `scaled`, round it once, and consume it."""
 
     into: View
     gradient: Operand
@@ -305,7 +309,7 @@ class Round(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """Runs another call's program among some of the ranks.
+    """Run the program of another call among some of the ranks.
 
     Attributes:
         program: the inner program, with its own names for tensors.
@@ -324,7 +328,7 @@ class Inner(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Merges the partial results of all ranks in a tree, and the sinks at the root."""
+    """Merge the partial results of all ranks in a tree, and the sinks at the root."""
 
     buffer: Buffer
     message: Message
@@ -333,17 +337,35 @@ class Merge(NamedTuple):
 
 
 Op = (
-    Step | Pack | Post | Wait | Join | Free | Clear | Add | Unpack | New | Assign | Start | Attend
-    | Decode | Finish | Delta | Differentiate | Round | Inner | Merge
-)  # fmt: skip
+    Step
+    | Pack
+    | Post
+    | Wait
+    | Join
+    | Free
+    | Clear
+    | Add
+    | Unpack
+    | New
+    | Assign
+    | Start
+    | Attend
+    | Decode
+    | Finish
+    | Delta
+    | Differentiate
+    | Round
+    | Inner
+    | Merge
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """The ops of one rank.
 
-    `arrays` are the sizes of the input tensors, by name. `saved` names the tensors of a forward
-    that its backward needs.
+    `arrays` are the sizes of the input tensors by name. `saved` are the names of the tensors of a
+    forward that its backward needs.
     """
 
     world_size: int
@@ -355,7 +377,7 @@ class Program:
 
     @cached_property
     def last_takes(self) -> dict[int, int]:
-        """Index of the last op that takes a buffer, for each room in bytes.
+        """Index of the last op that takes a buffer, by room in bytes.
 
         Buffers freed before that op are kept for reuse.
         """
@@ -373,7 +395,7 @@ class Program:
 
     @cached_property
     def recycled(self) -> frozenset[int]:
-        """Rooms in bytes for which a buffer is taken after another was freed."""
+        """Rooms in bytes of which a buffer is taken after another was freed."""
         freed: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             for buffer in effects(op).frees:
@@ -383,7 +405,7 @@ class Program:
         )
 
     def posts(self) -> Iterator[Post]:
-        """Yields the exchanges in order; posts of inner programs number their own ranks."""
+        """Yield the exchanges in order; posts of inner programs count the ranks of those."""
         for op in self.ops:
             if isinstance(op, Post):
                 yield op
@@ -392,7 +414,7 @@ class Program:
 
 
 class Effects(NamedTuple):
-    """Existing operands that an op reads and writes, and the lifetimes that it begins and ends."""
+    """Existing operands that an op reads and writes, and lifetimes that it begins and ends."""
 
     reads: tuple[Operand, ...] = ()
     writes: tuple[Operand, ...] = ()
@@ -407,7 +429,7 @@ STATE = "state"
 
 
 def effects(op: Op) -> Effects:
-    """Return the effects of an op, except on buffers of a post, in use until its wait."""
+    """Return the effects of an op, without a post's buffers, which are in use until its wait."""
     match op:
         case Pack():
             return Effects(reads=_outside(op.copies), takes=(op.buffer,))
@@ -455,7 +477,7 @@ def effects(op: Op) -> Effects:
 
 
 def _parts(into: View) -> tuple[View, ...]:
-    """The view, if it is a part of a tensor that exists."""
+    """Return the view if it is a part of an existing tensor."""
     return () if into.rows is None and into.heads is None else (into,)
 
 
@@ -466,7 +488,7 @@ def _outside(copies: Sequence[Copy]) -> tuple[View, ...]:
 def copies_of_runs(
     names: Sequence[str], runs: Sequence[slice], *, add: bool = False
 ) -> tuple[Copy, ...]:
-    """Copies between runs of rows of tensors and a message that holds these runs in sequence."""
+    """Return the copies between runs of rows of tensors and a message of these runs, in order."""
     copies, at = [], 0
     for run in runs:
         rows = slice(at, at + run.stop - run.start)
@@ -476,7 +498,7 @@ def copies_of_runs(
 
 
 def part_of_heads(op: Attend | Differentiate, spec: AttentionSpec) -> AttentionSpec:
-    """The spec of an op: with all heads, or with the heads of its views."""
+    """Return the spec of an op, with the heads of its views."""
     q, k = (op.q, op.k) if isinstance(op, Attend) else (op.q_side[0], op.kv[0])
     group = spec.nheads // spec.nheads_kv
     if isinstance(q, View) and q.heads is not None:

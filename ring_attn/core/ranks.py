@@ -1,4 +1,4 @@
-"""A rank among all ranks of a call: its peers, rows and tiles, of which programs are made."""
+"""One rank among all ranks of a call: its peers, rows and tiles, from which programs are made."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Turn(NamedTuple):
     """An exchange: the rank sends rows to the rank that needs them and receives rows it needs.
 
     Attributes:
-        hop: the two peers; a rank that takes no part has itself.
+        hop: the two peers; a rank without a partner has itself.
         sent, received: numbers of rows.
         runs: the rows to send.
-        tiles: between own and received rows; received rows count in the order of the message.
+        tiles: between own and received rows, which are numbered in the order of the message.
     """
 
     hop: Hop
@@ -51,7 +51,7 @@ class OneRank:
     """One rank, the layouts of the queries and of the keys, and the mask over the whole sequence.
 
     Arguments of the methods: `grid` is the ranks as inner rings, `travels` the side whose shards
-    travel, `by` the displacement of the holding rank from the owner of the shard.
+    are sent, and `by` the displacement from the owner of a shard to the rank that holds it.
     """
 
     layouts: Layouts
@@ -63,22 +63,22 @@ class OneRank:
         return self.layouts[0].world_size
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements at which any rank needs a shard, in the order of the steps."""
+        """Return the displacements at which some rank needs a shard, in the order of the steps."""
         needed = work.needed_displacements(*self.layouts, self.mask, grid.inner)
         if travels == "kv":
             return needed
         return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in needed))
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """The hop that moves a shard by a displacement."""
+        """Return the hop that moves a shard by a displacement."""
         return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
 
     def rows(self, side: Traveller, rank: int | None = None) -> int:
-        """Number of rows of a rank's shard of queries or keys; None is this rank."""
+        """Return the number of rows of a rank's shard of queries or keys; None means this rank."""
         return self.layouts[_index(side)].shard_len(self.rank if rank is None else rank)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        """Rows of the held shard that are sent: from the first to the last that others need."""
+        """Return the rows of the held shard that are sent: from the first to the last needed."""
         return self._moving(travels)[grid.moved(self.rank, by, -1)]
 
     def moving_messages(
@@ -88,13 +88,17 @@ class OneRank:
         make: Callable[[int], Message],
         order: Sequence[Displacement],
     ) -> list[Message]:
-        """The message of each displacement, which `make` builds from a number of `moving` rows."""
-        counts = [_count((self.moving(grid, travels, by),)) for by in order]
+        """Return the message of each displacement; `make` makes it from the number of rows."""
+        runs = [self.moving(grid, travels, by) for by in order]
+        counts = [run.stop - run.start for run in runs]
         made = {count: make(count) for count in set(counts)}
         return [made[count] for count in counts]
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepTiles:
-        """Tiles between the own and the held shard, whose rows count from the first moving."""
+        """Return the tiles between the own and the held shard.
+
+        Rows of the held shard are numbered from the first row that is sent.
+        """
         owner = grid.moved(self.rank, by, -1)
         first = None if by == (0, 0) else self._moving(travels)[owner].start
         return StepTiles(
@@ -102,7 +106,7 @@ class OneRank:
         )
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        """Exchanges that bring every rank exactly the rows that it needs, from their owners."""
+        """Return the exchanges by which each rank gets exactly the rows it needs."""
         turns = []
         for to, source, full in turns_of(*self.layouts, self.mask, travels):
             hop = Hop(to[self.rank], source[self.rank])
@@ -110,54 +114,64 @@ class OneRank:
             received: tuple[slice, ...] = ()
             tiles = NO_TILES
             if full[self.rank]:
-                there = _pair(hop.send_to, self.rank, travels)
-                sent = needed_runs(*self.layouts, self.mask, there, travels)
+                their_pair = _pair(holder=hop.send_to, owner=self.rank, travels=travels)
+                sent = needed_runs(*self.layouts, self.mask, their_pair, travels)
             if full[hop.recv_from]:
-                here = _pair(self.rank, hop.recv_from, travels)
-                received = needed_runs(*self.layouts, self.mask, here, travels)
+                own_pair = _pair(holder=self.rank, owner=hop.recv_from, travels=travels)
+                received = needed_runs(*self.layouts, self.mask, own_pair, travels)
                 sizes = self._sizes(travels)[hop.recv_from]
-                tiles = StepTiles(sizes, partial(self._received_tiles, travels, here, received))
-            turns.append(Turn(hop, _count(sent), _count(received), sent, tiles))
+                listing = partial(self._received_tiles, travels, own_pair, received)
+                tiles = StepTiles(sizes, listing)
+            turns.append(Turn(hop, _count(sent), _count(received), runs=sent, tiles=tiles))
         return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> StepTiles:
-        """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
+        """Return the tiles with the shards of all ranks in order, each shard in `rows` rows."""
         sums = work.totals(*self.layouts, self.mask).work[gathers]
         sizes = Sizes(*(int(of_ranks[self.rank]) for of_ranks in sums))
         listing = partial(gathered_tiles, *self.layouts, self.mask, self.rank, rows, gathers)
         return StepTiles(sizes, listing)
 
-    # Tables of all ranks, by the travelling side; cached here, as hashing a mask takes long.
+    # Tables of all ranks, by the side that is sent. They are cached in this object, because a cache
+    # by layouts and mask would hash the mask at every look-up.
 
     @cached_property
-    def _tables(self) -> tuple[dict[Traveller, list[slice]], dict[Traveller, list[Sizes]]]:
-        return {}, {}
+    def _moving_runs(self) -> dict[Traveller, list[slice]]:
+        return {}
+
+    @cached_property
+    def _sizes_by_owner(self) -> dict[Traveller, list[Sizes]]:
+        return {}
 
     def _moving(self, travels: Traveller) -> list[slice]:
-        table = self._tables[0]
+        table = self._moving_runs
         if travels not in table:
             table[travels] = work.travelling_runs(*self.layouts, self.mask, travels)
         return table[travels]
 
     def _sizes(self, travels: Traveller) -> list[Sizes]:
-        table = self._tables[1]
+        table = self._sizes_by_owner
         if travels not in table:
             table[travels] = work.sizes_with(*self.layouts, self.mask, self.rank, travels)
         return table[travels]
 
     def _pair_tiles(self, travels: Traveller, owner: int, first: int | None) -> tuple[Tile, ...]:
-        tiles = pair_tiles(*self.layouts, self.mask, *_pair(self.rank, owner, travels))
-        return tiles if not first else tuple(counted_from(first, x, travels) for x in tiles)
+        q_rank, kv_rank = _pair(holder=self.rank, owner=owner, travels=travels)
+        tiles = pair_tiles(*self.layouts, self.mask, q_rank, kv_rank)
+        if not first:
+            return tiles
+        return tuple(counted_from(first, tile, travels) for tile in tiles)
 
     def _received_tiles(
         self, travels: Traveller, pair: tuple[int, int], runs: tuple[slice, ...]
     ) -> tuple[Tile, ...]:
-        tiles = pair_tiles(*self.layouts, self.mask, *pair)
+        q_rank, kv_rank = pair
+        tiles = pair_tiles(*self.layouts, self.mask, q_rank, kv_rank)
         return tuple(among_runs(runs, tile, travels) for tile in tiles)
 
 
 def _pair(holder: int, owner: int, travels: Traveller) -> tuple[int, int]:
-    """(rank of the queries, rank of the keys), from the holder and the owner of a shard."""
+    """Return (rank of the queries, rank of the keys) for the holder and the owner of a shard."""
     return (holder, owner) if travels == "kv" else (owner, holder)
 
 

@@ -4,7 +4,7 @@ For scores s_j of a query and values v_j, a state over a set of keys is
 
     m = max_j s_j        l = sum_j exp(s_j - m)        acc = sum_j exp(s_j - m) v_j
 
-un-normalised and in float32, so `out = acc / l` and `lse = m + log(l)` (natural logarithm) are
+un-normalised and in float32, so that `out = acc / l` and `lse = m + log(l)` (natural logarithm) are
 rounded once, at the end. Two states merge by rescaling both to the greater maximum:
 
     m' = max(m, m2)      l' = l exp(m - m') + l2 exp(m2 - m')      (acc likewise)
@@ -37,9 +37,13 @@ class State:
         device: torch.device | str,
         sinks: Tensor | None = None,
     ) -> None:
-        """Makes an empty state; memory is allocated when the first rows are folded.
+        """Make an empty state, whose memory is allocated when the first rows are folded.
 
-        `sinks`, (nheads,) logits of type `dtype`, are added to the denominators by `finalize`.
+        Args:
+            shape: (batch, rows, nheads, headdim_v).
+            dtype: dtype of the state.
+            device: device of the state.
+            sinks: (nheads,) logits in `dtype`, which `finalize` adds to the denominators.
         """
         self.shape = shape
         self.dtype = dtype
@@ -52,14 +56,14 @@ class State:
         return self._filled()[1]
 
     def fold(self, rows: slice, acc: Tensor, m: Tensor, l: Tensor | None = None) -> None:
-        """Merges the state of more keys into some rows, in place.
+        """Merge the state of more keys into some rows, in place.
 
         Args:
             rows: the q rows.
-            acc: (batch, n, nheads, headdim_v); adopted without a copy by the first fold if it has
+            acc: (batch, n, nheads, headdim_v). The first fold adopts it without a copy if it has
                 all rows.
             m: (batch, nheads, n).
-            l: (batch, nheads, n); None is 1, which makes (acc, m) an (out, lse) pair.
+            l: (batch, nheads, n); None means 1, which makes (acc, m) an (out, lse) pair.
         """
         acc, m = acc.to(self.dtype), m.to(self.dtype)
         if self._parts is None and acc.shape == self.shape:
@@ -70,12 +74,14 @@ class State:
         m_new, keep, add = _weights(own_m, m)
         own_acc.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
         own_l.mul_(keep)
-        # addcmul_ rounds once, as for acc.
-        own_l.add_(add) if l is None else own_l.addcmul_(l, add)
+        if l is None:
+            own_l.add_(add)
+        else:
+            own_l.addcmul_(l, add)  # rounds once, as for acc
         own_m.copy_(m_new)
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Normalises and rounds `out` to `dtype`, once; consumes the state.
+        """Normalise the state and round `out` to `dtype`, once; the state is consumed.
 
         Returns:
             `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
@@ -100,38 +106,44 @@ class State:
 
 
 def _weights(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The greater of two maxima, and the factors that rescale the sums of both to it."""
+    """Return the greater of two maxima, and the factors that rescale the sums of both to it."""
     m_new = torch.maximum(m, other)
-    # exp(-inf - -inf) is NaN: rows that are empty on both sides get a pivot of 0.
+    # exp(-inf - -inf) is NaN, so rows that are empty on both sides get a pivot of 0.
     pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
     return m_new, (m - pivot).exp_(), (other - pivot).exp_()
 
 
 def _to_rows(x: Tensor) -> Tensor:
-    """(batch, nheads, rows) -> (batch, rows, nheads, 1), to scale rows of acc."""
+    """Convert (batch, nheads, rows) to (batch, rows, nheads, 1), to scale rows of acc."""
     return x.transpose(1, 2).unsqueeze(-1)
 
 
 def merge_tree(
     out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Merges the results of disjoint sets of keys in a tree: each level merges many states at once.
+    """Merge the results of disjoint sets of keys in a tree, each level of it with one call.
 
     All operations are elementwise, so the bits do not depend on the number of threads.
 
     Args:
-        out: (sets, batch, rows, nheads, headdim_v) in the type of the state.
+        out: (sets, batch, rows, nheads, headdim_v) in the dtype of the state.
         lse: (sets, batch, nheads, rows).
         sinks: (nheads,), merged at the root.
-        dtype: type of the resulting `out`.
+        dtype: dtype of the resulting `out`.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
     """
     every = slice(None)
     left, batch = out.shape[:2]
-    acc, m = out.flatten(0, 1), lse.flatten(0, 1)
+    # The sets become a part of the batch, so that one state holds all sets of a level.
+    acc = out.flatten(0, 1)  # (sets * batch, rows, nheads, headdim_v)
+    m = lse.flatten(0, 1)  # (sets * batch, nheads, rows)
     l = torch.ones_like(m)
     while left > 1:
-        half = -(-left // 2)
-        lower, upper = slice(0, (left - half) * batch), slice(half * batch, left * batch)
+        half = -(-left // 2)  # rounded up: with an odd number, the set in the middle is not merged
+        lower = slice(0, (left - half) * batch)
+        upper = slice(half * batch, left * batch)
         state = _state_of(acc[lower])
         # The first fold adopts its tensors without a copy, so the second writes into acc, m and l.
         state.fold(every, acc[lower], m[lower], l[lower])
@@ -139,8 +151,8 @@ def merge_tree(
         left = half
     sinks = None if sinks is None else sinks.to(acc.dtype)
     root = _state_of(acc[:batch], sinks)
-    # Cloned: the result must not keep the memory of all ranks' results alive.
-    root.fold(every, *(x[:batch].clone() for x in (acc, m, l)))
+    # Cloned, because the result must not keep the results of all ranks alive.
+    root.fold(every, acc[:batch].clone(), m[:batch].clone(), l[:batch].clone())
     return root.finalize(dtype)
 
 
@@ -150,19 +162,19 @@ def _state_of(acc: Tensor, sinks: Tensor | None = None) -> State:
 
 
 def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """`factor * grad` in `dtype`, rounded once; may overwrite `grad`."""
+    """Return `factor * grad` in `dtype`, rounded once; `grad` may be overwritten."""
     if factor == 1.0:
         return grad.to(dtype)
     if grad.dtype == dtype:
         return grad.mul_(factor)
-    if grad.device.type == "cpu":  # there torch.mul would fill a temporary in grad's dtype
+    if grad.device.type == "cpu":  # where torch.mul would fill a temporary in the dtype of grad
         return grad.mul_(factor).to(dtype)
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(nheads,) gradient of the sinks: -sum over rows of exp(sink - lse) * delta."""
-    # Rows that see no key, with a sink of -inf: avoids 0 * NaN, since their delta is 0.
+    """Return the gradient of the sinks, (nheads,): -sum over rows of exp(sink - lse) * delta."""
+    # Rows that see no key, with a sink of -inf, have delta 0: this avoids 0 * NaN.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_()
     return weight.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)

@@ -1,4 +1,4 @@
-"""A strategy as a value: the core, the exchanges around it, and the names for both.
+"""Strategies as values: the core, the exchanges around it, and the names of both.
 
     name          core          around the core
     ring          ring
@@ -9,8 +9,8 @@
     hybrid        ring          heads for rows, among `ulysses_degree` consecutive ranks
     q_exchange    all_gather    tail halves of the queries, with rank P-1-r
 
-A hybrid may also have a double ring, all_gather or exchange as its core. `strategies.registry`
-fills the tables of cores and names.
+The core of a hybrid may also be a double ring, all_gather or exchange. `strategies.registry` fills
+the tables of cores and names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ring_attn.values.checks import check_flag, check_int, check_one_of
 
 
 class Core(Protocol):
-    """Members of a core that a `Strategy` uses; `strategies.base.StrategyCode` has the rest."""
+    """The members of a core that `Strategy` uses; `strategies.base.StrategyCode` has the others."""
 
     name: str
     options: tuple[str, ...]
@@ -37,12 +37,12 @@ class Named:
     """A name for `strategy=`.
 
     Attributes:
-        candidates: the strategies of this name with every sensible degree, of a spec, the number of
-            ranks, and the ranks of a node.
-        core, exchange_q: of the strategies of this name.
+        candidates: returns the strategies of this name with every sensible degree, for a spec, the
+            number of ranks, and the number of ranks of a node.
+        core, exchange_q: fields of the strategies of this name.
         degree: the field of `Strategy` that the degree sets.
-        needed: whether the name has no default degree.
-        only: the only degree among so many ranks; None allows any.
+        needed: whether a degree must be given, because the name has no default.
+        only: returns the only possible degree for a number of ranks; None allows any degree.
     """
 
     candidates: Callable[[AttentionSpec, int, int], Iterable[Strategy]]
@@ -64,19 +64,20 @@ class Strategy:
     Args:
         core: how keys and values reach the ranks: "ring", one shard a step; "all_gather", some
             heads of all shards at a time; or "exchange", needed rows straight from their owner.
-        ulysses_degree: size of the groups of consecutive ranks (so that a group lies in one node)
-            that first exchange heads for rows: a rank gets all rows of its group for a share of the
-            heads. The core then runs between the groups. (DeepSpeed-Ulysses, arXiv 2309.14509;
-            hybrid: USP, arXiv 2405.07719.)
-        inner_degree: size of the inner rings of consecutive ranks. Shards pass between the inner
-            rings once a round, during its computation. (LoongTrain, arXiv 2406.18485.)
+        ulysses_degree: size of the groups that first exchange heads for rows: a rank gets all rows
+            of its group for a share of the heads. The core then runs between the groups. A group
+            has consecutive ranks, so that it lies in one node. (DeepSpeed-Ulysses, arXiv
+            2309.14509; hybrid: USP, arXiv 2405.07719.)
+        inner_degree: size of the inner rings of consecutive ranks. Shards are sent between the
+            inner rings once per round, during its computation. (LoongTrain, arXiv 2406.18485.)
         exchange_q: whether ranks r and P-1-r exchange the tail halves of their contiguous queries,
             which balances the work of a causal mask.
-        heads_per_chunk: KV heads that an all_gather brings at a time, while the previous chunk is
-            computed; None is 1.
+        heads_per_chunk: number of KV heads that an all_gather gathers at a time, while the previous
+            chunk is computed; None means 1.
 
     Raises:
         ValueError: an unknown core, or a number below 1.
+        TypeError: a number is not an int, or `exchange_q` is not a bool.
         NotImplementedError: a combination that is not supported.
 
     Example:
@@ -103,21 +104,24 @@ class Strategy:
             if value != default and name not in CORES[self.core].options:
                 takers = " or ".join(repr(c) for c in CORES if name in CORES[c].options)
                 raise NotImplementedError(
-                    f"{name}={value} is for core {takers}, got core {self.core!r}"
+                    f"{name}={value} needs core {takers}, got core {self.core!r}: change the core, "
+                    f"or leave out {name}"
                 )
         if self.exchange_q and self.ulysses_degree > 1:
             raise NotImplementedError(
-                "exchange_q and ulysses_degree do not go together: with all rows of a group in one "
-                f"place there is nothing to balance; got ulysses_degree={self.ulysses_degree}"
+                "exchange_q cannot be combined with ulysses_degree, because a rank that has all "
+                "rows of its group has nothing to balance; got "
+                f"ulysses_degree={self.ulysses_degree}"
             )
 
     @classmethod
     def from_name(cls, name: str, world_size: int, degree: int | None = None) -> Strategy:
-        """The strategy of a name in the table, with a degree.
+        """Return the strategy of a name in the table, with a degree.
 
-        The degree is the size of an inner ring for "double_ring", else of the groups that exchange
-        heads for rows; "ring", "all_gather" and "exchange" then run between the groups. None is the
-        default of the name; "hybrid" and "double_ring" have none.
+        For "double_ring" the degree is the size of an inner ring. For other names it is the size of
+        the groups that exchange heads for rows; "ring", "all_gather" and "exchange" then run
+        between the groups. None means the default of the name; "hybrid" and "double_ring" have no
+        default.
 
         Raises:
             ValueError: an unknown name, a degree that the name cannot have, or a missing degree.
@@ -133,19 +137,21 @@ class Strategy:
         named = NAMES[name]
         only = None if named.only is None else named.only(world_size)
         if only is not None and degree not in (None, only):
-            raise ValueError(f"the degree of {name!r} is {only} here, got {degree}")
+            raise ValueError(
+                f"the degree of {name!r} must be {only} on {world_size} ranks, got {degree}"
+            )
         if named.needed and degree is None:
             raise ValueError(
-                f"strategy {name!r} needs its degree: pass Strategy({named.degree}=...) that "
-                f"divides {world_size}, or a mesh with two axes, the last of which is the degree, "
-                "as group"
+                f"strategy {name!r} needs a degree, got None: pass Strategy({named.degree}=...), "
+                f"which must divide {world_size}, or as group a mesh with two axes, whose second "
+                "size is the degree"
             )
         given: Mapping[str, int] = {named.degree: only or degree or 1}
         return cls(named.core, exchange_q=named.exchange_q, **given)
 
     @property
     def name(self) -> str:
-        """The name in the table; "hybrid" also for pure Ulysses."""
+        """The name in the table, which is "hybrid" for pure Ulysses, too."""
         if self.exchange_q:
             return "q_exchange"
         return "hybrid" if self.ulysses_degree > 1 else CORES[self.core].label(self).split()[0]
@@ -161,14 +167,15 @@ class Strategy:
 
 
 def family(strategy: Strategy, world_size: int) -> str:
-    """The name in the table; "ulysses" if one group has all ranks."""
+    """Return the name in the table, or "ulysses" if one group has all ranks."""
     whole = strategy.name == "hybrid" and strategy.ulysses_degree == world_size
     return "ulysses" if whole else strategy.name
 
 
 def label(strategy: Strategy, world_size: int) -> str:
-    """The strategy's name with its degrees, for tables, such as "hybrid 4 x all_gather"."""
-    name, core = family(strategy, world_size), CORES[strategy.core].label(strategy)
+    """Return the strategy's name with its degrees, for tables, such as "hybrid 4 x all_gather"."""
+    name = family(strategy, world_size)
+    core = CORES[strategy.core].label(strategy)
     return {
         "q_exchange": f"q_exchange + {core}",
         "ulysses": "ulysses",
@@ -179,36 +186,38 @@ def label(strategy: Strategy, world_size: int) -> str:
 def resolve_strategy(
     strategy: str | Strategy, world_size: int, mesh_shape: Sequence[int] = ()
 ) -> Strategy:
-    """The strategy as a value, with its degrees checked against the ranks.
+    """Return the strategy as a value, and check its degrees against the number of ranks.
 
     If the group is a mesh of `mesh_shape`, the size of its second axis is the degree of "hybrid"
     and "double_ring".
+
+    Raises:
+        ValueError: an unknown name, or degrees that do not fit the ranks or the mesh.
+        TypeError: the strategy is neither a name nor a `Strategy`.
     """
     if isinstance(strategy, str):
         needed = strategy in NAMES and NAMES[strategy].needed
         of_mesh = mesh_shape[1] if needed and len(mesh_shape) == 2 else None
         strategy = Strategy.from_name(strategy, world_size, of_mesh)
     strategy = checked_strategy(strategy)
+    degrees = (strategy.ulysses_degree, strategy.inner_degree)
     if world_size % (strategy.ulysses_degree * strategy.inner_degree):
         raise ValueError(
-            f"ulysses_degree x inner_degree must divide the world size, got "
+            "ulysses_degree x inner_degree must divide the world size, got "
             f"{strategy.ulysses_degree} x {strategy.inner_degree} and {world_size}"
         )
-    if len(mesh_shape) == 2 and mesh_shape[1] not in (
-        strategy.ulysses_degree,
-        strategy.inner_degree,
-    ):
+    if len(mesh_shape) == 2 and mesh_shape[1] not in degrees:
         needing = ", ".join(repr(name) for name in NAMES if NAMES[name].needed)
         raise ValueError(
             f"a mesh of {mesh_shape[0]} x {mesh_shape[1]} ranks needs ulysses_degree or "
-            f"inner_degree {mesh_shape[1]} ({needing}), got {strategy}; pass one axis of it, or a "
-            "mesh with one axis"
+            f"inner_degree {mesh_shape[1]} ({needing}), got {strategy}; pass one axis of the mesh, "
+            "or a mesh with one axis"
         )
     return strategy
 
 
 def checked_strategy(strategy: object) -> Strategy:
-    """Returns a `Strategy` unchanged; TypeError for anything else."""
+    """Return a `Strategy` unchanged, and refuse other types by a TypeError."""
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "

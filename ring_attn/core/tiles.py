@@ -1,15 +1,15 @@
-r"""Rectangles of queries and keys that exist between ranks: pure data, no processes.
+r"""Tiles, the rectangles of queries and keys that exist between ranks: pure data.
 
-`pair_tiles` turns two layouts and a mask into the tiles of one rank's queries and another's keys.
-The chunk-level rule
+`pair_tiles` converts two layouts and a mask to the tiles between the queries of one rank and the
+keys of another. The chunk-level rule
 
     kv chunk entirely before the q chunk   FULL           no mask
     the two overlap                        CAUSAL         masked on the diagonal
     kv chunk entirely after the q chunk    NO_ATTENTION   no tile; not sent if no rank needs it
 
-follows from one fact. Between two segments of equal stride, a slice of the mask is two runs of rows
-and a band of local indices: `lo <= j - i <= hi` holds for rows as for positions, with other bounds.
-So a tile is two runs and two integers, whatever the layout and the mask.
+follows from one fact: between two segments of equal stride, a slice of the mask is two runs of rows
+and a band of local indices, because `lo <= j - i <= hi` holds for rows as for positions, with other
+bounds. Thus a tile is two runs and two integers, for every layout and mask.
 
     zigzag, P = 2, causal, what rank 0 (chunks 0 and 3) computes:
 
@@ -31,15 +31,15 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.segments import Segment, pairs_up_to
 
+# The side whose shards are sent.
 Traveller = Literal["kv", "q"]
-
 
 # Distance from one rank of a grid to another: (inner rings, ranks within a ring).
 Displacement = tuple[int, int]
 
 
 class MaskKind(enum.Enum):
-    """Kinds of tiles: all visible, cut by a diagonal, or by a window."""
+    """Kinds of tiles: entirely visible, cut by a diagonal, or cut by a window."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -49,8 +49,8 @@ class MaskKind(enum.Enum):
 class Tile(Slice):
     """A slice of local rows: the rectangle that one backend call computes.
 
-    Row i of the q shard sees row j of the kv shard iff the slice holds (i, j). Every row and every
-    column of a tile holds a visible pair, and a bound that cuts nothing off is None.
+    Row i of the q shard sees row j of the kv shard iff the slice contains (i, j). Every row and
+    every column of a tile has a visible pair, and a bound that hides no pair is None.
     """
 
     __slots__ = ()
@@ -73,7 +73,7 @@ class Tile(Slice):
 
     @property
     def corner_band(self) -> tuple[int | None, int | None]:
-        """The bounds of the band counted from the tile's own top left corner."""
+        """The bounds of the band, relative to the top left corner of the tile."""
         corner = self.moved(-self.q_start, -self.k_start)
         return corner.lo, corner.hi
 
@@ -85,26 +85,29 @@ class Tile(Slice):
 
     @property
     def area(self) -> int:
+        """The number of visible pairs."""
         lo, hi = self.corner_band
-        area = self.rows * self.cols if hi is None else pairs_up_to(self.rows, self.cols, hi)
-        return area - (0 if lo is None else pairs_up_to(self.rows, self.cols, lo - 1))
+        up_to_hi = self.rows * self.cols if hi is None else pairs_up_to(self.rows, self.cols, hi)
+        below_lo = 0 if lo is None else pairs_up_to(self.rows, self.cols, lo - 1)
+        return up_to_hi - below_lo
 
     @property
     def edge(self) -> int:
-        """Rows that a bound of the band cuts, counted once for each bound."""
+        """The number of rows that a bound of the band cuts, counted once for each bound."""
         lo, hi = self.corner_band
-        below = 0 if lo is None else min(self.rows - 1 + lo, self.rows)
-        return below + (0 if hi is None else min(self.cols - 1 - hi, self.rows))
+        cut_by_lo = 0 if lo is None else min(self.rows - 1 + lo, self.rows)
+        cut_by_hi = 0 if hi is None else min(self.cols - 1 - hi, self.rows)
+        return cut_by_lo + cut_by_hi
 
 
 class Sizes(NamedTuple):
     """Sizes of the tiles of a step.
 
     Attributes:
-        area: visible pairs.
-        edge: rows that the mask cuts.
-        rows: query rows with a visible key.
-        cols: key rows that a query sees.
+        area: number of visible pairs.
+        edge: number of rows that the mask cuts.
+        rows: number of query rows with a visible key.
+        cols: number of key rows that a query sees.
     """
 
     area: int
@@ -114,19 +117,22 @@ class Sizes(NamedTuple):
 
 
 class StepTiles:
-    """The tiles of a step: sizes, which take no listing, and tiles, listed at the first use."""
+    """The tiles of a step. Their sizes are known at once; the tiles are listed at the first use."""
 
     def __init__(self, sizes: Sizes, listing: Callable[[], tuple[Tile, ...]]) -> None:
-        self.sizes, self._listing = sizes, listing
+        self.sizes = sizes
+        self._listing = listing
 
     @classmethod
     def of(cls, tiles: tuple[Tile, ...]) -> StepTiles:
-        q, kv = (
-            max((side.stop for side in sides), default=0) - min((s.start for s in sides), default=0)
-            for sides in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+        """Return the step of tiles that are listed already."""
+        sizes = Sizes(
+            area=sum(tile.area for tile in tiles),
+            edge=sum(tile.edge for tile in tiles),
+            rows=_span([tile.q for tile in tiles]),
+            cols=_span([tile.kv for tile in tiles]),
         )
-        area, edge = sum(tile.area for tile in tiles), sum(tile.edge for tile in tiles)
-        return cls(Sizes(area, edge, q, kv), lambda: tiles)
+        return cls(sizes, lambda: tiles)
 
     @cached_property
     def listed(self) -> tuple[Tile, ...]:
@@ -145,6 +151,13 @@ class StepTiles:
         return repr(self.listed)
 
 
+def _span(runs: list[slice]) -> int:
+    """Return the number of rows from the first to the last row of the runs."""
+    first = min((run.start for run in runs), default=0)
+    stop = max((run.stop for run in runs), default=0)
+    return int(stop - first)
+
+
 NO_TILES = StepTiles(Sizes(0, 0, 0, 0), tuple)
 
 
@@ -155,14 +168,16 @@ class Grid(NamedTuple):
     inner: int
 
     def moved(self, rank: int, by: Displacement, sign: int = 1) -> int:
-        """The rank at displacement `by` after `rank`; with `sign=-1`, before it."""
-        o, i = divmod(rank, self.inner)
-        a, b = by
-        return (o + sign * a) % self.outer * self.inner + (i + sign * b) % self.inner
+        """Return the rank at displacement `by` after `rank`; with `sign=-1`, before it."""
+        ring, place = divmod(rank, self.inner)
+        rings, places = by
+        ring = (ring + sign * rings) % self.outer
+        place = (place + sign * places) % self.inner
+        return ring * self.inner + place
 
 
 def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
-    """The ranks as inner rings of `inner_degree` ranks each; a degree of 1 is one plain ring."""
+    """Return the ranks as inner rings of `inner_degree` ranks; a degree of 1 is one plain ring."""
     inner = world_size if inner_degree == 1 else inner_degree
     return Grid(world_size // inner, inner)
 
@@ -175,23 +190,26 @@ def needed_runs(
     pair: tuple[int, int],
     travels: Traveller,
 ) -> tuple[slice, ...]:
-    """Ascending runs of rows of one side that a pair (rank of q, rank of kv) needs."""
-    # Tiles that could be joined need the same rows, and a striped shard has thousands.
-    tiles = (tile for _, tile in _raw_tiles(layout_q, layout_kv, mask, *pair))
-    rows = sorted((s.start, s.stop) for s in (t.kv if travels == "kv" else t.q for t in tiles))
+    """Return the runs of rows of one side that a pair (rank of q, rank of kv) needs, ascending."""
+    q_rank, kv_rank = pair
+    # Not of joined tiles: joining does not change the rows, and a striped shard has thousands.
+    tiles = (tile for _, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank))
+    sides = (_side(tile, travels) for tile in tiles)
+    rows = sorted((side.start, side.stop) for side in sides)
     runs: list[slice] = []
     for start, stop in rows:
         if runs and start <= runs[-1].stop:
-            start, stop = runs[-1].start, max(stop, runs.pop().stop)
+            before = runs.pop()
+            start, stop = before.start, max(stop, before.stop)
         runs.append(slice(start, stop))
     return tuple(runs)
 
 
 def among_runs(runs: tuple[slice, ...], tile: Tile, travels: Traveller) -> Tile:
-    """The tile with its travelling rows numbered as in a message that holds only `runs`."""
+    """Return the tile with its received rows numbered as in a message that has only `runs`."""
     before = 0
     for run in runs:
-        if (tile.kv if travels == "kv" else tile.q).start < run.stop:
+        if _side(tile, travels).start < run.stop:
             break
         before += run.stop - run.start
     return counted_from(run.start - before, tile, travels)
@@ -201,16 +219,15 @@ def among_runs(runs: tuple[slice, ...], tile: Tile, travels: Traveller) -> Tile:
 def pair_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> tuple[Tile, ...]:
-    """The fewest tiles that hold every visible pair of one rank's queries and another's keys."""
-    return _in_order(
-        tile for _, tile in _tiles_of_slices(layout_q, layout_kv, mask, q_rank, kv_rank)
-    )
+    """Return the fewest tiles with all visible pairs of one rank's queries and another's keys."""
+    with_slices = _tiles_of_slices(layout_q, layout_kv, mask, q_rank, kv_rank)
+    return _in_order(tile for _, tile in with_slices)
 
 
 def _tiles_of_slices(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> list[tuple[Slice, Tile]]:
-    """The tiles of a pair of ranks, each with its slice of the mask."""
+    """Return the tiles of a pair of ranks, each with the slice of the mask it comes from."""
     by_slice: dict[Slice, list[Tile]] = {}
     for piece, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
         by_slice.setdefault(piece, []).append(tile)
@@ -218,7 +235,7 @@ def _tiles_of_slices(
 
 
 def _in_order(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
-    """The tiles sorted by their first q row, and then by keys, descending."""
+    """Return the tiles sorted by their first query, and then by their first key, descending."""
     return tuple(sorted(tiles, key=lambda tile: (tile.q_start, -tile.k_start)))
 
 
@@ -231,39 +248,46 @@ def gathered_tiles(
     rows: int,
     gathers: Traveller = "kv",
 ) -> tuple[Tile, ...]:
-    """The tiles between one rank's shard and the shards of all ranks of the side that is gathered.
+    """Return the tiles between one rank's shard and the gathered shards of all ranks.
 
-    The gathered shards follow one another in the order of the ranks, each in `rows` rows. If
-    contiguous shards fill these rows, they are in the order of positions, and neighbouring tiles of
-    a slice become one tile, as in one process: sums then have the same order, and the same bits.
+    The gathered shards are in the order of the ranks, each in `rows` rows. If contiguous shards
+    fill these rows, they are in the order of positions, and neighbouring tiles of a slice become
+    one tile, as in one process: sums then have the same order, and the same bits.
     """
     check_fit(layout_q, layout_kv, mask)
+    # The tiles by their slice and by the gathered row at which they end.
     by_end: dict[tuple[Slice, int], list[Tile]] = {}
     for source in range(layout_q.world_size):
-        ranks = (rank, source) if gathers == "kv" else (source, rank)
-        for piece, tile in _tiles_of_slices(layout_q, layout_kv, mask, *ranks):
+        q_rank, kv_rank = (rank, source) if gathers == "kv" else (source, rank)
+        for piece, tile in _tiles_of_slices(layout_q, layout_kv, mask, q_rank, kv_rank):
             tile = counted_from(-source * rows, tile, gathers)
-            start = piece, (tile.kv if gathers == "kv" else tile.q).start
+            start = piece, _side(tile, gathers).start
             for before in by_end.get(start, ()):
                 both = _surrounding(before, tile)
                 if both.area == before.area + tile.area:
                     by_end[start].remove(before)
                     tile = both
                     break
-            stop = piece, (tile.kv if gathers == "kv" else tile.q).stop
+            stop = piece, _side(tile, gathers).stop
             by_end.setdefault(stop, []).append(tile)
     return _in_order(tile for tiles in by_end.values() for tile in tiles)
 
 
 def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
-    """The tile with its travelling rows counted from row `first`."""
-    return tile.moved(0, -first) if travels == "kv" else tile.moved(-first, 0)
+    """Return the tile with the rows of one side counted from row `first`."""
+    return tile.moved(q=0, k=-first) if travels == "kv" else tile.moved(q=-first, k=0)
+
+
+def _side(tile: Tile, side: Traveller) -> slice:
+    """Return the rows of one side of a tile."""
+    return tile.kv if side == "kv" else tile.q
 
 
 def _raw_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> Iterator[tuple[Slice, Tile]]:
-    """Yields a tile, with its slice, for each q segment x kv segment x slice with visible pairs."""
+    """Yield (slice, tile) for each q segment x kv segment x slice that has visible pairs."""
+    # First and last position, first row, and segment.
     kv_rows = [
         (kv_seg.start, kv_seg.start + (kv_seg.length - 1) * kv_seg.stride, kv_first, kv_seg)
         for kv_first, kv_seg in with_first_row(layout_kv.segments(kv_rank))
@@ -271,16 +295,26 @@ def _raw_tiles(
     for q_first, q_seg in with_first_row(layout_q.segments(q_rank)):
         last = q_seg.start + (q_seg.length - 1) * q_seg.stride
         for piece in mask.overlapping(q_seg.start, last + 1):
-            # Of thousands of documents nearly all are on other ranks.
-            near = [kv for kv in kv_rows if kv[0] < piece.k_end and kv[1] >= piece.k_start]
+            # Nearly all of thousands of documents are on other ranks.
+            near = [
+                (kv_first, kv_seg)
+                for first_position, last_position, kv_first, kv_seg in kv_rows
+                if first_position < piece.k_end and last_position >= piece.k_start
+            ]
             if not near:
                 continue
-            qa, qb = q_seg.rows_between(piece.q_start, piece.q_end)
-            for _, _, kv_first, kv_seg in near:
-                ka, kb = kv_seg.rows_between(piece.k_start, piece.k_end)
-                lo, hi = _local_band(q_seg, kv_seg, piece, kv_first - q_first)
-                q, kv = (q_first + qa, q_first + qb), (kv_first + ka, kv_first + kb)
-                tile = Tile(*q, *kv, lo, hi).touched
+            q_start, q_end = q_seg.rows_between(piece.q_start, piece.q_end)
+            for kv_first, kv_seg in near:
+                k_start, k_end = kv_seg.rows_between(piece.k_start, piece.k_end)
+                lo, hi = _local_band(q_seg, kv_seg, piece, shift=kv_first - q_first)
+                tile = Tile(
+                    q_start=q_first + q_start,
+                    q_end=q_first + q_end,
+                    k_start=kv_first + k_start,
+                    k_end=kv_first + k_end,
+                    lo=lo,
+                    hi=hi,
+                ).trimmed
                 if tile is not None:
                     yield piece, tile
 
@@ -288,7 +322,7 @@ def _raw_tiles(
 def _local_band(
     q_seg: Segment, kv_seg: Segment, piece: Slice, shift: int
 ) -> tuple[int | None, int | None]:
-    """The band of a slice between two segments, as bounds on local `j - i`, rounded inwards."""
+    """Return the band of a slice between two segments: bounds on local `j - i`, rounded inwards."""
     gap = q_seg.start - kv_seg.start
     lo = None if piece.lo is None else -(-(piece.lo + gap) // q_seg.stride) + shift
     hi = None if piece.hi is None else (piece.hi + gap) // q_seg.stride + shift
@@ -296,29 +330,30 @@ def _local_band(
 
 
 def _merged(tiles: list[Tile]) -> list[Tile]:
-    """The tiles, pairs of them joined where one tile holds exactly the visible pairs of both.
+    """Join pairs of tiles as long as one tile has exactly the visible pairs of two.
 
-    The next pair to join is always the first in order. Of pairs before it only those with the last
-    joined tile can have become one.
+    The next pair to join is always the first in order. After two tiles were joined, only pairs with
+    the joined tile can be joined that could not be before, so the search goes on from there.
     """
-    tiles, a = list(tiles), 0
-    while a < len(tiles):
-        for b in (b for b in range(len(tiles)) if b != a):
-            both = _joined(tiles[a], tiles[b])
+    tiles = list(tiles)
+    at = 0
+    while at < len(tiles):
+        for other in range(len(tiles)):
+            both = _joined(tiles[at], tiles[other]) if other != at else None
             if both is not None:
-                a, b = sorted((a, b))
-                tiles[a] = both
-                del tiles[b]
+                at, removed = sorted((at, other))
+                tiles[at] = both
+                del tiles[removed]
                 break
         else:
-            a += 1
+            at += 1
     return tiles
 
 
 def _joined(a: Tile, b: Tile) -> Tile | None:
-    """The tile of exactly the visible pairs of both, if there is one.
+    """Return the tile with exactly the visible pairs of both tiles, if there is one.
 
-    Rows or columns between the tiles would hold further pairs. `_surrounding` holds at least the
+    Rows or columns between the tiles would have further pairs. `_surrounding` has at least the
     pairs of both tiles, so equal areas prove equality.
     """
     if a.q_end < b.q_start or b.q_end < a.q_start or a.k_end < b.k_start or b.k_end < a.k_start:
@@ -328,28 +363,32 @@ def _joined(a: Tile, b: Tile) -> Tile | None:
 
 
 def _surrounding(a: Tile, b: Tile) -> Tile:
-    """The smallest rectangle and band that hold both tiles."""
-    (a_lo, a_hi), (b_lo, b_hi) = _extent(a), _extent(b)
+    """Return the smallest rectangle and band that contain both tiles."""
+    a_lo, a_hi = _extent(a)
+    b_lo, b_hi = _extent(b)
     tile = Tile(
-        min(a.q_start, b.q_start), max(a.q_end, b.q_end),
-        min(a.k_start, b.k_start), max(a.k_end, b.k_end),
-        min(a_lo, b_lo), max(a_hi, b_hi),
-    ).touched  # fmt: skip
+        q_start=min(a.q_start, b.q_start),
+        q_end=max(a.q_end, b.q_end),
+        k_start=min(a.k_start, b.k_start),
+        k_end=max(a.k_end, b.k_end),
+        lo=min(a_lo, b_lo),
+        hi=max(a_hi, b_hi),
+    ).trimmed
     assert tile is not None, "a band that surrounds tiles cannot miss their rectangle"
     return tile
 
 
 def _extent(tile: Tile) -> tuple[int, int]:
-    """Smallest and largest `j - i` of the tile's pairs."""
-    return (
-        tile.k_start - (tile.q_end - 1) if tile.lo is None else tile.lo,
-        (tile.k_end - 1) - tile.q_start if tile.hi is None else tile.hi,
-    )
+    """Return the smallest and largest `j - i` of the tile's pairs."""
+    smallest = tile.k_start - (tile.q_end - 1) if tile.lo is None else tile.lo
+    largest = (tile.k_end - 1) - tile.q_start if tile.hi is None else tile.hi
+    return smallest, largest
 
 
 def with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
-    """Each segment with the local row at which it begins."""
-    rows, first = [], 0
+    """Return (first local row, segment) of each segment."""
+    rows = []
+    first = 0
     for segment in segments:
         rows.append((first, segment))
         first += segment.length
@@ -357,15 +396,19 @@ def with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
 
 
 def check_fit(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
+    """Refuse layouts and a mask that do not fit each other."""
     if layout_q.world_size != layout_kv.world_size:
-        raise ValueError(f"layouts must have the same ranks, got {layout_q} and {layout_kv}")
-    lens = (layout_q.seqlen, layout_kv.seqlen)
-    if lens != (mask.seqlen_q, mask.seqlen_k):
         raise ValueError(
-            f"mask is over ({mask.seqlen_q}, {mask.seqlen_k}) positions, the layouts over {lens}"
+            f"layouts must have the same number of ranks, got {layout_q} and {layout_kv}"
+        )
+    lens = (layout_q.seqlen, layout_kv.seqlen)
+    mask_lens = (mask.seqlen_q, mask.seqlen_k)
+    if lens != mask_lens:
+        raise ValueError(
+            f"mask and layouts must have equal lengths, got mask {mask_lens} and layouts {lens}"
         )
     if layout_q.stride != layout_kv.stride and layout_q.seqlen and layout_kv.seqlen:
         raise NotImplementedError(
-            f"q and kv must both be striped or neither, got {layout_q} and {layout_kv}: a mask "
-            "between rows of different strides is not a band"
+            "the layouts of q and kv must both be striped, or neither of them, because a mask "
+            f"between rows of different strides is not a band; got {layout_q} and {layout_kv}"
         )

@@ -20,7 +20,7 @@ from ring_attn.core.strategy import Strategy, family, label
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.time import Simulation
-from ring_attn.sequence.runs import travel
+from ring_attn.sequence.runs import plan_states
 
 # Ways in which a rank spends its time, and what it means that one takes longer.
 WAYS = {
@@ -238,10 +238,10 @@ class Choice:
         problem = self.problem
         if not (nbytes := problem.recurrent * problem.spec.batch):
             return []
-        way = travel(self.layout, problem.documents, nbytes)
+        way = plan_states(self.layout, problem.documents, nbytes)
         sent = max(map(way.sent, range(problem.world_size))) * nbytes
         text = f"each recurrent layer: a rank sends at most {format_bytes(sent)} forward, by "
-        return [text + f"{way.way} in {len(way.rounds)} rounds"]
+        return [text + f"{way.algorithm} in {len(way.rounds)} rounds"]
 
     @property
     def communicators(self) -> list[str]:

@@ -1,13 +1,13 @@
-"""`halo`: a shard with the neighbouring rows before and after each of its runs; `roll` shifts it.
+"""`halo` adds the neighbouring rows to each run of a shard; `roll` shifts a sharded sequence.
 
-For layers other than attention that look a few positions back or ahead: convolutions of hybrid
-layers, predictions of several tokens across the edge of a shard.
+They are for layers other than attention that look a few positions back or ahead: convolutions of
+hybrid layers, and predictions of several tokens across the edge of a shard.
 
     contiguous, 2 ranks, left=2, right=1        rank 0             rank 1
     positions                                   0 1 2 3            4 5 6 7
     halo                                        . . 0 1 2 3 4      2 3 4 5 6 7 .
 
-Each row travels once to each rank that needs it, straight from its owner, in one exchange.
+Each row is sent once to each rank that needs it, directly from its owner, in one exchange.
 """
 
 from __future__ import annotations
@@ -36,10 +36,23 @@ from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
 from ring_attn.values.checks import as_int, check_type
 
-# (layout, rows before, rows after, rank)
-PlanKey = tuple[SequenceLayout, int, int, int]
+
+class PlanKey(NamedTuple):
+    """The values from which an exchange of neighbouring rows follows."""
+
+    layout: SequenceLayout
+    left: int
+    right: int
+    rank: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of rows of each run with its neighbours."""
+        runs = runs_of(self.layout, self.rank)
+        return [self.left + run.length + self.right for run in runs]
 
 
+# Longer than 60 lines, of which most are its documentation.
 def halo(
     x: Tensor,
     layout: SequenceLayout,
@@ -49,7 +62,7 @@ def halo(
     group: Group = None,
     dim: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Each run of this rank's rows, with `left` rows before it and `right` rows after it.
+    """Return each run of this rank's rows with `left` rows before it and `right` rows after it.
 
     Every rank of the group must call it. Apply a layer that looks at positions
     `i - left .. i + right` to each of the results, without padding, to get the rank's shard:
@@ -58,24 +71,24 @@ def halo(
 
     Args:
         x: this rank's shard, (batch, rows, ...) with the sequence in `dim`; any dtype.
-        layout: how the sequence is split. A contiguous shard is one run; a zigzag shard is two
-            runs, on the last rank one; in a striped layout every row is a run.
+        layout: how the sequence is split. A contiguous shard is one run. A zigzag shard is two
+            runs, or one run on the last rank. In a striped layout every row is a run.
         left: number of rows before each run, at least 0.
         right: number of rows after each run, at least 0.
-        group: as for `ring_attention`.
+        group: as in `ring_attention`.
         dim: the sequence dim.
 
     Returns:
         For each run of consecutive positions, in the order of the shard, a tensor with the run and
-        its neighbours: `left + length + right` rows in `dim`. Rows outside of the sequence are
-        zeros. A rank without rows gets a run of length 0. Gradients travel back to the rows'
-        owners, which add them up in an order that does not depend on timing; they can be
-        differentiated again. All ranks must take part in a backward.
+        its neighbours: `left + length + right` rows in `dim`. Rows outside the sequence are zeros.
+        A rank without rows gets a run of length 0. Gradients are sent back to the owners of the
+        rows, which sum them in an order that does not depend on timing. They can be differentiated
+        again. If one rank runs a backward, all ranks must.
 
     Raises:
         ValueError: a wrong number of rows, a negative count, or a dim that x lacks.
-        TypeError: a type that is not accepted, such as a layout given by name.
-        RuntimeError: no process group, or as `ring_attention`.
+        TypeError: a wrong type, such as a layout given by name.
+        RuntimeError: there is no process group, or a reason of `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -88,16 +101,22 @@ def halo(
     with reporting(process_group):
         left, right = as_int("left", left, least=0), as_int("right", right, least=0)
         rank = checks.check_shard(x, dim, layout, process_group)
-    rows = x.movedim(dim, 0)
-    flat = rows.reshape(rows.size(0), math.prod(rows.shape[1:]))
-    numbers = list(layout.numbers)
-    # With the dim in its place: ranks must agree on it, and on the shape but for the rows.
-    shape_told = [dim % x.ndim, *rows.shape[1:]]
-    place = (numbers, left, right, process_group.group_name)
-    around: Tensor = _halo(flat, *place, False, shape_told)
-    lengths = _lengths((layout, left, right, rank))
-    shape = (sum(lengths), *rows.shape[1:])
-    return around.view(shape).movedim(0, dim).split(lengths, dim)
+    rows_first = x.movedim(dim, 0)
+    other_dims = rows_first.shape[1:]
+    rows = rows_first.reshape(rows_first.size(0), math.prod(other_dims))  # (rows, features)
+    around: Tensor = _halo(
+        rows,
+        layout=list(layout.numbers),
+        left=left,
+        right=right,
+        group=process_group.group_name,
+        back=False,
+        # The ranks must agree on the dim, and on the shape without the rows.
+        shape=[dim % x.ndim, *other_dims],
+    )
+    lengths = PlanKey(layout, left, right, rank).lengths
+    whole = around.view(sum(lengths), *other_dims)
+    return whole.movedim(0, dim).split(lengths, dim)
 
 
 def roll(
@@ -110,26 +129,26 @@ def roll(
     group: Group = None,
     dim: int = 1,
 ) -> Tensor:
-    """This rank's rows of a sequence that is shifted by `shift` positions, as the last axis rolls.
+    """Return this rank's rows of the sequence shifted by `shift` positions, like `torch.roll`.
 
-    Every rank of the group must call it. The row at position p is the one that was at `p - shift`:
-    with `shift=-1` each row gets its next token, as predictions of several tokens need. Only the
-    rows that cross an edge of a run travel.
+    Every rank of the group must call it. The row at position p is the row that was at `p - shift`:
+    with `shift=-1` each row gets its next token, as needed for predictions of several tokens. Only
+    the rows that cross an edge of a run are sent. Rows do not wrap around; see `fill`.
 
     Args:
         x: this rank's shard, (batch, rows, ...) with the sequence in `dim`; any dtype.
         layout: how the sequence is split.
-        shift: number of positions, to the end of the sequence if positive.
+        shift: number of positions; if positive, rows move towards the end of the sequence.
         cu_seqlens: boundaries of documents, which no row leaves or enters.
-        fill: the value of rows that come from outside of the sequence, or of the document.
-        group: as for `ring_attention`.
+        fill: the value of rows from outside the sequence or the document.
+        group: as in `ring_attention`.
         dim: the sequence dim.
 
     Returns:
         A tensor like x, differentiable.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `halo`.
+        ValueError, TypeError, RuntimeError: as in `halo`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -147,37 +166,56 @@ def roll(
             raise ValueError(
                 f"cu_seqlens must end within the layout's {layout.seqlen} rows, got {cuts[-1]}"
             )
-    sides = (shift, 0) if shift > 0 else (0, -shift)
-    runs = halo(x, layout, *sides, group=group, dim=dim)
-    start = max(0, -shift)
-    rows = [run.narrow(dim, start, run.size(dim) - abs(shift)) for run in runs]
+    left, right = max(0, shift), max(0, -shift)
+    runs = halo(x, layout, left, right, group=group, dim=dim)
+    rows = [run.narrow(dim, right, run.size(dim) - abs(shift)) for run in runs]
     rolled = torch.cat(rows, dim)
     positions = layout.position_ids(dist.get_rank(groups.check_group(group)), x.device)
     ends = torch.tensor(sorted({0, *(cuts or ()), layout.seqlen}), device=x.device)
-    own, source = (torch.searchsorted(ends, p, right=True) for p in (positions, positions - shift))
-    inside = (own == source).view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
+    # The number of the document of each row, and of the row that moves there.
+    own = torch.searchsorted(ends, positions, right=True)
+    source = torch.searchsorted(ends, positions - shift, right=True)
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    inside = (own == source).view(shape)  # broadcasts to x
     return rolled.where(inside, torch.tensor(fill, dtype=x.dtype, device=x.device))
 
 
 # A custom operator, so that torch.compile keeps it whole in a graph.
 @torch.library.custom_op("ring_attn::halo", mutates_args=())
 def _halo(
-    x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool,
+    x: Tensor,
+    layout: Sequence[int],
+    left: int,
+    right: int,
+    group: str,
+    back: bool,
     shape: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """(rows, features) -> the runs with their neighbours; `back` maps gradients back.
+) -> Tensor:
+    """Return the runs with their neighbours, or with `back` the gradients of the rows.
 
-    `shape` is the dim of the rows in the caller's tensor, and its other dims.
+    Args:
+        x: this rank's rows, (rows, features); with `back` the gradients of the result.
+        layout: numbers of the layout.
+        left, right: numbers of neighbouring rows.
+        group: name of the process group.
+        back: whether x is gradients.
+        shape: the dim of the rows in the caller's tensor, and the sizes of its other dims.
     """
     checks.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
-    place: PlanKey = SequenceLayout.from_numbers(layout), left, right, rank
+    key = PlanKey(SequenceLayout.from_numbers(layout), left, right, rank)
+    # The ranks compare these values.
     described = {
-        "dtype": x.dtype, "dim and shape": tuple(shape), "layout": place[0], "left": left,
-        "right": right, "back": back,
-    }  # fmt: skip
-    plan = _plan(place, x.device).get()
+        "dtype": x.dtype,
+        "dim and shape": tuple(shape),
+        "layout": key.layout,
+        "left": left,
+        "right": right,
+        "back": back,
+    }
+    plan = _plan(key, x.device).get()
     with reporting(process_group):
         transport = open_p2p(process_group, TransportOptions())
         with (
@@ -189,48 +227,67 @@ def _halo(
 
 @_halo.register_fake
 def _(
-    x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool,
+    x: Tensor,
+    layout: Sequence[int],
+    left: int,
+    right: int,
+    group: str,
+    back: bool,
     shape: Sequence[int],
-) -> Tensor:  # fmt: skip
-    whole, rank = SequenceLayout.from_numbers(layout), dist.get_rank(group_by_name(group))
-    rows = whole.shard_len(rank) if back else sum(_lengths((whole, left, right, rank)))
+) -> Tensor:
+    rank = dist.get_rank(group_by_name(group))
+    key = PlanKey(SequenceLayout.from_numbers(layout), left, right, rank)
+    rows = key.layout.shard_len(rank) if back else sum(key.lengths)
     return x.new_empty(rows, x.size(-1))
 
 
+# `Any`: torch gives the context of autograd and the inputs of operators no types.
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.place, ctx.back, ctx.shape = inputs[1:5], *inputs[5:]
+    _, *place, back, shape = inputs
+    ctx.place = place
+    ctx.back = back
+    ctx.shape = shape
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    dx = _halo(dout.contiguous(), *ctx.place, not ctx.back, ctx.shape)
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    dx: Tensor = _halo(dout.contiguous(), *ctx.place, not ctx.back, ctx.shape)
     return (dx, None, None, None, None, None, None)
 
 
 _halo.register_autograd(_gradient, setup_context=_setup)
 
 
-# -- rows that travel
+# -- the exchange
 
 
 class _Plan(NamedTuple):
-    """Rows that one rank sends and receives, as indices on a device."""
+    """Rows that one rank sends and receives, as indices on a device.
 
-    own: int  # number of own rows
-    # The place of each row of the runs: among the own, then the received rows, then a row of zeros.
+    A place is an index among the own rows, then the received rows, and then a row of zeros.
+
+    Attributes:
+        own: number of own rows.
+        around: the place of each row of the runs with their neighbours.
+        sums: rounds of (places, rows of the runs) in which gradients are added to places; no round
+            has a place twice.
+        sent: own rows for each rank.
+        received: number of rows from each rank.
+    """
+
+    own: int
     around: Tensor
-    # Rounds of (places, rows of the runs) to add gradients up: no round has a place twice.
     sums: tuple[tuple[Tensor, Tensor], ...]
-    sent: tuple[Tensor, ...]  # own rows for each rank
-    received: tuple[int, ...]  # number of rows from each rank
+    sent: tuple[Tensor, ...]
+    received: tuple[int, ...]
 
     def gather(self, x: Tensor, transport: Transport) -> Tensor:
-        """The runs with their neighbours, from the rows of all ranks."""
+        """Return the runs with their neighbours, from the rows of all ranks."""
         counts = [len(rows) for rows in self.sent]
         received = exchanged(x[torch.cat(self.sent)], counts, self.received, transport)
         return torch.cat([x, received, x.new_zeros(1, x.size(1))])[self.around]
 
     def return_gradients(self, around: Tensor, transport: Transport) -> Tensor:
-        """The gradients of the own rows, added up in the order of the ranks."""
+        """Return the gradients of the own rows, summed in the order of the ranks."""
         sums = around.new_zeros(self.own + sum(self.received), around.size(1))
         for places, rows in self.sums:
             sums[places] += around[rows]
@@ -246,63 +303,80 @@ class _Plan(NamedTuple):
 def exchanged(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], transport: Transport, step: int = 0
 ) -> Tensor:
-    """Sends rows, sorted by ranks, so many to each rank; returns the received rows, likewise."""
+    """Exchange rows with all ranks.
+
+    Args:
+        rows: (rows, features), in the order of the receivers.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        transport: the transport.
+        step: number of the step, for errors.
+
+    Returns:
+        The received rows, in the order of the senders.
+    """
     got = rows.new_empty(sum(received), rows.size(1))
     if rows.size(1):
         row_bytes = rows.size(1) * rows.element_size()
-        send, recv = (x.contiguous().view(-1).view(torch.uint8) for x in (rows, got))
-        send_counts, recv_counts = (tuple(row_bytes * n for n in each) for each in (sent, received))
-        route = Collective("all_to_all", torch.uint8, send_counts, recv_counts)
+        route = Collective(
+            "all_to_all",
+            send_counts=tuple(row_bytes * count for count in sent),
+            recv_counts=tuple(row_bytes * count for count in received),
+        )
+        send = rows.contiguous().view(-1).view(torch.uint8)
+        recv = got.view(-1).view(torch.uint8)
         transport.post("shards", step, route, send, recv)
         transport.wait("shards")
     return got
 
 
 @lru_cache(maxsize=256)
-def _plan(place: PlanKey, device: torch.device) -> Cached[_Plan]:
-    layout, left, right, rank = place
-    ranks, num_own = range(layout.world_size), layout.shard_len(rank)
+def _plan(key: PlanKey, device: torch.device) -> Cached[_Plan]:
+    layout, left, right, rank = key
+    ranks = range(layout.world_size)
+    num_own = layout.shard_len(rank)
+    # The rank that holds each position, and the row there.
     owners, rows = torch.full((2, layout.seqlen), -1)
-    for r in ranks:
-        held = layout.position_ids(r)
-        owners[held], rows[held] = r, torch.arange(len(held))
+    for owner in ranks:
+        held = layout.position_ids(owner)
+        owners[held] = owner
+        rows[held] = torch.arange(len(held))
 
-    def wanted(r: int) -> Tensor:
-        """Positions of a rank's runs with their neighbours; -1 outside of the sequence."""
-        runs = runs_of(layout, r)
-        spans = [torch.arange(x.start - left, x.start + x.length + right) for x in runs]
+    def needed(receiver: int) -> Tensor:
+        """Return the positions of a rank's runs with their neighbours; -1 outside the sequence."""
+        spans = [
+            torch.arange(run.start - left, run.start + run.length + right)
+            for run in runs_of(layout, receiver)
+        ]
         positions = torch.cat(spans)
-        end = layout.seqlen if layout.shard_len(r) else 0
+        end = layout.seqlen if layout.shard_len(receiver) else 0
         return positions.masked_fill_(positions >= end, -1).clamp_(min=-1)
 
-    def sent(source: int, r: int) -> Tensor:
-        """Positions of the rows that a rank sends to another rank."""
-        positions = wanted(r).unique()
+    def sent(sender: int, receiver: int) -> Tensor:
+        """Return the positions of the rows that a rank sends to another rank."""
+        positions = needed(receiver).unique()
         positions = positions[positions >= 0]
-        return positions[(owners[positions] == source) & (source != r)]
+        if sender == receiver:
+            return positions[:0]
+        return positions[owners[positions] == sender]
 
-    received = [sent(r, rank) for r in ranks]
-    num_places = num_own + sum(map(len, received))
+    received = [sent(sender, rank) for sender in ranks]
+    num_places = num_own + sum(len(positions) for positions in received)
     # The last place is the row of zeros, for position -1.
     places = torch.full((layout.seqlen + 1,), num_places)
     places[layout.position_ids(rank)] = torch.arange(num_own)
     places[torch.cat(received)] = torch.arange(num_own, num_places)
-    around = places[wanted(rank)]
-    # A row of the runs is in the round of as many earlier rows as have its place.
+    around = places[needed(rank)]
+    # The round of a row of the runs is the number of earlier rows that have its place.
     order = around.argsort(stable=True)
     order = order[around[order] < num_places]
     rounds = torch.arange(len(order)) - torch.searchsorted(around[order], around[order])
-    sums = [order[rounds == n] for n in rounds.unique().tolist()]
+    sums = [order[rounds == number] for number in rounds.unique().tolist()]
     plan = _Plan(
-        num_own,
-        around.to(device),
-        tuple((around[index].to(device), index.to(device)) for index in sums),
-        tuple(rows[sent(rank, r)].to(device) for r in ranks),
-        tuple(map(len, received)),
+        own=num_own,
+        around=around.to(device),
+        sums=tuple((around[index].to(device), index.to(device)) for index in sums),
+        sent=tuple(rows[sent(rank, receiver)].to(device) for receiver in ranks),
+        received=tuple(len(positions) for positions in received),
     )
     return Cached(plan, (plan.around, *chain(*plan.sums), *plan.sent), device)
-
-
-def _lengths(place: PlanKey) -> list[int]:
-    layout, left, right, rank = place
-    return [run.length + left + right for run in runs_of(layout, rank)]

@@ -1,8 +1,8 @@
-"""The start states of a rank's runs, from the maps of all runs: an exchange, and its gradient."""
+"""The exchange that computes the start states of a rank's runs from the maps of all runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.profiling import Direction, observe
 from ring_attn.sequence.halo import exchanged
-from ring_attn.sequence.runs import Travel, pieces_of, travel
+from ring_attn.sequence.runs import Round, StatesPlan, pieces_of, plan_states
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
 
 
 class Maps(NamedTuple):
-    """The runs of all ranks, documents that start at `cuts`, and whether decays are matrices."""
+    """The layout of the runs, the starts of documents, and whether decays are matrices."""
 
     layout: SequenceLayout
     cuts: tuple[int, ...]
@@ -30,8 +30,14 @@ class Maps(NamedTuple):
     matrix: bool = False
 
 
+# `Any` in autograd functions: torch gives their context no type.
+
+
 class StartStates(torch.autograd.Function):
-    """(runs, *decay), (runs, *state) -> start states of this rank's runs; decays are factors."""
+    """Start states of this rank's runs, from decays (runs, *decay) and end states (runs, *state).
+
+    Decays are factors, not matrices.
+    """
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
@@ -45,17 +51,19 @@ class StartStates(torch.autograd.Function):
     def backward(ctx: Any, dstarts: Tensor) -> tuple[Tensor | None, ...]:
         decay, starts = ctx.saved_tensors
         dends = entering("backward", decay, dstarts, ctx.maps)
-        # Where a document starts in a run, this is no gradient, but the run's decay is no variable.
+        # This is not the gradient of a run in which a document starts, but the decay of such a run
+        # needs no gradient.
         return (dends * starts).sum_to_size(decay.shape), dends, None
 
 
 class WithEndGradients(torch.autograd.Function):
-    """`out`, whose backward gives `ends` the gradients that come from later runs.
+    """`out`, whose backward adds the gradients from later runs to the end states `ends`.
 
-    The kernel's own backward has the gradients of start states only after it got those of end
-    states, which depend on the former of other ranks. `reads` break this circle: (batch, rows,
-    heads, headdim), of each run that no document starts, times its start state what that
-    contributes to the run's first piece.
+    The backward of the kernel needs the gradients of end states before it can compute those of
+    start states, but the gradients of end states depend on gradients of start states on other
+    ranks. `reads` breaks this cycle. There is one for each run that does not start a document,
+    (batch, rows, heads, headdim). Its product with the start state of the run is the contribution
+    of the start state to the output of the first piece.
     """
 
     @staticmethod
@@ -64,91 +72,131 @@ class WithEndGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(decay, *reads)
         ctx.maps = maps
-        return out.clone()  # a view could not be changed in place
+        return out.clone()  # because a view could not be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         decay, *reads = ctx.saved_tensors
-        layout, cuts, group, _ = ctx.maps
+        maps: Maps = ctx.maps
+        runs = pieces_of(maps.layout, dist.get_rank(maps.group), maps.cuts)
+        first_pieces = [(number, first) for number, (first, *_) in enumerate(runs)]
+        entered = [(number, first) for number, first in first_pieces if not first.first]
         dstarts = decay.new_zeros(*decay.shape[:-1], dout.size(-1))
-        runs = enumerate(pieces_of(layout, dist.get_rank(group), cuts))
-        entered = [(n, first) for n, (first, *_) in runs if not first.first]
-        for (n, first), read in zip(entered, reads, strict=True):
-            rows, douts = (x.to(decay.dtype).transpose(1, 2) for x in (read, first.of(dout)))
-            dstarts[n] = applied(rows.mT, douts, True)
-        dends = entering("backward", decay.mT, dstarts, ctx.maps)
-        return dout, dends, None, None, *[None] * len(reads)
+        for (number, first), read in zip(entered, reads, strict=True):
+            # (batch, rows, heads, dim) -> (batch, heads, rows, dim)
+            rows = read.to(decay.dtype).transpose(1, 2)
+            douts = first.of(dout).to(decay.dtype).transpose(1, 2)
+            dstarts[number] = applied(rows.mT, douts, matrix=True)
+        dends = entering("backward", decay.mT, dstarts, maps)
+        no_gradients = [None] * len(reads)
+        return dout, dends, None, None, *no_gradients
 
 
 def entering(direction: Direction, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
-    """The states that enter this rank's runs, in a direction."""
+    """Exchange maps in a direction; return the states that enter this rank's runs."""
     checks.check_capture("recurrence", end)
-    layout, cuts, group, matrix = maps
-    shapes = decay.shape[1:], end.shape[1:]
+    shapes = (decay.shape[1:], end.shape[1:])
+    # The ranks compare these values.
     described = {
-        "dtype": end.dtype, "shapes of decay and state": shapes, "layout": layout,
-        "cu_seqlens": cuts, "matrix": matrix, "direction": direction,
-    }  # fmt: skip
+        "dtype": end.dtype,
+        "shapes of decay and state": shapes,
+        "layout": maps.layout,
+        "cu_seqlens": maps.cuts,
+        "matrix": maps.matrix,
+        "direction": direction,
+    }
     nbytes = sum(shape.numel() for shape in shapes) * end.element_size()
-    way = travel(layout, cuts, nbytes, backward=direction == "backward")
-    with reporting(group):
-        transport = open_p2p(group, TransportOptions())
+    plan = plan_states(maps.layout, maps.cuts, nbytes, backward=direction == "backward")
+    with reporting(maps.group):
+        transport = open_p2p(maps.group, TransportOptions())
         with (
             transport.call("recurrence", Agreement(described), end.device),
             observe(direction, end.device, transport.stats),
         ):
-            return composed(way, decay, end, matrix, transport)
+            return composed(plan, decay, end, maps.matrix, transport)
 
 
-def composed(way: Travel, decay: Tensor, end: Tensor, matrix: bool, transport: Transport) -> Tensor:
-    """States that enter this rank's runs: the maps before each in a direction, applied to zeros.
+def composed(
+    plan: StatesPlan, decay: Tensor, end: Tensor, matrix: bool, transport: Transport
+) -> Tensor:
+    """Compose the maps before each of this rank's runs and apply them to zeros.
 
-    A window is a row: its decay, then its state.
+    Returns:
+        (runs, *state), the states that enter this rank's runs.
     """
-    shapes = decay.shape[1:], end.shape[1:]
-    sizes = [shape.numel() for shape in shapes]
-    rows = torch.cat([decay.flatten(1), end.flatten(1)], 1)
-
-    def parts(window: Tensor) -> list[Tensor]:
-        return [x.view(shape) for x, shape in zip(window.split(sizes), shapes, strict=True)]
-
-    def of_sequence(windows: Sequence[Tensor]) -> Tensor:
-        """The map of windows in sequence, of which the nearest is the first."""
-        factor, state = parts(windows[-1])
-        for window in reversed(windows[:-1]):
-            near, add = parts(window)
-            factor, state = applied(near, factor, matrix), add + applied(near, state, matrix)
-        return torch.cat([factor.flatten(), state.flatten()])
-
-    ranks, rank = range(transport.world_size), transport.rank
-    own = {i: run.number for i, run in enumerate(way.runs) if run.rank == rank}
-    held, entered = {i: rows[n] for i, n in own.items()}, dict[int, Tensor]()
-    for number, step in enumerate(way.rounds):
+    windows = _Windows(decay.shape[1:], end.shape[1:], matrix)
+    rows = torch.cat([decay.flatten(1), end.flatten(1)], 1)  # (runs, numbers of a window)
+    # The number on this rank of each of its runs among all runs.
+    own = {i: run.number for i, run in enumerate(plan.runs) if run.rank == transport.rank}
+    held = {i: rows[number] for i, number in own.items()}
+    entered: dict[int, Tensor] = {}  # the windows that end before each run
+    for number, exchange in enumerate(plan.rounds):
         known = dict(held)
-        if step.parcels:
-            sent = [step.parcels.get((rank, r), []) for r in ranks]
-            received = [step.parcels.get((r, rank), []) for r in ranks]
-            given = torch.cat([rows[:0], *(held[j][None] for j in chain(*sent))])
-            there, here = ([*map(len, parcels)] for parcels in (sent, received))
-            got = exchanged(given, there, here, transport, number)
-            known.update(zip(chain(*received), got, strict=True))
+        if exchange.parcels:
+            known |= _received(exchange, held, empty=rows[:0], transport=transport, step=number)
         for i in own:
-            windows = [entered[i]] if i in entered else []
-            if windows := windows + [known[j] for j in step.taken[i]]:
-                entered[i] = of_sequence(windows)
+            taken = [known[j] for j in exchange.taken[i]]
+            if i in entered:
+                taken.insert(0, entered[i])
+            if taken:
+                entered[i] = windows.joined(taken)
         held = entered
     starts = torch.zeros_like(end)
     for i, window in entered.items():
-        starts[own[i]] = parts(window)[1]
+        _, starts[own[i]] = windows.parts(window)
     return starts
 
 
+def _received(
+    exchange: Round, held: Mapping[int, Tensor], *, empty: Tensor, transport: Transport, step: int
+) -> dict[int, Tensor]:
+    """Exchange the windows of a round; return those that this rank receives, by run.
+
+    `empty` is (0, numbers of a window), for a rank that sends no window.
+    """
+    rank, ranks = transport.rank, range(transport.world_size)
+    sent = [exchange.parcels.get((rank, receiver), []) for receiver in ranks]
+    received = [exchange.parcels.get((sender, rank), []) for sender in ranks]
+    windows = torch.cat([empty, *(held[j][None] for j in chain(*sent))])
+    got = exchanged(
+        windows,
+        sent=[len(parcel) for parcel in sent],
+        received=[len(parcel) for parcel in received],
+        transport=transport,
+        step=step,
+    )
+    return dict(zip(chain(*received), got, strict=True))
+
+
+class _Windows(NamedTuple):
+    """Windows as rows of numbers: the decay, and then the state."""
+
+    decay_shape: torch.Size
+    state_shape: torch.Size
+    matrix: bool
+
+    def parts(self, window: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the decay and the state of a window."""
+        decay, state = window.split([self.decay_shape.numel(), self.state_shape.numel()])
+        return decay.view(self.decay_shape), state.view(self.state_shape)
+
+    def joined(self, windows: Sequence[Tensor]) -> Tensor:
+        """Return the map of consecutive windows, of which the nearest to the run is the first."""
+        decay, state = self.parts(windows[-1])
+        for window in reversed(windows[:-1]):
+            near_decay, near_state = self.parts(window)
+            state = near_state + applied(near_decay, state, self.matrix)
+            decay = applied(near_decay, decay, self.matrix)
+        return torch.cat([decay.flatten(), state.flatten()])
+
+
 def applied(decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
+    """Return the product of a decay, which is a matrix or a factor, and a state."""
     with no_autocast(state):
         return decay @ state if matrix else decay * state
 
 
-def no_autocast(x: Tensor) -> Any:
-    """A context in which products with states stay in their dtype."""
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Return a context in which products with states stay in their dtype."""
     return torch.autocast(x.device.type, enabled=False)

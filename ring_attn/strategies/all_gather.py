@@ -41,7 +41,7 @@ from itertools import pairwise
 import torch
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import why_not_alike
+from ring_attn.backends.base import why_bits_differ
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun
@@ -65,7 +65,7 @@ class AllGather(StrategyCode):
         if call.options.same_bits is False:
             return "gradients are added up: same_bits=False"
         backend, specs = get_backend(call.backend), dict.fromkeys(_chunk_specs(call))
-        reasons = (why_not_alike(backend, call.spec, spec) for spec in specs)
+        reasons = (why_bits_differ(backend, call.spec, spec) for spec in specs)
         return why_not_in_order(call) or next(filter(None, reasons), None)
 
     def gradients(self, call: Call) -> GradientPlan:

@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import why_not_alike
+from ring_attn.backends.base import why_bits_differ
 from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated
@@ -62,7 +62,7 @@ class Ulysses(StrategyCode):
             return reason
         backend, cores = get_backend(call.backend), _cores(call)
         reasons = [
-            *(why_not_alike(backend, call.spec, each.spec) for each in cores),
+            *(why_bits_differ(backend, call.spec, each.spec) for each in cores),
             *map(self._inner.why_not_same_bits, cores),
         ]
         return next((reason for reason in reasons if reason is not None), None)

@@ -220,7 +220,7 @@ ATTENTION: list[Bad] = [
     value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),
     value_error(
-        "as many documents|2 and 3", packed(0, 5, SEQLEN, cu_seqlens_k=ints(0, 3, 7, SEQLEN))
+        "same number of documents|2 and 3", packed(0, 5, SEQLEN, cu_seqlens_k=ints(0, 3, 7, SEQLEN))
     ),
     value_error("cu_seqlens_k|start at 0", packed(0, SEQLEN, cu_seqlens_k=ints(1, SEQLEN))),
     value_error(

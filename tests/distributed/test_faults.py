@@ -40,7 +40,7 @@ def test_no_fault_is_wrong_late_or_unnamed(every: int) -> None:
     # On a busy machine a call may end before its fault comes: that shows nothing of the call.
     late = [one for one in bad if one.outcome == "NOT HIT"]
     bad = [one for one in bad if one not in late]
-    assert not bad, "\n".join(f"{one.cell}: {one.outcome}\n{one.said}" for one in bad)
+    assert not bad, "\n".join(f"{one.cell}: {one.outcome}\n{one.output}" for one in bad)
     assert len(late) <= len(chosen) // 4, [one.cell for one in late]
 
 
@@ -87,15 +87,15 @@ def told(
 @pytest.mark.parametrize(
     ("fault", "end", "outcome"),
     [
-        ("killed", told(), "told"),
+        ("killed", told(), "reported"),
         ("killed", told(right=False), "WRONG"),
         ("killed", told(took_s=17.1), "HANG"),
-        ("killed", told(took_s=17.1, usual_s=0.2), "told"),  # on a busy machine
+        ("killed", told(took_s=17.1, usual_s=0.2), "reported"),  # on a busy machine
         ("killed", told("global rank 3 left"), "UNNAMED"),
-        ("killed", RIGHT, "UNTOLD"),
+        ("killed", RIGHT, "NOT REPORTED"),
         ("memory", RIGHT, "NOT HIT"),
         ("restarted", RIGHT, "right"),
-        ("restarted", told(), "UNTOLD"),
+        ("restarted", told(), "NOT REPORTED"),
     ],
 )
 def test_ends_are_judged(fault: str, end: StepEnd, outcome: str) -> None:

@@ -43,9 +43,11 @@ def test_results_are_exact_though_packets_are_lost(net: Net, network: Network) -
         ((1.1, 1.0), (1.0, 1.1), False),  # in another order
     ],
 )
-def test_waits_are_judged(ring: Waits, exchange: Waits, right: bool) -> None:
+def test_waits_are_judged(
+    ring: tuple[float, float], exchange: tuple[float, float], right: bool
+) -> None:
     """`python -m dev network` measures them, on a quiet machine."""
-    assert are_as_predicted({"ring": ring, "exchange": exchange}) == right
+    assert are_as_predicted({"ring": Waits(*ring), "exchange": Waits(*exchange)}) == right
 
 
 def attend(timeout: float) -> Ended:

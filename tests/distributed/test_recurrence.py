@@ -16,7 +16,7 @@ from ring_attn import SequenceLayout, stats, unshard
 from ring_attn.profiling import collect
 from ring_attn.recurrence import Part, causal_conv, linear_attention, recurrence
 from ring_attn.sequence import states
-from ring_attn.sequence.runs import travel
+from ring_attn.sequence.runs import plan_states
 from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close
 from tests.distributed.pool import on_ranks
@@ -122,8 +122,8 @@ def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document(way: st
             # Of each run the decay (3, 3) and the state (3, 5) for 2 x 2 heads, in float32.
             size = 2 * 2 * (9 + 15) * 4
             for direction in ("forward", "backward"):
-                plan = travel(layout, cuts, size, backward=direction == "backward")
-                assert plan.way == way
+                plan = plan_states(layout, cuts, size, backward=direction == "backward")
+                assert plan.algorithm == way
                 assert getattr(stats(), direction).bytes_sent == plan.sent(rank) * size
         if len(cuts) == 2:
             sent.add((stats().forward.bytes_sent, stats().backward.bytes_sent))
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         out, end = step_by_step(*x, **rows)
         return out, end.mT
 
-    with refused(ValueError, "state must end in"):
+    with refused(ValueError, "state must have the last dims"):
         linear_attention(
             transposed, *(own[name] for name in "qkv"), layout=layout, group=group,
             rows={name: own[name] for name in ("decay", "beta")},
@@ -198,7 +198,7 @@ def test_a_decay_that_does_not_fit_is_refused_before_anything_is_sent(
     part = Part(torch.zeros(2, 2, 3), end, torch.ones(shape), lambda out, start: out)
     with (
         mock.patch.object(states, "open_p2p", side_effect=AssertionError("it would send")),
-        refused(ValueError, "decay must have the shape"),
+        refused(ValueError, "decay must broadcast to the shape"),
     ):
         recurrence(lambda piece: part, layout, group=group)
 

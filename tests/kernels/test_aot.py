@@ -175,7 +175,7 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
         # Decoding has too few rows for an architecture's own instructions.
         ({"opcodes": ALONE}, "sm_90", {}, "no tensor-core instruction (looked for HGMMA)"),
         ({"opcodes": ALONE}, "sm_90", {"products": "any"}, None),
-        ({"opcodes": ALONE}, "sm_80", {"warp_specialize": True}, "asked for and dropped"),
+        ({"opcodes": ALONE}, "sm_80", {"warp_specialize": True}, "requested and not done"),
         ({"tensor_memory": 544}, "sm_100", {}, "544 columns of tensor memory, sm_100 has 512"),
         ({"spill_bytes": 8}, "sm_90", {}, "spills 8 bytes"),
         ({"spill_bytes": 8}, "sm_90", {"spilled": 8}, None),

@@ -47,7 +47,7 @@ SPEC = AttentionSpec(DEVICE, torch.float16, 1, 4, 2, 64, 64)
 def test_on_a_cpu_it_runs_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose_backend(SPEC)
     assert choice.name == "aten"
-    assert "only when asked for by name" in str(choice.reasons["triton"])
+    assert "only when requested by name" in str(choice.reasons["triton"])
     assert choose_backend(replace(SPEC, softcap=3.0)).name == "reference"
     with pytest.raises(NotImplementedError, match=r"backend='triton'.*not torch\.float64"):
         choose_backend(replace(SPEC, dtype=torch.float64), "triton")

@@ -157,7 +157,7 @@ def test_why_says_what_was_compared_and_what_was_left_out(gpu: Pretend) -> None:
     assert choice.why == "the fastest forward on sm_90 by published rates and estimates"
     assert list(choice.tflops) == ["triton", "aten", "cudnn"]
     choice = choose_backend(spec_of("cuda"), purpose=TRAINING)
-    left_out = "left out, since no two runs of its backward are equal: aten, cudnn"
+    left_out = "left out, because no two runs of its backward are equal: aten, cudnn"
     assert choice.why == f"the only one on sm_90; {left_out}"
     # The planner's device has the same rates.
     h100 = builtin_cluster("H100")

@@ -124,7 +124,7 @@ def test_every_mask(name: str, mask: Mask, operators: emulated_cuda.TorchOnCuda 
 def test_pieces_for_flash_are_windows_that_it_can_state() -> None:
     bounds = (None, *range(-8, 9))
     for rows, cols, lo, hi in product((1, 2, 5, 7), (1, 3, 6), bounds, bounds):
-        tile = Tile(5, 5 + rows, 3, 3 + cols, lo, hi).touched
+        tile = Tile(5, 5 + rows, 3, 3 + cols, lo, hi).trimmed
         if tile is None:
             continue
         pieces = list(flash_pieces(tile))

@@ -203,7 +203,7 @@ def test_what_does_not_fit_or_would_count_a_pair_twice_is_refused() -> None:
     for wrong in (lambda: Mask(8.0, 8.0), lambda: Mask(8, 8) & 3, lambda: masks.spans(8, None)):  # type: ignore
         with pytest.raises(TypeError):
             wrong()
-    with refused(ValueError, "as many documents, got 1 and 2"):
+    with refused(ValueError, "same number of documents, got 1 and 2"):
         Mask(8, 8, cu_seqlens_q=(0, 8), cu_seqlens_k=(0, 3, 8))
     with refused(ValueError, "block_size|(queries, keys)"):
         masks.blocks(torch.ones(2, 2).bool(), (1,))  # type: ignore[arg-type]
@@ -265,5 +265,5 @@ def test_functions_themselves_and_masks_of_several_heads_are_refused() -> None:
     with refused(TypeError, "a torch.Tensor or a BlockMask"):
         masks.blocks(FUNCTIONS["causal"])
     several = create_block_mask(FUNCTIONS["causal"], None, 2, 320, 320, device="cpu")
-    with refused(NotImplementedError, "one batch and head"):
+    with refused(NotImplementedError, "one batch entry and one head"):
         masks.blocks(several)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_attn import SequenceLayout
 from ring_attn.core.segments import Segment
 from ring_attn.sequence import runs
-from ring_attn.sequence.runs import Travel, travel
+from ring_attn.sequence.runs import StatesPlan, plan_states
 from ring_attn.sequence.states import composed
 from ring_attn.testing import poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local
@@ -38,9 +38,9 @@ def placed(draw: st.DrawFn) -> tuple[SequenceLayout, tuple[int, ...]]:
 
 def by_way(
     way: str, layout: SequenceLayout, cuts: tuple[int, ...], *, backward: bool = False
-) -> Travel:
+) -> StatesPlan:
     with always(way):
-        return travel(layout, cuts, 1, backward=backward)
+        return plan_states(layout, cuts, 1, backward=backward)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -95,4 +95,4 @@ def test_the_scan_is_taken_for_many_ranks_and_large_states() -> None:
     cases[9, int(runs.LATENCY_BYTES)] = "scan"  # 4 maps less, 3 rounds more
     for (world_size, nbytes), way in cases.items():
         layout = SequenceLayout.contiguous(world_size * 4, world_size)
-        assert travel(layout, (0, layout.seqlen), nbytes).way == way
+        assert plan_states(layout, (0, layout.seqlen), nbytes).algorithm == way

@@ -193,11 +193,11 @@ def test_a_defect_is_seen(defect: str) -> None:
 def test_results_of_another_form_raise() -> None:
     x = torch.zeros(2, 3, dtype=torch.float64)
     given = Expected(x, x, x, x, x, dsinks=x[0])
-    with pytest.raises(ValueError, match=r"dq must have shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"dq must have the oracle's shape \(2, 3\)"):
         check("dq", x.float()[:1], x, x.float())
     with pytest.raises(TypeError, match="dq must be torch.float32"):
         check("dq", x.half(), x, x.float())
-    with pytest.raises(ValueError, match="dsinks must be in all or none"):
+    with pytest.raises(ValueError, match="dsinks must be present in all or none"):
         check_all(replace(given, dsinks=None), given, given)
     assert check("out", x.float() + 1e-30, x, x.float()).ratio == math.inf
 

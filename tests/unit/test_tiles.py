@@ -226,7 +226,7 @@ def test_a_touched_slice_is_the_band_in_its_bounding_box() -> None:
     for rows, cols, q0, k0 in product((0, 1, 3, 5), (0, 1, 4), (0, 2), (0, 3)):
         for lo, hi in product(bounds, bounds):
             rectangle = Tile(q0, q0 + rows, k0, k0 + cols, lo, hi)
-            visible, tile = visible_pairs(rectangle), rectangle.touched
+            visible, tile = visible_pairs(rectangle), rectangle.trimmed
             assert (tile is not None) == bool(visible.any()), rectangle
             if tile is not None:
                 check_tile(tile)
