@@ -167,7 +167,7 @@ BOTH: list[Bad] = [
     value_error("positive|-0.2", softmax_scale=-0.2),
     value_error("softmax_scale|1e-46", softmax_scale=1e-46),
     value_error("softmax_scale|1e+38", softmax_scale=1e38),
-    value_error("softcap|0 for none|1e-50", softcap=1e-50),
+    value_error("softcap|0 for no cap|1e-50", softcap=1e-50),
     value_error("softcap|2**63|1e+39", softcap=1e39),
     value_error("softcap must be positive|-30.0", softcap=-30.0),
     not_built("aten|reference", softcap=30.0, backend="aten"),
@@ -213,9 +213,7 @@ ATTENTION: list[Bad] = [
     value_error("cu_seqlens|not decrease|8 then 5", packed(0, 8, 5, SEQLEN)),
     value_error("must have 4 rows|got 6|padding|SequenceLayout", packed(0, SEQLEN - 4)),
     value_error("must have 8 rows|got 6|SequenceLayout", packed(0, SEQLEN + 4)),
-    value_error(
-        "must have 3 rows|cu_seqlens must have the boundaries|ends at 6", packed(0, 2, ROWS)
-    ),
+    value_error("must have 3 rows|must have the boundaries|ends at 6", packed(0, 2, ROWS)),
     type_error("mask|from_dense|masks.blocks|Tensor", mask=torch.ones(2, 2)),
     value_error("rows in dim 1", heads_first(layout=zigzag(SEQLEN))),
     value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
