@@ -179,7 +179,7 @@ BOTH: list[Bad] = [
     type_error("scale", scale=0.5),
     value_error("1000000000000000", transport(timeout=1e15)),
     value_error("timeout|1e-12", transport(timeout=1e-12)),
-    value_error("world_size=3|the group, 2", layout=zigzag(SEQLEN, 3)),
+    value_error("for 2 ranks, as the group has|world_size=3", layout=zigzag(SEQLEN, 3)),
     value_error(
         "must have 6 rows|pass this rank's shard",
         q=x(1, SEQLEN, 4, 8),

@@ -153,7 +153,7 @@ def test_what_contradicts_the_documents_is_refused() -> None:
     with with_flash_attn(), substitute_hf_flash_attn(group, 1):
         model = make_model(FAMILY, adapters.NAME)
         ids, positions = packed()[:, :20], torch.arange(20 * rank, 20 * rank + 20)[None]
-        with refused(RuntimeError, "update_ring_flash_attn_params|got none"):
+        with refused(RuntimeError, "update_ring_flash_attn_params|not set"):
             model(input_ids=ids, position_ids=positions)
     for boundaries, changes, error, words in (
         ([0, 40], {"position_ids": torch.arange(20)[None]}, ValueError, "position_ids of rank 1"),
