@@ -64,9 +64,9 @@ def test_batches_that_are_refused(
 
 def test_a_batch_that_leaves_a_rank_without_rows_is_refused() -> None:
     ring = integration._Ring(mock.Mock(), 0, 4, "zigzag", mock.Mock())
-    ring.cut(batch_of())
+    ring.shard(batch_of())
     with pytest.raises(ValueError, match="a batch of 3 tokens leaves some of 4 ranks"):
-        ring.cut({name: x[:1] for name, x in batch_of().items()})
+        ring.shard({name: x[:1] for name, x in batch_of().items()})
 
 
 def test_a_fingerprint_knows_every_tensor() -> None:

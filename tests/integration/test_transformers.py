@@ -50,7 +50,7 @@ def test_a_name_comes_and_goes() -> None:
         (
             {"layout": SequenceLayout.zigzag(8, 2)},
             TypeError,
-            "pass a SequenceLayout to the model's forward as",
+            "pass a SequenceLayout to the model",
         ),
         ({"name": 3}, TypeError, "name must be"),
         ({"group": 3}, TypeError, "group must be"),
@@ -60,7 +60,7 @@ def test_a_name_comes_and_goes() -> None:
         ({"same_bits": 3}, TypeError, "same_bits must be"),
         ({"transport": 3}, TypeError, "transport must be"),
         ({"ignore": [3]}, TypeError, "each of ignore"),
-        ({"causal": True}, TypeError, "register takes"),
+        ({"causal": True}, TypeError, "options of register must"),
     ],
 )
 def test_a_bad_registration(options: dict[str, Any], error: type[Exception], text: str) -> None:
