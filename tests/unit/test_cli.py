@@ -146,7 +146,7 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),
-        (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "give --layout zigzag"),
+        (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "pass --layout zigzag"),
         (["bench", "ring", "--baseline", "sparse"], "--baseline: must be of"),
         (["tune"], "has no GPU that torch can use"),
         (["tune", "--budget", "one"], "argument --budget: invalid float value"),
