@@ -304,7 +304,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
     out, dq, dk, dv from attention in float64.
 
         ours             ring_attn.ring_attention on the ranks
-        dense            torch's attention, in one process with all the ranks' threads
+        dense            torch's attention, in one process with the ranks' threads
         torch-template   torch's private ring and its backward, for ranks on CPUs
     """
     add = parser.add_argument
@@ -401,7 +401,7 @@ def tune(parser: argparse.ArgumentParser) -> None:
     """Find the fastest configs of the kernels on one device: build, check and time them.
 
         ring-attn tune --json tune.json            on a GPU, in 10 minutes
-        RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, the same on all ranks
+        RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file on all ranks
         RING_ATTN_CONFIGS=tune.json ring-attn bench kernel         compares
         ring-attn tune --device cpu                only tests the search
 

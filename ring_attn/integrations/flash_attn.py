@@ -357,8 +357,8 @@ def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
     return q, k, v
 
 
-def check_documents(suffix: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """Refuse boundaries with a document of more than `max_seqlen` rows.
+def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
+    """Refuse boundaries with a document of more than `most` rows, the argument max_seqlen.
 
     `suffix` is the end of the arguments' names: "", "_q" or "_k".
     """
@@ -367,10 +367,10 @@ def check_documents(suffix: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
         checks.check_boundaries(name, cu_seqlens)
         return
     longest = max(end - start for start, end in pairwise(on_host(name, cu_seqlens)))
-    if as_int(max_name, max_seqlen) < longest:
+    if as_int(max_name, most) < longest:
         raise ValueError(
             f"{max_name} must be at least {longest}, the length of the longest document of {name}, "
-            f"got {max_seqlen}"
+            f"got {most}"
         )
 
 

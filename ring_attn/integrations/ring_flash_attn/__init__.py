@@ -70,7 +70,7 @@ _READS_DOCUMENTS = (
 )
 
 
-class Placement(TypedDict, total=False):
+class _Placement(TypedDict, total=False):
     """Arguments of `attend` that say which rows this rank's shards are."""
 
     layout: str | SequenceLayout
@@ -80,7 +80,7 @@ class Placement(TypedDict, total=False):
 
 # Computes the placement for a family of functions: (qkv, causal, group, *documents) -> placement.
 # The families have different documents, so the parameters are not typed.
-Place = Callable[..., Placement]
+_Place = Callable[..., _Placement]
 
 
 class Local(NamedTuple):
@@ -155,8 +155,8 @@ def _longest(boundaries: Sequence[int]) -> int:
 
 def _split(
     qkv: Qkv, causal: bool, group: Group, cu_seqlens: Tensor, max_seqlen: int, *, chunks: int
-) -> Placement:
-    """Place packed documents, each of which is sharded over all ranks."""
+) -> _Placement:
+    """_Place packed documents, each of which is sharded over all ranks."""
     check_documents("", cu_seqlens, max_seqlen)
     boundaries = on_host("cu_seqlens", cu_seqlens)
     for name, x in zip("qkv", qkv, strict=True):
@@ -223,8 +223,8 @@ def _gathered(
     max_seqlen_k: int,
     heads_k_stride: int,
     keys: slice,
-) -> Placement:
-    """Place a sequence in equal runs, with all-gather; each rank passes its documents."""
+) -> _Placement:
+    """_Place a sequence in equal runs, with all-gather; each rank passes its documents."""
     checks.check_tensors(*qkv, packed=True)
     rows, nheads_kv, _ = qkv[1].shape
     heads_k_stride = as_int("heads_k_stride", heads_k_stride, least=1)
@@ -275,8 +275,8 @@ def _all_documents(given: Local, cu_q: Tensor) -> Tensor:
     return torch.tensor(sorted({*boundaries}))
 
 
-def _in_layout(qkv: Qkv, causal: bool, group: Group, *, name: str) -> Placement:
-    """Place one sequence in a layout, which is given by name."""
+def _in_layout(qkv: Qkv, causal: bool, group: Group, *, name: str) -> _Placement:
+    """_Place one sequence in a layout, which is given by name."""
     return {"layout": name}
 
 
@@ -292,20 +292,20 @@ _GATHERED = {
 }
 
 
-class Family(NamedTuple):
+class _Family(NamedTuple):
     """A family of functions: how its sequences are placed, and its parameters for documents."""
 
-    place: Place
+    place: _Place
     documents: Mapping[str, object]
 
 
 _FAMILIES = {
-    "ring_flash_attn": Family(partial(_in_layout, name="contiguous"), {}),
-    "zigzag_ring_flash_attn": Family(partial(_in_layout, name="zigzag"), {}),
-    "stripe_flash_attn": Family(partial(_in_layout, name="striped"), {}),
-    "ring_flash_attn_varlen": Family(partial(_split, chunks=1), _SPLIT),
-    "zigzag_ring_flash_attn_varlen": Family(partial(_split, chunks=2), _SPLIT),
-    "llama3_flash_attn_varlen": Family(_gathered, _GATHERED),
+    "ring_flash_attn": _Family(partial(_in_layout, name="contiguous"), {}),
+    "zigzag_ring_flash_attn": _Family(partial(_in_layout, name="zigzag"), {}),
+    "stripe_flash_attn": _Family(partial(_in_layout, name="striped"), {}),
+    "ring_flash_attn_varlen": _Family(partial(_split, chunks=1), _SPLIT),
+    "zigzag_ring_flash_attn_varlen": _Family(partial(_split, chunks=2), _SPLIT),
+    "llama3_flash_attn_varlen": _Family(_gathered, _GATHERED),
 }
 
 _DOCSTRING = """Compute attention of this rank's queries to all visible keys.
