@@ -65,6 +65,7 @@ def env(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
 
 
+# More than 60 lines, one argument a line.
 def verify(parser: argparse.ArgumentParser) -> None:
     """`ring-attn verify`: compare ring attention on this machine with dense attention in float64.
 
@@ -163,7 +164,6 @@ def audit(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
 
 
-# More than 60 lines: one call for each option of the command.
 def plan(parser: argparse.ArgumentParser) -> None:
     """`ring-attn plan`: predict how ranks would best share a call on a cluster; nothing runs.
 
@@ -173,6 +173,14 @@ def plan(parser: argparse.ArgumentParser) -> None:
 
         ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
     """
+    _add_call(parser)
+    _add_candidates(parser)
+    _add_cluster(parser)
+    add_common(parser)
+
+
+def _add_call(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan` that describe the call."""
     add = parser.add_argument
     add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
@@ -229,6 +237,12 @@ def plan(parser: argparse.ArgumentParser) -> None:
         help="lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500 "
         "(default: one document)",
     )
+    add_switch(parser, "--backward", "plan the backward too")
+
+
+def _add_candidates(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan` that choose candidates, and their checks."""
+    add = parser.add_argument
     add(
         "--layout",
         choices=("auto", *LAYOUTS, "balanced"),
@@ -249,6 +263,24 @@ def plan(parser: argparse.ArgumentParser) -> None:
         help="register the strategies of a Python file first, such as examples/own_strategy.py "
         "(default: no file)",
     )
+    add_switch(
+        parser,
+        "--same-bits",
+        "consider only strategies with the same bits at every world size",
+        default=None,
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="check the programs of all ranks of the best strategy against each other, and draw "
+        "the program of rank 0",
+    )
+    add("--verbose", action="store_true", help="also list candidates that were left out, and why")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan` that describe the cluster and its simulation."""
+    add = parser.add_argument
     add(
         "--cluster",
         metavar="NAME|FILE",
@@ -256,13 +288,6 @@ def plan(parser: argparse.ArgumentParser) -> None:
         "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)",
     )
     add("--node-size", type=parse_size, help="devices of a node (default: 8)")
-    add_switch(
-        parser,
-        "--same-bits",
-        "consider only strategies with the same bits at every world size",
-        default=None,
-    )
-    add_switch(parser, "--backward", "plan the backward too")
     add(
         "--exact",
         action="store_true",
@@ -275,14 +300,6 @@ def plan(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="memory of a rank, such as 80G (default: the memory of its device)",
     )
-    add(
-        "--check",
-        action="store_true",
-        help="check the programs of all ranks of the best strategy against each other, and draw "
-        "the program of rank 0",
-    )
-    add("--verbose", action="store_true", help="also list candidates that were left out, and why")
-    add_common(parser)
 
 
 def parse_window(text: str) -> tuple[int, int]:

@@ -63,6 +63,7 @@ class Options(NamedTuple):
     return_attn_probs: bool = False
 
 
+# More than 60 lines, most of them documentation.
 def flash_attn_func(
     q: Tensor,
     k: Tensor,

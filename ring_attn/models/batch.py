@@ -17,6 +17,7 @@ from ring_attn.transport.p2p import new_p2p, reporting
 from ring_attn.values.checks import as_int, as_ints, check_type
 
 
+# More than 60 lines, most of them documentation.
 def shard_batch(
     batch: Mapping[str, Tensor],
     layout: SequenceLayout,

@@ -28,6 +28,7 @@ BUCKET_BYTES = 32 << 20
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
+# More than 60 lines, most of them documentation.
 def sync_gradients(
     module: nn.Module | Iterable[Tensor],
     group: dist.ProcessGroup | DeviceMesh | None = None,

@@ -16,6 +16,7 @@ from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import check_type
 
 
+# More than 60 lines, most of them documentation.
 def token_logprobs(
     logits: Tensor,
     shift_labels: Tensor,

@@ -354,6 +354,7 @@ def _mamba2(
     return (out, end) if return_final_states else out
 
 
+# More than 60 lines, as its pieces share the padding and the time steps.
 def _mamba1(
     kernel: Function,
     place: Place,

@@ -27,6 +27,7 @@ from ring_attn.torch_private import native_sdpa
 from ring_attn.values.checks import check_tensor
 
 
+# More than 60 lines, most of them documentation.
 def sdpa_attention(
     query: Tensor,
     key: Tensor,

@@ -336,6 +336,7 @@ class Registration:
         )
 
 
+# More than 60 lines, most of them documentation.
 def register(
     group: Group = None,
     layout: str = "contiguous",
