@@ -72,10 +72,10 @@ def run_plan(args: argparse.Namespace) -> int:
         text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
         lines = text.splitlines()
         print(text if args.verbose else "\n".join(narrow(line) for line in lines))
-    found = worlds(choice.problem, choice.best)
-    walked = len(walked_calls(*found[0]))
-    if len(found) > 1:
-        sizes = " and ".join(str(world.problem.world_size) for world in found)
+    estimates = estimates_of(choice.problem, choice.best)
+    walked = estimates.num_walked
+    if estimates.is_extrapolated:
+        sizes = " and ".join(str(size) for size in estimates.world_sizes)
         print(f"times follow from {sizes} ranks, each of which represents several ranks")
     elif walked < args.world_size:
         print(f"times are computed for {walked} ranks, which represent all {args.world_size} ranks")

@@ -147,6 +147,7 @@ def context_parallel_unshard(
             f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
         )
     # torch's function has this parameter, too: code that passes a balancer gets the reason here.
+    # torch's function has this parameter, too: code that passes a balancer gets the reason here.
     if load_balancer is not None:
         raise NotImplementedError(
             f"load_balancer must be None, got {type(load_balancer).__name__}: gather shards of "
