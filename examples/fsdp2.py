@@ -2,14 +2,14 @@
 
     torchrun --nproc-per-node 4 examples/fsdp2.py --cp 2         2 rings of 2 ranks
 
-     axis of the mesh    its ranks have              parameters and gradients
-     dp                  different sequences         FSDP shards and sums them over both axes
-     cp                  rows of the same ones
+     axis of the mesh    its ranks have                  parameters and gradients
+     dp                  different sequences             FSDP shards and sums them over both axes
+     cp                  rows of the same sequences
 
-Three things differ from FSDP2 alone: the batch is cut by `shard_batch`, attention is a ring over
-mesh["cp"], and FSDP's mean over ranks becomes a sum, since each rank already has its share of one
-mean. Afterwards rank 0 trains the same model in one process; losses that are farther from float64
-than twice its own error, plus a rounding, end with status 1.
+Three things differ from FSDP2 without a ring: `shard_batch` shards the batch, attention is a ring
+over mesh["cp"], and FSDP sums over ranks instead of computing a mean, because each rank already has
+its part of one mean. Afterwards rank 0 trains the same model in one process. The exit status is 1
+if the losses are farther from float64 than twice the error of one process, plus a rounding.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def shard_model(model: Transformer, mesh: DeviceMesh) -> None:
     for module in (*model.layers.values(), model):
         sharded = fully_shard(module, mesh=mesh["dp", "cp"])
         sharded.set_gradient_divide_factor(1.0)  # a sum, not a mean
-        # Otherwise FSDP hands the factor to an operator that only NCCL has.
+        # Otherwise FSDP passes the factor to an operator that only NCCL has.
         sharded.set_force_sum_reduction_for_comms(True)
 
 
@@ -46,16 +46,17 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
     means = []
     for step, batch in enumerate(islice(batches(args.seqlen, device, args.batch), args.steps)):
         ring_attn.set_step(step)
-        # The same sequences for all ranks of a ring, others for each ring; then this rank's rows.
-        mine = {name: x.chunk(dp)[mesh.get_local_rank("dp")] for name, x in batch.items()}
-        part = ring_attn.shard_batch(mine, layout, mesh.get_local_rank("cp"))
+        # Each ring gets different sequences, and all its ranks the same; then this rank's rows.
+        sequences = {name: x.chunk(dp)[mesh.get_local_rank("dp")] for name, x in batch.items()}
+        part = ring_attn.shard_batch(sequences, layout, mesh.get_local_rank("cp"))
         logits = model(part["input_ids"], part["position_ids"])
         targets = args.batch * (args.seqlen - 1)  # of the whole batch
         loss = parts_of_loss(logits, part["shift_labels"], targets).sum()
         optimizer.zero_grad()
         loss.backward()  # FSDP sums the gradients here
-        ring_attn.check(mesh["cp"])  # on NCCL: before gradients of calls that differed are used
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torch knows all shards' norm
+        # On NCCL, this raises an error if the ranks' calls differed, before gradients are used.
+        ring_attn.check(mesh["cp"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of all shards
         optimizer.step()
         mean = loss.detach()
         dist.all_reduce(mean)
@@ -68,5 +69,5 @@ if __name__ == "__main__":
     parser.add_argument("--cp", type=int, default=2, help="ranks of a ring")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seqlen", type=int, default=257, help="bytes of each sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of all rings together")
+    parser.add_argument("--batch", type=int, default=4, help="number of sequences of all rings")
     start(partial(main, parser.parse_args()))

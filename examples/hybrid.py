@@ -1,20 +1,20 @@
-"""Trains a model of linear and softmax attention on split sequences, and beside its twin.
+"""Train a model of linear and softmax attention on sharded sequences, and compare it.
 
     torchrun --nproc-per-node 2 examples/hybrid.py
 
-Three layers of four are Gated DeltaNet, as in Qwen3-Next: a head has a matrix S as its state, which
-decays, and which each row corrects by a delta rule,
+Three layers of four are Gated DeltaNet, as in Qwen3-Next. The state of a head is a matrix S. For
+each row it decays, and is corrected by a delta rule:
 
     S = exp(g) S;  S = S + k (beta (v - S'k))';  out = S'q
 
-A recurrence needs the state before its first row, which other ranks know: (1) to (3) say how. The
-fourth layer is softmax attention, and all else is as in train.py, which prints the same verdict.
+A recurrence needs the state before its first row, which depends on the rows of other ranks: see (1)
+to (3). The fourth layer is softmax attention. Everything else is as in train.py, and is compared
+with one process in the same way.
 """
 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,23 +42,37 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Row by row, for (batch, rows, heads, headdim). On GPUs: fla's chunk_gated_delta_rule."""
-    state = v.new_zeros(*k.shape[::2], k.size(-1), v.size(-1))
-    state = state if initial_state is None else initial_state
+    """Compute the delta rule row by row. On GPUs, use fla's chunk_gated_delta_rule instead.
+
+    q, k and v are (batch, rows, heads, headdim), g and beta (batch, rows, heads), and a state is
+    (batch, heads, headdim of k, headdim of v).
+    """
+    if initial_state is None:
+        batch, _, heads, headdim = k.shape
+        state = v.new_zeros(batch, heads, headdim, v.size(-1))
+    else:
+        state = initial_state
     outs = []
-    for row in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        q_, k_, v_, g_, beta_ = row
-        state = state * g_.exp()[..., None, None]
-        wrong = v_ - (k_[..., None, :] @ state)[..., 0, :]
-        state = state + k_[..., None] * (beta_[..., None] * wrong)[..., None, :]
-        outs.append((q_[..., None, :] @ state)[..., 0, :])
+    rows = zip(q.unbind(1), k.unbind(1), v.unbind(1), g.unbind(1), beta.unbind(1), strict=True)
+    # q_row, k_row and v_row are (batch, heads, headdim), g_row and beta_row (batch, heads).
+    for q_row, k_row, v_row, g_row, beta_row in rows:
+        state = state * g_row.exp()[..., None, None]
+        error = v_row - (k_row[..., None, :] @ state)[..., 0, :]
+        state = state + k_row[..., None] * (beta_row[..., None] * error)[..., None, :]
+        outs.append((q_row[..., None, :] @ state)[..., 0, :])
     return torch.stack(outs, 1), state
 
 
-# (1) How the function runs on this rank's rows. `linear_attention` calls it for each run of
-# consecutive ones, exchanges what these do to a state, and adds what came before them.
+# (1) The version of the function for a sharded sequence. `linear_attention` calls the function for
+# each run of consecutive rows, exchanges the states of the runs, and adds the contribution of the
+# state before each run.
 def split_delta_rule(
-    function: Callable[..., Any], place: Place, q: Tensor, k: Tensor, v: Tensor, **rows: Tensor
+    function: Callable[..., tuple[Tensor, Tensor]],
+    place: Place,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **rows: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     return linear_attention(function, q, k, v, rows=rows, **place._asdict())
 
@@ -67,7 +81,7 @@ ring_attn.register_recurrence("delta_rule", split_delta_rule)
 
 
 class DeltaNet(nn.Module):
-    """The module knows nothing of ranks: only `delta_rule` mixes rows."""
+    """A module without any code for ranks, in which only `delta_rule` mixes rows."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -75,13 +89,17 @@ class DeltaNet(nn.Module):
         self.gates = nn.Linear(dim, 2 * HEADS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # (batch, rows, 3 * heads * headdim) -> three of (batch, rows, heads, headdim)
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEADDIM)).unbind(-3)
-        g, beta = self.gates(x).chunk(2, -1)
+        g, beta = self.gates(x).chunk(2, -1)  # (batch, rows, heads) each
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        return delta_rule(q, k, v, g=-F.softplus(g), beta=beta.sigmoid())[0].flatten(2)
+        out, _ = delta_rule(q, k, v, g=-F.softplus(g), beta=beta.sigmoid())
+        return out.flatten(2)  # (batch, rows, heads * headdim)
 
 
 class LinearLayer(Layer):
+    """A layer with a DeltaNet instead of softmax attention."""
+
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__(dim, hidden_dim)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
@@ -92,7 +110,7 @@ class LinearLayer(Layer):
 
 
 class Hybrid(Transformer):
-    """Three linear layers and one of softmax attention; the same weights wherever it is made."""
+    """Three linear layers and a softmax layer, with the same weights in every process."""
 
     def __init__(self, dim: int = 128) -> None:
         super().__init__(4, dim)
@@ -105,7 +123,7 @@ class Hybrid(Transformer):
 def make_split(layout: SequenceLayout, device: torch.device) -> Hybrid:
     model = Hybrid().to(device)
     mesh = init_device_mesh(device.type, (layout.world_size,))
-    # (2) Names the modules to be split, and the functions of theirs that mix rows.
+    # (2) The modules whose sequence is sharded, and their functions that mix rows.
     style = RecurrentParallel(functions=["delta_rule"], layout=layout)
     ring_attn.parallelize(model, mesh, {"layers.*.delta": style})
     # (3) Softmax attention, as in train.py.

@@ -1,24 +1,24 @@
-"""Trains a small transformer on a mesh: ring attention beside torch's own kinds of parallelism.
+"""Train a small transformer on a mesh: ring attention together with torch's parallelism.
 
     torchrun --nproc-per-node 8 examples/mesh.py dp=2,cp=2,tp=2
 
-     axis  splits                parameters along the axis   gradients along the axis
+     axis  shards                parameters along the axis   gradients along the axis
      pp    layers, into stages   different                   not exchanged
      dp    sequences             equal                       summed by sync_gradients
      cp    rows of sequences     as along dp                 as along dp
      tp    heads, MLP columns    a shard of each matrix      complete on every rank
 
-What not to do:
-  - give ring_attention the mesh or the default group: its ranks are one axis, mesh["cp"]
-  - average: each rank has its part of one mean over the whole batch's targets. So the schedule has
-    scale_grads=False (for FSDP see fsdp2.py)
-  - give the schedule position_ids of shape (1, rows): it cuts them into microbatches like the batch
-  - run microbatches, layers or recomputation in different orders on the ranks of a ring: they
+Mistakes to avoid:
+  - passing the whole mesh or the default group to ring_attention: pass one axis, mesh["cp"]
+  - averaging gradients: each rank has its part of one mean over the whole batch's targets, so the
+    schedule has scale_grads=False (for FSDP see fsdp2.py)
+  - passing position_ids of shape (1, rows) to the schedule, which splits them into microbatches
+  - running microbatches, layers or recomputation in different orders on the ranks of a ring: they
     communicate in every layer, forward and backward, and would deadlock
-  - shift labels within a shard, clip by one rank's gradients
+  - shifting labels within a shard, or clipping by the gradients of one rank
 
-Afterwards rank 0 trains the same model in one process, in float32 and in float64. The losses may be
-twice as far from float64 as one process' float32, plus a rounding; else the exit status is 1.
+Afterwards rank 0 trains the same model in one process, in float32 and in float64. The exit status
+is 1 if the losses are farther from float64 than twice the error of float32, plus a rounding.
 """
 
 import argparse
@@ -43,24 +43,27 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def axes_of(text: str) -> tuple[int, ...]:
-    """Sizes in the order of `AXES`, from a text such as "cp=2,tp=2"."""
-    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    """Parse sizes such as "cp=2,tp=2"; return them in the order of `AXES`."""
+    parts = [part.split("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, size in parts}
     if not sizes.keys() <= set(AXES):
-        raise ValueError(f"axes are {', '.join(AXES)}, got {text}")
+        raise ValueError(f"axes must be some of {', '.join(AXES)}, got {text}")
     return tuple(sizes.get(name, 1) for name in AXES)
 
 
 def make_stage(mesh: DeviceMesh, layout: SequenceLayout) -> Transformer:
-    """This rank's part of the model."""
+    """Return this rank's part of the model."""
     model = make_ring(layout, group=mesh["cp"])
     stage, num_stages = mesh.get_local_rank("pp"), mesh["pp"].size()
     if stage > 0:
         model.embed = nn.Identity()
     if stage < num_stages - 1:
         model.norm = model.head = nn.Identity()
-    for i in range(num_layers := len(model.layers)):
-        if i * num_stages // num_layers != stage:
-            del model.layers[str(i)]
+    num_layers = len(model.layers)
+    for index in range(num_layers):
+        stage_of_layer = index * num_stages // num_layers
+        if stage_of_layer != stage:
+            del model.layers[str(index)]
     columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     plan: dict[str, tp.ParallelStyle] = {name: tp.ColwiseParallel() for name in columns}
     plan |= {name: tp.RowwiseParallel() for name in ("o_proj", "down_proj")}
@@ -71,8 +74,10 @@ def make_stage(mesh: DeviceMesh, layout: SequenceLayout) -> Transformer:
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
     mesh = init_device_mesh(device.type, args.axes, mesh_dim_names=AXES)
-    (num_stages, dp, cp, _), (stage, replica, at, _) = args.axes, mesh.get_coordinate() or ()
-    layout, num_targets = SequenceLayout.zigzag(args.seqlen, cp), args.batch * (args.seqlen - 1)
+    num_stages, dp, cp, _ = args.axes
+    stage, dp_rank, cp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
+    layout = SequenceLayout.zigzag(args.seqlen, cp)
+    num_targets = args.batch * (args.seqlen - 1)
     model = make_stage(mesh, layout).to(device)
     # One foreach operator cannot take plain parameters and DTensors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), foreach=False)
@@ -85,14 +90,16 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
     means = []
     for step, batch in enumerate(islice(batches(args.seqlen, device, args.batch), args.steps)):
         ring_attn.set_step(step)
-        sequences = {name: x.chunk(dp)[replica] for name, x in batch.items()}
-        part = ring_attn.shard_batch(sequences, layout, at)
+        sequences = {name: x.chunk(dp)[dp_rank] for name, x in batch.items()}
+        part = ring_attn.shard_batch(sequences, layout, cp_rank)
         positions = part["position_ids"].expand(args.batch // dp, -1)
-        ids, losses = [part["input_ids"]] if stage == 0 else [], list[Tensor]()
+        ids = [part["input_ids"]] if stage == 0 else []
+        losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(*ids, position_ids=positions, target=part["shift_labels"], losses=losses)
         ring_attn.sync_gradients(model, mesh["dp", "cp"])
-        ring_attn.check(mesh["cp"])  # before the optimizer uses gradients of calls that differed
+        # On NCCL, this raises an error if the ranks' calls differed, before gradients are used.
+        ring_attn.check(mesh["cp"])
         clip(model, mesh)
         optimizer.step()
         loss = sum(losses, torch.zeros((), dtype=torch.float64, device=device)).detach()
@@ -103,9 +110,9 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def clip(model: Transformer, mesh: DeviceMesh) -> None:
-    """Clips by the norm of all gradients: of a DTensor's shards by torch, of stages by a sum."""
+    """Clip by the norm of all gradients; torch combines shards of a DTensor, the sum stages."""
     norms = [get_total_norm([x.grad]) for x in model.parameters() if x.grad is not None]
-    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     square = torch.stack(whole).square().sum()
     dist.all_reduce(square, group=mesh.get_group("pp"))
     clip_grads_with_norm_(model.parameters(), 1.0, square.sqrt(), foreach=False)
@@ -117,5 +124,5 @@ if __name__ == "__main__":
     add("axes", nargs="?", type=axes_of, default="pp=2,cp=2", help="sizes of pp, dp, cp and tp")
     add("--steps", type=int, default=5)
     add("--seqlen", type=int, default=256, help="bytes of each sequence")
-    add("--batch", type=int, default=8, help="sequences; a microbatch has one for each dp")
+    add("--batch", type=int, default=8, help="sequences; a microbatch has dp of them")
     start(partial(main, parser.parse_args()))

@@ -1,20 +1,20 @@
-"""A mask of one's own: a long document, and questions about parts of it, in one sequence.
+"""A custom mask: a long document, and questions about parts of it, in one sequence.
 
     torchrun --nproc-per-node 2 examples/own_mask.py
 
-    rows                 see
-    the document         causally, a window before themselves, and the document's first rows
-    each question        its part of the document, and causally itself; no other question
+    queries in           see
+    the document         earlier rows of the document: a window, and the first rows
+    each question        its part of the document, and the question itself causally
 
-No name in `ring_attn.masks` says this, so it is made of slices: a range of queries, a range of
-keys, and a band of `key - query`. What no query of a rank sees is neither sent nor computed. Cuts
-by the mask's area give all ranks equal work. Afterwards rank 0 computes dense attention with the
-same mask; the exit status is 1 if out or a gradient is farther from float64 than the tests allow.
+`ring_attn.masks` has no function for this mask, so it is made of slices: a range of queries, a
+range of keys, and a band of `key - query`. Keys that no query of a rank sees are neither sent to it
+nor computed. A layout by the mask's area gives all ranks equal work. Afterwards rank 0 computes
+dense attention with the same mask. The exit status is 1 if out or a gradient is farther from
+float64 than the tests allow.
 """
 
 import argparse
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +27,20 @@ from ring_attn import Mask, masks, testing
 def document_with_questions(
     document: int, questions: list[tuple[int, int, int]], *, window: int = 128, first: int = 16
 ) -> Mask:
-    """The mask of a document and of questions, each (start, stop) of its part and its length."""
+    """Return the mask. A question is (start, stop, length): its part of the document, its rows."""
     end = document + sum(length for _, _, length in questions)
-    slices: list[tuple[Any, ...]] = [
+    slices: list[tuple[int | None, ...]] = [
         # (queries from, to, keys from, to, lowest and highest key - query; None: unbounded)
         (0, document, 0, first, None, 0),  # the document sees its first rows, causally,
         (0, document, first, document, -window, 0),  # and a causal window
     ]
-    at = document
-    for start_, stop, length in questions:
-        slices.append((at, at + length, start_, stop))  # all of the part
-        slices.append((at, at + length, at, at + length, None, 0))  # itself, causally
-        at += length
+    question_start = document
+    for part_start, part_stop, length in questions:
+        question_stop = question_start + length
+        # All of its part of the document, and the question itself causally.
+        slices.append((question_start, question_stop, part_start, part_stop))
+        slices.append((question_start, question_stop, question_start, question_stop, None, 0))
+        question_start = question_stop
     return masks.from_slices(end, end, slices)
 
 
@@ -48,7 +50,7 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
     parts = [(0, third, 40), (third, 2 * third, 25), (2 * third, args.document, 61)]
     mask = document_with_questions(args.document, parts)
 
-    # Equal work, whatever the mask: here the cuts depend on it.
+    # Equal work for all ranks: the boundaries of this layout depend on the mask.
     layout = ring_attn.balance.by_area(mask, world_size)
     if rank == 0:
         print(f"{mask.area} of {mask.seqlen_q**2} pairs are visible")

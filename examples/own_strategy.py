@@ -1,16 +1,16 @@
-"""A strategy of one's own: every rank sends its shard straight to every other rank.
+"""A custom strategy: every rank sends its shard directly to every other rank.
 
-    python examples/own_strategy.py                                        checked on 4 ranks
+    python examples/own_strategy.py                                        checks it on 4 ranks
     ring-attn plan --load examples/own_strategy.py --strategy star --check \\
-        --seqlen 1k --world-size 4 --heads 4 --head-dim 16                 its plan and its costs
+        --seqlen 1k --world-size 4 --heads 4 --head-dim 16                 plans it, with costs
 
     step       0          1               2               3
     rank r     own KV     KV of r-1       KV of r-2       KV of r-3
     on wire               to r+1          to r+2          to r+3
 
 A strategy is an object with a name, and a function from a call to the ops of its rank. From these
-ops the package runs it, counts its bytes and memory, times it on described clusters, looks for
-races and deadlocks, draws it, and lets `strategy="auto"` take it while it is registered.
+ops the package runs it, counts its bytes and memory, predicts its time on a cluster, finds races
+and deadlocks, and draws it. While it is registered, `strategy="auto"` can choose it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Star(StrategyCode):
     name = "star"
 
     def why_not_same_bits(self, call: Call) -> str | None:
-        return "a star adds gradients up in the order of its steps"
+        return "a star sums gradients in the order of its steps"
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         arrays, star = base.input_arrays(call, backward=backward), _Shards(call)
@@ -70,16 +70,22 @@ class _Shards:
         )
 
     def steps(self) -> Iterator[tuple[int, list[Op], tuple[Operand, ...]]]:
-        """Yields each distance, the ops that bring a shard from there, and its K and V."""
+        """Yield each distance, the ops that receive a shard from there, and its K and V."""
         yield 0, [Step("own", 0)], (View("k"), View("v"))
         send, room = Buffer("own shard", room_of(*self.shards)), room_of(*self.shards)
         copies = (Copy(0, View("k", self.rows)), Copy(1, View("v", self.rows)))
         for by in range(1, self.call.world_size):
             recv = Buffer(f"shard {by}", room)
             exchange = base.pack_and_post(
-                "shards", by, self.ranks.hop(self.grid, (0, by)), message=self.shards[0],
-                copies=copies, send=send, recv=recv, receives=self.shards[by],
-            )  # fmt: skip
+                "shards",
+                by,
+                self.ranks.hop(self.grid, (0, by)),
+                message=self.shards[0],
+                copies=copies,
+                send=send,
+                recv=recv,
+                receives=self.shards[by],
+            )
             # A real strategy would compute between the post and the wait.
             ops = [Step(f"step {by}", by), *exchange, Wait("shards"), Free((send,))]
             yield by, ops, (Entry(recv, 0), Entry(recv, 1))
@@ -104,14 +110,19 @@ class _Shards:
             if not isinstance(kv[0], Entry):
                 yield base.differentiate("kv", tiles, kv, own, own=True)
                 continue
-            # dK and dV of the visiting shard: into cleared memory, then straight home.
+            # dK and dV of the received shard: summed in cleared memory, then sent to its rank.
             sums, home = (Buffer(f"{x} {by}", room_of(*self.sums)) for x in ("sums", "home"))
             yield Clear(sums, self.sums[by])
             yield base.differentiate("kv", tiles, kv, (Entry(sums, 0), Entry(sums, 1)), own=False)
             yield Post(
-                channel="gradients", step=by, route=self.ranks.hop(self.grid, (0, -by)),
-                send=sums, recv=home, message=self.sums[0], nbytes=self.sums[by].nbytes,
-            )  # fmt: skip
+                channel="gradients",
+                step=by,
+                route=self.ranks.hop(self.grid, (0, -by)),
+                send=sums,
+                recv=home,
+                message=self.sums[0],
+                nbytes=self.sums[by].nbytes,
+            )
             yield Wait("gradients")
             yield Free((kv[0].buffer, sums))
             copies = (Copy(i, View(x.name, self.rows), add=True) for i, x in enumerate(own))

@@ -1,10 +1,10 @@
-"""Attention over a sequence that two ranks share, forward and backward, beside dense attention.
+"""Attention over a sequence that two ranks share, compared with dense attention.
 
     python examples/quickstart.py                                 2 ranks on this machine
     torchrun --nproc-per-node 4 examples/quickstart.py            any number of ranks
 
-Needs nothing but ring_attn, and no GPU. The exit status is 1 if a result is farther from float64
-than twice the error of torch's own attention in float32, plus a rounding.
+This needs only ring_attn, and no GPU. The exit status is 1 if the output or a gradient is farther
+from float64 than twice the error of torch's attention in float32, plus a rounding.
 """
 
 import os
@@ -26,15 +26,15 @@ def main() -> bool:
     q, dout = torch.randn(2, 1, SEQLEN, 8, 64)  # (batch, rows, heads, headdim)
     k, v = torch.randn(2, 1, SEQLEN, 2, 64)  # 2 KV heads: GQA
 
-    # Who holds which positions: zigzag gives every rank the same work under a causal mask.
+    # The positions of each rank: zigzag gives every rank the same work under a causal mask.
     layout = ring_attn.SequenceLayout.zigzag(seqlen=SEQLEN, world_size=world_size)
     shards = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
 
-    # The call, where flash_attn_func(q, k, v, causal=True) was: this rank's rows in and out.
+    # This replaces flash_attn_func(q, k, v, causal=True): inputs and output are this rank's rows.
     out = ring_attn.ring_attention(*shards, causal=True, layout=layout)
     out.backward(layout.shard(dout, rank))
 
-    # Only to look at them: all ranks' rows together, beside dense attention in float64.
+    # Only for the comparison: gather all ranks' rows, and compute dense attention in float64.
     results = [out.detach(), *(x.grad for x in shards if x.grad is not None)]
     whole = [ring_attn.unshard(x, layout) for x in results]
     mask = ring_attn.masks.causal(SEQLEN)
@@ -60,4 +60,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")  # "nccl" on GPUs
     ok = main()
     dist.destroy_process_group()
-    sys.exit(not ok)
+    sys.exit(0 if ok else 1)

@@ -1,13 +1,14 @@
-"""Trains a small transformer on split sequences, and its twin in one process on whole ones.
+"""Train a small transformer on sharded sequences, and its twin in one process on whole sequences.
 
     torchrun --nproc-per-node 2 examples/train.py
 
 Each rank has the whole model and some rows of every sequence. Only attention needs the other rows:
-K and V travel around the ring. (1) to (6) are all that a training loop needs for it.
+K and V are sent around the ring. A training loop needs only (1) to (6) for it.
 
 Afterwards rank 0 trains the twin, in float64 and several times in float32 with random roundings.
-The first losses must be as near to float64 as the twin's (`ring_attn.testing.check_rounded`); else
-the exit status is 1. Later losses prove nothing, as the optimizer amplifies roundings.
+The exit status is 1 if the first losses are farther from float64 than the twin's losses
+(`ring_attn.testing.check_rounded`). Later losses are not compared, because the optimizer amplifies
+roundings.
 """
 
 import argparse
@@ -29,7 +30,8 @@ Batch = dict[str, Tensor]
 
 
 def make_ring(layout: SequenceLayout, group: DeviceMesh | None = None) -> Transformer:
-    # (2) One function takes the place of attention. A group of None is all ranks.
+    """Return a transformer whose attention is a ring; without a group, of all ranks."""
+    # (2) One function replaces attention.
     ring = partial(ring_attn.ring_attention, causal=True, layout=layout, group=group)
     model = Transformer()
     for module in model.modules():
@@ -39,8 +41,8 @@ def make_ring(layout: SequenceLayout, group: DeviceMesh | None = None) -> Transf
 
 
 def parts_of_loss(logits: Tensor, labels: Tensor, num_targets: int) -> Tensor:
-    """The part that each row, of any rank, has of a mean over `num_targets` rows."""
-    # (4) Not the mean of this rank's rows: ranks may have different numbers of targets.
+    """Return each row's part of a mean over `num_targets` rows of all ranks, (batch, rows)."""
+    # (4) This is not the mean of this rank's rows: ranks may have different numbers of targets.
     return F.cross_entropy(logits.mT, labels, reduction="none").double() / num_targets
 
 
@@ -52,16 +54,17 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 
     def step(self, batch: Batch) -> float:
-        """Updates the weights, on all ranks alike; returns the mean loss before."""
-        layout, split = self.layout, self.layout.world_size > 1
-        # (3) This rank's rows, their positions, and labels that are shifted before they are cut.
-        part = ring_attn.shard_batch(batch, layout, dist.get_rank() if split else 0)
+        """Update the weights, equally on all ranks; return the mean loss before."""
+        layout = self.layout
+        is_sharded = layout.world_size > 1
+        # (3) This rank's rows, their positions, and labels that are shifted before sharding.
+        part = ring_attn.shard_batch(batch, layout, dist.get_rank() if is_sharded else 0)
         logits = self.model(part["input_ids"], part["position_ids"])
         num_targets = len(logits) * (layout.seqlen - 1)
         loss = parts_of_loss(logits, part["shift_labels"], num_targets).sum()
         self.optimizer.zero_grad()
         loss.backward()
-        if split:
+        if is_sharded:
             # (5) Gradients are sums over the ranks. Sum first, then clip.
             ring_attn.sync_gradients(self.model)
             dist.all_reduce(loss.detach())  # only to print it
@@ -71,7 +74,7 @@ class Trainer:
 
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
-    # (1) Who holds which rows: with zigzag all ranks have the same work under a causal mask.
+    # (1) The rows of each rank: with zigzag all ranks have the same work under a causal mask.
     layout = SequenceLayout.zigzag(args.seqlen, dist.get_world_size())
     return train(make_ring(layout).to(device), layout, args.steps, verbose=args.verbose)
 
@@ -84,11 +87,13 @@ def train(
     *,
     verbose: bool = False,
 ) -> bool:
+    """Train on sharded sequences; return whether the losses are those of one process."""
     device = next(model.parameters()).device
     ring, losses = Trainer(model, layout), []
-    shown = range(num_steps) if verbose else {(num_steps - 1) * i // 4 for i in range(5)}
+    five_steps = {(num_steps - 1) * i // 4 for i in range(5)}  # the first, the last, and between
+    shown = range(num_steps) if verbose else five_steps
     for step, batch in enumerate(islice(batches(layout.seqlen, device), num_steps)):
-        # (6) If a rank leaves out a step, all raise.
+        # (6) If a rank skips a step, all ranks raise an error.
         ring_attn.set_step(step)
         losses.append(ring.step(batch))
         if dist.get_rank() == 0 and step in shown:
@@ -99,21 +104,22 @@ def train(
 def is_as_one_process(
     losses: Tensor, data: Iterator[Batch], make_twin: Callable[[], Transformer] = Transformer
 ) -> bool:
-    """Compares the first losses with those of one process; prints the verdict on rank 0."""
+    """Compare the first losses with the losses of one process; print the verdict on rank 0."""
     if dist.get_rank() != 0:
         return True
     losses = losses[:3]
-    first = [*islice(data, len(losses))]
-    ids = first[0]["input_ids"]
+    first_batches = [*islice(data, len(losses))]
+    ids = first_batches[0]["input_ids"]
 
     def losses_of_twin(dtype: torch.dtype = torch.float32) -> Tensor:
         model = make_twin().to(ids.device, dtype)
         twin = Trainer(model, SequenceLayout.contiguous(ids.size(1), 1))
-        return torch.tensor([twin.step(batch) for batch in first], dtype=dtype)
+        return torch.tensor([twin.step(batch) for batch in first_batches], dtype=dtype)
 
     exact = losses_of_twin(torch.float64)
-    for step, (x, y) in enumerate(zip(losses, exact, strict=True)):
-        print(f"step {step}: loss {x:.6f} on ranks, {y:.6f} in one process, {abs(x - y):.1e}")
+    for step, (got, expected) in enumerate(zip(losses, exact, strict=True)):
+        error = abs(got - expected)
+        print(f"step {step}: loss {got:.6f} on ranks, {expected:.6f} in one process, {error:.1e}")
     noisy = testing.noisy_runs(losses_of_twin, num=8)
     verdict = testing.check_rounded("losses", losses.float(), exact, noisy)
     print(f"{'ok' if verdict.ok else 'FAILED'}: {verdict}, compared with float64")

@@ -1,11 +1,11 @@
-"""TRL's SFTTrainer on packed documents that are split over ranks.
+"""TRL's SFTTrainer on packed documents that are sharded over ranks.
 
     torchrun --nproc-per-node 2 examples/trl_sft_packed.py
 
-Needs the extra `trainer`, and trl: pip install 'ring-attn[trainer]' trl. Texts of any lengths are
-packed into sequences; documents never see each other, and may lie across ranks. Afterwards rank 0
-computes the loss of some documents in one process with torch's attention, one after another: if the
-two differ by more than float32 can round, the exit status is 1.
+This needs the extra `trainer`, and trl: pip install 'ring-attn[trainer]' trl. Texts of any lengths
+are packed into sequences. Documents never see each other, and may be on several ranks. Afterwards
+rank 0 computes the loss of some documents in one process with torch's attention, one document at a
+time. The exit status is 1 if the two losses differ by more than float32 can round.
 """
 
 import argparse
@@ -26,22 +26,21 @@ from ring_attn.integrations.transformers import register
 
 
 def documents(count: int) -> Dataset:
-    """Pieces of 30 to 400 bytes; with a tokenizer of yours, rows of {"text": ...} will do."""
-    lengths = torch.randint(30, 400, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-    return Dataset.from_list(
-        [
-            {"input_ids": next(batches(n, torch.device("cpu")))["input_ids"][0].tolist()}
-            for n in lengths
-        ]
-    )
+    """Return pieces of 30 to 400 bytes. With a tokenizer, rows of {"text": ...} work too."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(30, 400, (count,), generator=generator).tolist()
+    pieces = [next(batches(length, torch.device("cpu"))) for length in lengths]
+    return Dataset.from_list([{"input_ids": piece["input_ids"][0].tolist()} for piece in pieces])
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are bytes."""
     words = {f"<{i}>": i for i in range(256)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<0>")),
-        pad_token="<0>", eos_token="<1>",
-    )  # fmt: skip
+        pad_token="<0>",
+        eos_token="<1>",
+    )
 
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
@@ -49,19 +48,32 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
     # All ranks share each packed sequence; `group=mesh["cp"]` would make several rings.
     with register(layout="zigzag"), tempfile.TemporaryDirectory() as folder:
         model = make_model("ring_attn")
-        # SFTTrainer's arguments stay; `packing` is what it says.
+        # SFTTrainer's arguments do not change.
         settings = SFTConfig(
-            folder, packing=True, eval_packing=False, max_length=512,
-            per_device_train_batch_size=1, per_device_eval_batch_size=1, max_steps=args.steps,
-            learning_rate=1e-3, logging_steps=max(1, args.steps // 5), save_strategy="no",
-            report_to=[], disable_tqdm=True, use_cpu=device.type == "cpu",
+            folder,
+            packing=True,
+            eval_packing=False,
+            max_length=512,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+            max_steps=args.steps,
+            learning_rate=1e-3,
+            logging_steps=max(1, args.steps // 5),
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=device.type == "cpu",
             ddp_find_unused_parameters=False,
-            bf16=False, gradient_checkpointing=False,  # on in TRL unless said otherwise
-        )  # fmt: skip
+            bf16=False,  # on by default in TRL, like the next
+            gradient_checkpointing=False,
+        )
         trainer = split_sequence(SFTTrainer)(
-            model=model, args=settings, train_dataset=data, eval_dataset=data.select(range(6)),
+            model=model,
+            args=settings,
+            train_dataset=data,
+            eval_dataset=data.select(range(6)),
             processing_class=byte_tokenizer(),
-        )  # fmt: skip
+        )
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
     if dist.get_rank() != 0:

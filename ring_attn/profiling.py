@@ -1,23 +1,26 @@
-"""Measures calls: figures of the last call, named ranges for profilers, peak memory.
+"""Measure calls: figures of the last call, named ranges for profilers, peak memory.
 
     figures    `with collect(): ...`, or RING_ATTN_STATS=1 in the environment; then `stats()`
-    ranges     wherever torch's profiler is on, or its emit_nvtx, for Nsight Systems; the
+    ranges     whenever torch's profiler is on, or its emit_nvtx for Nsight Systems; the
                profiler's export_chrome_trace writes them for Perfetto
 
-The variable is read when this module is imported. A call that nobody observes pays for one check
-and nothing else. The names of the ranges are stable:
+The variable is read when this module is imported. A call that is not measured costs only one check
+more. The names of the ranges are stable:
 
     ring_attn::forward, ring_attn::backward     a whole call
     ring_attn::step{i}.attend                   attention of step i: one hop of a ring, or one group
                                                 of gathered heads
-    ring_attn::step{i}.post, step{i}.wait       starts a transfer; waits for it
+    ring_attn::step{i}.post, step{i}.wait       start of a transfer; wait for its end
     ring_attn::delta                            rowsum(dO * O), before a backward's first step
     ring_attn::finalize                         out and lse from the state
-    ring_attn::merge                            merges the partial results of all ranks
+    ring_attn::merge                            merge of the partial results of all ranks
     ring_attn::gradient_sync                    see `gradient_sync`
 
-Ranges within a step carry its number, ranges between steps carry none: the exchange of heads around
-a ring is `ring_attn::post`, out and lse of gathered heads are `ring_attn::step{i}.finalize`.
+The names of ranges within a step have its number, the names of ranges between steps have none. For
+example, the exchange of heads around a ring is `ring_attn::post`, and out and lse of gathered heads
+are `ring_attn::step{i}.finalize`.
+
+`Any` stands for moments: nanoseconds on a CPU, events of a stream on a GPU.
 """
 
 from __future__ import annotations
@@ -52,16 +55,16 @@ class Figures:
     On CUDA, seconds are measured between events on the compute stream; on CPU, by the host's clock.
 
     Attributes:
-        seconds: from the call's beginning to its end.
+        seconds: time from the beginning of the call to its end.
         compute_s: time in attention, without copies into and out of messages.
         wait_s: time in waits for transfers, which compute did not hide.
-        in_flight_s: from each transfer's start to the end of its wait, summed over transfers: an
-            upper bound of the time that they took.
-        bytes_sent: bytes that left this rank; in a collective, the bytes meant for other ranks.
-        bytes_received: bytes that came from other ranks.
-        messages: exchanges; a collective counts as one.
-        peak_bytes: most bytes that torch had allocated during the call; None on CPU, where
-            `profiling.peak_bytes` counts a call's.
+        in_flight_s: time from the start of a transfer to the end of its wait, summed over
+            transfers; an upper bound of the transfers' durations.
+        bytes_sent: bytes that this rank sent to other ranks, also in collectives.
+        bytes_received: bytes that this rank received from other ranks.
+        messages: number of exchanges; a collective counts as one.
+        peak_bytes: maximum of the bytes that torch had allocated during the call; None on CPU,
+            where `profiling.peak_bytes` counts the bytes of a call.
         device_bytes: memory of the GPU, or None.
     """
 
@@ -77,7 +80,7 @@ class Figures:
 
     @property
     def pressure(self) -> float | None:
-        """Share of the device's memory held at the peak, in (0, 1)."""
+        """Fraction of the device's memory that is allocated at the peak, in (0, 1)."""
         if self.peak_bytes is None or self.device_bytes is None:
             return None
         return self.peak_bytes / self.device_bytes
@@ -99,13 +102,16 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Measured figures of the last call on this rank; on CUDA waits until the call is done.
+    """Return the figures of the last call on this rank; on CUDA, wait until the call is done.
 
     Only calls within `collect()`, or in a process with RING_ATTN_STATS=1, are measured. Figures of
     an outer call include its inner calls, such as the ring within a hybrid.
 
+    Returns:
+        The figures of the last forward and backward, and the time of gradient synchronisation.
+
     Raises:
-        RuntimeError: nothing has been measured.
+        RuntimeError: no call has been measured.
 
     Example:
         >>> with collect(), gradient_sync():
@@ -119,16 +125,19 @@ def stats() -> Stats:
             "no call has been measured, or the last one failed: call within "
             "`with ring_attn.profiling.collect():`, or set RING_ATTN_STATS=1 before the start"
         )
-    forward, backward = (last[name]() if name in last else None for name in ("forward", "backward"))
-    return Stats(forward, backward, _total(syncs) if syncs else None)
+    return Stats(
+        forward=last["forward"]() if "forward" in last else None,
+        backward=last["backward"]() if "backward" in last else None,
+        gradient_sync_s=_total(syncs) if syncs else None,
+    )
 
 
 @contextmanager
 def collect() -> Iterator[None]:
-    """Measures all calls within the block, of all threads; `stats` returns the last one's figures.
+    """Measure all calls within the block, of all threads; `stats` returns the last call's figures.
 
-    Drops earlier figures. Each measured call resets torch's peak for its CUDA device: other readers
-    of that peak see only the time since.
+    Earlier figures are deleted. Each measured call resets torch's peak memory statistics for its
+    CUDA device, so other code that reads the peak gets the peak since then.
 
     Example:
         >>> with collect():
@@ -145,12 +154,12 @@ def collect() -> Iterator[None]:
 
 @contextmanager
 def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Adds the block's time to `Stats.gradient_sync_s`, where calls are measured.
+    """Add the block's time to `Stats.gradient_sync_s`, if calls are measured.
 
-    Meant for the caller's own all-reduce of a model's gradients.
+    Use it around a custom all-reduce of a model's gradients.
 
     Args:
-        device: where the gradients are.
+        device: the device of the gradients.
 
     Example:
         >>> with gradient_sync():
@@ -165,14 +174,21 @@ def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Peak bytes of tensors that `fn` holds beyond those held before.
+    """Return the peak of the bytes of tensors that `fn` allocates, without earlier tensors.
 
-    On CPU counts every allocation, also inside torch's operators; on CUDA reads the count of the
-    caching allocator.
+    On CPU, every allocation is counted, also inside torch's operators. On CUDA, the count is the
+    caching allocator's.
 
     Args:
         fn: the measured function; its result is kept until the count is read.
-        device: where `fn` allocates.
+        device: the device on which `fn` allocates.
+
+    Returns:
+        The peak in bytes.
+
+    Example:
+        >>> peak_bytes(lambda: torch.zeros(1000))
+        4000
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -184,25 +200,26 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
         result = fn()
-    kineto = run.profiler.kineto_results
-    allocations = [(e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]"]
-    held = most = 0
-    for _, nbytes in sorted(allocations, key=lambda event: event[0]):
-        held += nbytes
-        most = max(most, held)
+    events = run.profiler.kineto_results.events()
+    # Allocations, and frees with a negative number of bytes.
+    changes = [event for event in events if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
     del result
-    return most
+    return peak
 
 
-# -- what `machines.run` uses
+# -- the interface for `machines.run`
 
-# Nanoseconds of the host's clock; on a device with streams, an event on one of them.
+# Nanoseconds of the host's clock; on a device with streams, an event on a stream.
 Moment = Any
 Span = tuple[Moment, Moment]
 
 
 class Observer:
-    """Names the parts of one call on one rank; with a device also measures them."""
+    """Name the parts of one call on one rank as ranges, and with a device measure them."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.step: int | None = None  # None between steps
@@ -211,7 +228,7 @@ class Observer:
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Opens the range of a part of the call: one of `COMPUTE`, "post" or "wait"."""
+        """Open the range of a part of the call: one of `COMPUTE`, "post" or "wait"."""
         step = "" if self.step is None else f"step{self.step}."
         with _named(f"ring_attn::{step}{what}"):
             start = self.mark()
@@ -220,18 +237,18 @@ class Observer:
                 self.spans[what].append((start, _now(self._device)))
 
     def mark(self) -> Moment:
-        """This moment on the device's clock; None where nothing is measured."""
+        """Return the current moment on the device's clock; None if nothing is measured."""
         return None if self._device is None else _now(self._device)
 
     def landed(self, start: Moment) -> None:
-        """Records the end of the wait for a transfer."""
+        """Record the end of the wait for a transfer, which began at `start`."""
         if self._device is not None:
             self.spans["flight"].append((start, _now(self._device)))
 
 
 @contextmanager
 def observe(direction: Direction, device: torch.device, sent: TransportStats) -> Iterator[Observer]:
-    """Observes one call; where figures are collected, keeps them when the call ends.
+    """Observe one call; if figures are collected, keep them when the call ends.
 
     `sent` are the counts of the rank's transport.
     """
@@ -254,7 +271,7 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
         device_bytes = torch.cuda.get_device_properties(device).total_memory
 
     def figures() -> Figures:
-        """On CUDA waits for the call to end."""
+        """Return the figures; on CUDA, wait for the end of the call."""
         return Figures(
             seconds=_seconds(start, end),
             compute_s=sum(_total(observer.spans[name]) for name in COMPUTE),
@@ -271,13 +288,14 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
 
 
 def _now(device: torch.device) -> Moment:
+    """Return the current moment: an event on the current stream, or the time of the host."""
     if streams.are_used(device):
         return streams.moment(streams.current(device))
     return time.perf_counter_ns()
 
 
 def _seconds(start: Moment, end: Moment) -> float:
-    """Seconds between two moments; on a device with streams the host waits for the second."""
+    """Return seconds between two moments; on a device with streams, wait for the second."""
     if isinstance(end, int):
         return (end - start) * 1e-9
     end.synchronize()
@@ -289,20 +307,21 @@ def _seconds(start: Moment, end: Moment) -> float:
 
 
 def _total(spans: Iterable[Span]) -> float:
+    """Return the sum of spans in seconds."""
     return sum((_seconds(*span) for span in spans), 0.0)
 
 
 @dataclass
 class _Collected:
-    """The last calls of all threads: on CUDA, autograd has its own for a backward."""
+    """The last calls of all threads: on CUDA, autograd runs a backward in a different thread."""
 
-    depth: int  # number of open requests to collect
-    # Computed when asked for: on CUDA that waits.
+    depth: int  # number of open `collect` blocks, plus 1 if RING_ATTN_STATS is set
+    # Functions, so that figures are computed only for `stats`: on CUDA that waits.
     last: dict[str, Callable[[], Figures]] = field(default_factory=dict)
     syncs: list[Span] = field(default_factory=list)
 
     def forget(self, direction: Direction = "forward") -> None:
-        """Drops the figures that the beginning call will replace."""
+        """Delete the figures that the beginning call will replace."""
         self.last.pop("backward", None)
         if direction == "forward":
             self.last.pop("forward", None)
@@ -313,5 +332,5 @@ collected = _Collected(int(STATS_ALWAYS))
 
 
 def _named(name: str) -> AbstractContextManager[object]:
-    """A named range for torch's profiler; does nothing where the profiler is off."""
+    """Return a named range for torch's profiler; it does nothing if the profiler is off."""
     return record_function(name) if profiler_enabled() else nullcontext()

@@ -1,1 +1,1 @@
-"""Checks of what users pass to attention and decoding; each raises an error that says the cause."""
+"""Check the arguments that users pass to attention and decoding."""

@@ -1,16 +1,16 @@
-"""Checks of all user arguments, and their error messages. Nothing here communicates.
+"""Check the arguments that users pass to attention. Nothing here communicates.
 
 Checks raise `ValueError` for shapes and options, `TypeError` for dtypes and types,
 `NotImplementedError` for combinations that are not built, and `RuntimeError` for the state of the
 process group. Each message names the requirement, the value, and a remedy. Most checks return the
-checked value. A check depends only on arguments that all ranks share, or on a rank's own shard: an
-argument that is bad on every rank raises on every rank.
+checked value. A check depends only on arguments that all ranks share, or on a rank's shard, so an
+argument that is wrong on every rank raises an error on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
 
 @remembered
 def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -> None:
+    """Check the types of the options for results, and refuse dropout."""
     check_flag("return_lse", return_lse)
     check_flag("return_max_logits", return_max_logits)
     check_number("dropout_p", dropout_p)
@@ -44,7 +45,7 @@ def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool = False) -> None:
-    """Checks types, dtypes, devices and shapes of q, k and v, alone and against each other."""
+    """Check types, dtypes, devices and shapes of q, k and v, each of them and together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
     for name, x in (("k", k), ("v", v)):
@@ -60,7 +61,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool 
 
 
 def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
-    """Refuses everything but a plain tensor of a dtype that attention takes."""
+    """Refuse values that are not plain tensors of a dtype that attention takes."""
     if not isinstance(x, Tensor):
         check_type(name, x, Tensor, words)
     check_plain(name, x)
@@ -69,12 +70,12 @@ def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
 
 
 def check_plain(name: str, x: Tensor) -> None:
-    """Refuses tensors that are not plain and dense, or wrapped by torch.func or forward mode."""
+    """Refuse tensors that are not plain and dense, or wrapped by torch.func or forward mode."""
     if hasattr(x, "placements") or x.is_nested or x.layout is not torch.strided:
         raise TypeError(
             f"{name} must be a plain dense tensor, the rank's shard, got {type(x).__name__} "
-            f"({x.layout}); pass {name}.to_local() of a DTensor, {name}.to_dense() of a sparse "
-            "tensor, and the documents of a nested one as one sequence with cu_seqlens"
+            f"({x.layout}); pass {name}.to_local() for a DTensor, {name}.to_dense() for a sparse "
+            "tensor, and one packed sequence with cu_seqlens for a nested tensor"
         )
     # A compiler cannot trace these functions, and refuses such tensors itself.
     if not torch.compiler.is_compiling() and (
@@ -82,7 +83,8 @@ def check_plain(name: str, x: Tensor) -> None:
     ):
         raise NotImplementedError(
             f"transforms of torch.func (grad, jvp, vmap, ...) are not built, got {name} inside "
-            "one; use backward() or torch.autograd.grad without is_grads_batched, and a batch dim"
+            "a transform; use backward() or torch.autograd.grad without is_grads_batched, and a "
+            "batch dim"
         )
     if forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(
@@ -92,16 +94,16 @@ def check_plain(name: str, x: Tensor) -> None:
 
 
 def check_capture(name: str, x: Tensor) -> None:
-    """Refuses a call while a CUDA graph is captured, since a replay does not run the host."""
+    """Refuse a call while a CUDA graph is captured, since a replay runs no code on the host."""
     if capture.captures(x.device):
         raise NotImplementedError(
-            f"{name} cannot be captured in a CUDA graph, as the host takes part in it: capture the "
-            "code around it, or compile without mode='reduce-overhead'"
+            f"{name} cannot be captured in a CUDA graph, because it runs code on the host: capture "
+            "the code around it, or compile without mode='reduce-overhead'"
         )
 
 
 def check_differentiated(**tensors: Tensor | None) -> bool:
-    """Tells whether a backward may follow; if so, refuses tensors that autograd cannot save."""
+    """Return whether a backward may follow; if so, refuse tensors that autograd cannot save."""
     if not torch.is_grad_enabled():
         return False
     for x in tensors.values():
@@ -114,14 +116,16 @@ def check_differentiated(**tensors: Tensor | None) -> bool:
     for name, x in tensors.items():
         if x is not None and x.is_inference():
             raise ValueError(
-                f"{name} was made under torch.inference_mode() and cannot be kept for the backward "
-                f"that the inputs' requires_grad asks for; pass {name}.clone(), or call under "
+                f"{name} was made under torch.inference_mode(), so autograd cannot save it for the "
+                f"backward, but an input requires a gradient; pass {name}.clone(), or call under "
                 "torch.no_grad()"
             )
     return True
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool) -> None:
+    """Check the shapes of q, k and v. With `paged`, k and v are a pool of pages."""
+
     # A function, called for errors only: text with shapes would bind a graph to these shapes.
     def shapes() -> str:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -129,31 +133,33 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool, paged: bool)
     dims = {q.ndim, k.ndim, v.ndim}
     if dims == {3} and not packed:
         raise ValueError(
-            "q, k, v of shape (rows, nheads, headdim) are packed and need cu_seqlens; without it "
-            f"pass (batch, rows, nheads, headdim); got {shapes()}"
+            "q, k, v of shape (rows, nheads, headdim) are packed and need cu_seqlens, but got "
+            f"{shapes()} without cu_seqlens: pass cu_seqlens, or (batch, rows, nheads, headdim)"
         )
     if dims not in ({3}, {4}):
         raise ValueError(
             "q, k, v must all be (batch, rows, nheads, headdim), or (rows, nheads, headdim) with "
-            f"cu_seqlens; got {shapes()}"
+            f"cu_seqlens, got {shapes()}"
         )
     if q.ndim == 4 and not paged and not q.size(0) == k.size(0) == v.size(0):
-        raise ValueError(f"q, k, v must have one batch size, got {shapes()}")
+        raise ValueError(f"q, k, v must have the same batch size, got {shapes()}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v must have the same rows and heads, got {shapes()}")
     if q.size(-1) != k.size(-1):
-        raise ValueError(f"q and k must have one headdim, got {shapes()}")
+        raise ValueError(f"q and k must have the same headdim, got {shapes()}")
     nheads, nheads_kv = q.size(-2), k.size(-2)
     if 0 in (nheads, nheads_kv, q.size(-1), v.size(-1)) or (q.ndim == 4 and q.size(0) == 0):
         raise ValueError(f"batch, heads and headdim must not be 0, got {shapes()}")
     if nheads % nheads_kv:
         raise ValueError(
-            f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv} ({shapes()}); "
-            "rows stand before heads: (batch, rows, nheads, headdim)"
+            f"nheads must be a multiple of nheads_kv, but got nheads={nheads} and "
+            f"nheads_kv={nheads_kv} ({shapes()}). The expected shape is (batch, rows, nheads, "
+            "headdim)"
         )
 
 
 def check_scale(softmax_scale: float | None) -> float | None:
+    """Return the scale; refuse a scale that is not a number, or out of range."""
     if softmax_scale is None:
         return None
     check_number("softmax_scale", softmax_scale)
@@ -161,23 +167,27 @@ def check_scale(softmax_scale: float | None) -> float | None:
 
 
 def check_softcap(softcap: float) -> float:
+    """Return the cap, 0.0 for no cap; refuse a cap that is not a number, or out of range."""
     check_number("softcap", softcap)
-    return 0.0 if softcap == 0 else _check_factor("softcap", softcap, "; 0 for none")
+    if softcap == 0:
+        return 0.0
+    return _check_factor("softcap", softcap, "; pass 0 for no cap")
 
 
-def _check_factor(name: str, value: float, more: str) -> float:
-    # Compared, as a compiler may make the float a symbol, which math.isfinite refuses.
-    # Positive, as fused operators mask before they scale: -inf times 0 is NaN.
+def _check_factor(name: str, value: float, remedy: str) -> float:
+    """Return a factor of scores as a float; refuse factors out of range."""
+    # Compared, not tested by math.isfinite: that refuses the symbol that a compiler may make of a
+    # float. 0 is refused because fused operators mask before they scale, and -inf times 0 is NaN.
     if not SMALLEST_FACTOR <= value <= LARGEST_FACTOR:
         raise ValueError(
-            f"{name} must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
-            f"scores are float32 numbers, got {value}{more}"
+            f"{name} must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), because "
+            f"scores are float32 numbers, but got {value}{remedy}"
         )
     return float(value)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Checks that sinks are None or have a logit for each query head."""
+    """Check that sinks are None or have a logit for each query head."""
     if sinks is None:
         return
     check_floating("sinks", sinks, "a torch.Tensor or None")
@@ -191,20 +201,24 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def check_same_bits(same_bits: bool | None) -> bool | None:
+    """Return `same_bits`; refuse values that are neither a bool nor None."""
     if same_bits is not None:
         check_type("same_bits", same_bits, bool, "a bool or None")
     return same_bits
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
-    """(left, right), each at least 0, or -1 for unbounded; `causal` bounds right by 0."""
+    """Return (left, right), each at least 0, or -1 for unbounded; `causal` bounds right by 0."""
     check_flag("causal", causal)
     name = "each of window_size (-1 is unbounded)"
     left, right = (as_int(name, size, least=-1) for size in check_pair(window_size))
-    return left, min(right, 0) if causal else right
+    if causal:
+        right = min(right, 0)  # -1 stays: the mask applies causality separately
+    return left, right
 
 
 def check_pair(window_size: Sequence[int]) -> tuple[int, int]:
+    """Return the two sides of a window; refuse values that are not a pair."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
     return window_size[0], window_size[1]
@@ -213,7 +227,7 @@ def check_pair(window_size: Sequence[int]) -> tuple[int, int]:
 def check_boundaries(
     name: str, cu_seqlens: Tensor | None, device: torch.device | None = None
 ) -> None:
-    """Checks type, shape and device of document boundaries; `device` is q's device, if known."""
+    """Check type, shape and device of document boundaries; `device` is q's device, if known."""
     if cu_seqlens is None:
         return
     check_type(name, cu_seqlens, Tensor, "an int32 tensor")
@@ -226,16 +240,17 @@ def check_boundaries(
         )
     misplaced = device is not None and cu_seqlens.device not in (device, torch.device("cpu"))
     if misplaced or cu_seqlens.device.type == "meta":
+        device_of_q = "" if device is None else f" {device}"
         raise ValueError(
-            f"{name} must be on cpu or on q's device{f' {device}' if device else ''}, got "
-            f"{cu_seqlens.device}; pass {name} with its values, on one of these"
+            f"{name} must be on cpu or on q's device{device_of_q}, got {cu_seqlens.device}; pass "
+            f"{name} with its values, on one of these devices"
         )
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
-    """Document boundaries on the host; refuses them if they decrease or do not start at 0.
+    """Return document boundaries as ints; refuse them if they decrease or do not start at 0.
 
-    Reads a device tensor once, and again only after a change.
+    A tensor on a GPU is read once, and again only after a change.
     """
     check_boundaries(name, cu_seqlens)
     if cu_seqlens is None:
@@ -250,10 +265,11 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | 
 
 
 # tensor -> (its version, its values)
-_host_values: Any = WeakTensorKeyDictionary()
+_host_values: MutableMapping[Tensor, tuple[int, tuple[int, ...]]] = WeakTensorKeyDictionary()
 
 
 def _on_host(x: Tensor) -> tuple[int, ...]:
+    """Return the values of a tensor; a tensor on a GPU is read again only after a change."""
     if x.device.type == "cpu":
         return tuple(x.tolist())
     version, values = _host_values.get(x, (None, ()))
@@ -265,27 +281,32 @@ def _on_host(x: Tensor) -> tuple[int, ...]:
 
 
 def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) -> None:
+    """Refuse documents of the keys without documents of the queries."""
     if cu_k is not None and cu_q is None:
-        raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
+        raise ValueError(
+            "cu_seqlens_k needs cu_seqlens, the boundaries of the queries, got None: pass both, or "
+            "only cu_seqlens"
+        )
 
 
 def check_name(option: str, name: object) -> str:
+    """Return a name; refuse values that are not text."""
     check_type(option, name, str, "a name")
     return cast(str, name)
 
 
 def check_options(function: str, given: Iterable[str], known: type) -> None:
-    """Refuses options that are not keys of the TypedDict `known`."""
+    """Refuse options that are not keys of the TypedDict `known`."""
     unknown = [name for name in given if name not in known.__annotations__]
     if unknown:
         raise TypeError(
-            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; leave it "
-            "out"
+            f"options of {function} must be some of {list(known.__annotations__)}, got {unknown}: "
+            "leave these out"
         )
 
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys, from one layout for both or a pair."""
+    """Return the layouts of queries and keys, from one layout for both or a pair."""
     q, k = layout if isinstance(layout, (tuple, list)) and len(layout) == 2 else (layout, layout)
     if isinstance(q, SequenceLayout) and isinstance(k, SequenceLayout):
         return q, k
@@ -301,45 +322,60 @@ def resolve_layouts(
     rank: int,
     world_size: int,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys, checked against this rank's numbers of q rows and kv rows.
+    """Return the layouts of queries and keys, checked against this rank's rows of q and of k.
 
-    `totals` are the ends of the last documents of q and kv; None without cu_seqlens.
+    `totals` are the ends of the last documents of q and k; None without cu_seqlens.
     """
     if isinstance(layout, str):
-        # Among several ranks, one rank cannot tell padding from a shorter shard of another rank.
-        lens = [
-            n * world_size if t is None or world_size == 1 else t
-            for n, t in zip(rows, totals, strict=True)
-        ]
-        q, k = (SequenceLayout.from_name(layout, n, world_size) for n in lens)
-        layouts = (q, k)
+        q, k = (
+            SequenceLayout.from_name(layout, _seqlen(num, total, world_size), world_size)
+            for num, total in zip(rows, totals, strict=True)
+        )
     else:
-        layouts = check_layouts(layout)
-    for name, each, n, total in zip(("q", "k"), layouts, rows, totals, strict=True):
-        check_layout(name, each, n, total, rank, world_size)
-    return layouts[0], layouts[1]
+        q, k = check_layouts(layout)
+    check_layout("q", q, rows[0], totals[0], rank, world_size)
+    check_layout("k", k, rows[1], totals[1], rank, world_size)
+    return q, k
+
+
+def _seqlen(rows: int, total: int | None, world_size: int) -> int:
+    """Return the length of a sequence whose layout is given by name.
+
+    With several ranks, the documents fill the sequence: a rank cannot distinguish padding from a
+    shorter shard of another rank. With one rank, rows after the documents are padding.
+    """
+    if total is None or world_size == 1:
+        return rows * world_size
+    return total
 
 
 def check_layout(
     name: str, layout: SequenceLayout, rows: int, total: int | None, rank: int, world_size: int
 ) -> None:
+    """Check a layout against the group, the end of the documents, and this rank's rows."""
     if layout.world_size != world_size:
         raise ValueError(
-            f"layout {layout} has another number of ranks than the group, {world_size}"
+            f"layout must be for {world_size} ranks, as the group has, got {layout} for "
+            f"{layout.world_size}"
         )
     if total is not None and layout.seqlen < total:
         raise ValueError(
-            f"layout {layout} must have at least {total} rows, where cu_seqlens ends; rows after "
-            "that are padding"
+            f"layout must have at least {total} rows, because cu_seqlens ends there, got {layout} "
+            f"with {layout.seqlen}; rows after the end of cu_seqlens are padding"
         )
     if layout.shard_len(rank) != rows:
-        remedy = "pass this rank's shard (layout.shard), rows in dim 1 and heads in dim 2; where "
-        remedy += "the ranks' lengths differ, or padding follows the documents, pass a "
-        remedy += "SequenceLayout, not its name"
         if total == rows:
-            remedy = "cu_seqlens are global, the boundaries in the sequence of all ranks, and end "
-            remedy += f"here where this rank's rows end, at {total}; where all rows are one "
-            remedy += "rank's, pass a SequenceLayout"
+            remedy = (
+                "cu_seqlens must have the boundaries in the whole sequence of all ranks, but it "
+                f"ends at {total}, where this rank's rows end; if all rows are on one rank, pass a "
+                "SequenceLayout"
+            )
+        else:
+            remedy = (
+                "pass this rank's shard (layout.shard), with rows in dim 1 and heads in dim 2; if "
+                "the ranks' lengths differ, or padding follows the documents, pass a "
+                "SequenceLayout, not its name"
+            )
         raise ValueError(
             f"{name} of the group's rank {rank} must have {layout.shard_len(rank)} rows for layout "
             f"{layout}, got {rows}: {remedy}"
@@ -347,17 +383,25 @@ def check_layout(
 
 
 def check_shard(x: Tensor, dim: int, layout: object, group: dist.ProcessGroup) -> int:
-    """Checks this rank's rows of any tensor, in a dim; returns the rank."""
+    """Check this rank's rows of any tensor, in a dim; return the rank."""
     check_dim("x", x, dim)
     check_plain("x", x)
     check_type("layout", layout, SequenceLayout)
     check_group_device(group, x.device)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    check_layout("x", cast(SequenceLayout, layout), x.size(dim), None, rank, world_size)
+    check_layout(
+        "x",
+        cast(SequenceLayout, layout),
+        rows=x.size(dim),
+        total=None,
+        rank=rank,
+        world_size=world_size,
+    )
     return rank
 
 
 def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu: object) -> None:
+    """Check the type of a mask, and refuse the options that it replaces; `cu` are boundaries."""
     words = "a ring_attn.Mask or None (masks.from_dense and masks.blocks make it from a tensor)"
     check_type("mask", mask, Mask, words)
     conflicts = {
@@ -368,15 +412,15 @@ def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu
     for name, passed in conflicts.items():
         if passed:
             raise ValueError(
-                f"mask replaces {name}, which must be left out: intersect masks with `&`, such as "
-                "ring_attn.masks.documents(...) & ring_attn.masks.window(...)"
+                f"mask replaces {name}, got both: leave {name} out, and intersect masks with `&`, "
+                "such as ring_attn.masks.documents(...) & ring_attn.masks.window(...)"
             )
 
 
 def check_given_mask(mask: Mask, queries: int, keys: int) -> None:
-    """Checks the lengths of a mask against the tensors."""
+    """Check the lengths of a mask against the tensors."""
     if (mask.seqlen_q, mask.seqlen_k) != (queries, keys):
         raise ValueError(
-            f"mask must be over {queries} queries and {keys} keys of the whole sequence, got one "
-            f"over {mask.seqlen_q} and {mask.seqlen_k}"
+            f"mask must have {queries} queries and {keys} keys, the lengths of the whole sequence, "
+            f"got {mask.seqlen_q} and {mask.seqlen_k}"
         )

@@ -1,4 +1,4 @@
-"""`ring-attn audit FILE:FUNCTION`: says what a training step does wrong on several ranks."""
+"""`ring-attn audit FILE:FUNCTION`: find mistakes of a training step on several ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ring_attn.testing.audit import audit
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audits a step and prints the report; returns 1 if it found something."""
-    sizes = args.world_size or AUDITED_SIZES[: 1 if args.quick else None]
+    """Audit a step and print the report; return 1 if it found a mistake."""
+    default_sizes = AUDITED_SIZES[:1] if args.quick else AUDITED_SIZES
+    sizes = args.world_size or default_sizes
     try:
         report = audit(args.step, sizes, timeout=args.timeout)
     except (RuntimeError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""`ring-attn calibrate`: measures this machine for the simulator, on all ranks at once."""
+"""`ring-attn calibrate`: measure this machine for the simulator, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ring_attn.cli.env import machine
 from ring_attn.core.program import Collective, Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.cluster import Cluster, Device, Host, Link, compute_seconds
 from ring_attn.planning import devices
@@ -79,8 +80,8 @@ class TileSample:
         return self.kind == "window"
 
     def predicted(self, rate: Rate) -> float:
-        shape = (self.area, self.rows, self.edge, self.per_pair)
-        return float(compute_seconds(rate, *shape))
+        """Return the seconds that a rate predicts."""
+        return float(compute_seconds(rate, self.area, self.rows, self.edge, self.per_pair))
 
 
 @dataclass(frozen=True)
@@ -96,102 +97,162 @@ Samples = Sequence[TileSample | MessageSample]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
+    """Measure, print the fits, and write the JSON that `load_cluster` reads."""
     cluster, samples = calibrate(args)
-    write_json(args.json, {
+    report = {
         "machine": machine(),
         "command": command_line(),
         "cluster": asdict(cluster),
         "samples": [asdict(sample) for sample in samples],
-    })  # fmt: skip
+    }
+    write_json(args.json, report)
     if not args.quiet:
         print(*_fits(cluster, samples), sep="\n")
     return 0
 
 
 def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
-    """Measures `--world-size` ranks on this machine."""
-    kind, world_size = checked_device(args.device, args.world_size), args.world_size
-    spec = AttentionSpec(kind, args.dtype, 1, args.heads, args.heads, args.head_dim, args.head_dim)
-    sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if args.quick else (ROWS, MESSAGES, REPEATS)
-    chosen = choose_backend(spec, args.backend, Purpose(backward=True)).name
-    setting = CalibrationSetting(spec, chosen, *sizes)
+    """Measure `--world-size` ranks on this machine."""
+    world_size = args.world_size
+    kind = checked_device(args.device, world_size)
+    spec = AttentionSpec(
+        device_type=kind,
+        dtype=args.dtype,
+        batch=1,
+        nheads=args.heads,
+        nheads_kv=args.heads,
+        headdim=args.head_dim,
+        headdim_v=args.head_dim,
+    )
+    setting = CalibrationSetting(
+        spec,
+        backend=choose_backend(spec, args.backend, Purpose(backward=True)).name,
+        rows=QUICK_ROWS if args.quick else ROWS,
+        messages=QUICK_MESSAGES if args.quick else MESSAGES,
+        repeats=QUICK_REPEATS if args.quick else REPEATS,
+    )
     ranks = run_ranks(measure, world_size, setting, threads=args.threads, device=kind)
-    tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
-    rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
-    ops = dict.fromkeys(m.op for m in messages)
-    links = {op: fit_link(op, [m for m in messages if m.op == op]) for op in ops}
-    inside = links.pop("shift", Link("alone", 0.0, bandwidth))
+    measured = ranks[0]  # the same on every rank
+    return _fitted_cluster(measured, world_size, kind), [*measured.tiles, *measured.messages]
+
+
+def _fitted_cluster(measured: Measured, world_size: int, kind: str) -> Cluster:
+    """Return the cluster whose rates and links fit the measurements."""
+    rates = {
+        (backward, window): fit_rate(
+            [tile for tile in measured.tiles if (tile.backward, tile.window) == (backward, window)]
+        )
+        for backward, window in KINDS
+    }
+    ops = dict.fromkeys(message.op for message in measured.messages)
+    links = {
+        op: fit_link(op, [message for message in measured.messages if message.op == op])
+        for op in ops
+    }
+    # One rank sends no messages.
+    inside = links.pop("shift", Link("alone", 0.0, measured.memory_bandwidth))
     gpu = torch.cuda.get_device_properties(0) if kind == "cuda" else None
-    made = Device(
-        gpu.name if gpu else str(machine()["cpu"]),
+    device = Device(
+        gpu.name if gpu else machine()["cpu"],
         forward=rates[False, False],
         backward=rates[True, False],
-        memory_bandwidth=bandwidth,
+        memory_bandwidth=measured.memory_bandwidth,
         memory_bytes=float(gpu.total_memory) if gpu else 0.0,
         window_forward=rates[False, True],
         window_backward=rates[True, True],
         source="measured",
     )
-    host = devices.HOST if gpu else Host()
-    cluster = Cluster(made, world_size, inside, inside, slowdown, links, host, 0.0 if gpu else None)
-    return cluster, [*tiles, *messages]
+    return Cluster(
+        device,
+        node_size=world_size,
+        inside=inside,
+        between=inside,
+        slowdown=measured.slowdown,
+        collectives=links,
+        host=devices.HOST if gpu else Host(),
+        stream_latency=0.0 if gpu else None,
+    )
 
 
 def fit_rate(samples: Sequence[TileSample]) -> Rate:
-    """Fits a rate with least relative errors and no negative parameter."""
-    shapes = [[1.0, *(x * s.per_pair for x in (s.area, s.rows, s.edge))] for s in samples]
+    """Fit a rate with least relative errors and no negative parameter."""
+    shapes = [
+        [1.0, each.area * each.per_pair, each.rows * each.per_pair, each.edge * each.per_pair]
+        for each in samples
+    ]
     launch, pair, row, edge = _nonnegative(shapes, samples)
     return Rate(1 / pair, launch, row / pair, edge / pair)
 
 
 def fit_link(name: str, samples: Sequence[MessageSample]) -> Link:
-    """Fits a link with least relative errors and no negative parameter."""
-    latency, byte = _nonnegative([[1.0, s.nbytes] for s in samples], samples)
+    """Fit a link with least relative errors and no negative parameter."""
+    latency, byte = _nonnegative([[1.0, sample.nbytes] for sample in samples], samples)
     return Link(name, latency, 1 / byte)
 
 
 def _nonnegative(
     rows: Sequence[Sequence[float]], samples: Sequence[TileSample] | Sequence[MessageSample]
 ) -> list[float]:
-    """The x >= 0, x[1] > 0 for which rows @ x has the least squared relative errors."""
-    seconds = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
+    """Return the x >= 0, x[1] > 0 for which rows @ x has the least squared relative errors.
+
+    All sets of columns are tried, since there are at most four columns.
+    """
+    seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
+    # A row for each sample, divided by its seconds, so that rows @ x should be 1.
     table = torch.tensor(rows, dtype=torch.float64) / seconds[:, None]
     scale = table.abs().amax(0).clamp(min=1e-300)
-    ones, best, fitted = torch.ones_like(seconds), math.inf, torch.zeros_like(scale)
-    others = [i for i in range(len(scale)) if i != 1]
-    for more in chain.from_iterable(combinations(others, n) for n in range(len(scale))):
-        support = [1, *more]
-        part = (table / scale)[:, support]
+    scaled = table / scale
+    ones = torch.ones_like(seconds)
+    least, fitted = math.inf, torch.zeros_like(scale)
+    others = [column for column in range(len(scale)) if column != 1]
+    sets = chain.from_iterable(combinations(others, size) for size in range(len(scale)))
+    for further in sets:
+        columns = [1, *further]
+        part = scaled[:, columns]
         solution = torch.linalg.lstsq(part, ones[:, None]).solution[:, 0]
         residual = float((part @ solution - ones).square().sum())
         # A further column must reduce the residual, and no coefficient may be negative.
-        better = residual < best * (1 - 1e-6)
-        if better and bool((solution >= 0).all()) and float(solution[0]) > 0:
-            best, fitted = residual, torch.zeros_like(scale)
-            fitted[support] = solution / scale[support]
+        is_better = residual < least * (1 - 1e-6)
+        if is_better and bool((solution >= 0).all()) and float(solution[0]) > 0:
+            least = residual
+            fitted = torch.zeros_like(scale)
+            fitted[columns] = solution / scale[columns]
     return fitted.tolist()
 
 
 # -- within a rank
 
 
-def measure(
-    setting: CalibrationSetting,
-) -> tuple[list[TileSample], list[MessageSample], float, float]:
-    """Samples, bytes/s of a copy, and the slowdown of compute by transfers."""
+class Measured(NamedTuple):
+    """The measurements of a rank, the same on every rank.
+
+    Attributes:
+        tiles: times of attention.
+        messages: times of exchanges; none on one rank.
+        memory_bandwidth: bytes/s, read and written, of a copy.
+        slowdown: the fraction of its speed that compute loses during a transfer.
+    """
+
+    tiles: list[TileSample]
+    messages: list[MessageSample]
+    memory_bandwidth: float
+    slowdown: float
+
+
+def measure(setting: CalibrationSetting) -> Measured:
+    """Measure attention, messages, copies, and the slowdown of compute by transfers."""
     bench = _Bench(setting)
     tiles = [*bench.tiles()]
     if bench.world_size == 1:
-        return tiles, [], bench.memory_bandwidth(), 0.0
+        return Measured(tiles, [], bench.memory_bandwidth(), slowdown=0.0)
     with bench.transport.call("calibrate", Agreement({}), bench.device):
         messages = [*bench.messages()]
         slowdown = bench.slowdown()
-    return tiles, messages, bench.memory_bandwidth(), slowdown
+    return Measured(tiles, messages, bench.memory_bandwidth(), slowdown)
 
 
 class _Bench:
-    """Times attention, messages and copies, from a barrier until the last rank is done."""
+    """Measure attention, messages and copies, from a barrier until the last rank is done."""
 
     def __init__(self, setting: CalibrationSetting) -> None:
         self.setting, self.spec = setting, setting.spec
@@ -202,13 +263,15 @@ class _Bench:
         self.transport: P2PTransport = open_p2p(check_group(None), TransportOptions())
 
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
-        """Seconds until the last rank is done: the median of some calls after a warm-up."""
-        calls = range((repeats or self.setting.repeats) + 1)
-        return statistics.median([timed_on_ranks(fn) for _ in calls][1:])
+        """Return the seconds until the last rank is done: the median of calls after a warm-up."""
+        num_calls = (repeats or self.setting.repeats) + 1
+        _, *times = [timed_on_ranks(fn) for _ in range(num_calls)]
+        return statistics.median(times)
 
     def tiles(self) -> Iterator[TileSample]:
-        """Squares without a mask and causal, half-wide rectangles and windows, of all sizes."""
-        forward_pair, backward_pair = (flops(1, self.spec, backward=b) for b in (False, True))
+        """Measure squares, causal squares, half-wide rectangles and windows, of all sizes."""
+        forward_pair = flops(1, self.spec, backward=False)
+        backward_pair = flops(1, self.spec, backward=True)
         for rows in self.setting.rows:
             for kind, cols, lo, hi in (
                 ("full", rows, None, None),
@@ -221,22 +284,38 @@ class _Bench:
                 forward, backward = self.calls(tile)
                 repeats = self.setting.repeats * self.setting.rows[-1] // rows
                 repeats = min(repeats, MAX_REPEATS)
-                shape = (kind, tile.area, rows, tile.edge, forward_pair)
-                yield TileSample(False, *shape, self.seconds(forward, repeats))
-                shape = (kind, tile.area, (rows + cols) // 2, tile.edge, backward_pair)
-                yield TileSample(True, *shape, self.seconds(backward, repeats))
+                yield TileSample(
+                    backward=False,
+                    kind=kind,
+                    area=tile.area,
+                    rows=rows,
+                    edge=tile.edge,
+                    per_pair=forward_pair,
+                    seconds=self.seconds(forward, repeats),
+                )
+                yield TileSample(
+                    backward=True,
+                    kind=kind,
+                    area=tile.area,
+                    rows=(rows + cols) // 2,
+                    edge=tile.edge,
+                    per_pair=backward_pair,
+                    seconds=self.seconds(backward, repeats),
+                )
 
     def calls(self, tile: Tile) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Two calls: one folds a tile into an existing state, one computes its gradients."""
+        """Return two calls: one adds a tile to an existing state, one computes its gradients."""
         spec, scores, backend = self.spec, self.scores, self.backend
 
         def normal(rows: int, heads: int, dim: int) -> Tensor:
             return torch.randn(spec.batch, rows, heads, dim, device=self.device, dtype=spec.dtype)
 
-        q, dout = (normal(tile.rows, spec.nheads, d) for d in (spec.headdim, spec.headdim_v))
-        k, v = (normal(tile.cols, spec.nheads_kv, d) for d in (spec.headdim, spec.headdim_v))
+        q = normal(tile.rows, spec.nheads, spec.headdim)
+        dout = normal(tile.rows, spec.nheads, spec.headdim_v)
+        k = normal(tile.cols, spec.nheads_kv, spec.headdim)
+        v = normal(tile.cols, spec.nheads_kv, spec.headdim_v)
 
-        def fold(state: Any, last: bool) -> Any:
+        def fold(state: State, last: bool) -> State:
             return backend.forward(q, k, v, (tile,), state, scores=scores, last=last)
 
         state = fold(backend.new_state(q, spec.headdim_v), last=True)
@@ -251,18 +330,21 @@ class _Bench:
         return lambda: fold(state, last=False), backward
 
     def messages(self) -> Iterator[MessageSample]:
-        """Exchanges of every kind and size, all ranks at once."""
+        """Measure exchanges of every kind and size, on all ranks at once."""
         for op in ("shift", *COLLECTIVES):
+            num_peers = 1 if op == "shift" else self.world_size - 1
             for nbytes in self.setting.messages:
-                part = max(nbytes // (1 if op == "shift" else self.world_size - 1) // 64 * 64, 64)
-                leaving = part if op == "shift" else part * (self.world_size - 1)
+                part = max(nbytes // num_peers // 64 * 64, 64)
                 seconds = self.seconds(self.exchange(op, part), MESSAGE_REPEATS)
-                yield MessageSample(op, leaving, seconds)
+                yield MessageSample(op, nbytes=part * num_peers, seconds=seconds)
 
     def exchange(
         self, op: str, part: int, meanwhile: Callable[[], object] | None = None
     ) -> Callable[[], None]:
-        """A call that posts an exchange of `part` bytes per rank, runs `meanwhile`, and waits."""
+        """Return a call that posts an exchange, runs `meanwhile`, and waits for the exchange.
+
+        `part` is the number of bytes for each rank.
+        """
         ranks, transport = self.world_size, self.transport
         part += transport.pool(self.device).header if op == "shift" else 0
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
@@ -274,22 +356,22 @@ class _Bench:
             dtype, counts = torch.float32, (part,) * ranks
             route = Collective(op, dtype, counts, counts)  # type: ignore[arg-type]
 
-        def both() -> None:
-            new = torch.empty(size, dtype=torch.uint8, device=self.device)
-            transport.post("shards", 0, route, send, new)
+        def post_and_wait() -> None:
+            received = torch.empty(size, dtype=torch.uint8, device=self.device)
+            transport.post("shards", 0, route, send, received)
             if meanwhile is not None:
                 meanwhile()
             transport.wait("shards")
 
-        return both
+        return post_and_wait
 
     def memory_bandwidth(self) -> float:
-        """Bytes/s, read and written, of a copy of half the heads of some rows."""
+        """Return the bytes/s, read and written, of a copy of half the heads of some rows."""
         x = torch.zeros(COPIED // 512, 2, 64, device=self.device)
         return COPIED / self.seconds(lambda: x[:, :1].contiguous(), MESSAGE_REPEATS)
 
     def slowdown(self) -> float:
-        """The share of its speed that compute loses during a transfer."""
+        """Return the fraction of its speed that compute loses during a transfer."""
         rows = self.setting.rows[-2]
         tile = Tile(0, rows, 0, rows)
         compute, _ = self.calls(tile)
@@ -306,11 +388,11 @@ class _Bench:
 
 
 def _fits(cluster: Cluster, samples: Samples) -> Iterator[str]:
-    """Lines: the speeds, and by how much a fit misses a sample at most."""
-    tiles = [x for x in samples if isinstance(x, TileSample)]
+    """Yield lines with the speeds, and with the largest difference of a fit and a sample."""
+    tiles = [sample for sample in samples if isinstance(sample, TileSample)]
     for (backward, window), name in KINDS.items():
         rate = cluster.device.rate(backward=backward, window=window)
-        of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
+        of_kind = [tile for tile in tiles if (tile.backward, tile.window) == (backward, window)]
         error = f"off by {100 * largest_error(rate, of_kind):.0f} % at most"
         yield f"{name}: {rate.flops / 1e9:.1f} GFLOP/s, {error}"
     for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
@@ -318,5 +400,6 @@ def _fits(cluster: Cluster, samples: Samples) -> Iterator[str]:
 
 
 def largest_error(rate: Rate, samples: Sequence[TileSample]) -> float:
-    """The greatest relative error of a fitted rate."""
-    return max((abs(s.predicted(rate) / s.seconds - 1) for s in samples), default=0.0)
+    """Return the largest relative error of a fitted rate."""
+    errors = [abs(sample.predicted(rate) / sample.seconds - 1) for sample in samples]
+    return max(errors, default=0.0)

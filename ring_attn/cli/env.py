@@ -1,4 +1,4 @@
-"""Versions, hardware, and the backends that can run: of `ring-attn env`, and in every report."""
+"""Versions, hardware, and the backends that can run, for `ring-attn env` and for every report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from ring_attn.testing.cases import backend_reasons
 from ring_attn.testing.launch import num_cores
 from ring_attn.version import __version__, installed_version
 
-# Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
+# Versions are read from metadata, because an import of triton or flash-attn may fail or take
+# seconds.
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 
 VARIABLES = (
@@ -39,8 +40,30 @@ VARIABLES = (
 )
 
 
-def machine() -> dict[str, Any]:
+class Gpu(TypedDict):
+    """A GPU that torch can use."""
+
+    name: str
+    memory_bytes: int
+    multiprocessors: int
+    capability: str
+
+
+class Machine(TypedDict):
     """Versions and hardware, ready for JSON."""
+
+    versions: dict[str, str | None]
+    os: str
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    devices: list[Gpu]
+    distributed: list[str]
+
+
+def machine() -> Machine:
+    """Return the versions and the hardware of this machine."""
     return {
         "versions": _versions(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -54,20 +77,24 @@ def machine() -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the report; with --quiet, only the versions."""
+    here = machine()
     report = {
-        "machine": machine(),
+        "machine": here,
         "backends": backend_reasons(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
     write_json(args.json, {"command": "env", **report})
     if args.quiet:
-        print(" ".join(f"{n}={v}" for n, v in report["machine"]["versions"].items() if v))
+        installed = {name: version for name, version in here["versions"].items() if version}
+        print(" ".join(f"{name}={version}" for name, version in installed.items()))
     else:
         print(json.dumps(report, indent=2))
     return 0
 
 
 def _versions() -> dict[str, str | None]:
+    """Return the versions of Python and of packages; None for packages that are not installed."""
     versions: dict[str, str | None] = {
         "ring_attn": __version__,
         "python": platform.python_version(),
@@ -79,14 +106,17 @@ def _versions() -> dict[str, str | None]:
 
 
 def _cpu_model() -> str:
+    """Return the name of the CPU."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _gpus() -> list[Gpu]:
+    """Return the GPUs that torch can use."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    all_properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     return [
         {
             "name": properties.name,
@@ -94,10 +124,11 @@ def _gpus() -> list[dict[str, Any]]:
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
         }
-        for properties in map(torch.cuda.get_device_properties, range(count))
+        for properties in all_properties
     ]
 
 
 def _distributed_backends() -> list[str]:
+    """Return the backends of torch.distributed that this torch has."""
     names = ("gloo", "nccl", "mpi")
     return [name for name in names if getattr(dist, f"is_{name}_available")()]

@@ -1,8 +1,8 @@
-"""The `ring-attn` command: a table of subcommands, each with its options and a module that runs.
+"""The `ring-attn` command: a table of subcommands, each with its options and the module that runs.
 
-Help and wrong options need only the former, which import no torch. A user's error prints one line
-on stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C prints one line too,
-and exits with 130.
+Help and errors about options need only the options, which do not import torch. An error of the user
+prints one line to stderr and exits with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C also
+prints one line, and exits with status 130.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ EXIT_USAGE = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line that names --help."""
+    """An argparse parser whose errors are one line that mentions --help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class Command(NamedTuple):
-    """A subcommand: its words, two places, and its line of help.
+    """A subcommand.
 
-    `options` is "module:function", or a module with `add_arguments`, whose docstring is the text of
-    the help; `module` has `run`. `loads` says whether `run` needs the package's `__init__`.
+    Attributes:
+        name: the words of the command, such as "bench ring".
+        options: "module:function", or a module with `add_arguments`. The function adds the options;
+            its docstring is the text of the help.
+        module: the module whose function `run` runs the command.
+        help: one line for the list of commands.
+        loads: whether `run` needs the package's `__init__`.
     """
 
     name: str
@@ -50,13 +55,14 @@ class Command(NamedTuple):
         return self.name.split()
 
     def parser(self, prog: str) -> Parser:
+        """Return the parser of the command's options."""
         name, _, function = self.options.partition(":")
         module = import_module(name)
         add_arguments = getattr(module, function or "add_arguments")
         text = inspect.getdoc(add_arguments) or module.__doc__ or ""
         parser = Parser(
             prog=f"{prog} {self.name}",
-            description="\n\n".join(map(narrow, text.split("\n\n"))),
+            description="\n\n".join(narrow(paragraph) for paragraph in text.split("\n\n")),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_arguments(parser)
@@ -64,6 +70,7 @@ class Command(NamedTuple):
 
 
 def _ours(name: str, module: str, help: str) -> Command:
+    """Return a command whose options are in `cli.options`."""
     options = f"ring_attn.cli.options:{name.replace(' ', '_')}"
     return Command(name, options, f"ring_attn.{module}", help)
 
@@ -72,7 +79,7 @@ COMMANDS = (
     _ours("doctor", "cli.doctor", "check that this machine is ready"),
     _ours("env", "cli.env", "show what is installed and which backends can run"),
     _ours("verify", "cli.verify", "check every result against dense attention in float64"),
-    _ours("audit", "cli.audit", "say what a training step does wrong on several ranks"),
+    _ours("audit", "cli.audit", "find mistakes of a training step on several ranks"),
     _ours("plan", "cli.plan", "predict the best strategy and the costs of each step"),
     _ours("bench ring", "bench.ring", "time and memory of ring attention"),
     _ours("bench kernel", "bench.kernel", "TFLOP/s of attention on one device"),
@@ -87,9 +94,9 @@ USER_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 def main(
     argv: Sequence[str] | None = None, prog: str = PROG, commands: Sequence[Command] = COMMANDS
 ) -> int:
-    """Runs one subcommand; returns 0, 1 if a check failed, or 2 if it cannot run as asked."""
+    """Run one subcommand; return 0, 1 if a check failed, or 2 if it cannot run with its options."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = next((c for c in commands if c.words == words[: len(c.words)]), None)
+    command = next((each for each in commands if each.words == words[: len(each.words)]), None)
     if command is None:
         _without_command(words, prog, commands)
     try:
@@ -99,10 +106,11 @@ def main(
         if is_first_rank():
             print(f"{prog} {command.name}: interrupted", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)  # whatever threads and libraries still do
+        os._exit(128 + signal.SIGINT)  # does not wait for threads and libraries
 
 
 def _run(prog: str, command: Command, options: list[str]) -> int:
+    """Run a subcommand with its options; print an error of the user in one line."""
     parser = command.parser(prog)
     try:
         for word in options:
@@ -131,7 +139,7 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
 
 
 def load() -> None:
-    """Runs the `__init__` of the package where `ring_attn_cli` has left it out."""
+    """Run the `__init__` of the package, if `ring_attn_cli` has left it out."""
     package = sys.modules["ring_attn"]
     if not hasattr(package, "__all__"):
         assert package.__spec__ is not None and package.__spec__.loader is not None
@@ -139,17 +147,17 @@ def load() -> None:
 
 
 def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> NoReturn:
-    """Prints help or the version; else an error that lists the commands.
+    """Print help or the version, otherwise an error that lists the commands.
 
-    The first word of some commands, as in "bench --help", has its own.
+    The first word of commands with two words has its own help: "bench --help".
     """
     of_word = [command for command in commands if command.words[:-1] == words[:1]]
     if words and of_word:
         prog, words = f"{prog} {words[0]}", words[1:]
-        commands = [one._replace(name=one.words[-1]) for one in of_word]
+        commands = [command._replace(name=command.words[-1]) for command in of_word]
     parser = Parser(
         prog=prog,
-        description="Exact attention over a sequence that is split across ranks.",
+        description="Exact attention for sequences sharded across ranks.",
         usage=f"{prog} COMMAND [options]",
         epilog=f"{prog} COMMAND --help shows a command's options.",
     )

@@ -1,4 +1,4 @@
-"""`ring-attn plan`: predicts how ranks would best share a call on a cluster."""
+"""`ring-attn plan`: predict how ranks would best share a call on a cluster."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ from ring_attn.testing.launch import num_threads
 # At this size a table of all pairs of ranks takes 0.1 GiB; a plan holds about 25 such tables.
 MAX_RANKS = 4096
 
-# Most rows, and bytes per row: more pairs (rows x rows) or bytes would overflow 64 bits.
+# Limits of rows, and of elements per row: more pairs (rows x rows) or bytes would overflow 64 bits.
 MAX_ROWS, MAX_ROW = 1 << 31, 1 << 26
 
 # MAX_MEETINGS limits documents x ranks^2: every striped shard has rows of every document.
 MAX_HEADS, MAX_DOCUMENTS, MAX_MEETINGS = 4096, 1 << 16, 1 << 25
 
-# Most ranks whose programs --check checks, and most lines to print of a program or of faults.
+# Limits of the ranks whose programs --check checks, and of printed lines of a program or of faults.
 MAX_CHECKED, MAX_LINES = 128, 60
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan a call, while the strategies of --load are registered; return 1 if --check fails."""
     with ExitStack() as stack:
         if args.load is not None:
             if not args.load.is_file():
@@ -63,19 +64,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
+    """Plan a call and print the choice; return 1 if --check finds a fault."""
     check_bounds(args)
-    with num_threads(1):  # on a busy machine, threads of small operators wait for one another
+    with num_threads(1):  # on a busy machine, threads of small operators wait for each other
         choice = plan(args)
     if not args.quiet:
         text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
-        print(text if args.verbose else "\n".join(map(narrow, text.splitlines())))
+        lines = text.splitlines()
+        print(text if args.verbose else "\n".join(narrow(line) for line in lines))
     estimates = estimates_of(choice.problem, choice.best)
     walked = estimates.num_walked
     if estimates.is_extrapolated:
-        sizes = " and ".join(map(str, estimates.world_sizes))
-        print(f"times follow from {sizes} ranks, each of which stands for several")
+        sizes = " and ".join(str(size) for size in estimates.world_sizes)
+        print(f"times follow from {sizes} ranks, each of which represents several ranks")
     elif walked < args.world_size:
-        print(f"times are of {walked} ranks, which stand for all {args.world_size}")
+        print(f"times are computed for {walked} ranks, which represent all {args.world_size} ranks")
     print(narrow(choice.reason))
     ok = not args.check or checked(choice, quiet=args.quiet)
     write_json(args.json, {"command": command_line(), **choice.to_dict()})
@@ -83,41 +86,44 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def checked(choice: Choice, *, quiet: bool) -> bool:
-    """Checks all ranks' programs of the best strategy; draws rank 0's, and prints faults."""
+    """Check all ranks' programs of the best strategy; draw the program of rank 0, print faults."""
     problem, best = choice.problem, choice.best
     calls = [replace(call_of(problem, best), rank=rank) for rank in range(problem.world_size)]
-    count, faults = 0, []
+    num_ops, faults = 0, []
     for backward in problem.directions:
         programs = programs_of(calls, backward=backward)
-        count += sum(len(program.ops) for program in programs)
+        num_ops += sum(len(program.ops) for program in programs)
         faults += check(programs, calls[0])
         if not quiet:
             print(shortened_lines(draw(programs[0]), MAX_LINES))
     for fault in faults[:MAX_LINES]:
         print(fault)
-    print(f"checked {count} ops of {len(calls)} ranks: {len(faults)} faults")
+    print(f"checked {num_ops} ops of {len(calls)} ranks: {len(faults)} faults")
     return not faults
 
 
-def shortened_lines(text: str, most: int) -> str:
-    """The first `most` lines of a text, and the number of further lines."""
+def shortened_lines(text: str, num: int) -> str:
+    """Return the first `num` lines of a text, and the number of further lines."""
     lines = text.splitlines()
-    more = [f"... {len(lines) - most} more lines"] if len(lines) > most else []
-    return "\n".join([*lines[:most], *more, ""])
+    shown = lines[:num]
+    if len(lines) > num:
+        shown.append(f"... {len(lines) - num} more lines")
+    return "\n".join([*shown, ""])
 
 
 def check_bounds(args: argparse.Namespace) -> None:
-    """Refuses sizes whose plan would take much more than 20 s or 4 GiB."""
+    """Refuse sizes whose plan would take much more than 20 s or 4 GiB."""
     documents = 0
     if args.documents is not None:
+        # The lengths are repeated until the sequence is full; rounded up.
         documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
     heads = args.batch * args.nheads
     if args.check and args.world_size > MAX_CHECKED:
         raise ValueError(
-            f"--check takes at most {MAX_CHECKED} ranks, as it lists the tiles of every pair; got "
-            f"{args.world_size}"
+            f"--check works for at most {MAX_CHECKED} ranks, because it lists the tiles of every "
+            f"pair of ranks, got {args.world_size}"
         )
-    for option, value, most in (
+    for option, value, limit in (
         ("--world-size", args.world_size, MAX_RANKS),
         ("--seqlen", args.seqlen, MAX_ROWS),
         ("--heads", args.nheads, MAX_HEADS),
@@ -125,24 +131,25 @@ def check_bounds(args: argparse.Namespace) -> None:
         ("--batch x heads x head dim of v", heads * (args.headdim_v or 0), MAX_ROW),
         ("documents", documents, MAX_DOCUMENTS),
     ):
-        if value > most:
+        if value > limit:
             raise ValueError(
-                f"{option} can be {format_size(most)} at most, which takes about 20 s and 4 GiB "
-                f"to plan; got {value}"
+                f"{option} must be at most {format_size(limit)}, which takes about 20 s and 4 GiB "
+                f"to plan, got {value}"
             )
     meetings = documents * args.world_size**2
     if args.layout in ("auto", "striped") and meetings > MAX_MEETINGS:
         raise ValueError(
-            f"{documents} documents x {args.world_size} x {args.world_size} ranks can be "
-            f"{format_size(MAX_MEETINGS)} at most with striped shards, which takes about 20 s to "
-            "plan; give --layout zigzag, contiguous or balanced"
+            f"documents x ranks x ranks must be at most {format_size(MAX_MEETINGS)} with striped "
+            f"shards, which takes about 20 s to plan, got {documents} documents x "
+            f"{args.world_size} x {args.world_size} ranks: pass --layout zigzag, contiguous or "
+            "balanced"
         )
 
 
 def plan(args: argparse.Namespace) -> Choice:
-    """The choice for the options, which are stored under the names of `explain`'s parameters.
+    """Return the choice for the options, which have the names of `explain`'s parameters.
 
-    Unless --quick, simulates a degree of each strategy's name.
+    Unless --quick is given, one degree is simulated for each name of a strategy.
     """
     return with_options(
         explain,
@@ -154,7 +161,7 @@ def plan(args: argparse.Namespace) -> Choice:
 
 
 def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
-    """Boundaries of documents with repeated lengths; the last document takes the remaining room.
+    """Return the boundaries of documents with repeated lengths; the last one may be shorter.
 
     Example:
         >>> boundaries((4, 1), 12)
@@ -165,19 +172,21 @@ def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
 
 
 def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Cluster:
-    """A built-in cluster, a file's cluster, or by default this machine's."""
+    """Return a built-in cluster, the cluster of a file, or by default this machine's cluster."""
     if name is None:
-        known = torch.cuda.is_available() or os.environ.get(CLUSTER_VARIABLE)
-        cluster = find_cluster(None, world_size) if known else builtin_cluster("H100")
+        is_known = torch.cuda.is_available() or os.environ.get(CLUSTER_VARIABLE)
+        cluster = find_cluster(None, world_size) if is_known else builtin_cluster("H100")
     elif name.upper() in DEVICES:
         cluster = builtin_cluster(name.upper())
     elif os.path.isdir(name):
-        raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
+        raise ValueError(
+            f"--cluster must not be a folder, got {name!r}: pass a file of ring-attn calibrate"
+        )
     elif os.path.exists(name):
         cluster = load_cluster(name)
     else:
         known = ", ".join(DEVICES).lower()
-        raise ValueError(f"--cluster must be one of {known}, or a file; got {shortened(name)}")
+        raise ValueError(f"--cluster must be one of {known}, or a file, got {shortened(name)}")
     if node_size is None:
         return cluster
     return replace(cluster, node_size=node_size)

@@ -1,4 +1,4 @@
-"""`ring-attn tune`: finds the fastest configs of the kernels on a GPU."""
+"""`ring-attn tune`: find the fastest configs of the kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
 # Number of timed runs of a config, and of runs whose bits must be equal.
 ITERS, REPEATS = 12, 20
 
-# Most processes that build at once; each has its own context on the GPU.
+# Maximum number of processes that build at once; each has a context on the GPU.
 MAX_JOBS = 12
 
-# The share of a kind's time after which building and checking stop.
+# The fraction of a kind's time after which building and checking stop.
 CHECK_SHARE = 0.7
 
 # Default seconds of a search on a GPU.
@@ -47,10 +47,10 @@ BUDGET = 600.0
 
 @dataclass(frozen=True)
 class TuneRow:
-    """Figures of a kind's config; None where there is no figure.
+    """Figures of a kind's config; a figure that was not measured is None.
 
-    `max_ratio` is the greatest error / bound; above 1 the config is wrong. `speed` is relative to
-    the frozen config. `note` says why there is no time, or what is wrong.
+    `max_ratio` is the largest error / bound; above 1 the config is wrong. `speed` is relative to
+    the frozen config. `note` is the reason why there is no time, or the fault of a wrong config.
     """
 
     kind: str
@@ -65,25 +65,25 @@ class TuneRow:
 
     @property
     def wrong(self) -> bool:
-        """Tells whether the config ran, and its results are wrong."""
+        """Whether the config ran, and its results are wrong."""
         return self.max_ratio is not None and bool(self.note)
 
     @property
     def kind_of_backend(self) -> str:
-        """The kind under which the backend takes the config."""
+        """The kind by which the backend selects the config."""
         return GLUON if self.gluon else self.kind
 
     def kernels(self, problem: Shape, data: Inputs) -> Ours:
-        """Attention in which the kind has this config."""
+        """Return attention in which the kind has this config."""
         return Ours(problem, data, TritonBackend({self.kind_of_backend: self.config}))
 
     def call(self, problem: Shape, data: Inputs) -> Callable[[], list[Tensor]]:
-        """A call of the kind's kernel alone."""
+        """Return a call of only the kind's kernel."""
         return self.kernels(problem, data).one(kernel_of(self.kind))
 
 
 def kernel_of(kind: str) -> str:
-    """The kernel of a kind: "dkdv" of "dkdv_whole"."""
+    """Return the kernel of a kind: "dkdv" for "dkdv_whole"."""
     return kind.partition("_")[0]
 
 
@@ -104,6 +104,7 @@ class TuneSetting:
 
     @property
     def kinds(self) -> list[str]:
+        """The kinds of configs to search, the most valuable first."""
         x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
         # The backward in one pass has one config per head dim: there is nothing to search.
         one_pass = takes_one_pass(x, self.head_dim)
@@ -111,15 +112,22 @@ class TuneSetting:
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
     def problem_of(self, kind: str) -> Shape:
-        """The problem of a kind: with a causal mask, or half as long and without a mask."""
-        whole = kind.endswith("_whole")
-        rows = self.rows // 2 if whole else self.rows
-        sizes = 1, rows, self.heads, self.kv_heads, self.head_dim
-        return Shape(*sizes, not whole, self.dtype, self.device)
+        """Return the problem of a kind: causal, or half as long and without a mask."""
+        has_mask = not kind.endswith("_whole")
+        return Shape(
+            batch=1,
+            seqlen=self.rows if has_mask else self.rows // 2,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            causal=has_mask,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
 
 class Tuning(Report[TuneSetting, TuneRow]):
-    """Searches one kind after another, and saves the report after each."""
+    """A search of one kind after another, with a report that is saved after each kind."""
 
     def __init__(self, setting: TuneSetting, path: Path | None = None) -> None:
         super().__init__(setting, path, budget=setting.budget)
@@ -127,38 +135,46 @@ class Tuning(Report[TuneSetting, TuneRow]):
         self._watch = Watch(setting.device)
 
     def run(self) -> None:
-        """Searches kinds while time is left; later kinds get unused time."""
+        """Search kinds while time is left; later kinds get the time that earlier ones leave."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            if (left := self.left()) > 0.0:
-                self._search(kind, left / (len(kinds) - index))
+            seconds_left = self.left()
+            if seconds_left > 0.0:
+                num_left = len(kinds) - index
+                self._search(kind, seconds_left / num_left)
             free_memory(self.setting.device)
             self.save()
 
+    # Any, as in `Report.to_json`: the values of JSON.
     def to_json(self) -> dict[str, Any]:
-        """Adds the configs in the form that RING_ATTN_CONFIGS reads."""
+        """Return the report, with the configs in the form that RING_ATTN_CONFIGS reads."""
         setting = self.setting
         chosen = {row.kind_of_backend: row.config for row in best(self.rows)}
         table = section(setting.device, setting.head_dim, setting.dtype, chosen)
         return super().to_json() | {"configs": table}
 
     def summary(self) -> list[str]:
-        """Lines: speeds, wrong configs, how to use the file, and counts."""
-        chosen = best(self.rows)
-        lines = [f"{r.kind}: {r.name}, {show(r.speed, '.3f')} x the frozen config" for r in chosen]
-        lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in self.rows if row.wrong]
-        file = f"{CONFIGS_VARIABLE}=PATH on every rank uses these configs, PATH of --json"
-        timed, wrong = sum(bool(r.speed) for r in self.rows), sum(r.wrong for r in self.rows)
-        return [*lines, file, f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"]
+        """Return lines with speeds, wrong configs, the use of the file, and counts."""
+        rows = self.rows
+        lines = [
+            f"{row.kind}: {row.name}, {show(row.speed, '.3f')} x the frozen config"
+            for row in best(rows)
+        ]
+        lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in rows if row.wrong]
+        lines.append(f"{CONFIGS_VARIABLE}=PATH on every rank uses these configs, PATH of --json")
+        num_timed = sum(bool(row.speed) for row in rows)
+        num_wrong = sum(row.wrong for row in rows)
+        lines.append(f"{len(rows)} configs, {num_timed} timed, {num_wrong} wrong")
+        return lines
 
     def _search(self, kind: str, seconds: float) -> None:
-        """Builds, checks and times candidates of one kind, the frozen config first."""
+        """Build, check and time candidates of one kind, the frozen config first."""
         start, problem = time.monotonic(), self.setting.problem_of(kind)
         deadline = start + CHECK_SHARE * seconds
         rows = self._built(problem, self._candidates(kind), deadline)
         judge, data = OracleJudge(problem), problem.data()
         rows = [self._checked(row, problem, data, judge, deadline) for row in rows]
-        del judge
+        del judge  # frees memory before the timing
         rows = self._timed(problem, data, rows, start + seconds)
         for row in rows:
             if row.frozen and row.note:
@@ -166,53 +182,70 @@ class Tuning(Report[TuneSetting, TuneRow]):
         self.rows += rows
 
     def _candidates(self, kind: str) -> list[TuneRow]:
-        """The frozen config, then the search space; for a forward in Gluon, those configs too."""
+        """Return the candidates of a kind: the frozen config, then the search space.
+
+        For a forward that Gluon can run, the configs of Gluon come first, the first one of them
+        frozen.
+        """
         setting = self.setting
         sizes = (self._arch, setting.head_dim, setting.dtype)
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
-        in_gluon, frozen = list[TuneRow](), configs.frozen(kind, *sizes)
-        default: Config | None = frozen
+        frozen = configs.frozen(kind, *sizes)
+        in_triton = [frozen, *configs.search_space(kind, *sizes)]
+        in_gluon: Sequence[Config] = []
         if kernel_of(kind) == "fwd" and takes_gluon(x, setting.head_dim):
-            gluon, default = configs.search_space(GLUON, *sizes), None
-            in_gluon = [TuneRow(kind, f"gluon {c}", c, True, c == gluon[0]) for c in gluon]
-        space = [frozen, *configs.search_space(kind, *sizes)]
-        rows = (TuneRow(kind, str(c), c, frozen=c == default) for c in space)
-        return in_gluon + list(dict.fromkeys(rows))
+            in_gluon = configs.search_space(GLUON, *sizes)
+        rows = [
+            TuneRow(kind, f"gluon {config}", config, gluon=True, frozen=config == in_gluon[0])
+            for config in in_gluon
+        ]
+        rows += [
+            TuneRow(kind, str(config), config, frozen=not in_gluon and config == frozen)
+            for config in in_triton
+        ]
+        return list(dict.fromkeys(rows))  # the search space may have the frozen config, too
 
     def _built(self, problem: Shape, rows: Sequence[TuneRow], deadline: float) -> list[TuneRow]:
-        """Builds all configs; notes those that do not compile or crash their process."""
-        tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
-        notes: Iterator[str] = map(build, tasks)
+        """Build all configs; add a note to those that do not compile or crash their process."""
+        tasks = [BuildTask(problem, row, math.inf if row.frozen else deadline) for row in rows]
         if self.setting.device.type == "cuda":
             jobs = min(MAX_JOBS, num_cores())
-            notes = map_in_processes(build, tasks, jobs, lambda _: "the process died")
+            errors = map_in_processes(build, tasks, jobs, lambda _: "the process died")
+        else:
+            errors = map(build, tasks)
         return [
-            replace(row, note=f"not built: {why}" if why else "")
-            for row, why in zip(rows, notes, strict=True)
+            replace(row, note=f"not built: {error}" if error else "")
+            for row, error in zip(rows, errors, strict=True)
         ]
 
     def _checked(
         self, row: TuneRow, problem: Shape, data: Inputs, judge: OracleJudge, deadline: float
     ) -> TuneRow:
-        """The row with its error, and a note if it is wrong or cannot be checked."""
+        """Return the row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
             return row
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
         try:
             ratio, note = judge.verdict(row.kernels)
-            runs = (row.call(problem, data)() for _ in range(self.setting.repeats))
-            first = next(runs)
-            if not note and not all(all(map(torch.equal, first, other)) for other in runs):
-                note = f"other bits in one of {self.setting.repeats} equal runs"
+            first = row.call(problem, data)()
+            if not note and not self._repeats(lambda: row.call(problem, data)(), first):
+                note = f"different bits in one of {self.setting.repeats} equal runs"
         except Exception as error:
             return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
 
+    def _repeats(self, call: Callable[[], list[Tensor]], first: list[Tensor]) -> bool:
+        """Return whether further calls return the same bits as the first one."""
+        for _ in range(self.setting.repeats - 1):
+            if not all(torch.equal(x, y) for x, y in zip(first, call(), strict=True)):
+                return False
+        return True
+
     def _timed(
         self, problem: Shape, data: Inputs, rows: Sequence[TuneRow], end: float
     ) -> list[TuneRow]:
-        """Times all rows without a note."""
+        """Measure the times of all rows without a note."""
         found = {row.name: row for row in rows}
         calls = {row.name: TimedCall([row.call(problem, data)]) for row in rows if not row.note}
 
@@ -220,86 +253,113 @@ class Tuning(Report[TuneSetting, TuneRow]):
             found[name] = replace(found[name], note=f"cannot run: {reason(error)}")
 
         samples = time_in_turn(
-            calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
+            calls,
+            self._watch,
+            self.setting.iters,
+            seconds=max(end - time.monotonic(), 0.0),
             failed=failed,
-        )  # fmt: skip
+        )
         medians = {
             name: statistics.median(sample.ms[0] for sample in of_name)
             for name, of_name in samples.items()
             if of_name
         }
-        frozen = medians.get(rows[0].name)
+        frozen_median = medians.get(rows[0].name)
         for name, median in medians.items():
-            speed = frozen and frozen / median
+            speed = None if frozen_median is None else frozen_median / median
             found[name] = replace(found[name], median_ms=median, speed=speed)
         return [*found.values()]
 
 
-def build(task: tuple[Shape, TuneRow, float]) -> str:
-    """Runs a config once, which puts it into triton's cache on disk; returns the error, or ""."""
-    problem, row, deadline = task
-    if time.monotonic() > deadline:  # all processes share this clock
+class BuildTask(NamedTuple):
+    """A config to build, before a time of the monotonic clock."""
+
+    problem: Shape
+    row: TuneRow
+    deadline: float
+
+
+def build(task: BuildTask) -> str:
+    """Run a config once, which adds it to triton's cache on disk; return the error, or ""."""
+    if time.monotonic() > task.deadline:  # all processes share this clock
         return "there was no time left"
     try:
-        row.call(problem, problem.data())()
+        task.row.call(task.problem, task.problem.data())()
     except Exception as error:
         return reason(error)
     return ""
 
 
 def best(rows: Sequence[TuneRow]) -> list[TuneRow]:
-    """The fastest row of every timed kind that keeps a ring's results equal bit for bit.
+    """Return the fastest row of every timed kind that keeps a ring's results equal bit for bit.
 
-    For that, the kinds of a kernel must fold blocks of one length; a kind that was not timed keeps
-    its frozen config, and so its length. Both kinds of the forward in Gluon share one config.
+    For equal bits, the kinds of a kernel must fold blocks of the same length. A kind that was not
+    timed keeps its frozen config, and so its length. Both kinds of the forward in Gluon share one
+    config.
     """
-    fastest = list[TuneRow]()
+    fastest: list[TuneRow] = []
     for kernel, block in FOLDED.items():
         of_kernel = [row for row in rows if kernel_of(row.kind) == kernel]
-        frozen = {getattr(row.config, block) for row in of_kernel if row.frozen}
-        timed = sorted((r for r in of_kernel if r.speed), key=lambda row: row.speed or 0.0)
-        # Kind -> the fastest row, of those that fold blocks of one length.
-        options = dict[tuple[int, object], dict[str, TuneRow]]()
-        for row in timed:
-            alike = getattr(row.config, block), row.gluon and row.name
-            options.setdefault(alike, {})[row.kind] = row
+        frozen_lengths = {getattr(row.config, block) for row in of_kernel if row.frozen}
+        timed = [row for row in of_kernel if row.speed]
         kinds = {row.kind for row in timed}
+        # Rows that can be combined: (length of blocks, name of a config in Gluon or "") -> the
+        # fastest row of each kind.
+        combinations: dict[tuple[int, str], dict[str, TuneRow]] = {}
+        for row in sorted(timed, key=_speed):
+            key = (getattr(row.config, block), row.name if row.gluon else "")
+            combinations.setdefault(key, {})[row.kind] = row  # replaces a slower row
         usable = [
-            [*of_kinds.values()]
-            for (length, _), of_kinds in options.items()
-            if of_kinds.keys() == kinds and (len(kinds) == 2 or length in frozen)
+            list(by_kind.values())
+            for (length, _), by_kind in combinations.items()
+            if by_kind.keys() == kinds and (len(kinds) == 2 or length in frozen_lengths)
         ]
         if usable:
-            fastest += max(usable, key=lambda rows: math.prod(row.speed or 0.0 for row in rows))
+            fastest += max(usable, key=_product_of_speeds)
     return fastest
 
 
+def _speed(row: TuneRow) -> float:
+    """Return the speed of a timed row."""
+    return row.speed or 0.0
+
+
+def _product_of_speeds(rows: Iterable[TuneRow]) -> float:
+    """Return the product of the speeds of a kernel's kinds."""
+    return math.prod(_speed(row) for row in rows)
+
+
 def setting_of(args: argparse.Namespace) -> TuneSetting:
-    """The setting from the options; a CPU gets small sizes, only to test the search."""
+    """Return the setting of the options; a CPU gets small sizes, only to test the search."""
     if args.device is None and not torch.cuda.is_available():
         raise ValueError(
-            "this machine has no GPU that torch can use; --device cpu uses tiny sizes and "
-            "Triton's interpreter"
+            "this machine has no GPU that torch can use: pass --device cpu to test the search with "
+            "tiny sizes in Triton's interpreter"
         )
-    if path := os.environ.get(CONFIGS_VARIABLE):
+    path = os.environ.get(CONFIGS_VARIABLE)
+    if path:
         raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {path!r}: unset it")
     device = parse_device(args.device)
-    gpu, share = device.type == "cuda", 4 if args.quick else 1
-    heads, head_dims = args.heads or ((32, 8) if gpu else (4, 2),), args.head_dims
-    head_dims = head_dims or (128 if gpu else 16,)
-    if len(heads) > 1 or len(head_dims) > 1:
-        raise ValueError(f"one pair of --heads and one --head-dim, got {(heads, head_dims)}")
+    on_gpu = device.type == "cuda"
+    all_heads = args.heads or ((32, 8) if on_gpu else (4, 2),)
+    head_dims = args.head_dims or (128 if on_gpu else 16,)
+    if len(all_heads) > 1 or len(head_dims) > 1:
+        raise ValueError(
+            f"--heads must be one pair and --head-dim one size, got {all_heads} and {head_dims}"
+        )
+    heads, kv_heads = all_heads[0]
+    rows = 32768 if on_gpu else 128
     setting = TuneSetting(
-        heads=heads[0][0],
-        kv_heads=heads[0][1],
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dims[0],
-        dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
+        dtype=args.dtype or (torch.bfloat16 if on_gpu else torch.float32),
         device=device,
-        budget=BUDGET if gpu and args.budget is None else args.budget,
+        budget=BUDGET if on_gpu and args.budget is None else args.budget,
         kernels=args.kernels,
-        rows=(32768 if gpu else 128) // share,
-        iters=ITERS if gpu else 1,
-        repeats=REPEATS if gpu else 2,
+        rows=rows // 4 if args.quick else rows,
+        iters=ITERS if on_gpu else 1,
+        repeats=REPEATS if on_gpu else 2,
     )
     refused = TritonBackend().supports(setting.problem_of("fwd").spec, explicit=True)
     if refused is not None:
@@ -308,7 +368,7 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, saves the JSON after each kind; 1 if a frozen config is wrong."""
+    """Search, and save the JSON after each kind; return 1 if a frozen config is wrong."""
     bench = Tuning(setting_of(args), args.json)
     bench.run()
     return bench.finish([], bench.summary())

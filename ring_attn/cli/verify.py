@@ -1,4 +1,4 @@
-"""`ring-attn verify`: compares ring attention on this machine with dense attention in float64."""
+"""`ring-attn verify`: compare ring attention on this machine with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch.distributed as dist
 
 from ring_attn import select_backend
 from ring_attn.cli.arguments import write_json
-from ring_attn.cli.env import machine
+from ring_attn.cli.env import Machine, machine
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
 from ring_attn.testing import (
     LAYOUTS,
@@ -30,12 +30,7 @@ from ring_attn.testing import (
     usable_backends,
 )
 from ring_attn.testing.cases import backend_reasons, sample
-from ring_attn.testing.launch import (
-    checked_device,
-    rank_device,
-    run_ranks,
-    under_torchrun,
-)  # fmt: skip
+from ring_attn.testing.launch import checked_device, rank_device, run_ranks, under_torchrun
 from ring_attn.values.checks import check_one_of
 from ring_attn.values.outside import env_int
 
@@ -61,39 +56,73 @@ class CaseResult:
         """ "passed", "failed" or "refused"."""
         if self.refused is not None:
             return "refused"
-        held = self.error is None and bool(self.verdicts) and all(v.ok for v in self.verdicts)
-        return "passed" if held else "failed"
+        is_right = self.error is None and bool(self.verdicts) and all(v.ok for v in self.verdicts)
+        return "passed" if is_right else "failed"
 
 
 # A rank's result of a case, the reason for refusing it (a text), or an error with its traceback.
 _Attempt = RankResult | str | RuntimeError
 
 
+class ResultFigures(TypedDict):
+    """The error of a result, and its bound."""
+
+    error: float
+    bound: float
+    ok: bool
+
+
+class Sampled(TypedDict):
+    """The number of cases in the whole table, and the predicted seconds to run them."""
+
+    cases: int
+    s: float
+
+
+class Report(TypedDict):
+    """The JSON of `--json`. `seed` and `all` are there if a sample ran."""
+
+    command: str
+    machine: Machine
+    world_size: int
+    device: str
+    seconds: float
+    summary: dict[str, int]
+    cases: list[dict[str, object]]
+    seed: NotRequired[int]
+    all: NotRequired[Sampled]
+
+
 def run_case(case: Case) -> CaseResult:
-    """Runs a case on all ranks of the default group; collective, the same result on every rank."""
+    """Run a case on all ranks of the default group; return the same result on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = _attempt(case)
-    attempts: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(attempt, attempts)
-    result = [None if attempts is None else _judge(case, attempts)]
-    dist.broadcast_object_list(result)
-    assert result[0] is not None
-    return result[0]
+    if rank == 0:
+        # `gather_object` replaces every element.
+        attempts = [attempt] * world_size
+        dist.gather_object(attempt, attempts)
+        shared = [_judge(case, attempts)]
+    else:
+        dist.gather_object(attempt)
+        shared = [CaseResult(case)]  # replaced by rank 0's
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
-    """Runs one case after another on all ranks; stops once the ranks are out of step."""
+    """Run one case after another on all ranks; stop once the ranks are out of step."""
     results: list[CaseResult] = []
     for case in wanted:
         results.append(run_case(case))
         if not results[-1].in_step:
             break
-    lost = "not run: the ranks were out of step after the case before"
-    return results + [CaseResult(case, error=lost) for case in wanted[len(results) :]]
+    reason = "not run: the ranks were out of step after the case before"
+    not_run = wanted[len(results) :]
+    return results + [CaseResult(case, error=reason) for case in not_run]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the cases and shows the results; returns 1 if a case failed or none passed."""
+    """Run the cases and show the results; return 1 if a case failed or none passed."""
     world_size = args.world_size
     if world_size is None:
         world_size = env_int("WORLD_SIZE", VERIFIED_WORLD_SIZE)
@@ -102,37 +131,38 @@ def run(args: argparse.Namespace) -> int:
         check_one_of("--backend", name, [*backend_reasons()])
     backends = args.backend or usable_backends(device)
     if args.all and (args.quick or args.seed is not None):
-        raise ValueError("--all is every case: leave out --quick and --seed")
+        raise ValueError("--all runs every case: leave out --quick and --seed")
     seed = args.seed
-    if seed is None:  # torchrun's ranks must draw the same cases
+    if seed is None:
+        # All ranks of torchrun must run the same cases.
         seed = 0 if under_torchrun() else random.randrange(1 << 16)
-    wanted = every = cases(
+    every = cases(
         backends=backends,
         layouts=args.layout or LAYOUTS,
         strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
-    if not args.all:
-        wanted = sample(every, QUICK if args.quick else SAMPLE, seed)
+    wanted = every if args.all else sample(every, QUICK if args.quick else SAMPLE, seed)
     started = time.perf_counter()
     results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=device)[0]
-    report = _payload(results, world_size, device, time.perf_counter() - started)
+    report = _report(results, world_size, device, time.perf_counter() - started)
     if not args.all:
+        seconds = report["seconds"] * len(every) / len(wanted)
         report["seed"] = seed
-        report["all"] = {"cases": len(every), "s": report["seconds"] * len(every) / len(wanted)}
+        report["all"] = {"cases": len(every), "s": seconds}
     write_json(args.json, report)
     _show(results, report, quiet=args.quiet)
-    for name, reasons in () if args.backend or args.quiet else backend_reasons().items():
-        if name not in backends:
-            print(f"not tried: {name}: {next(filter(None, reasons.values()))}")
+    if not args.backend and not args.quiet:
+        _show_untried(backends)
     return 1 if report["summary"]["failed"] or not report["summary"]["passed"] else 0
 
 
 def _attempt(case: Case) -> _Attempt:
+    """Run a case on this rank; return its result, the reason for a refusal, or the error."""
     device = rank_device()
     q, k, v, _ = case.build_inputs(device)
     sinks = case.build_sinks(device)
     try:
-        # Checked with the whole tensors, so that the answer is the same on every rank.
+        # This checks the whole tensors, so that the answer is the same on every rank.
         select_backend(q, k, v, backend=case.backend, softcap=case.softcap, sinks=sinks)
         return run_rank(case, device)
     except (NotImplementedError, ImportError) as error:
@@ -142,6 +172,7 @@ def _attempt(case: Case) -> _Attempt:
 
 
 def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
+    """Return the verdicts on a case, from the attempts of all ranks."""
     errors = [(rank, str(x)) for rank, x in enumerate(attempts) if isinstance(x, RuntimeError)]
     if errors:
         rank, text = errors[0]
@@ -158,9 +189,11 @@ def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
         return CaseResult(case, error=str(error))
 
 
-def _show(results: Sequence[CaseResult], report: dict[str, Any], *, quiet: bool) -> None:
-    for line in () if quiet else _lines(results):
-        print(line)
+def _show(results: Sequence[CaseResult], report: Report, *, quiet: bool) -> None:
+    """Print a line for each strategy, unless `quiet`, then failed cases and the summary."""
+    if not quiet:
+        for line in _lines(results):
+            print(line)
     for result in results:
         wrong = [str(verdict) for verdict in result.verdicts if not verdict.ok]
         if result.status == "failed":
@@ -168,18 +201,27 @@ def _show(results: Sequence[CaseResult], report: dict[str, Any], *, quiet: bool)
     print(_summary(results, report))
 
 
+def _show_untried(backends: Sequence[str]) -> None:
+    """Print why the other backends cannot run."""
+    for name, reasons in backend_reasons().items():
+        if name not in backends:
+            first_reason = next(reason for reason in reasons.values() if reason)
+            print(f"not tried: {name}: {first_reason}")
+
+
 def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
-    """A line for each strategy, and for each reason of refusals."""
+    """Yield a line for each strategy, and for each reason of refusals."""
     for strategy in dict.fromkeys(result.case.strategy for result in results):
-        mine = [result for result in results if result.case.strategy == strategy]
-        counts = Counter(result.status for result in mine)
-        ratios = [verdict.ratio for result in mine for verdict in result.verdicts]
-        greatest = f": error / bound at most {max(ratios):.2f}" if ratios else ""
-        yield f"{strategy}: {', '.join(f'{n} {status}' for status, n in counts.items())}{greatest}"
+        of_strategy = [result for result in results if result.case.strategy == strategy]
+        counts = Counter(result.status for result in of_strategy)
+        shown = ", ".join(f"{count} {status}" for status, count in counts.items())
+        ratios = [verdict.ratio for result in of_strategy for verdict in result.verdicts]
+        largest = f": error / bound at most {max(ratios):.2f}" if ratios else ""
+        yield f"{strategy}: {shown}{largest}"
     refused: dict[str, list[Case]] = {}
     for result in results:
         if result.refused is not None:
-            # Without what was given, which differs from case to case.
+            # The given values differ from case to case.
             reason = re.sub(r", got [^;]*;", ";", result.refused)
             refused.setdefault(reason, []).append(result.case)
     for reason, found in refused.items():
@@ -187,7 +229,8 @@ def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
         yield f"refused: {len(found)} cases of {names}: {reason}"
 
 
-def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
+def _summary(results: Sequence[CaseResult], report: Report) -> str:
+    """Return the counts of cases, the sample, and the largest error."""
     counts = ", ".join(f"{count} {status}" for status, count in report["summary"].items())
     text = (
         f"{counts}: world size {report['world_size']} on {report['device']}, "
@@ -197,16 +240,15 @@ def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
         minutes = report["all"]["s"] / 60
         text += f"; a sample with --seed {report['seed']}; "
         text += f"--all has {report['all']['cases']} cases, about {minutes:.0f} min"
-    judged = [(v.ratio, v.name, r.case) for r in results for v in r.verdicts]
+    judged = [(result.case, verdict) for result in results for verdict in result.verdicts]
     if not judged:
         return text
-    ratio, name, case = max(judged, key=lambda entry: entry[0])
-    return f"{text}\nlargest error / bound: {ratio:.2f} ({name} of {case})"
+    case, worst = max(judged, key=lambda entry: entry[1].ratio)
+    return f"{text}\nlargest error / bound: {worst.ratio:.2f} ({worst.name} of {case})"
 
 
-def _payload(
-    results: Sequence[CaseResult], world_size: int, device: str, seconds: float
-) -> dict[str, Any]:
+def _report(results: Sequence[CaseResult], world_size: int, device: str, seconds: float) -> Report:
+    """Return the report for JSON."""
     counts = Counter(result.status for result in results)
     return {
         "command": "verify",
@@ -215,16 +257,19 @@ def _payload(
         "device": device,
         "seconds": seconds,
         "summary": {status: counts[status] for status in ("passed", "failed", "refused")},
-        "cases": [
-            {
-                **asdict(result.case),
-                "status": result.status,
-                "reason": result.refused or result.error,
-                "results": {
-                    v.name: {"error": v.error, "bound": v.bound, "ok": v.ok}
-                    for v in result.verdicts
-                },
-            }
-            for result in results
-        ],
+        "cases": [_case_report(result) for result in results],
+    }
+
+
+def _case_report(result: CaseResult) -> dict[str, object]:
+    """Return the part of the report for one case."""
+    figures: dict[str, ResultFigures] = {
+        verdict.name: {"error": verdict.error, "bound": verdict.bound, "ok": verdict.ok}
+        for verdict in result.verdicts
+    }
+    return {
+        **asdict(result.case),
+        "status": result.status,
+        "reason": result.refused or result.error,
+        "results": figures,
     }

@@ -86,9 +86,10 @@ class SequenceLayout:
         if given != expected:
             raise ValueError(
                 f"a layout of kind {self.kind!r} must have seqlen={expected.seqlen}, "
-                f"world_size={expected.world_size}, cuts={expected.cuts} and parts={expected.parts}, got "
-                f"seqlen={self.seqlen}, world_size={self.world_size}, cuts={self.cuts} and "
-                f"parts={self.parts}; use a constructor of SequenceLayout"
+                f"world_size={expected.world_size}, cuts={expected.cuts} and "
+                f"parts={expected.parts}, got seqlen={self.seqlen}, "
+                f"world_size={self.world_size}, cuts={self.cuts} and parts={self.parts}; use a "
+                "constructor of SequenceLayout"
             )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Other packages' names and interfaces over ring_attention: one module per package."""
+"""The names and interfaces of other packages, computed by ring_attention: one module each."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Imports a module at its first use, since it may need its package."""
+        """Import a module at its first use, since it may need its package."""
         if name in {module.name for module in iter_modules(__path__)}:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

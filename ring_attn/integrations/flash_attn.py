@@ -1,18 +1,18 @@
-"""flash-attn's functions (2.8) over ring_attention: only the import changes.
+"""flash-attn's functions (2.8), computed by ring_attention. Only the import changes:
 
     from flash_attn import flash_attn_func                             # before
     from ring_attn.integrations.flash_attn import flash_attn_func      # after
 
-Names, parameters, their order and defaults, and shapes are flash-attn's. Tensors are this
+Names, parameters, their order and defaults, and shapes are as in flash-attn. Tensors are this
 rank's shards; `cu_seqlens` and `max_seqlen` describe the whole sequence, the same on all ranks.
-Each function also takes `group`, `layout`, and the strategy, backend, same_bits and transport of
+Each function also accepts `group`, `layout`, and the strategy, backend, same_bits and transport of
 `ring_attention` by keyword.
 
 Differences: `dropout_p`, `alibi_slopes` and `block_table` are refused. `deterministic` is refused
-if the backend cannot promise it. With `return_attn_probs` the third result is None, as there is no
-dropout, and a row that sees nothing has lse -inf instead of +inf. Rows after the last document have
-out 0 and zero gradients; flash-attn does not write them. All dtypes, headdims and devices of
-`ring_attention` work.
+if the backend cannot promise it. With `return_attn_probs` the third result is None, because there
+is no dropout. A row that sees no key has lse -inf instead of +inf. Rows after the last document
+have output 0 and zero gradients; flash-attn does not write them. All dtypes, headdims and devices
+of `ring_attention` work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -35,15 +35,19 @@ from ring_attn.values.checks import as_int, check_tensor
 from ring_attn.values.compiling import left_out_of_graphs
 
 _ASKS_BACKEND = (
-    "deterministic=True checks which backend would run, and a graph cannot: compile without "
+    "deterministic=True checks which backend would run, which a graph cannot do: compile without "
     "fullgraph=True, or call torch.use_deterministic_algorithms(True) before"
 )
 
-# Backends whose backward is deterministic on CUDA by itself; on CPUs all are.
+# Backends whose backward is always deterministic on CUDA; on CPUs all backends are.
 _DETERMINISTIC = [name for name in PREFERENCE if get_backend(name).deterministic]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 Qkv = tuple[Tensor, Tensor, Tensor]
+
+# The arguments for documents: boundaries (one tensor, or two for queries and keys), and then as
+# many lengths of the longest document. Empty for functions without documents.
+Documents = tuple[Tensor | int | slice, ...]
 
 
 class Options(NamedTuple):
@@ -59,6 +63,7 @@ class Options(NamedTuple):
     return_attn_probs: bool = False
 
 
+# More than 60 lines, most of them documentation.
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -76,7 +81,7 @@ def flash_attn_func(
     layout: Layout = "contiguous",
     **execution: Unpack[ExecutionOptions],
 ) -> Result:
-    """Attention of this rank's queries to all visible keys.
+    """Compute attention of this rank's queries to all visible keys.
 
     Args:
         q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
@@ -84,12 +89,13 @@ def flash_attn_func(
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dropout_p: must be 0.
         softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-        causal: bottom-right aligned, in global positions.
+        causal: whether a query sees no later keys, bottom-right aligned, in global positions.
         window_size: (left, right) in global positions; `causal` makes right 0.
-        softcap: caps the scores; 0 does not.
+        softcap: limit of the scores' absolute values; 0 means no limit.
         alibi_slopes: must be None.
-        deterministic: refused if the backend cannot promise it.
-        return_attn_probs: also return lse, and None.
+        deterministic: whether the backward must be deterministic; refused if the backend cannot
+            promise it.
+        return_attn_probs: whether to return lse as well, and None.
         group: as for `ring_attention`.
         layout: as for `ring_attention`.
         **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
@@ -108,12 +114,20 @@ def flash_attn_func(
         torch.Size([1, 500, 8, 64])
     """
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    return _call("", (q, k, v), (), options, group=group, layout=layout, **execution)
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+    no_documents = ()
+    return _call("", (q, k, v), no_documents, options, group=group, layout=layout, **execution)
 
 
+# More than 60 lines: the parameters of flash-attn, each with its documentation.
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -136,7 +150,7 @@ def flash_attn_varlen_func(
     layout: Layout = "contiguous",
     **execution: Unpack[ExecutionOptions],
 ) -> Result:
-    """`flash_attn_func` within packed documents.
+    """Compute attention within packed documents, like `flash_attn_func`.
 
     Args:
         q: (rows, nheads, headdim), this rank's rows of the packed sequence.
@@ -144,7 +158,7 @@ def flash_attn_varlen_func(
         v: (rows_kv, nheads_kv, headdim_v).
         cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
             after the last boundary are padding; on several ranks padding needs a `SequenceLayout`.
-        cu_seqlens_k: boundaries of the keys' documents, as many.
+        cu_seqlens_k: boundaries of the keys' documents, equally many.
         max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
             under torch.compile, which does not see boundaries.
         max_seqlen_k: the same for the keys.
@@ -164,54 +178,61 @@ def flash_attn_varlen_func(
         Exception: as `ring_attention`.
     """
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
     if block_table is not None:
         with reporting(group):
             raise NotImplementedError(
-                "block_table must be None: a prompt against a paged cache is not built; "
-                "ring_attn.tree_decode takes the newest tokens against one that is split over the "
-                "ranks"
+                f"block_table must be None, got {type(block_table).__name__}: attention of a "
+                "prompt to a paged cache is not built; ring_attn.tree_decode computes attention of "
+                "the newest tokens to a paged cache that is sharded over the ranks"
             )
-    sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _call("", (q, k, v), sides, options, group=group, layout=layout, **execution)
+    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call("", (q, k, v), documents, options, group=group, layout=layout, **execution)
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
-    """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
+    """Raise NotImplementedError: flash-attn's function updates the cache of one process."""
     raise NotImplementedError(
-        "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
-        "this rank's rows of the cache and call ring_attn.tree_decode, which takes cache_seqlens "
-        "and block_table"
+        "flash_attn_with_kvcache is not built, because it updates the cache of one process: append "
+        "to this rank's rows of the cache, and call ring_attn.tree_decode, which takes "
+        "cache_seqlens and block_table"
     )
 
 
 def _call(
     form: str,
     tensors: tuple[Tensor, ...],
-    sides: tuple[Any, ...],
+    documents: Documents,
     options: Options,
     *,
     group: Group = None,
     layout: Layout = "contiguous",
     **execution: Unpack[ExecutionOptions],
 ) -> Result:
-    """Attention of one sequence or, with `sides`, within documents.
-
-    `sides` are boundaries of documents, then their max_seqlens: one each if queries and keys share
-    them, else two each.
-    """
-    name = "flash_attn_varlen_func" if sides else "flash_attn_func"
+    """Compute attention of one sequence, or within documents if `documents` is not empty."""
+    name = "flash_attn_varlen_func" if documents else "flash_attn_func"
+    middle = len(documents) // 2
+    all_cu_seqlens = cast("tuple[Tensor, ...]", documents[:middle])
+    all_max_seqlens = cast("tuple[int, ...]", documents[middle:])
+    # The ends of the arguments' names: queries and keys may share the documents.
+    suffixes = {0: (), 1: ("",), 2: ("_q", "_k")}[len(all_cu_seqlens)]
     with reporting(group):
         checks.check_options(name, execution, ExecutionOptions)
-        qkv = unpacked(form, tensors, packed=len(sides) > 0)
+        qkv = unpacked(form, tensors, packed=len(documents) > 0)
         check_deterministic(qkv, options)
-        documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
-        suffixes = ("",) if len(documents) == 1 else ("_q", "_k")
-        for suffix, cuts, most in zip(suffixes, documents, longest, strict=False):
-            check_documents(suffix, cuts, most)
-    return attend(qkv, options, *documents, group=group, layout=layout, **execution)
+        for suffix, cu_seqlens, max_seqlen in zip(
+            suffixes, all_cu_seqlens, all_max_seqlens, strict=True
+        ):
+            check_documents(suffix, cu_seqlens, max_seqlen)
+    return attend(qkv, options, *all_cu_seqlens, group=group, layout=layout, **execution)
 
 
 # Tensors of each form.
@@ -227,57 +248,66 @@ def named_function(
     *,
     without: str = "",
 ) -> Callable[..., Result]:
-    """Makes a function of the tensors of a form, `documents` (types by name) and `Options`.
+    """Make a function with the tensors of a form, `documents` (types by name) and `Options`.
 
-    The function calls `call(form, tensors, documents, options, ...)`, and has the further
-    parameters of `call` after its own.
+    The function calls `call(form, tensors, documents, options, ...)`. Its last parameters are the
+    further parameters of `call`. `without` is an option that the function does not have.
     """
     types = {**dict.fromkeys(TENSORS[form], Tensor), **documents}
-    required = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x]) for x in types]
-    options = [x for x in signature(Options).parameters.values() if x.name != without]
+    required = [
+        Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, annotation=types[each]) for each in types
+    ]
+    options = [each for each in signature(Options).parameters.values() if each.name != without]
     names = [parameter.name for parameter in (*required, *options)]
 
-    # Signature.bind does the same, but takes 20 us longer at every call.
+    # Signature.bind does the same, but takes 20 us longer at every call. The arguments have the
+    # types of the signature below, which a type checker does not see, hence Any.
     def function(*args: Any, **kwargs: Any) -> Result:
         given = dict(zip(names, args, strict=False))
-        given |= {x: kwargs.pop(x) for x in names[len(args) :] if x in kwargs}
-        missing = [x for x in types if x not in given]
+        for each in names[len(args) :]:
+            if each in kwargs:
+                given[each] = kwargs.pop(each)
+        missing = [each for each in types if each not in given]
         if missing:
             raise TypeError(f"{name}() is missing arguments: {', '.join(missing)}")
-        tensors, sides = (
-            tuple(given.pop(x) for x in group) for group in (TENSORS[form], documents)
-        )
-        return call(form, tensors, sides, Options(**given), *args[len(names) :], **kwargs)
+        tensors = tuple(given.pop(each) for each in TENSORS[form])
+        values = tuple(given.pop(each) for each in documents)
+        return call(form, tensors, values, Options(**given), *args[len(names) :], **kwargs)
 
     function.__name__ = function.__qualname__ = name
     function.__module__, function.__doc__ = getattr(call, "func", call).__module__, doc
-    ours = [*signature(call).parameters.values()][4:]
+    further = [*signature(call).parameters.values()][4:]
     vars(function)["__signature__"] = Signature(
-        [*required, *options, *ours], return_annotation=Result
+        [*required, *options, *further], return_annotation=Result
     )
     return function
 
 
-def _packed(form: str, sides: Mapping[str, object], doc: str) -> Callable[..., Result]:
-    name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
-    return named_function(name, form, sides, _call, doc)
+def _packed(form: str, documents: Mapping[str, object], doc: str) -> Callable[..., Result]:
+    """Make flash-attn's function with the tensors of a form."""
+    varlen = "varlen_" if documents else ""
+    return named_function(f"flash_attn_{varlen}{form}packed_func", form, documents, _call, doc)
 
 
 flash_attn_kvpacked_func = _packed(
-    "kv", {}, "`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."
+    "kv",
+    {},
+    "Compute `flash_attn_func` of `kv` (batch, rows_kv, 2, nheads_kv, headdim), which is k and v.",
 )
 flash_attn_qkvpacked_func = _packed(
-    "qkv", {}, "`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."
+    "qkv",
+    {},
+    "Compute `flash_attn_func` of `qkv` (batch, rows, 3, nheads, headdim), which is q, k and v.",
 )
 flash_attn_varlen_kvpacked_func = _packed(
     "kv",
     {"cu_seqlens_q": Tensor, "cu_seqlens_k": Tensor, "max_seqlen_q": int, "max_seqlen_k": int},
-    "`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim).",
+    "Compute `flash_attn_varlen_func` of `kv` (rows_kv, 2, nheads_kv, headdim), which is k and v.",
 )
 flash_attn_varlen_qkvpacked_func = _packed(
     "qkv",
     {"cu_seqlens": Tensor, "max_seqlen": int},
-    "`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim).",
+    "Compute `flash_attn_varlen_func` of `qkv` (rows, 3, nheads, headdim), which is q, k and v.",
 )
 
 
@@ -288,7 +318,7 @@ def attend(
     cu_seqlens_k: Tensor | None = None,
     **distributed: Unpack[DistributedOptions],
 ) -> Result:
-    """Calls ring_attention with flash-attn's options; returns results as flash-attn does."""
+    """Call ring_attention with flash-attn's options, and return results in flash-attn's form."""
     out, lse = ring_attention(
         *qkv,
         causal=options.causal,
@@ -306,7 +336,10 @@ def attend(
 
 
 def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
-    """q, k and v from the tensors of a form; refuses other numbers of dims."""
+    """Return q, k and v from the tensors of a form; refuse other numbers of dims.
+
+    With `packed`, tensors have no dim for the batch.
+    """
     rows = "rows" if packed else "batch, rows"
     num_dims = 3 if packed else 4
     if form:
@@ -326,20 +359,24 @@ def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
 
 
 def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
-    """Refuses boundaries with a document of more than `most` rows; names end in `suffix`."""
-    name, most_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
+    """Refuse boundaries with a document of more than `most` rows, the argument max_seqlen.
+
+    `suffix` is the end of the arguments' names: "", "_q" or "_k".
+    """
+    name, max_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
     if torch.compiler.is_compiling():
         checks.check_boundaries(name, cu_seqlens)
         return
-    longest = max(b - a for a, b in pairwise(on_host(name, cu_seqlens)))
-    if as_int(most_name, most) < longest:
+    longest = max(end - start for start, end in pairwise(on_host(name, cu_seqlens)))
+    if as_int(max_name, most) < longest:
         raise ValueError(
-            f"{most_name} must be at least the longest document of {name}, {longest}, got {most}"
+            f"{max_name} must be at least {longest}, the length of the longest document of {name}, "
+            f"got {most}"
         )
 
 
 def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Boundaries of documents as ints; refuses None."""
+    """Return the boundaries of documents as ints; refuse None."""
     boundaries = checks.check_cu_seqlens(name, cu_seqlens)
     if boundaries is None:
         raise TypeError(f"{name} must be an int32 tensor, got None")
@@ -347,7 +384,7 @@ def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def check_deterministic(qkv: Qkv, options: Options) -> None:
-    """Refuses `deterministic=True` if neither the backend nor torch promises it."""
+    """Refuse `deterministic=True` if neither the backend nor torch promises it."""
     if not options.deterministic or qkv[0].device.type != "cuda":
         return
     if not any(x.requires_grad for x in qkv):
@@ -358,9 +395,10 @@ def check_deterministic(qkv: Qkv, options: Options) -> None:
 
 @left_out_of_graphs(_ASKS_BACKEND)
 def _check_backend_is_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors for which a backend would run that cannot promise determinism."""
     name = select_backend(q, k, v).name
     if name not in _DETERMINISTIC:
         raise NotImplementedError(
-            f"deterministic=True cannot be promised by backend {name!r}, which would run; call "
+            f"deterministic=True needs a deterministic backend, got backend {name!r}: call "
             f"torch.use_deterministic_algorithms(True), or install one of {_DETERMINISTIC}"
         )

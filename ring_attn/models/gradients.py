@@ -1,17 +1,16 @@
-"""Sums gradients over the ranks that share parameters.
+"""Sum gradients over the ranks that share parameters.
 
 Every rank of a ring has the whole model and some rows of each sequence. Its backward computes the
-gradient of its own rows' loss, including the paths through other ranks' keys and values. The
-gradient of the whole sequence is the sum over the ring: `sync_gradients`.
+gradient of the loss of these rows, including the paths through other ranks' keys and values. The
+gradient of the whole sequence is the sum over the ring, which `sync_gradients` computes.
 
-If `fully_shard` or DDP spans the ring, they reduce the gradients, and this is not needed.
+If `fully_shard` or DDP spans the ring, it reduces the gradients, and this module is not needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ BUCKET_BYTES = 32 << 20
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
+# More than 60 lines, most of them documentation.
 def sync_gradients(
     module: nn.Module | Iterable[Tensor],
     group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -36,38 +36,38 @@ def sync_gradients(
     op: Literal["sum", "mean"] = "sum",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Replaces each gradient of a module by its sum or mean over the ranks of a group.
+    """Replace each gradient of a module by its sum or mean over the ranks of a group.
 
-    Call it on every rank, between the last backward of a step and the clipping or the optimizer.
+    Call it on every rank, after the last backward of a step and before clipping and the optimizer.
     On NCCL it first compares the calls of ring_attn since the last time, as `check` does, on each
     group whose ranks are all in this one.
-    Gradients are sent in the order of the parameters, packed into buckets of one dtype; the next
+    Gradients are sent in the order of the parameters, packed into buckets of one dtype. The next
     bucket is packed while one is in flight.
 
     The right `op` depends on the loss that each rank differentiates:
 
-        loss = losses.sum() / targets of the whole batch     "sum": uneven shards, ignored labels
-        loss = losses.mean() of the rank's own rows          "mean": as many targets on every rank
+        loss = losses.sum() / targets of the whole batch   "sum": for uneven shards, ignored labels
+        loss = losses.mean() of the rank's rows            "mean": for equally many targets per rank
 
     Args:
         module: a module, or parameters of any shapes in the same order on every rank.
             float16 and bfloat16 gradients are summed in float32 and rounded once. Gradients of a
             tensor-parallel DTensor are summed shard by shard. If only some ranks have a gradient
-            for a parameter, it counts as zero on the others, and they get the result too. A
-            parameter without a gradient on any rank keeps none.
+            for a parameter, it counts as zero on the other ranks, which get the result too. A
+            parameter that has no gradient on any rank keeps None.
         group: the ranks that share these parameters: a process group, one axis of a mesh such as
-            `mesh["cp"]`, two such as `mesh["dp", "cp"]`, or None for the default group.
+            `mesh["cp"]`, two axes such as `mesh["dp", "cp"]`, or None for the default group.
         op: "sum" or "mean".
-        bucket_bytes: most bytes of a message, unless a single gradient is larger.
+        bucket_bytes: the maximum size of a message in bytes, unless a single gradient is larger.
 
     Raises:
-        ValueError: `op` is unknown, `bucket_bytes` is not positive, or a DTensor is spread over
+        ValueError: `op` is unknown, `bucket_bytes` is not positive, or a DTensor is sharded over
             ranks of the group (FSDP or tensor parallelism then reduces its gradient).
-        TypeError: `module` has something other than tensors, a gradient is not floating point, or
-            `bucket_bytes` is no int.
+        TypeError: `module` has elements that are not tensors, a gradient is not floating point, or
+            `bucket_bytes` is not an int.
         NotImplementedError: a gradient is sparse.
-        RuntimeError: there is no process group, or it cannot send the gradients' device; calls of
-            ring_attn have differed, or a rank has failed in one.
+        RuntimeError: there is no process group, or it cannot send tensors of the gradients' device;
+            or the ranks made different calls of ring_attn, or a rank failed in a call.
 
     Example:
         >>> # a ring of one; under torchrun, init_process_group("gloo") is enough
@@ -92,19 +92,22 @@ def sync_gradients(
     if world_size == 1 or not parameters:
         return
     factor = 1.0 / world_size if op == "mean" else 1.0
-    started: Iterator[Any] = (
-        _Bucket(run, process_group) for run in _split(parameters, bucket_bytes)
-    )
     with gradient_sync(parameters[0].device):
-        # The next bucket is started before one is finished.
-        for bucket, _ in pairwise(chain(started, [None])):
-            bucket.finish(factor)
+        in_flight: _Bucket | None = None
+        for bucket_parameters in _split(parameters, bucket_bytes):
+            # The next bucket is packed and sent before the program waits for the one in flight.
+            started = _Bucket(bucket_parameters, process_group)
+            if in_flight is not None:
+                in_flight.finish(factor)
+            in_flight = started
+        if in_flight is not None:
+            in_flight.finish(factor)
 
 
 class _Bucket:
     """Gradients as one `flat` tensor in an all-reduce.
 
-    `flat` ends with the number of ranks that have a gradient, for each parameter.
+    `flat` ends with one number for each parameter: how many ranks have a gradient for it.
     """
 
     @torch.no_grad()
@@ -112,35 +115,38 @@ class _Bucket:
         first = _local(parameters[0])
         self.parameters = parameters
         self.sizes = [*(_local(x).numel() for x in parameters), len(parameters)]
-        self.flat = first.new_zeros(sum(self.sizes), dtype=WIDE.get(first.dtype, first.dtype))
+        self.flat = first.new_zeros(sum(self.sizes), dtype=_sum_dtype(first))
         *parts, counts = self.flat.split(self.sizes)
         for i, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
             if parameter.grad is not None:
                 part.copy_(_local(parameter.grad).reshape(-1))
                 counts[i] = 1.0
-        self.work: Any = dist.all_reduce(self.flat, group=group, async_op=True)
+        self.work: dist.Work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     @torch.no_grad()
     def finish(self, factor: float) -> None:
+        """Wait for the sums, and write them, multiplied by `factor`, to the gradients."""
         self.work.wait()
         *parts, counts = self.flat.split(self.sizes)
-        # Reading the counts synchronises a GPU, so only ranks that need them do.
+        # Reading the counts synchronises a GPU, so only ranks that need them read them.
         if any(parameter.grad is None for parameter in self.parameters):
             for parameter, count in zip(self.parameters, counts.tolist(), strict=True):
-                if parameter.grad is None and count:
+                if parameter.grad is None and count > 0:
                     parameter.grad = torch.zeros_like(parameter)
         for parameter, part in zip(self.parameters, parts, strict=True):
-            if parameter.grad is not None:
-                grad = _local(parameter.grad)
-                grad.copy_((part * factor if factor != 1.0 else part).view_as(grad))
+            if parameter.grad is None:
+                continue
+            grad = _local(parameter.grad)
+            result = part if factor == 1.0 else part * factor
+            grad.copy_(result.view_as(grad))
 
 
 def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """The parameters that require gradients; refuses those that the group cannot sum."""
+    """Yield the parameters that require gradients; refuse parameters that the group cannot sum."""
     named: Iterable[tuple[object, Tensor]] = (
         module.named_parameters() if isinstance(module, nn.Module) else enumerate(module)
     )
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    other_ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     for name, parameter in named:
         if not isinstance(parameter, Tensor):
             raise TypeError(f"parameter {name} must be a tensor, got {type(parameter).__name__}")
@@ -150,36 +156,49 @@ def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> 
             raise TypeError(f"parameter {name} must be floating point, got {parameter.dtype}")
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotImplementedError(
-                f"the gradient of parameter {name} is {parameter.grad.layout}: only dense "
-                "gradients are summed; make the embedding with sparse=False"
+                f"the gradient of parameter {name} must be dense, got {parameter.grad.layout}: "
+                "make the embedding with sparse=False"
             )
         mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
-        shared = [] if mesh is None else sorted(others.intersection(mesh.mesh.flatten().tolist()))
+        mesh_ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
+        shared = sorted(other_ranks.intersection(mesh_ranks))
         if shared:
             raise ValueError(
-                f"parameter {name} is a DTensor on a mesh with ranks {shared} of the group: what "
-                "spread it (fully_shard, parallelize_module) reduces its gradient over them; "
-                "leave it out, or give the axes of the mesh that it is not on"
+                f"parameter {name} is a DTensor on a mesh that has ranks {shared} of the group: "
+                "fully_shard or parallelize_module, which made the DTensor, reduces its gradient "
+                "over these ranks; leave the parameter out, or pass only axes of the mesh on which "
+                "it is not sharded"
             )
         groups.check_group_device(group, parameter.device)
         yield parameter
 
 
 def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of parameters of one device and dtype, the same on every rank."""
+    """Yield runs of parameters with one device and dtype, the same runs on every rank."""
     bucket: list[Tensor] = []
-    kind, size = None, 0
+    bucket_kind: tuple[torch.device, torch.dtype] | None = None
+    size = 0
     for parameter in parameters:
         local = _local(parameter)
-        nbytes = local.numel() * WIDE.get(local.dtype, local.dtype).itemsize
-        if bucket and (kind != (local.device, local.dtype) or size + nbytes > bucket_bytes):
+        kind = (local.device, local.dtype)
+        nbytes = local.numel() * _sum_dtype(local).itemsize
+        if bucket and (kind != bucket_kind or size + nbytes > bucket_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        kind, size = (local.device, local.dtype), size + nbytes
+        bucket_kind = kind
+        size += nbytes
     if bucket:
         yield bucket
 
 
-def _local(x: Any) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients of x are summed."""
+    return WIDE.get(x.dtype, x.dtype)
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return the local shard of a DTensor; other tensors as they are."""
+    # No isinstance, so that DTensor's slow import is left to programs that use DTensors.
+    to_local = getattr(x, "to_local", None)
+    return x if to_local is None else to_local()

@@ -1,4 +1,4 @@
-"""`token_logprobs`: log-probabilities of a split sequence's tokens, whole and in order."""
+"""`token_logprobs`: log-probabilities of all tokens of a sharded sequence."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import check_type
 
 
+# More than 60 lines, most of them documentation.
 def token_logprobs(
     logits: Tensor,
     shift_labels: Tensor,
@@ -25,28 +26,29 @@ def token_logprobs(
     ignore_index: int = -100,
     group: Group = None,
 ) -> Tensor:
-    """Log-probabilities of the next tokens of the whole sequence, on every rank, in its order.
+    """Return the log-probabilities of the next tokens of the whole sequence, on every rank.
 
-    For losses over whole sequences, such as DPO's and GRPO's, which every rank computes alike.
-    Gradients go to this rank's rows alone; sum those of parameters over the ranks, as
-    `ring_attn.sync_gradients` does. Every rank of the group must call it.
+    This is for losses of whole sequences, such as DPO and GRPO, which every rank computes. The
+    gradients of the result reach this rank's logits only, so sum the gradients of parameters over
+    the ranks with `ring_attn.sync_gradients`. Every rank of the group must call this function.
 
     Args:
         logits: this rank's rows, (batch, rows, vocabulary).
         shift_labels: (batch, rows) the next token of each row, as `ring_attn.shard_batch` makes.
-        layout: how the sequence is split.
-        temperature: logits are divided by it.
+        layout: the layout of the sequence.
+        temperature: divisor of the logits.
         ignore_index: the label of rows without a next token; their result is 0.
         group: as for `ring_attention`.
 
     Returns:
-        (batch, seqlen) in the type of the logits, at least float32.
+        (batch, seqlen), in the order of the sequence; the dtype of the logits, but at least
+        float32.
 
     Raises:
-        ValueError: shapes that do not fit each other or the layout, or a temperature that is not
+        ValueError: shapes do not match each other or the layout, or the temperature is not
             positive.
-        TypeError: a type that is not accepted.
-        RuntimeError: no process group, or as `ring_attention`.
+        TypeError: a type is not accepted.
+        RuntimeError: there is no process group, or as `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -68,14 +70,18 @@ def token_logprobs(
             raise ValueError(f"temperature must be positive, got {temperature}")
         rank = checks.check_shard(shift_labels, 1, layout, process_group)
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    own = -cross_entropy(
-        scaled.flatten(0, 1), shift_labels.flatten(), ignore_index=ignore_index, reduction="none"
+    losses = cross_entropy(
+        scaled.flatten(0, 1),  # (batch * rows, vocabulary)
+        shift_labels.flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
     )
-    return whole_rows(own.view(shift_labels.shape), layout, rank, process_group)
+    logprobs = -losses.view(shift_labels.shape)  # (batch, rows)
+    return whole_rows(logprobs, layout, rank, process_group)
 
 
 def whole_rows(x: Tensor, layout: SequenceLayout, rank: int, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor, of which each rank's loss is the same; gradients of this rank's rows."""
+    """Gather the rows of all ranks, (batch, seqlen, ...); only this rank's rows have gradients."""
     whole = unshard(x, layout, group=group)
-    # The same values again, but these have the gradient.
+    # This rank's values are written once more, because `x` has the gradient and `whole` has none.
     return whole.index_copy_(1, layout.position_ids(rank, x.device), x)

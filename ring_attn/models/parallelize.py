@@ -1,4 +1,4 @@
-"""`parallelize`: applies styles to the modules of a model by name."""
+"""`parallelize`: apply styles to the modules of a model by name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """torch's `parallelize_module`, but raises if a key of the plan matches no module.
+    """Apply styles to modules like torch's `parallelize_module`, and refuse keys without a module.
 
-    torch only warns. Here all keys are checked before any module changes, and `ContextParallel`
-    accepts a mesh with two axes in every version of torch. Returns `module`.
+    torch only warns if a key of the plan matches no module. Here all keys are checked before any
+    module changes. Also, `ContextParallel` accepts a mesh with two axes in every version of torch.
 
     Args:
         module: the model, changed in place.
-        device_mesh: mesh of the styles, with one axis, or two for `ContextParallel`.
-        plan: a style for `module`, or styles by name; "*" stands for any part of a name between
-            dots, "" for `module` itself.
+        device_mesh: mesh of the styles, with one axis, or with two axes for `ContextParallel`.
+        plan: a style for `module`, or styles by the names of modules. In a name, "*" stands for any
+            part between dots; "" is the name of `module` itself.
         src_data_rank: as for `parallelize_module`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: the plan has no key, or a key matches no module.
+        TypeError: a value of the plan is not a style.
 
     Example:
         >>> model = nn.ModuleDict({"attn": nn.Identity()})
@@ -41,7 +48,7 @@ def parallelize(
     """
     styles = {"": plan} if isinstance(plan, ParallelStyle) else dict(plan)
     if not styles:
-        raise ValueError("plan has no key: give a style, or styles by the names of modules")
+        raise ValueError("plan has no key: pass a style, or styles by the names of modules")
     for key, style in styles.items():
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"plan[{key!r}] must be a ParallelStyle, got {type(style).__name__}")
@@ -59,15 +66,23 @@ def parallelize(
 
 
 def _matches(module: nn.Module, key: str) -> list[nn.Module]:
-    """The modules that match a plan's key as in torch: each part of the key is a pattern."""
+    """Return the modules that match a key of a plan, as in torch: each part is a pattern."""
+    patterns = key.split(".") if key else []
     modules = [module]
-    for token in key.split(".") if key else ():
-        children = (child for parent in modules for child in parent.named_children())
-        modules = [child for name, child in children if fnmatch(name, token)]
+    for pattern in patterns:
+        modules = [
+            child
+            for parent in modules
+            for name, child in parent.named_children()
+            if fnmatch(name, pattern)
+        ]
     return modules
 
 
 def _with_nearest(key: str, module: nn.Module) -> str:
+    """Return a key, with the most similar names of modules if there are any, for an error."""
     names = [name for name, _ in module.named_modules() if name]
     nearest = difflib.get_close_matches(key, names, n=3, cutoff=0.4)
-    return f"{key!r} (nearest: {', '.join(map(repr, nearest))})" if nearest else repr(key)
+    if not nearest:
+        return repr(key)
+    return f"{key!r} (nearest: {', '.join(repr(name) for name in nearest)})"

@@ -1,17 +1,19 @@
-"""torch's scaled_dot_product_attention over ring_attention.
+"""torch's scaled_dot_product_attention, computed by ring_attention.
 
     sdpa_attention      ring_attention with the parameters of F.scaled_dot_product_attention
     route_sdpa          a context in which F.scaled_dot_product_attention is sdpa_attention
 
 Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and support `is_causal`,
 `scale` and `enable_gqa`, but not `attn_mask` and `dropout_p`.
+
+`Any` stands for the arguments of torch's functions here: a mode gets the calls of all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ from ring_attn.torch_private import native_sdpa
 from ring_attn.values.checks import check_tensor
 
 
+# More than 60 lines, most of them documentation.
 def sdpa_attention(
     query: Tensor,
     key: Tensor,
@@ -37,7 +40,7 @@ def sdpa_attention(
     enable_gqa: bool = False,
     **options: Unpack[SdpaOptions],
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over ranks.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` of a sharded sequence.
 
     Args:
         query: (batch, nheads, rows, headdim), this rank's shard; any strides. As in torch, autocast
@@ -46,10 +49,11 @@ def sdpa_attention(
         value: (batch, nheads_kv, rows_kv, headdim_v).
         attn_mask: must be None.
         dropout_p: must be 0.
-        is_causal: in global positions. torch aligns the diagonal at the top left, ring_attention at
-            the bottom right; for equally many queries and keys both are the same.
+        is_causal: whether a query sees no later keys, by global positions. torch aligns the
+            diagonal at the top left, ring_attention at the bottom right; for equally many queries
+            and keys both are the same.
         scale: factor of the scores; `headdim ** -0.5` by default.
-        enable_gqa: whether a KV head may serve several query heads.
+        enable_gqa: whether several query heads may share a KV head.
         **options: options of `ring_attention`: group, layout, strategy, window_size and so on.
 
     Returns:
@@ -58,8 +62,8 @@ def sdpa_attention(
 
     Raises:
         ValueError: tensors do not have four dims, or numbers of heads differ without `enable_gqa`.
-        NotImplementedError: an `attn_mask`, dropout, or `is_causal` with unequal numbers of queries
-            and keys.
+        NotImplementedError: `attn_mask` or dropout is given, or `is_causal` with unequal numbers of
+            queries and keys.
         Exception: as `ring_attention`.
 
     Example:
@@ -71,7 +75,7 @@ def sdpa_attention(
     if attn_mask is not None:
         raise NotImplementedError(
             f"attn_mask must be None, got {_shown(attn_mask)}: a mask of one rank's rows does not "
-            "say what they see of the others'; pass is_causal=True, or call "
+            "cover the keys of other ranks; pass is_causal=True, or call "
             "ring_attn.ring_attention with window_size or cu_seqlens"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -80,16 +84,18 @@ def sdpa_attention(
             raise ValueError(f"{name} must be (batch, nheads, rows, headdim), got {_shown(x)}")
     if query.size(1) != key.size(1) and not enable_gqa:
         raise ValueError(
-            "query and key must have as many heads unless enable_gqa=True, got "
+            "query and key must have equally many heads unless enable_gqa=True, got "
             f"{query.size(1)} and {key.size(1)}"
         )
-    lengths = _lengths(query, key, options.get("layout"))
-    if is_causal and lengths[0] != lengths[1]:
+    num_queries, num_keys = _lengths(query, key, options.get("layout"))
+    if is_causal and num_queries != num_keys:
         raise NotImplementedError(
-            f"is_causal=True needs as many queries as keys, got {lengths[0]} and {lengths[1]}: "
-            "scaled_dot_product_attention aligns the first query with the first key, "
-            "ring_attn.ring_attention the last with the last; call that if it is what you mean"
+            f"is_causal=True needs as many queries as keys, got {num_queries} and {num_keys}: "
+            "scaled_dot_product_attention aligns the first query with the first key, while "
+            "ring_attn.ring_attention aligns the last query with the last key; call "
+            "ring_attn.ring_attention for that alignment"
         )
+    # (batch, nheads, rows, headdim) -> (batch, rows, nheads, headdim)
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     out = ring_attention(
         q, k, v, causal=is_causal, softmax_scale=scale, dropout_p=dropout_p, **options
@@ -100,21 +106,23 @@ def sdpa_attention(
 class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
     """A context in which F.scaled_dot_product_attention of this thread is `sdpa_attention`.
 
-    A torch function mode: it patches nothing, works however the caller imported the function, and
-    affects no other threads, except those of a backward that runs inside. `nn.MultiheadAttention`
-    and the transformer layers of `torch.nn` are routed if `need_weights=False`; with True they
-    compute attention by other functions, so they raise, as does `flex_attention`. A backward may
-    run outside, unless it recomputes activations (`torch.utils.checkpoint`): these would not be
-    routed, which torch detects if `use_reentrant=False`. Direct calls of other packages' kernels
-    are not routed. `torch.compile` includes the routing in graphs of functions called inside,
-    except for `nn.MultiheadAttention`, which breaks the graph.
+    It is a torch function mode: it patches nothing, works however the caller imported the function,
+    and affects no other threads, except the threads of a backward that runs inside.
+    `nn.MultiheadAttention` and the transformer layers of `torch.nn` are routed if
+    `need_weights=False`. With True they compute attention by other functions, so they raise an
+    error, as does `flex_attention`. A backward may run outside, unless it recomputes activations
+    (`torch.utils.checkpoint`): these would not be routed, which torch detects if
+    `use_reentrant=False`. Direct calls of other packages' kernels are not routed. `torch.compile`
+    includes the routing in graphs of functions called inside, except for `nn.MultiheadAttention`,
+    which breaks the graph.
 
     Args:
         **options: options of `ring_attention`: group, layout, strategy, window_size and so on.
 
     Raises:
-        NotImplementedError: inside, for calls that `sdpa_attention` refuses, attention weights, and
-            `flex_attention`, which compiles itself: torch's compiler shows our error in its own.
+        NotImplementedError: inside, for calls that `sdpa_attention` refuses, for attention weights,
+            and for `flex_attention`, which compiles itself, so that torch's compiler shows the
+            error within an error of the compiler.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -127,24 +135,24 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         self.options = options
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces F.scaled_dot_product_attention; subclasses override it."""
+        """Compute a call of F.scaled_dot_product_attention; subclasses override this method."""
         return sdpa_attention(*args, **{**kwargs, **self.options})
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """torch calls this for each of its functions, with the mode off."""
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run a function of torch. torch calls this for each function, with the mode off."""
         kwargs = kwargs or {}
         if func is native_sdpa:
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
-                "need_weights must be False inside route_sdpa, got True: attention weights are "
-                "never whole in a ring; call nn.MultiheadAttention with need_weights=False"
+                "need_weights must be False inside route_sdpa, got True: no rank of a ring has all "
+                "attention weights; call nn.MultiheadAttention with need_weights=False"
             )
         if getattr(func, "__name__", None) == "flex_attention":
             raise NotImplementedError(
@@ -153,7 +161,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
             )
         if func in _WITH_CALLS_INSIDE:
             with self:
-                return _body_of(func)(*args, **kwargs)
+                return _body_of(cast(FunctionType, func))(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -166,32 +174,33 @@ _WITH_CALLS_INSIDE = (
 )
 
 
-def _body_of(func: Any) -> Callable[..., Any]:
-    """A copy of a function that skips its check for overrides.
+def _body_of(func: FunctionType) -> FunctionType:
+    """Copy a function without its check for overrides.
 
     While a mode is on, that check would call the mode again instead of the body. The copy also
     ignores overrides by tensor subclasses.
     """
     checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    twin = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
-    twin.__kwdefaults__ = func.__kwdefaults__
-    return twin
+    copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """The tensor in the dtype that autocast gives scaled_dot_product_attention."""
+    """Return the tensor in the dtype that autocast uses for scaled_dot_product_attention."""
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _lengths(query: Tensor, key: Tensor, layout: object) -> tuple[int, int]:
-    """Lengths of queries and keys to compare: global ones if known, else this rank's."""
+    """Return the numbers of queries and keys: global ones if known, otherwise this rank's."""
     if isinstance(layout, (tuple, list)) and all(isinstance(x, SequenceLayout) for x in layout):
         return layout[0].seqlen, layout[1].seqlen
     return query.size(2), key.size(2)
 
 
 def _shown(x: object) -> str:
+    """Return the shape of a tensor, or the type of another value, for an error."""
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

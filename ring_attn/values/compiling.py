@@ -1,4 +1,4 @@
-"""Properties that torch.compile can trace, and functions left out of its graphs."""
+"""Properties that torch.compile can trace, and functions that stay outside of its graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def kept(compute: Callable[[Any], T]) -> T:
-    """Makes a property that is computed once per object, or at each access while dynamo traces.
+    """Make a property that is computed once per object, or at each access while dynamo traces.
 
-    On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. And a graph
-    that read a cached value would differ from a graph traced before the value was cached.
+    On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. Also, a
+    graph that read a cached value would differ from a graph traced before the value was cached.
     """
     key = f"_{compute.__name__}"
 
@@ -34,9 +34,10 @@ def kept(compute: Callable[[Any], T]) -> T:
 
 
 def remembered(check: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function, that depends on its arguments alone, run once for arguments of one type.
+    """Cache the results of a function that depends only on its arguments.
 
-    While dynamo traces, it runs at each call, as it does for arguments that cannot be hashed.
+    It is `functools.lru_cache`, but dynamo can trace through it: while dynamo traces, the function
+    runs at each call. It also runs at each call for arguments that cannot be hashed.
     """
     cached = lru_cache(maxsize=1024, typed=True)(check)
 
@@ -46,7 +47,7 @@ def remembered(check: Callable[P, T]) -> Callable[P, T]:
             return check(*args, **kwargs)
         try:
             return cached(*args, **kwargs)  # type: ignore[arg-type]
-        except TypeError:  # an argument has no hash, or is refused
+        except TypeError:  # an argument has no hash, or the function refuses an argument
             pass
         return check(*args, **kwargs)
 
@@ -54,12 +55,12 @@ def remembered(check: Callable[P, T]) -> Callable[P, T]:
 
 
 def left_out_of_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates a function so that torch.compile breaks the graph there and runs it uncompiled.
+    """Decorate a function so that torch.compile breaks the graph there and runs it uncompiled.
 
     `torch.compiler.disable` does the same, but would load the compiler with this package.
 
     Args:
-        reason: the error text under `fullgraph=True`: why there is no graph, and what to call.
+        reason: the error text under `fullgraph=True`: why there is no graph, and what to do.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

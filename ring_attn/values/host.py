@@ -1,4 +1,4 @@
-"""Computing with many small values on the host."""
+"""Compute with many small values on the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Makes tensors of plain data on the host, whatever torch's default device."""
-    # torch's context slows every call of torch, which costs 10 % of a plan for 4096 ranks.
+    """Create tensors of plain data on the host, regardless of torch's default device."""
+    # torch's context slows down every call of torch, which costs 10 % of a plan for 4096 ranks.
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -22,7 +22,10 @@ def on_host() -> Iterator[None]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """For making millions of small values without cycles: looking for cycles takes longer."""
+    """Disable garbage collection, for code that makes millions of small values without cycles.
+
+    Looking for cycles among them takes longer than making them.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -8,19 +8,19 @@ from pathlib import Path
 
 
 def regular_file(path: str | Path) -> Path:
-    """The path of a file; refuses pipes and devices, which could be read without end."""
+    """Return the path of a file; refuse pipes and devices, which may have no end."""
     path = Path(path)
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} must be a regular file, and is a folder, a pipe or a device")
+        raise ValueError(f"{path} must be a regular file, but is a folder, a pipe or a device")
     return path
 
 
 def env_int(name: str, default: int) -> int:
-    """The number in an environment variable; `default` where it is not set or empty."""
+    """Return the number in an environment variable; `default` if it is not set or is empty."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         raise ValueError(
             f"the environment variable {name} must be a number from 0, got {text!r}: unset it, or "
-            "leave it to torchrun where torchrun sets it"
+            "let torchrun set it"
         )
     return int(text)

@@ -16,7 +16,7 @@ from tests.distributed.pool import Pools, on_ranks
 from tests.hf_architectures import architectures, make, outcome, table
 from tests.refusals import refused
 
-OWN_CODE, OWN_POSITIONS = "computes attention by code of its own", "takes no position_ids"
+OWN_CODE, OWN_POSITIONS = "computes attention in its own code", "has no parameter position_ids"
 SOME = {
     "LlamaForCausalLM": "right",
     "RobertaForCausalLM": "right",

@@ -88,7 +88,7 @@ def test_shards_of_tensor_parallelism() -> None:
     halves = torch.tensor([4.0, 6.0]).repeat_interleave(2)[:, None]
     assert torch.equal(parameter.grad.full_tensor(), halves.expand(4, 3))
     replicated = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Replicate()]))
-    said = f"parameter 0 is a DTensor on a mesh with ranks|ranks [{rank ^ 1}] of the group"
+    said = f"parameter 0 is a DTensor on a mesh that has ranks [{rank ^ 1}] of the group"
     for wrong in (parameter, replicated):
         with refused(ValueError, said):
             sync_gradients([wrong], mesh["tp"])
@@ -104,7 +104,7 @@ def test_refusals() -> None:
         ([], {"bucket_bytes": 0}, ValueError, "bucket_bytes must|got 0"),
         ([], {"bucket_bytes": "x"}, TypeError, "bucket_bytes must|'x'"),
         ([complex_one], {}, TypeError, "parameter 0 must|torch.complex64"),
-        (sparse, {}, NotImplementedError, "parameter weight is torch.sparse_coo"),
+        (sparse, {}, NotImplementedError, "parameter weight must be dense, got torch.sparse_coo"),
     ):
         with refused(error, words):
             sync_gradients(module, **options)  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ def returning(form: str) -> dict[str, Any]:
 ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "degree 0": ({"degree": 0}, "degree|at least 1|0", {}),
     "degree and value": ({"degree": 2, "strategy": Strategy()}, "degree=2|strategy by name", {}),
-    "degree and mesh": ({"degree": 2}, "2 and 1", {"shape": (2, 1)}),
+    "degree and mesh": ({"degree": 2}, "must be 1|got 2", {"shape": (2, 1)}),
     "rows of chunks": (
         {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
     ),
@@ -267,11 +267,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
     "DTensor": ({}, "q must be a plain torch.Tensor|to_local()", {"qkv": sharded}),
     "types": ({}, "k must be a plain torch.Tensor", {"qkv": lambda: [*plain_qkv()[:1], 1.0, 2.0]}),
-    "missing": ({}, "no v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
+    "missing": ({}, "without v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
     "indices": ({"qkv_indices": (0, 1, 3)}, "3 positional|v at index 3", {}),
     "keywords": ({"qkv_names": ("query", "k", "v")}, "Core|'query'", {}),
-    "plain output": ({}, "got DTensors and returned none", returning("none")),
-    "output dim": ({}, "split along the rows|Replicate", returning("whole")),
+    "plain output": ({}, "got DTensors but returned no DTensor", returning("none")),
+    "output dim": ({}, "sharded along its rows|Replicate", returning("whole")),
 }  # fmt: skip
 
 # Mistakes in a module's output, found once it has run.

@@ -153,13 +153,18 @@ def test_what_contradicts_the_documents_is_refused() -> None:
     with with_flash_attn(), substitute_hf_flash_attn(group, 1):
         model = make_model(FAMILY, adapters.NAME)
         ids, positions = packed()[:, :20], torch.arange(20 * rank, 20 * rank + 20)[None]
-        with refused(RuntimeError, "update_ring_flash_attn_params|got none"):
+        with refused(RuntimeError, "update_ring_flash_attn_params|not set"):
             model(input_ids=ids, position_ids=positions)
     for boundaries, changes, error, words in (
         ([0, 40], {"position_ids": torch.arange(20)[None]}, ValueError, "position_ids of rank 1"),
         ([0, 39], {}, ValueError, "2 x 20, got 39"),
         ([0, 40], {"attention_mask": pad(torch.ones(1, 15), (0, 5))}, NotImplementedError, "part"),
-        ([0, 40], {"cu_seq_lens_q": torch.tensor([0, 40])}, ValueError, "cu_seq_lens_q|alone"),
+        (
+            [0, 40],
+            {"cu_seq_lens_q": torch.tensor([0, 40])},
+            ValueError,
+            "leave cu_seq_lens_q out",
+        ),
     ):
         with with_flash_attn(), substitute_hf_flash_attn(dist.new_group(), 1) as substitution:
             update_ring_flash_attn_params(torch.tensor(boundaries).int(), substitution.group)

@@ -330,21 +330,21 @@ def run_wrong(case: str) -> None:
 
 
 REFUSALS = {
-    "cut types": (ValueError, "must be those of the whole sequence, (2, 83), got (2, 4"),
-    "cached types": (NotImplementedError, "images with a cache that is split over ranks"),
-    "padded documents": (ValueError, "cu_seq_lens_q says where documents end"),
-    "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be the same"),
+    "cut types": (ValueError, "must have the shape of the whole sequence, (2, 83), got (2, 4"),
+    "cached types": (NotImplementedError, "images are not built together with a sharded cache"),
+    "padded documents": (ValueError, "cu_seq_lens_q, which marks the ends of documents"),
+    "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be equal"),
     "positions": (ValueError, "position_ids must be passed to LlamaForCausalLM"),
     "other layout": (ValueError, "position_ids of rank "),
-    "documents": (ValueError, "need cu_seq_lens_q"),
-    "plain cache": (NotImplementedError, "a KV cache must be made by `Registration.cache"),
+    "documents": (ValueError, "pass cu_seq_lens_q and cu_seq_lens_k"),
+    "plain cache": (NotImplementedError, "pass a KV cache of `Registration.cache"),
     "cache and layout": (ValueError, "sequence_layout must be left out"),
     "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
     "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),
     "failed before": (RuntimeError, "a forward with this cache has failed"),
     **{name: (NotImplementedError, f"{name} with a KV cache") for name in NOT_WITH_CACHE},
     "token types": (NotImplementedError, "token_type_ids of shape (2, 37) seems to have"),
-    "changed in place": (ValueError, "must be those of its rows, ["),
+    "changed in place": (ValueError, "must be the positions of its rows, ["),
     "cache of another": (RuntimeError, "this cache belongs to another model"),
 }
 
@@ -361,7 +361,7 @@ def test_a_rank_alone_with_a_part_of_the_padding_is_named() -> None:
     rank, layout = dist.get_rank(), SequenceLayout.contiguous(SEQLEN, 2)
     mask = torch.ones(2, SEQLEN, dtype=torch.int64)
     mask[0, -2:] = 0
-    whole = "of the whole sequence, (2, 83), got (2, 41): give every rank all of them, as "
+    whole = "of the whole sequence, (2, 83), got (2, 41): pass the whole tensors on every rank, as "
     error, told = RuntimeError, "rank 1 has refused by ValueError: attention_mask and token_type"
     if rank == 1:
         error, told = ValueError, f"{whole}ring_attn.shard_batch does with attention_mask"

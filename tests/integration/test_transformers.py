@@ -47,7 +47,11 @@ def test_a_name_comes_and_goes() -> None:
         ({"name": "me/ring"}, ValueError, "got 'me/ring'"),
         ({"name": "sdpa"}, ValueError, "'sdpa' is registered already"),
         ({"layout": "spiral"}, ValueError, "layout must be one of"),
-        ({"layout": SequenceLayout.zigzag(8, 2)}, TypeError, "goes to the model's forward as"),
+        (
+            {"layout": SequenceLayout.zigzag(8, 2)},
+            TypeError,
+            "pass a SequenceLayout to the model",
+        ),
         ({"name": 3}, TypeError, "name must be"),
         ({"group": 3}, TypeError, "group must be"),
         ({"strategy": 3}, TypeError, "strategy must be"),
@@ -56,7 +60,7 @@ def test_a_name_comes_and_goes() -> None:
         ({"same_bits": 3}, TypeError, "same_bits must be"),
         ({"transport": 3}, TypeError, "transport must be"),
         ({"ignore": [3]}, TypeError, "each of ignore"),
-        ({"causal": True}, TypeError, "register takes"),
+        ({"causal": True}, TypeError, "options of register must"),
     ],
 )
 def test_a_bad_registration(options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -151,7 +155,7 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
     ("make", "options", "text"),
     [
         ("create_causal_mask", {"attention_mask": LEFT}, "hides 5 of 24 tokens, some .*'right'"),
-        ("create_causal_mask", {"block_sequence_ids": APART}, "do not stand together"),
+        ("create_causal_mask", {"block_sequence_ids": APART}, "not consecutive"),
         ("create_bidirectional_mask", {"or_mask_function": IMAGES}, "or_masks"),
         ("create_causal_mask", {"and_mask_function": IMAGES}, "blockwise"),
         (
@@ -167,7 +171,7 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
         (
             "create_causal_mask",
             {"attention_mask": PADDING, "block_sequence_ids": BLOCKS},
-            "attention_mask beside token_type_ids",
+            "attention_mask is not built together with token_type_ids",
         ),
         ("create_causal_mask", {"or_mask_function": first_four}, "or_masks, tests.*first_four"),
         ("create_causal_mask", {"and_mask_function": first_four}, "first_four"),
@@ -185,7 +189,7 @@ def test_under_compile_unions_and_padding_are_refused() -> None:
         assert read_mask(mask_function=window) is None
         with pytest.raises(NotImplementedError, match="or_mask"):
             read_mask(mask_function=union)
-        with pytest.raises(NotImplementedError, match="functions of its own"):
+        with pytest.raises(NotImplementedError, match="custom functions"):
             read_mask(mask_function=window, use_vmap=True)
         with pytest.raises(NotImplementedError, match="leave it out"):
             read_mask(mask_function=window, attention_mask=torch.ones(2, 12))
@@ -209,7 +213,7 @@ LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
         ({"layer_types": ["sliding_attention"]}, {}, "layer 0 has a sliding"),
         ({"sliding_window": 8}, {}, "layer 0 has a sliding window"),
         (LONGROPE, {}, "rope_type 'longrope'"),
-        ({"patch_size": 2}, {}, "the patches of images are not split over ranks"),
+        ({"patch_size": 2}, {}, "the patches of images cannot be sharded"),
         (
             {},
             {"mask": torch.ones(2, 1, 6, 6)},
@@ -220,7 +224,7 @@ LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
         ({}, {"position_bias": torch.zeros(1)}, "position_bias reached"),
         ({}, {"head_mask": torch.zeros(1)}, "heads cannot be masked"),
         ({}, {"cache": object()}, "a paged cache is not built"),
-        ({}, {"tilt": 0.5}, "tilt reached the attention: it is not known"),
+        ({}, {"tilt": 0.5}, "tilt reached the attention: it is unknown"),
     ],
 )
 def test_what_attention_refuses(config: dict[str, Any], options: dict[str, Any], text: str) -> None:
@@ -231,7 +235,7 @@ def test_what_attention_refuses(config: dict[str, Any], options: dict[str, Any],
 
 
 def test_a_config_must_say_what_the_module_says() -> None:
-    with pytest.raises(ValueError, match="config.is_causal is False and"):
+    with pytest.raises(ValueError, match="config.is_causal is False, but"):
         attend({"is_causal": False})
 
 

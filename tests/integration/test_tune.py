@@ -95,7 +95,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert len(bench.rows) == len(rows) == 5  # equal configs count once
     assert re.search("not built: .*power of 2", rows["48x64"].note)
     assert (rows["64x32"].max_ratio or 0) > 1
-    assert "other bits in one of 2 equal runs" in rows["32x64"].note
+    assert "different bits in one of 2 equal runs" in rows["32x64"].note
     assert rows["64x64"].frozen and rows["64x64"].speed == 1.0
     assert rows["32x32"].note == "" and rows["32x32"].speed
     assert [row.wrong for row in rows.values()] == [False, False, False, True, True]

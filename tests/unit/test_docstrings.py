@@ -22,6 +22,7 @@ NEED_RANKS = [
     "ring_attn.integrations.flash_attn.flash_attn_func",
     "ring_attn.models.sdpa.route_sdpa",
     "ring_attn.models.sdpa.sdpa_attention",
+    "ring_attn.models.batch.unshard",
     "ring_attn.models.logprobs.token_logprobs",
     "ring_attn.sequence.halo.roll",
     "ring_attn.sequence.halo.halo",

@@ -200,7 +200,7 @@ def shard(kind: Any, shape: tuple[int, ...], **order: Any) -> Tensor | None:
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: sized(tp_size=3), "num_heads|16|3"),
-    (lambda: sized(rank=4), "rank|4 of 4"),
+    (lambda: sized(rank=4), "rank|tp_size=4|got 4"),
     (lambda: sized(rank=-1), "rank|0|-1"),
     (lambda: sized(tp_size=0), "tp_size|1|0"),
     (lambda: sized(num_kv_heads=3), "num_heads|num_kv_heads|16|3"),

@@ -6,15 +6,15 @@
     update_ring_flash_attn_params(cu_seqlens, group)      # before each forward
     model(input_ids=ids.chunk(world_size, 1)[rank], position_ids=..., attention_mask=...)
 
-Rank r holds the r-th equal run of the packed sequence. As in ring-flash-attn, `cu_seqlens` alone
-says where documents end; padding is the last of them. Here positions and masks that contradict it
-are refused.
+Rank r holds the r-th of equal runs of the packed sequence. As in ring-flash-attn, only `cu_seqlens`
+marks the ends of documents; padding is the last document. Here, positions and masks that contradict
+`cu_seqlens` are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,25 +39,34 @@ NAME = "flash_attention_2"
 UNUSED = ("position_ids", "max_length_q", "max_length_k", "use_top_left_mask", "target_dtype")
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
+# An attention function of transformers.
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
 
 class Substitution:
-    """Changes by `substitute_hf_flash_attn`; as a context, undone at its end."""
+    """The substitution that `substitute_hf_flash_attn` has made; a context undoes it at its end."""
 
     def __init__(self, group: Group, heads_k_stride: int) -> None:
         strategy = Strategy("all_gather", heads_per_chunk=heads_k_stride)
         self.group, self._stride = group, heads_k_stride
-        self._ring = Registration(NAME, group, "contiguous", {"strategy": strategy}, frozenset())
+        self._ring = Registration(
+            name=NAME,
+            group=group,
+            layout="contiguous",
+            execution={"strategy": strategy},
+            ignore=frozenset(),
+        )
         package = transformers_package()
-        self._functions = package.AttentionInterface._global_mapping
-        self._before: Callable[..., Any] = self._functions[NAME]
+        self._functions: dict[str, AttentionFunction] = package.AttentionInterface._global_mapping
+        self._original = self._functions[NAME]
         watch_models(package)
         self._functions[NAME] = self.attend
 
     def undo(self) -> None:
-        """Gives transformers its own function back."""
+        """Restore transformers' own function."""
         global _current
         if _current is self:
-            self._functions[NAME] = self._before
+            self._functions[NAME] = self._original
             registered.pop(NAME, None)
             _current = None
 
@@ -74,48 +83,54 @@ class Substitution:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        **kwargs: Any,
+        **kwargs: Any,  # keywords of the model's forward, which transformers passes on
     ) -> tuple[Tensor, None]:
-        """The attention function that models call; see `Registration.attend`."""
+        """Compute attention; models call this function. See `Registration.attend`."""
         if not _is_on:
-            result: tuple[Tensor, None] = self._before(
-                module, query, key, value, attention_mask, **kwargs
-            )
-            return result
+            return self._original(module, query, key, value, attention_mask, **kwargs)
         with reporting(self.group):
             for name in DOCUMENTS:
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(
-                        f"{name} was passed to the model: with {NAME} substituted, documents come "
-                        "from update_ring_flash_attn_params(cu_seqlens, process_group) alone"
+                        f"{name} was passed to the model, but with {NAME} substituted, documents "
+                        "come only from update_ring_flash_attn_params: call that with cu_seqlens "
+                        f"and process_group, and leave {name} out"
                     )
             if key.size(1) % self._stride:
                 raise ValueError(
-                    f"heads_k_stride must divide the model's {key.size(1)} kv heads, "
-                    f"got {self._stride}"
+                    f"heads_k_stride must be a divisor of the model's {key.size(1)} kv heads, got "
+                    f"{self._stride}"
                 )
-            cu_seqlens, positions = self._documents(), kwargs.get("position_ids")
-            _check_rows(self.group, query.size(2), cu_seqlens, attention_mask, positions)
+            cu_seqlens = self._documents()
+            _check_rows(
+                self.group, query.size(2), cu_seqlens, attention_mask, kwargs.get("position_ids")
+            )
         for name in UNUSED:
             kwargs.pop(name, None)
         kwargs |= dict.fromkeys(DOCUMENTS, cu_seqlens)
-        return self._ring.attend(module, query, key, value, None, **kwargs)
+        return self._ring.attend(module, query, key, value, attention_mask=None, **kwargs)
 
     def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
-        """Checks the positions that a whole model gets, as `attend` does in each layer."""
-        told = self._documents(), given.get("attention_mask"), position_ids - first
-        _check_rows(self.group, position_ids.size(-1), *told)
+        """Check the positions that a whole model gets, as `attend` does in each layer."""
+        _check_rows(
+            self.group,
+            position_ids.size(-1),
+            self._documents(),
+            given.get("attention_mask"),
+            position_ids - first,
+        )
 
     def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """The place of the rows of a recurrent layer."""
+        """Return the place of the rows of a recurrent layer."""
         return self._ring.place({**given, "cu_seq_lens_q": self._documents()}, rows)
 
     def _documents(self) -> Tensor:
+        """Return the boundaries that were set for the group; refuse a group without boundaries."""
         group = groups.check_group(self.group)
         if group not in _documents:
             raise RuntimeError(
-                "update_ring_flash_attn_params(cu_seqlens, process_group) must come before the "
-                "first forward of this process group, got none"
+                "the documents of this process group are not set: call "
+                "update_ring_flash_attn_params(cu_seqlens, process_group) before the first forward"
             )
         return _documents[group]
 
@@ -123,7 +138,7 @@ class Substitution:
 def _check_rows(
     group: Group, num: int, cu_seqlens: Tensor, mask: Tensor | None, position_ids: Tensor | None
 ) -> None:
-    """Refuses a mask and positions of this rank's `num` rows that contradict the documents."""
+    """Refuse a mask and positions of this rank's `num` rows that contradict the documents."""
     process_group = groups.check_group(group)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     cuts = checks.check_cu_seqlens("cu_seqlens", cu_seqlens)
@@ -133,69 +148,95 @@ def _check_rows(
             f"cu_seqlens must end at the length of all ranks' rows, {world_size} x {num}, got "
             f"{cuts[-1]}: pad the sequence, and add the padding as a document"
         )
-    versions = tuple(None if x is None else x._version for x in (mask, position_ids))
-    known = (cuts, rank, num, versions, None if mask is None else id(mask))
+    facts = _Facts(
+        cu_seqlens=cuts,
+        rank=rank,
+        rows=num,
+        mask_id=None if mask is None else id(mask),
+        mask_version=None if mask is None else mask._version,
+        positions_version=None if position_ids is None else position_ids._version,
+    )
     # All layers of a model share the positions, and reading them on a GPU synchronises.
-    if position_ids is not None and _checked.get(position_ids) == known:
+    if position_ids is not None and _checked.get(position_ids) == facts:
         return
     positions = SequenceLayout.contiguous(cuts[-1], world_size).position_ids(rank)
     starts = torch.tensor(cuts)
-    document = torch.searchsorted(starts, positions, right=True) - 1
-    seen = _seen(mask, document)
+    document = torch.searchsorted(starts, positions, right=True) - 1  # of each row
+    is_token = _tokens(mask, document)
     if position_ids is None:
         return
-    got, last = position_ids.detach().cpu(), document == len(cuts) - 2
-    # Frameworks give padding any positions, mostly zeros, and may pass no mask.
-    padding = ~seen.all(0) | (last & (not got[..., last].any()) & (len(cuts) > 2))
+    got = position_ids.detach().cpu()
+    # Frameworks give padding any positions, mostly zeros, and may pass no mask. So a last document
+    # whose positions are all zero counts as padding, if there are other documents.
+    in_last = document == len(cuts) - 2
+    last_is_padding = len(cuts) > 2 and not got[..., in_last].any()
+    is_padding = ~is_token.all(0) | (in_last & last_is_padding)
     in_document = positions - starts[document]
-    expected = positions, in_document
-    if got.shape[-1] != num or not any(bool(((got == x) | padding).all()) for x in expected):
+    matches = any(
+        bool(((got == expected) | is_padding).all()) for expected in (positions, in_document)
+    )
+    if got.shape[-1] != num or not matches:
         raise ValueError(
-            f"position_ids of rank {rank} must be those of its {num} rows in the packed sequence "
-            f"or in each document, {in_document[:4].tolist()} ..., got shape {tuple(got.shape)} "
-            f"with {got.flatten()[:4].tolist()} ..."
+            f"position_ids of rank {rank} must be the positions of its {num} rows in the packed "
+            f"sequence or in each document, {in_document[:4].tolist()} ..., got shape "
+            f"{tuple(got.shape)} with {got.flatten()[:4].tolist()} ..."
         )
-    _checked[position_ids] = known
+    _checked[position_ids] = facts
 
 
-def _seen(mask: Tensor | None, document: Tensor) -> Tensor:
-    """(batch, rows) rows that are no padding; refuses documents that are padded in part."""
+def _tokens(mask: Tensor | None, document: Tensor) -> Tensor:
+    """Return which rows are tokens, not padding, (batch, rows).
+
+    Refuse documents with both tokens and padding. `document` is the index of each row's document.
+    """
     num = len(document)
     if mask is None:
         return torch.ones(1, num, dtype=torch.bool)
     if mask.ndim != 2 or mask.size(1) != num:
         raise NotImplementedError(
-            f"attention_mask must be (batch, {num}), of this rank's rows, got {tuple(mask.shape)}"
+            f"attention_mask must be (batch, {num}), for this rank's rows, got {tuple(mask.shape)}"
         )
-    seen = mask.detach().bool().cpu()
+    is_token = mask.detach().bool().cpu()
     _, lengths = document.unique_consecutive(return_counts=True)
-    each = seen.split(lengths.tolist(), 1)
-    if any(bool((part.any(1) & ~part.all(1)).any()) for part in each):
+    documents = is_token.split(lengths.tolist(), 1)
+    if any(bool((rows.any(1) & ~rows.all(1)).any()) for rows in documents):
         raise NotImplementedError(
-            "attention_mask hides a part of a document: cu_seqlens must have an end where padding "
-            "begins"
+            "attention_mask hides a part of a document: add a boundary to cu_seqlens where the "
+            "padding begins"
         )
-    return seen
+    return is_token
+
+
+class _Facts(NamedTuple):
+    """The facts with which positions were checked. In-place changes increase a version."""
+
+    cu_seqlens: tuple[int, ...]
+    rank: int
+    rows: int
+    mask_id: int | None
+    mask_version: int | None
+    positions_version: int | None
 
 
 _is_on = True
 _current: Substitution | None = None
 _documents: WeakKeyDictionary[dist.ProcessGroup, Tensor] = WeakKeyDictionary()
-# position_ids -> what they were checked with
-_checked: Any = WeakTensorKeyDictionary()
+# position_ids -> the facts with which they were checked
+_checked: MutableMapping[Tensor, _Facts] = WeakTensorKeyDictionary()
 
 
 def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> Substitution:
-    """Makes transformers' "flash_attention_2" compute over the ranks of a group.
+    """Substitute transformers' "flash_attention_2" by ring attention over the ranks of a group.
 
-    Takes the place of an earlier substitution.
+    This replaces an earlier substitution.
 
     Args:
         process_group: the ranks that share each packed sequence.
-        heads_k_stride: number of KV heads to gather at a time; must divide the models' kv heads.
+        heads_k_stride: number of KV heads to gather at a time; must be a divisor of the models'
+            number of kv heads.
 
     Returns:
-        A handle: `undo()`, or a context that undoes at its end.
+        A handle: `undo()` it, or use it as a context, which undoes the substitution at its end.
 
     Raises:
         ImportError: transformers is not installed, or older than version 5.
@@ -211,14 +252,24 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> Subst
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
-    """Sets the documents of the next forwards of a group: boundaries in the whole sequence."""
+    """Set the documents of the next forwards of a group.
+
+    Args:
+        cu_seqlens: int32 boundaries of the documents in the whole sequence, from 0.
+        process_group: the ranks that share the sequence.
+
+    Raises:
+        TypeError: `cu_seqlens` is not an integer tensor.
+        ValueError: boundaries decrease, or do not start at 0.
+        RuntimeError: there is no process group.
+    """
     if checks.check_cu_seqlens("cu_seqlens", cu_seqlens) is None:
         raise TypeError("cu_seqlens must be an int32 tensor, got None")
     _documents[groups.check_group(process_group)] = cu_seqlens
 
 
 def use_ring_attn(flag: bool) -> None:
-    """Switches the substitution off, for forwards of whole sequences on a rank, and on again."""
+    """Turn the substitution off, for forwards of whole sequences on a rank, or on again."""
     global _is_on
     check_type("flag", flag, bool)
     _is_on = flag

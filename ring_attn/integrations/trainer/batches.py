@@ -1,4 +1,4 @@
-"""Batches of a Trainer as one sequence of documents, to be split over ranks."""
+"""Batches of a Trainer, converted to one sequence of documents, which is then sharded."""
 
 from __future__ import annotations
 
@@ -10,75 +10,89 @@ import torch
 from torch import Tensor
 
 from ring_attn.integrations.transformers.masks import IGNORED, real_tokens, tokens_of
+from ring_attn.integrations.transformers.models import Keywords
 from ring_attn.transport.ranks.identity import checksum
 
-# Tensors (batch, rows, ...) to split over the ranks.
+# Tensors (batch, rows, ...) to shard over the ranks.
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
 CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# Dropped: attention and recurrent layers take the documents from `CUTS`.
+# Left out: attention and recurrent layers take the documents from `CUTS`.
 DERIVED = ("max_length_q", "max_length_k", "seq_idx")
 
 
 class Documents(NamedTuple):
-    """A batch as one sequence, whose rows are documents.
+    """A batch as one sequence, in which each row of the batch is a document.
 
     Attributes:
-        rows: tensors to split, (1, seqlen, ...): the batch's rows one after another, unpadded.
+        rows: tensors to shard, (1, seqlen, ...): the batch's rows one after another, unpadded.
         others: the other keywords of the model; `CUTS` mark the boundaries of the rows.
         kept: (batch, columns) False for padding of the batch.
     """
 
     rows: dict[str, Tensor]
-    others: dict[str, Any]
+    others: dict[str, Any]  # values of any type
     kept: Tensor
 
     def batch(self, x: Tensor) -> Tensor:
-        """(1, seqlen, ...) -> (batch, columns, ...), as the batch's rows were; padding is -100."""
+        """Convert (1, seqlen, ...) to the rows of the batch, (batch, columns, ...).
+
+        Padding is -100.
+        """
         whole = x.new_full((*self.kept.shape, *x.shape[2:]), IGNORED)
         whole[self.kept] = x[0]
         return whole
 
 
-def as_documents(inputs: Mapping[str, Any]) -> Documents:
+def as_documents(inputs: Keywords) -> Documents:
+    """Convert a batch to one sequence of documents; refuse tensors that cannot be sharded."""
     others = {name: x for name, x in inputs.items() if x is not None and name not in DERIVED}
     rows = {name: others.pop(name) for name in ROWS if name in others}
-    shape, device = tokens_of(rows).shape[:2], tokens_of(rows).device
+    tokens = tokens_of(rows)
+    shape = tokens.shape[:2]  # (batch, columns)
     _check_shapes(rows, others, shape)
     if "shift_labels" in rows:
         rows.pop("labels", None)
     real = _real(others.pop("attention_mask", None), rows, shape)
+    all_tokens = torch.ones(shape, dtype=torch.bool, device=tokens.device)
     if any(name in others for name in CUTS):
         if shape[0] != 1 or real is not None:
+            hidden = "" if real is None else " and an attention_mask that hides some tokens"
             raise ValueError(
-                f"cu_seq_lens_q goes with one row without padding, got {shape[0]} rows"
-                f"{'' if real is None else ' and an attention_mask that hides some'}"
+                f"a batch with cu_seq_lens_q must have one row without padding, got {shape[0]} "
+                f"rows{hidden}: concatenate the rows without their padding"
             )
-        return Documents(rows, others, torch.ones(shape, dtype=torch.bool, device=device))
-    kept = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
+        return Documents(rows, others, kept=all_tokens)
+    kept = all_tokens if real is None else real
     positions = rows.get("position_ids", kept.cumsum(1) - 1)
-    starts = torch.ones_like(kept)
-    starts[:, 1:] = positions.diff(dim=1) != 1
-    begins = starts[kept].nonzero().flatten()
-    if len(begins) > 1:
-        total = begins.new_tensor([int(kept.sum())])
-        others["cu_seq_lens_q"] = others["cu_seq_lens_k"] = torch.cat([begins, total]).int()
-    if "position_ids" in rows or len(begins) > 1:
+    # A document starts at the first column, and where positions do not continue.
+    is_start = torch.ones_like(kept)
+    is_start[:, 1:] = positions.diff(dim=1) != 1
+    starts = is_start[kept].nonzero().flatten()  # in the concatenated rows
+    if len(starts) > 1:
+        total = starts.new_tensor([int(kept.sum())])
+        boundaries = torch.cat([starts, total]).int()
+        others["cu_seq_lens_q"] = boundaries
+        others["cu_seq_lens_k"] = boundaries
+    if "position_ids" in rows or len(starts) > 1:
         rows["position_ids"] = positions.expand(shape)
-    if "labels" in rows:  # nothing predicts the first token of a row
-        rows["labels"] = rows["labels"].clone()
-        rows["labels"][:, :1] = IGNORED
-    return Documents({name: x[kept][None] for name, x in rows.items()}, others, kept)
+    if "labels" in rows:
+        # No token predicts the first token of a row.
+        labels = rows["labels"].clone()
+        labels[:, :1] = IGNORED
+        rows["labels"] = labels
+    concatenated = {name: x[kept].unsqueeze(0) for name, x in rows.items()}  # (1, seqlen, ...)
+    return Documents(concatenated, others, kept)
 
 
 def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) -> Tensor | None:
-    """(batch, seqlen), False for padding at the end of the rows; None without padding."""
+    """Return (batch, seqlen), False for padding at the end of rows; None without padding."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != shape:
         raise NotImplementedError(
-            f"attention_mask must be {tuple(shape)}, as the tokens, got "
-            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; mark documents by "
-            "cu_seq_lens_q, or by position_ids that restart"
+            f"attention_mask must be {tuple(shape)}, like the tokens, got "
+            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; mark documents with "
+            "cu_seq_lens_q, or with position_ids that restart"
         )
     real = real_tokens(mask)
     if real is None:
@@ -86,52 +100,53 @@ def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) ->
     for name in ("labels", "shift_labels"):
         if name in rows and bool((rows[name][~real] != IGNORED).any()):
             raise ValueError(
-                f"{name} must be {IGNORED} where attention_mask hides tokens: the loss would count "
-                "padding"
+                f"{name} must be {IGNORED} where attention_mask hides tokens, got other labels: "
+                f"set them to {IGNORED}, because the loss would count padding"
             )
     return real
 
 
-def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:
-    """Refuses rows whose shape differs from the tokens', and unknown tensors."""
+def _check_shapes(rows: Mapping[str, Tensor], others: Keywords, shape: torch.Size) -> None:
+    """Refuse rows whose shape differs from the tokens' shape, and unknown tensors."""
     tokens = tuple(shape)
     for name, x in rows.items():
         allowed = {tokens, (1, tokens[1])} if name == "position_ids" else {tokens}
         got = tuple(getattr(x, "shape", ()))
-        if (got[:2] if name == "inputs_embeds" else got) not in allowed:
+        compared = got[:2] if name == "inputs_embeds" else got
+        if compared not in allowed:
             raise ValueError(
-                f"{name} must be {tokens}, as the tokens, got {got} (some collators make unlike "
-                "shapes of samples without tokens: leave such samples out)"
+                f"{name} must be {tokens}, like the tokens, got {got} (some collators make "
+                "different shapes for samples without tokens: leave such samples out)"
             )
     for name, x in others.items():
         if isinstance(x, Tensor) and name not in {"attention_mask", *CUTS}:
             raise NotImplementedError(
-                f"{name} of shape {tuple(x.shape)} is not known: only {', '.join(ROWS)} are split; "
+                f"{name} of shape {tuple(x.shape)} is unknown: only {', '.join(ROWS)} are sharded; "
                 "leave it out of the batch"
             )
 
 
-def num_targets(batch: Mapping[str, Any]) -> Tensor:
-    """Number of predicted labels: all that count, except the first of each row."""
+def num_targets(batch: Keywords) -> Tensor:
+    """Return the number of predicted labels: all that count, except the first of each row."""
     if isinstance(batch.get("shift_labels"), Tensor):
         labels = batch["shift_labels"]
     elif isinstance(batch.get("labels"), Tensor):
         labels = batch["labels"][:, 1:]
     else:
         raise ValueError(
-            f"a batch needs labels, got {sorted(batch)}: a collator such as "
-            "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them"
+            f"a batch needs labels, got {sorted(batch)}: use a collator that makes them, such as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
     return (labels != IGNORED).sum()
 
 
-def fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
-    """An int64 hash of the names, shapes and values of all tensors in batches."""
+def fingerprint(batches: Sequence[Keywords], device: torch.device) -> Tensor:
+    """Return an int64 hash of the names, shapes and values of all tensors in batches."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         for name, x in sorted(batch.items()):
             if isinstance(x, Tensor):
-                about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-                # An odd factor is invertible modulo 2^64, so it loses nothing.
-                total = (total + about + checksum(x.to(device))) * 0x9E3779B97F4A7C1
+                header = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+                # An odd factor is invertible modulo 2^64, so no information is lost.
+                total = (total + header + checksum(x.to(device))) * 0x9E3779B97F4A7C1
     return total

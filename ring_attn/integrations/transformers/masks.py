@@ -1,23 +1,23 @@
-"""Masks of Hugging Face models beyond causality, windows and documents.
+"""Masks of Hugging Face models other than causality, windows and documents.
 
     padding at the end of rows    attention_mask, (batch, seqlen)     a row sees only its tokens
-    images, seen whole            token_type_ids, (batch, seqlen)     `masks.spans`
+    images                        token_type_ids, (batch, seqlen)     `masks.spans`
     chunked attention             attention_chunk_size of a config    documents of one chunk each
 
 Both tensors cover the whole sequence, on every rank. The model passes them to the mask function,
-which returns a `BatchMask` instead of a mask. The attention, which knows the layout, makes slices
-of the `BatchMask`.
+which returns a `BatchMask` instead of a mask. The attention, which knows the layout, converts the
+`BatchMask` to slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from itertools import pairwise
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ from ring_attn.checks import attention as checks
 from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.integrations.transformers.models import Config, Keywords
 
-# Parts of masks that causal, window_size, cu_seqlens and chunks express. transformers takes
-# positions that jump, as in zigzag, for packed sequences; the attention checks positions itself.
+# Functions of which transformers composes masks, and which causal, window_size, cu_seqlens and
+# chunks express. transformers considers positions that jump, as in zigzag, a packed sequence; the
+# attention checks positions itself.
 MASK_PATTERNS = (
     "and_mask",
     "and_masks",
@@ -39,11 +41,15 @@ MASK_PATTERNS = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
+# The label of tokens that do not count in the loss.
 IGNORED = -100
 
 UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"
 
+# [first, end) of a run of keys.
 KeyRange = tuple[int, int]
+
+# Of a row of the batch: the number of tokens before its padding, and its spans.
 MaskRow = tuple[int, tuple[KeyRange, ...]]
 
 
@@ -55,7 +61,7 @@ class BatchMask:
         seqlen: length of the whole sequence.
         rows: for each row of the batch the number of tokens before its padding, and the spans, such
             as images, whose tokens all see each other.
-        beyond_windows: whether a span longer than a window is still seen whole.
+        beyond_windows: whether the tokens of a span see each other beyond a window, too.
     """
 
     seqlen: int
@@ -71,35 +77,37 @@ class Rule(NamedTuple):
     chunk: int | None
 
 
-# -- reading a mask function's arguments
+# -- the arguments of a mask function
 
 
 def read_mask(
-    *args: Any,
-    mask_function: Callable[..., Any] | None = None,
+    *_: object,
+    mask_function: FunctionType | None = None,
     attention_mask: Tensor | None = None,
     q_length: int | None = None,
-    config: Any = None,
-    **kwargs: Any,
+    config: Config = None,
+    use_vmap: bool = False,
+    **__: object,
 ) -> BatchMask | None:
-    """Reads padding and spans from the arguments of a mask function; refuses other masks.
+    """Read padding and spans from the arguments of a mask function; refuse other masks.
 
-    `mask_function` computes visibility from indices, `use_vmap` marks it as the user's own;
-    `attention_mask` is (batch, seqlen), False for padding; `q_length` counts this rank's rows.
+    `mask_function` computes visibility from indices, and `use_vmap` marks it as a custom function.
+    `attention_mask` is (batch, seqlen), False for padding. `q_length` is this rank's number of
+    rows.
     """
     parts = [] if mask_function is None else list(_parts(mask_function))
-    known = [*MASK_PATTERNS]  # a list, as torch 2.11 cannot trace a copied set
+    known = [*MASK_PATTERNS]  # a list, because torch 2.11 cannot trace a copied set
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         known.append(CHUNKS)
     union = _union_with_blocks(parts)
     if union is not None:
         known += [UNION, BLOCKS]
     unknown = sorted({name for name, _ in parts if name not in known})
-    if unknown or (kwargs.get("use_vmap") and union is None):
+    if unknown or (use_vmap and union is None):
         raise NotImplementedError(
-            f"the model asks for a mask made of {', '.join(unknown) or 'functions of its own'}: "
-            "attention over a split sequence has causal masks, sliding windows, chunks, documents "
-            "(cu_seq_lens_q), images (token_type_ids) and padding at the end"
+            f"the mask of the model is made of {', '.join(unknown) or 'custom functions'}, which "
+            "are not built: attention over a sharded sequence has causal masks, sliding windows, "
+            "chunks, documents (cu_seq_lens_q), images (token_type_ids) and padding at the end"
         )
     lengths = _lengths(attention_mask)
     blocks = None if union is None else union.blocks
@@ -111,8 +119,9 @@ def read_mask(
         # A model pads block ids to the length of this mask, which hides whether they covered the
         # whole sequence.
         raise NotImplementedError(
-            "attention_mask beside token_type_ids that mark images: leave attention_mask out, and "
-            f"set labels of padding at the end to {IGNORED}, as no token before padding sees it"
+            "attention_mask is not built together with token_type_ids that mark images: leave "
+            f"attention_mask out, and set labels of padding at the end to {IGNORED}, because no "
+            "token before the padding sees it"
         )
     seqlen = blocks.size(1)
     rows = tuple((seqlen, spans) for spans in _spans(blocks))
@@ -120,17 +129,17 @@ def read_mask(
 
 
 class _Union(NamedTuple):
-    """A causal mask, perhaps with a window, and blocks that are seen whole."""
+    """A causal mask, which may have a window, and blocks whose tokens all see each other."""
 
     blocks: Tensor  # (batch, seqlen) ids; negative outside of blocks
     has_window: bool
 
 
-def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The functions that a mask is made of, with names, each before its own parts.
+def _parts(mask_function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the functions of which a mask is made, with names, each before its own parts.
 
-    Under torch.compile only the outermost function, which is enough to find unions; chunks also
-    follow from the types of the layers.
+    Under torch.compile, yield only the outermost function. That is enough to find unions, and
+    chunks also follow from the types of the layers.
     """
     if torch.compiler.is_compiling():
         yield mask_function.__name__, mask_function
@@ -143,48 +152,55 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
                 yield from _parts(part)
 
 
-def _contents(function: Any) -> list[Any]:
+# A closure holds values of any type: functions, tuples of them, tensors.
+def _contents(function: FunctionType) -> list[Any]:
+    """Return the values in a function's closure."""
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
-def _union_with_blocks(parts: list[tuple[str, Any]]) -> _Union | None:
-    """The only union among the parts, if it joins a causal mask and blocks."""
+def _union_with_blocks(parts: list[tuple[str, FunctionType]]) -> _Union | None:
+    """Return the only union among the parts, if it joins a causal mask and blocks."""
     unions = [function for name, function in parts if name == UNION]
     if len(unions) != 1:
         return None
-    members = next(iter(_contents(unions[0])))
-    inside = [[name for name, _ in _parts(member)] for member in members]
-    if len(inside) != 2 or inside[1] != [BLOCKS] or "causal_mask_function" not in inside[0]:
+    members = _contents(unions[0])[0]
+    names = [[name for name, _ in _parts(member)] for member in members]
+    if len(names) != 2:
         return None
-    if CHUNKS in inside[0] or [name for name, _ in parts].count(BLOCKS) != 1:
+    first, second = names
+    if second != [BLOCKS] or "causal_mask_function" not in first or CHUNKS in first:
         return None
-    return _Union(_contents(members[1])[0], "sliding_window_overlay" in inside[0])
+    if [name for name, _ in parts].count(BLOCKS) != 1:
+        return None
+    blocks = _contents(members[1])[0]
+    return _Union(blocks, has_window="sliding_window_overlay" in first)
 
 
 def real_tokens(attention_mask: Tensor) -> Tensor | None:
-    """(batch, seqlen), False for padding at the end of rows; None without padding."""
+    """Return (batch, seqlen), False for padding at the end of rows; None without padding."""
     real = attention_mask != 0
     if bool(real.all()):
         return None
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise NotImplementedError(
             f"attention_mask hides {int((~real).sum())} of {real.numel()} tokens, some of them "
-            "before others that it does not hide: padding must stand at the end, as "
-            "tokenizer.padding_side='right' makes it"
+            "before tokens that it does not hide: padding must be at the end, as with "
+            "tokenizer.padding_side='right'"
         )
     return real
 
 
-def tokens_of(batch: Mapping[str, Any]) -> Tensor:
-    """Ids or embeddings, (batch, rows, ...)."""
+def tokens_of(batch: Keywords) -> Tensor:
+    """Return the ids or embeddings of a batch, (batch, rows, ...)."""
     for name in ("input_ids", "inputs_embeds"):
-        if isinstance(batch.get(name), Tensor):
-            return batch[name]
+        tokens = batch.get(name)
+        if isinstance(tokens, Tensor):
+            return tokens
     raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(batch)}")
 
 
 def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
-    """Number of tokens of each row before its padding; None without padding."""
+    """Return the number of tokens of each row before its padding; None without padding."""
     if attention_mask is None:
         return None
     if torch.compiler.is_compiling():
@@ -197,14 +213,16 @@ def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
 
 
 def _spans(blocks: Tensor) -> Iterator[tuple[KeyRange, ...]]:
-    """The runs of each row that are blocks; refuses a block of several runs."""
-    for ids in blocks.cpu():
-        edges = [0, *(torch.nonzero(ids.diff()).flatten() + 1).tolist(), len(ids)]
-        spans = [(a, b) for a, b in pairwise(edges) if a < b and ids[a] >= 0]
-        if len({int(ids[a]) for a, _ in spans}) < len(spans):
+    """Yield the runs of each row that are blocks; refuse a block of several runs."""
+    for ids in blocks.cpu():  # (seqlen,)
+        changes = (torch.nonzero(ids.diff()).flatten() + 1).tolist()
+        edges = [0, *changes, len(ids)]
+        spans = [(start, end) for start, end in pairwise(edges) if start < end and ids[start] >= 0]
+        distinct_ids = {int(ids[start]) for start, _ in spans}
+        if len(distinct_ids) < len(spans):
             raise NotImplementedError(
-                "the model asks for blocks of tokens that do not stand together: only runs of "
-                "tokens, such as those of an image, see all of themselves"
+                "the mask of the model has blocks of tokens that are not consecutive: only "
+                "consecutive tokens, such as the tokens of an image, can see each other"
             )
         yield tuple(spans)
 
@@ -213,17 +231,16 @@ def _spans(blocks: Tensor) -> Iterator[tuple[KeyRange, ...]]:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """Size of the chunks that limit a layer's attention; None without chunks."""
+    """Return the size of the chunks that limit a layer's attention; None without chunks."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or layer is None or types[layer] != "chunked_attention":
         return None
-    size: int = config.attention_chunk_size  # type: ignore[union-attr]
-    return size
+    return cast(Config, config).attention_chunk_size
 
 
 def scales_by_row_index(module: nn.Module) -> bool:
-    """Tells whether a layer scales its queries by their index: Llama 4's layers without RoPE do."""
+    """Return whether a layer scales queries by row index, as Llama 4's layers without RoPE."""
     tuned = getattr(module, "attn_temperature_tuning", False)
     return (
         bool(tuned)
@@ -232,13 +249,20 @@ def scales_by_row_index(module: nn.Module) -> bool:
     )
 
 
-def scaled_again(module: Any, q: Tensor, counted: Tensor, positions: Tensor) -> Tensor:
-    """Scales q (batch, rows, nheads, headdim) by positions, not by those `counted` by a layer."""
-    before, after = (
-        torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
-        for x in (counted, positions)
-    )
-    return (q * (after / before).to(q.device)[:, None, None]).to(q.dtype)
+def scaled_again(module: nn.Module, q: Tensor, row_indices: Tensor, positions: Tensor) -> Tensor:
+    """Correct the scale of q (batch, rows, nheads, headdim) for the rows' true positions.
+
+    The layer has scaled q by the functions of `row_indices`, (rows,), instead of `positions`.
+    """
+    layer = cast(Config, module)
+
+    def scale_at(positions: Tensor) -> Tensor:
+        """Compute Llama 4's scale of queries, (rows,)."""
+        steps = torch.floor((positions.float() + 1) / layer.floor_scale)
+        return torch.log1p(steps) * layer.attn_scale + 1
+
+    correction = scale_at(positions) / scale_at(row_indices)
+    return (q * correction.to(q.device)[:, None, None]).to(q.dtype)
 
 
 # -- masks of all rows
@@ -246,7 +270,7 @@ def scaled_again(module: Any, q: Tensor, counted: Tensor, positions: Tensor) -> 
 
 @lru_cache(maxsize=64)
 def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
-    """The layout of a batch whose rows are concatenated to one sequence."""
+    """Return the layout of a batch whose rows are concatenated to one sequence."""
     whole = layout
     for _ in range(batch - 1):
         whole = whole.followed_by(layout)
@@ -254,26 +278,57 @@ def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
 
 
 @lru_cache(maxsize=256)
-def mask_of(seqlen: int, rows: tuple[MaskRow, ...], rule: Rule, cuts: tuple[int, ...] | None,
-            beyond_windows: bool) -> Mask:  # fmt: skip
-    """The mask of a batch whose rows, of `seqlen` and documents `cuts` each, are concatenated."""
-    each = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
-    return each[0] if len(each) == 1 else masks.by_document(each)
+def mask_of(
+    seqlen: int,
+    rows: tuple[MaskRow, ...],
+    rule: Rule,
+    cuts: tuple[int, ...] | None,
+    beyond_windows: bool,
+) -> Mask:
+    """Return the mask of a batch whose rows are concatenated to one sequence.
+
+    Each row has `seqlen` positions, and the boundaries `cuts` of documents.
+    """
+    row_masks = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
+    return row_masks[0] if len(row_masks) == 1 else masks.by_document(row_masks)
 
 
 def _mask_of_row(
     seqlen: int, row: MaskRow, rule: Rule, cuts: tuple[int, ...] | None, beyond_windows: bool
 ) -> Mask:
+    """Return the mask of one row of a batch."""
     length, spans = row
     cuts = cuts or (0, length)
     if rule.chunk:
-        cuts = (*(at for a, b in pairwise(cuts) for at in range(a, b, rule.chunk)), cuts[-1])
+        cuts = _chunk_starts(cuts, rule.chunk)
     if not spans:
-        return Mask(seqlen, seqlen, rule.causal, rule.window, cuts, cuts)
+        return Mask(
+            seqlen,
+            seqlen,
+            causal=rule.causal,
+            window_size=rule.window,
+            cu_seqlens_q=cuts,
+            cu_seqlens_k=cuts,
+        )
+    # With `beyond_windows` only the causal part has the window, otherwise the spans have it, too.
     left = rule.window[0]
-    inner, outer = (left, -1) if beyond_windows else (-1, left)
-    of_spans = masks.spans(seqlen, spans, left=inner)
-    return of_spans & Mask(seqlen, seqlen, False, (outer, -1), cuts, cuts)
+    left_of_causal, left_of_all = (left, -1) if beyond_windows else (-1, left)
+    causal_or_spans = masks.spans(seqlen, spans, left=left_of_causal)
+    within_documents = Mask(
+        seqlen,
+        seqlen,
+        causal=False,
+        window_size=(left_of_all, -1),
+        cu_seqlens_q=cuts,
+        cu_seqlens_k=cuts,
+    )
+    return causal_or_spans & within_documents
+
+
+def _chunk_starts(cuts: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+    """Return the boundaries of the chunks of each document."""
+    starts = [start for first, end in pairwise(cuts) for start in range(first, end, chunk)]
+    return (*starts, cuts[-1])
 
 
 def check_batch_mask(
@@ -282,19 +337,27 @@ def check_batch_mask(
     documents: tuple[Tensor | None, Tensor | None],
     shape: tuple[int, int],
 ) -> None:
-    """Refuses padding and images beside documents, or for a part of the sequence."""
-    if cuts != checks.check_cu_seqlens("cu_seq_lens_k", documents[1]):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
+    """Refuse padding together with documents, and masks of a part of the sequence.
+
+    `shape` is (batch, seqlen) of the whole sequence; `cuts` are the values of `documents[0]`.
+    """
+    cuts_k = checks.check_cu_seqlens("cu_seq_lens_k", documents[1])
+    if cuts != cuts_k:
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must be equal, got {cuts} and {cuts_k}: pass the "
+            "same tensor as both"
+        )
     if batch_mask is None:
         return
-    if (len(batch_mask.rows), batch_mask.seqlen) != shape:
+    got = (len(batch_mask.rows), batch_mask.seqlen)
+    if got != shape:
         raise ValueError(
-            f"attention_mask and token_type_ids must be those of the whole sequence, {shape}, got "
-            f"{(len(batch_mask.rows), batch_mask.seqlen)}: give every rank all of them, as "
-            "ring_attn.shard_batch does with attention_mask"
+            "attention_mask and token_type_ids must have the shape of the whole sequence, "
+            f"{shape}, got {got}: pass the whole tensors on every rank, as ring_attn.shard_batch "
+            "does with attention_mask"
         )
     if cuts and any(length < batch_mask.seqlen for length, _ in batch_mask.rows):
         raise ValueError(
-            "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
-            "last boundary are padding"
+            "attention_mask must not be given together with cu_seq_lens_q, which marks the ends of "
+            "documents: leave attention_mask out, because rows after the last boundary are padding"
         )

@@ -1,11 +1,11 @@
-"""Refuses whole Hugging Face models that would be wrong on a split sequence without a word.
+"""Refuse Hugging Face models whose results on a sharded sequence would be wrong without an error.
 
-    made       does the model's code call attention functions at all?
-    forward    does it take the positions of its rows, and were they given?
-    after      was our attention called once a layer?
+    when made         does the model's code call attention functions at all?
+    before forward    does it accept the positions of its rows, and were they passed?
+    after forward     did each layer call our attention once?
 
-A model that never calls its attention function computes attention of its own rows only, without
-even a causal mask, which is that function's task. Only the whole model can show it.
+A model that never calls its attention function computes attention within this rank's rows only, and
+without a causal mask, which that function would apply. Only a check of the whole model shows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,46 +34,55 @@ from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
 
-# Types of layers in a config that have a recurrence, and that mix no rows.
-ALONE_TYPES = {"linear_attention", "conv"}  # without attention beside the recurrence
+# A model, a layer or a config of transformers: mypy skips that package, and the attributes differ
+# from class to class.
+Model: TypeAlias = Any
+Config: TypeAlias = Any
+
+# Keywords of a model's or layer's forward: tensors, caches, flags, layouts.
+Keywords = Mapping[str, Any]
+
+# Types of layers in a config: with only a recurrence; with a recurrence; that mix no rows; with
+# attention.
+ALONE_TYPES = {"linear_attention", "conv"}
 RECURRENT_TYPES = ALONE_TYPES | {"hybrid", "hybrid_sliding"}
 ROWWISE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 KNOWN_TYPES = LAYER_TYPES | RECURRENT_TYPES | ROWWISE_TYPES
 
 
-# Keywords that say where the rows of a recurrent layer stand.
+# Keywords that give the place of a recurrent layer's rows in the sequence.
 PLACED = {"sequence_layout", "cu_seq_lens_q"}
 
 # Names of caches in the forwards of models.
 CACHES = {"past_key_values", "cache_params"}
 
 WITH_CACHE = (
-    "recurrent layers on a split sequence continue only from a cache that is made by "
-    "`Registration.cache(model)` of their model"
+    "recurrent layers on a sharded sequence need a cache of `Registration.cache(model)`, got "
+    "another cache with states: pass the cache that was made for the model"
 )
 
 
 class Registered(Protocol):
-    """What the hooks of a model need of the implementation that its config names."""
+    """The interface of an attn_implementation for the hooks of a model."""
 
     @property
     def group(self) -> Group: ...
 
-    def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
-        """Refuse `position_ids` that are not those of this rank's rows."""
+    def check_positions(self, given: Keywords, position_ids: Tensor, first: int) -> None:
+        """Refuse `position_ids` that are not the positions of this rank's rows."""
 
-    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """Return where the rows of a recurrent layer stand in the sequence."""
+    def place(self, given: Keywords, rows: int) -> Place | None:
+        """Return the place of a recurrent layer's rows in the sequence."""
 
 
 # The registered names of attn_implementation.
 registered: dict[str, Registered] = {}
 
-# Options of configs that make layers read other rows than by attention.
+# Options of configs with which layers read other rows outside of attention.
 OTHER_ROWS = {
-    "index_topk": "by which an indexer chooses the keys of each query",
-    "trigram_input": "by which a row's embedding mixes three rows",
+    "index_topk": "with which an indexer chooses the keys of each query",
+    "trigram_input": "with which a row's embedding mixes three rows",
 }
 
 # Numbers of layers in a config; decoders may have fewer than encoders.
@@ -96,7 +105,7 @@ class _Forward(threading.local):
     calls = 0
     recurrences = 0
     model = ""
-    given: Mapping[str, Any] = {}
+    given: Keywords = {}
     recomputes = False
 
 
@@ -105,17 +114,17 @@ _takes_positions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def watch_models(package: ModuleType) -> None:
-    """Wraps the method by which transformers settles a model's attention implementation.
+    """Wrap the method in which transformers sets a model's attention implementation.
 
     transformers calls it for every model that is made or gets another implementation, and has no
     hook for it. With implementations that are not in `registered` nothing changes.
     """
-    settle = package.PreTrainedModel.get_correct_attn_implementation
-    if hasattr(settle, "watches"):
+    original = package.PreTrainedModel.get_correct_attn_implementation
+    if hasattr(original, "watches"):
         return
 
-    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = settle(self, *args, **kwargs)
+    def get_correct_attn_implementation(self: Model, *args: object, **kwargs: object) -> object:
+        name = original(self, *args, **kwargs)
         if name in registered:
             _refuse_by_code(self)
             if _before not in self._forward_pre_hooks.values():
@@ -127,182 +136,209 @@ def watch_models(package: ModuleType) -> None:
     package.PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def count_call(kwargs: dict[str, Any], names: frozenset[str]) -> None:
-    """Counts a call of our attention; refuses it if the model kept back keywords among `names`."""
+def count_call(kwargs: Keywords, names: frozenset[str]) -> None:
+    """Count a call of our attention; refuse it if it did not get all keywords among `names`."""
     if torch.compiler.is_compiling() or not _forward.depth:
         return
     _forward.calls += 1
     for name in sorted(names & _forward.given.keys() - kwargs.keys()):
-        raise NotImplementedError(_kept_back(name, "attention"))
+        raise NotImplementedError(_not_passed_on(name, "attention"))
 
 
-def _kept_back(name: str, layers: str) -> str:
+def _not_passed_on(name: str, layers: str) -> str:
+    """Return the error for a keyword that a model's forward does not pass to its layers."""
     return (
-        f"{_forward.model} does not hand {name} on to its {layers}: this model works with equally "
+        f"{_forward.model} does not pass {name} on to its {layers}: use this model with equally "
         "many rows on each rank, in the layout given to register(), and without documents"
     )
 
 
 @lru_cache
 def _counts_from_padding(module: str) -> bool:
-    """Tells whether models of a module count positions after the id of padding, as RoBERTa."""
+    """Return whether models of a module count positions from the padding's id, like RoBERTa."""
     source = vars(sys.modules[module])
     name = "create_position_ids_from_input_ids"
-    return name in source or any(hasattr(x, name) for x in source.values() if isinstance(x, type))
+    if name in source:
+        return True
+    classes = [value for value in source.values() if isinstance(value, type)]
+    return any(hasattr(each, name) for each in classes)
 
 
 def first_position(part: nn.Module) -> int:
-    """The position_id of a sequence's first token, by a model or its attention."""
-    config: Any = getattr(part, "config", None)
+    """Return the position_id of a sequence's first token, for a model or its attention."""
+    config: Config = getattr(part, "config", None)
     if getattr(config, "position_embedding_type", "absolute") != "absolute":
         return 0
     return config.pad_token_id + 1 if _counts_from_padding(type(part).__module__) else 0
 
 
 def check_config(module: nn.Module) -> None:
-    """Refuses models that need rows of other ranks outside of attention."""
+    """Refuse models that need rows of other ranks outside of attention."""
     config = getattr(module, "config", None)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES)
+    others = sorted(_layer_types(config) - KNOWN_TYPES)
     if others:
         raise NotImplementedError(
             f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
-            f"their own way: only {' and '.join(sorted(KNOWN_TYPES))} work on a split sequence"
+            f"a way that is not built: only {' and '.join(sorted(KNOWN_TYPES))} work on a sharded "
+            "sequence"
         )
     if getattr(config, "patch_size", None):
         raise NotImplementedError(
-            "the patches of images are not split over ranks: make the model with "
+            "the patches of images cannot be sharded over ranks: make the model with "
             "attn_implementation={'text_config': 'ring_attn', 'vision_config': 'sdpa'}"
         )
     for rope_type in _rope_types(config):
         if "dynamic" in rope_type or rope_type == "longrope":
             raise NotImplementedError(
-                f"rope_type {rope_type!r} depends on the longest position that this rank has, not "
-                "on that of the sequence: use a fixed scaling such as 'yarn', 'llama3' or 'linear'"
+                f"rope_type {rope_type!r} depends on the largest position on this rank instead of "
+                "the largest position of the sequence: use a fixed scaling such as 'yarn', "
+                "'llama3' or 'linear'"
             )
 
 
-def _rope_types(config: Any) -> Iterator[str]:
-    """The RoPE types of the config: one, or one for each type of layers."""
+def _layer_types(config: Config) -> set[str]:
+    """Return the types of layers that a config lists, if any."""
+    return set(getattr(config, "layer_types", None) or ())
+
+
+def _rope_types(config: Config) -> Iterator[str]:
+    """Yield the RoPE types of the config: one, or one for each type of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in by_layer_type or [parameters]:
         yield str(rope.get("rope_type", "default"))
 
 
-def _refuse_by_code(model: Any) -> None:
-    """Refuses a model by what transformers says of its class, and by its config."""
+def _refuse_by_code(model: Model) -> None:
+    """Refuse a model whose class or config shows that it cannot run on a sharded sequence."""
     name, config = type(model).__name__, model.config
     calls_functions = model.is_backend_compatible() or model._supports_sdpa
     settable = calls_functions and model._can_set_attn_implementation()
     if not settable and not _only_recurrent(config):
         raise NotImplementedError(
-            f"{name} computes attention by code of its own, not by an attention function: it "
-            "cannot be split over ranks; use a model that supports transformers' "
-            "AttentionInterface"
+            f"{name} computes attention in its own code, not by an attention function: use a model "
+            "that supports transformers' AttentionInterface"
         )
     if config.is_encoder_decoder:
         raise NotImplementedError(
-            f"{name} is an encoder and a decoder: cross-attention is not built for models, only "
-            "encoders and decoders alone"
+            f"{name} is an encoder and a decoder: cross-attention is not built for models; use a "
+            "model that is only an encoder or only a decoder"
         )
     for option, why in OTHER_ROWS.items():
         if getattr(config, option, None):
             raise NotImplementedError(
-                f"{name} has {option}, {why}: this needs rows of other ranks in its own way, which "
-                "is not built"
+                f"{name} has {option}, {why}: this needs rows of other ranks in a way that is not "
+                "built"
             )
 
 
-def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Begins a forward; refuses one whose rows would have the positions of rank 0's."""
+def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Begin a forward; refuse a forward in which each rank would count positions from 0."""
     name = model.config._attn_implementation
     if name not in registered:
         return
-    recurrent = bool(RECURRENT_TYPES & {*(getattr(model.config, "layer_types", None) or ())})
+    is_recurrent = bool(RECURRENT_TYPES & _layer_types(model.config))
     if torch.compiler.is_compiling():
-        if recurrent:
+        if is_recurrent:
             refuse_compiled()
         return
-    for layer in model.modules() if recurrent else ():
-        if functions := functions_of(layer):
-            split_functions(layer, functions)
-            _place_rows_of(layer, model.config)
+    if is_recurrent:
+        for layer in model.modules():
+            functions = functions_of(layer)
+            if functions:
+                split_functions(layer, functions)
+                _place_rows_of(layer, model.config)
     _forward.depth += 1
     if _forward.depth > 1:
         return
     names = inspect.signature(model.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    _forward.calls, _forward.recurrences, _forward.model = 0, 0, type(model).__name__
-    _forward.given = {key: x for key, x in given.items() if x is not None}
+    _forward.calls = 0
+    _forward.recurrences = 0
+    _forward.model = type(model).__name__
+    _forward.given = {key: value for key, value in given.items() if value is not None}
     _forward.recomputes = model.training and model.is_gradient_checkpointing
     ring = registered[name]
     with reporting(ring.group):
         _require_positions(model, groups.check_group(ring.group))
-        # A split cache cuts and adds them in a hook of its own, after this one.
-        if {"position_ids"} == _forward.given.keys() & {"position_ids", "past_key_values"}:
-            ring.check_positions(given, given["position_ids"], first_position(model))
+        # A sharded cache shards and adds positions in its own hook, after this one.
+        has_positions = "position_ids" in _forward.given
+        has_cache = "past_key_values" in _forward.given
+        if has_positions and not has_cache:
+            position_ids = cast(Tensor, given["position_ids"])
+            ring.check_positions(given, position_ids, first_position(model))
 
 
-def _place_rows_of(layer: nn.Module, config: Any) -> None:
-    """Hooks a recurrent layer, so that it knows where its rows stand where it is registered.
+def _place_rows_of(layer: nn.Module, config: Config) -> None:
+    """Add hooks to a recurrent layer that set the place of its rows while it runs.
 
-    The hooks run in each forward, also in those that recompute activations.
+    The hooks run in each forward, also in forwards that recompute activations.
     """
     if any(hasattr(hook, "enters") for hook in layer._forward_pre_hooks.values()):
         return
 
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         rows: Tensor = args[0] if args else kwargs["hidden_states"]
         current.place = _place_of(config, kwargs, rows.size(1))
         if current.place is None:
             return None
         cache = cache_of(kwargs)
-        left_out = {"attention_mask", "cu_seq_lens_q"}
+        # The split functions apply the documents themselves.
+        removed = {"attention_mask", "cu_seq_lens_q"}
         if not hasattr(cache, "step"):
             _refuse_states(layer, cache)
-            left_out |= CACHES
-        return args, kwargs | dict.fromkeys(left_out & kwargs.keys())
+            removed |= CACHES
+        return args, kwargs | dict.fromkeys(removed & kwargs.keys())
 
     enter.enters = True  # type: ignore[attr-defined]
     layer.register_forward_pre_hook(enter, with_kwargs=True)
     layer.register_forward_hook(_leave, always_call=True)
 
 
-def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _leave(layer: nn.Module, args: object, output: object) -> None:
+    """Reset the place after a recurrent layer has run."""
     current.place = None
 
 
-def cache_of(given: Mapping[str, Any]) -> Any:
-    """The cache among the keywords of a model or layer, or None."""
+# The classes of transformers' caches differ by version.
+def cache_of(given: Keywords) -> Any:
+    """Return the cache among the keywords of a model or layer, or None."""
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
 
 
-def _refuse_states(layer: Any, cache: Any) -> None:
+def _refuse_states(layer: nn.Module, cache: object) -> None:
+    """Refuse a cache that has a state of this layer."""
     layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", 0)
-    states = getattr(layers[index], "has_previous_state", {}) if index < len(layers) else {}
+    if index >= len(layers):
+        return
+    states = getattr(layers[index], "has_previous_state", {})
     if any(states.values()):
         raise NotImplementedError(WITH_CACHE)
 
 
-def _place_of(config: Any, given: dict[str, Any], rows: int) -> Place | None:
-    """Counts the call of a recurrent layer; its place, where its model is registered."""
+def _place_of(config: Config, given: dict[str, Any], rows: int) -> Place | None:
+    """Count the call of a recurrent layer; return the place of its rows if it is registered."""
     ring = registered.get(config._attn_implementation)
     if ring is None:
         return None
     if torch.compiler.is_compiling():
         refuse_compiled()
     _forward.recurrences += 1
-    # Some models hand keywords on to their attention alone. Outside of a forward none are known.
-    placed = {x: _forward.given[x] for x in PLACED & _forward.given.keys()}
-    if _forward.recomputes and (kept_back := placed.keys() - given.keys()):
+    # Some models pass keywords on to their attention only, so they are taken from the forward.
+    # While activations are recomputed, no forward is known.
+    placed = {name: _forward.given[name] for name in PLACED & _forward.given.keys()}
+    missing = placed.keys() - given.keys()
+    if _forward.recomputes and missing:
         layers = "recurrent layers, which run again in the backward"
         with reporting(ring.group):
-            raise NotImplementedError(_kept_back(min(kept_back), layers))
+            raise NotImplementedError(_not_passed_on(min(missing), layers))
     return ring.place(placed | given, rows)
 
 
 def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Refuses models that take no positions, and forwards without them."""
+    """Refuse models that do not accept positions, and forwards without positions."""
     if dist.get_world_size(group) == 1 or _only_recurrent(model.config):
         return
     if model not in _takes_positions:
@@ -313,25 +349,25 @@ def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
         )
     if not _takes_positions[model]:
         raise NotImplementedError(
-            f"{_forward.model} takes no position_ids and counts every rank's rows from 0: it is "
-            "only right on one rank"
+            f"{_forward.model} has no parameter position_ids and counts every rank's rows from 0: "
+            "use it on one rank only"
         )
     if not _forward.given.keys() & {"position_ids", "past_key_values"}:
         raise ValueError(
-            f"position_ids must be passed to {_forward.model}, which else counts every rank's rows "
-            "from 0: ring_attn.shard_batch makes them"
+            f"position_ids must be passed to {_forward.model}, which otherwise counts every rank's "
+            "rows from 0: make them with ring_attn.shard_batch"
         )
 
 
-def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Ends a forward, also one that failed; refuses its output if layers did not call us."""
+def _after(model: Model, args: tuple[object, ...], output: object) -> None:
+    """End a forward, also a failed one; refuse its output if layers did not call our attention."""
     name = model.config._attn_implementation
     if torch.compiler.is_compiling() or name not in registered or not _forward.depth:
         return
     _forward.depth -= 1
-    if not _forward.depth:
+    if _forward.depth == 0:
         _forward.given = {}
-    if _forward.depth or output is None or _runs_compiled(model):
+    if _forward.depth > 0 or output is None or _runs_compiled(model):
         return
     attending, recurrent = _layers(model.config.get_text_config())
     if _forward.calls < attending or _forward.recurrences < recurrent:
@@ -339,44 +375,48 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
             raise NotImplementedError(
                 f"{_forward.model} has {attending} layers with attention and called "
                 f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent "
-                f"layers {_forward.recurrences} are known (see register_recurrence): others need "
-                "rows of other ranks in their own way, or were left out at random (layerdrop); its "
-                "output would be wrong"
+                f"layers {_forward.recurrences} are known (see register_recurrence): other layers "
+                "need rows of other ranks in a way that is not built, or were skipped at random "
+                "(layerdrop); the output would be wrong"
             )
 
 
-def _only_recurrent(config: Any) -> bool:
-    """Tells whether no layer has attention, as of Mamba: none asks where its rows stand."""
-    types = {*(getattr(config, "layer_types", None) or ())}
+def _only_recurrent(config: Config) -> bool:
+    """Return whether no layer has attention, as in Mamba, so that no layer needs positions."""
+    types = _layer_types(config)
     return bool(types) and types <= ALONE_TYPES | ROWWISE_TYPES
 
 
-def _layers(config: Any) -> tuple[int, int]:
-    """Numbers of layers that must call attention, and of those that have a recurrence."""
-    layers = min(int(n) for key in LAYERS if (n := getattr(config, key, None)) is not None)
-    types = (getattr(config, "layer_types", None) or [])[:layers]
+def _layers(config: Config) -> tuple[int, int]:
+    """Return the number of layers that must call attention, and of layers with a recurrence."""
+    numbers = [getattr(config, key, None) for key in LAYERS]
+    num_layers = min(int(number) for number in numbers if number is not None)
+    types = (getattr(config, "layer_types", None) or [])[:num_layers]
     if not types:
-        return layers, 0
+        return num_layers, 0
     recurrent = sum(kind in RECURRENT_TYPES for kind in types)
     attending = sum(kind not in ROWWISE_TYPES | ALONE_TYPES for kind in types)
     return attending, recurrent
 
 
 def _runs_compiled(model: nn.Module) -> bool:
-    """Tells whether parts are compiled, so that their calls of attention are not counted."""
+    """Return whether parts are compiled, so that their calls of attention are not counted."""
     return any(
         part._compiled_call_impl is not None or "forward" in vars(part) for part in model.modules()
     )
 
 
 def causal_of(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
-    """Causality of the call, else of the module; refuses a config that contradicts the module."""
+    """Return whether a call is causal; refuse a config that contradicts the module.
+
+    `is_causal` is the argument of the call, `rows` its number of rows.
+    """
     of_module = bool(getattr(module, "is_causal", True))
     of_config = getattr(getattr(module, "config", None), "is_causal", None)
     if is_causal is None:
         if of_module and of_config is False:
             raise ValueError(
-                "config.is_causal is False and the attention module says True: pass "
+                "config.is_causal is False, but is_causal of the attention module is True: pass "
                 "is_causal=False to the forward, too"
             )
         return of_module
@@ -386,20 +426,24 @@ def causal_of(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
     return bool(is_causal)
 
 
-def window_of(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[int, int]:
-    """(left, right) of a layer; transformers' window of n includes the query: n - 1 other keys."""
+def window_of(module: nn.Module, kwargs: Keywords, causal: bool) -> tuple[int, int]:
+    """Return the window (left, right) of a layer, (-1, -1) without one.
+
+    transformers' window of n keys includes the query: it has n - 1 other keys.
+    """
     size = kwargs.get("sliding_window")
     if size is not None:
         return (size - 1, 0 if causal else size - 1)
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if types and layer is not None:
-        slides = types[layer] == "sliding_attention"
+        has_window = types[layer] == "sliding_attention"
     else:
-        slides = "sliding_window" not in kwargs and bool(getattr(config, "sliding_window", None))
-    if slides:  # only masks would have the window, and none is made here
+        of_config = getattr(config, "sliding_window", None)
+        has_window = "sliding_window" not in kwargs and bool(of_config)
+    if has_window:  # transformers would put the window into a mask, and there is no mask here
         raise NotImplementedError(
-            f"layer {layer} has a sliding window that {type(module).__name__} does not pass to its "
-            "attention function"
+            f"layer {layer} has a sliding window, but {type(module).__name__} does not pass it to "
+            "its attention function: use a model that passes sliding_window"
         )
     return (-1, -1)

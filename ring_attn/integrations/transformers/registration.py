@@ -1,11 +1,11 @@
-"""Register `attn_implementation="ring_attn"`, and compute the attention of its models."""
+"""Register `attn_implementation="ring_attn"`, and compute the attention of models that use it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from ring_attn.integrations.transformers.masks import (
     scales_by_row_index,
 )
 from ring_attn.integrations.transformers.models import (
+    Keywords,
+    Model,
     cache_of,
     causal_of,
     check_config,
@@ -51,21 +53,30 @@ from ring_attn.values.compiling import left_out_of_graphs
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
-# Keywords that say where rows stand: without them the attention would be another one.
+# Keywords that give the positions of rows: without them the attention would be different.
 PLACED = frozenset({LAYOUT, "cu_seq_lens_q", "cu_seq_lens_k"})
 
 # Keywords that models pass to the attention but that it does not need.
 NOT_FOR_ATTENTION = {
-    "cache_position", "labels", "logits_to_keep", "max_length_k", "max_length_q",
-    "num_items_in_batch", "output_hidden_states", "return_dict", "shift_labels", "use_cache",
-}  # fmt: skip
+    "cache_position",
+    "labels",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "return_dict",
+    "shift_labels",
+    "use_cache",
+}
 
+# Reasons why keywords are refused, and remedies.
 WHY_NOT = {
-    "output_attentions": "no rank has the weights; attn_implementation='eager' has",
-    "output_router_logits": "the auxiliary loss of experts would see this rank's rows alone",
+    "output_attentions": "no rank has all weights; use attn_implementation='eager'",
+    "output_router_logits": "the auxiliary loss of experts would see only this rank's rows",
     "head_mask": "heads cannot be masked",
     "position_bias": "a bias of the scores is not built",
-    "cache": "a paged cache is not built; `Registration.cache` makes one that is split over ranks",
+    "cache": "a paged cache is not built; `Registration.cache` makes a cache that is sharded",
 }
 
 DECODE_OPTIONS = frozenset(DecodeOptions.__annotations__)
@@ -73,14 +84,14 @@ DECODE_OPTIONS = frozenset(DecodeOptions.__annotations__)
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A registered name of `attn_implementation`; as a context it unregisters the name at its end.
+    """A registered name of `attn_implementation`. A context unregisters it at its end.
 
     Attributes:
         name: name of the implementation.
         group: as for `ring_attention`.
         layout: layout for forwards without `sequence_layout`.
         execution: the strategy, backend, same_bits and transport that `register` got.
-        ignore: keywords of a forward that are not for the attention.
+        ignore: keywords of a forward that the attention ignores.
     """
 
     name: str
@@ -90,7 +101,7 @@ class Registration:
     ignore: frozenset[str]
 
     def unregister(self) -> None:
-        """Removes the name; models that still use it will raise."""
+        """Remove the name; models that still use it will raise an error."""
         package = transformers_package()
         package.AttentionInterface._global_mapping.pop(self.name, None)
         package.AttentionMaskInterface._global_mapping.pop(self.name, None)
@@ -102,14 +113,16 @@ class Registration:
     def __exit__(self, *exception: object) -> None:
         self.unregister()
 
-    def cache(self, model: Any, *, block: int = 256) -> Any:
-        """Makes an empty KV cache, split over the ranks, for `model.generate` or its forward.
+    # Returns a transformers.Cache, which is not typed here.
+    def cache(self, model: Model, *, block: int = 256) -> Any:
+        """Make an empty KV cache, sharded over the ranks, for `model.generate` or its forward.
 
         Every rank passes the whole prompt. A rank computes and keeps its rows of the prompt in the
-        registered layout; all ranks compute each new token, and one rank (`next_rank`) keeps its
+        registered layout. All ranks compute each new token, and one rank (`next_rank`) keeps its
         KV. All ranks get the same logits, bit for bit; sampling needs the same seed on all ranks.
-        Layers with a sliding window keep all rows too. The states of recurrent layers live whole on
-        every rank; with them, all ranks compute all rows of what follows the first prompt.
+        Layers with a sliding window also keep all rows. Every rank has the whole states of
+        recurrent layers; in models with such layers, all ranks compute all rows of every input
+        after the first prompt.
 
         Args:
             model: a model with this implementation and a language model's head. It gets hooks,
@@ -117,7 +130,7 @@ class Registration:
             block: number of consecutive new tokens that one rank keeps.
 
         Returns:
-            A `transformers.Cache`; its `layout` has the positions of each rank.
+            A `transformers.Cache`. Its `layout` has the positions of each rank.
 
         Raises:
             ValueError: the model has another implementation, or `block` is less than 1.
@@ -126,8 +139,8 @@ class Registration:
         implementation = model.config.get_text_config()._attn_implementation
         if implementation != self.name:
             raise ValueError(
-                f"model has attn_implementation {implementation!r}, the cache is for "
-                f"{self.name!r}: call model.set_attn_implementation({self.name!r})"
+                f"model must have attn_implementation {self.name!r}, for which the cache is, got "
+                f"{implementation!r}: call model.set_attn_implementation({self.name!r})"
             )
         return make_cache(model, group=self.group, kind=self.layout, block=block)
 
@@ -141,13 +154,13 @@ class Registration:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Any,  # keywords of the model's forward, which transformers passes on
     ) -> tuple[Tensor, None]:
-        """The attention function that models call.
+        """Compute attention; models call this function.
 
-        `query`, `key` and `value` are (batch, heads, rows, headdim), `attention_mask` the mask
-        function's result; of `kwargs` see `HONOURED` and `NOT_FOR_ATTENTION`, others must be None
-        or False. Returns (batch, rows, nheads, headdim_v), and None instead of weights.
+        `query`, `key` and `value` are (batch, heads, rows, headdim), `attention_mask` is the result
+        of `mask`. For `kwargs` see `HONOURED` and `NOT_FOR_ATTENTION`; other keywords must be None
+        or False. Return (batch, rows, nheads, headdim_v), and None instead of weights.
         """
         with reporting(self.group):
             count_call(kwargs, PLACED)
@@ -155,13 +168,14 @@ class Registration:
             check_config(module)
             causal = causal_of(module, is_causal, query.size(2))
             rule = Rule(causal, window_of(module, kwargs, causal), chunk_of(module))
+            # (batch, heads, rows, headdim) -> (batch, rows, heads, headdim)
             q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
             placed = _placed(kwargs.get(LAYOUT), self.layout)
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
             if not isinstance(placed, CacheStep) and q.size(1) != k.size(1):
                 raise NotImplementedError(
-                    f"q has {q.size(1)} rows and k {k.size(1)}: a KV cache must be made by "
-                    f"`Registration.cache(model)` of {self.name!r} and passed as past_key_values; "
+                    f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: pass a "
+                    f"KV cache of `Registration.cache(model)` of {self.name!r} as past_key_values; "
                     "cross-attention is not built"
                 )
             if "position_ids" in kwargs:
@@ -174,9 +188,12 @@ class Registration:
             **self.execution,
         }
         if attention_mask or rule.chunk or scales_by_row_index(module):
-            place = placed, documents
-            return self._attend_by_mask(module, q, k, v, attention_mask, rule, place, options), None
-        options["causal"], options["window_size"] = rule.causal, rule.window
+            out = self._attend_by_mask(
+                module, q, k, v, attention_mask, rule, placed, documents, options
+            )
+            return out, None
+        options["causal"] = rule.causal
+        options["window_size"] = rule.window
         if isinstance(placed, CacheStep) and placed.chunk is None:
             return tree_decode(q, k, v, layout=placed.cache, **_for_decode(options)), None
         options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
@@ -185,7 +202,7 @@ class Registration:
 
     @left_out_of_graphs(
         "chunked attention, padding, images and Llama 4's scaled queries are not compiled: compile "
-        "without fullgraph=True, which leaves their attention out"
+        "without fullgraph=True, which runs their attention outside of graphs"
     )
     def _attend_by_mask(
         self,
@@ -195,43 +212,54 @@ class Registration:
         v: Tensor,
         batch_mask: BatchMask | None,
         rule: Rule,
-        place: tuple[str | SequenceLayout | CacheStep, tuple[Tensor | None, Tensor | None]],
+        placed: str | SequenceLayout | CacheStep,
+        documents: tuple[Tensor | None, Tensor | None],
         options: AttentionOptions,
     ) -> Tensor:
-        """Attention by a mask of slices; see `attend`."""
+        """Compute attention with a mask of slices; see `attend`."""
+        batch, rows = q.size(0), q.size(1)
         with reporting(self.group):
-            rank, rows, batch = dist.get_rank(groups.check_group(self.group)), q.size(1), q.size(0)
-            layout_or_step, documents = place
+            rank = dist.get_rank(groups.check_group(self.group))
             cuts = checks.check_cu_seqlens("cu_seq_lens_q", documents[0])
-            step = self._step(layout_or_step, rows, cuts)
+            step = self._step(placed, rows, cuts)
             seqlen = step.cache.seqlen
             past = seqlen - step.num_new(rows)
-            if batch_mask is not None and step is layout_or_step:
+            if batch_mask is not None and isinstance(placed, CacheStep):
                 raise NotImplementedError(
-                    "images with a cache that is split over ranks are not built"
+                    "padding and images are not built together with a sharded cache: generate "
+                    "without attention_mask and token_type_ids"
                 )
             check_batch_mask(batch_mask, cuts, documents, (batch, seqlen))
             if scales_by_row_index(module):
-                counted = torch.arange(past, past + rows)
+                row_indices = torch.arange(past, past + rows)
                 positions = from_document(step.position_ids(rank, rows), cuts)
-                q = scaled_again(module, q, counted, positions)
-        batch_mask = batch_mask or BatchMask(seqlen, ((seqlen, ()),))
-        each = batch_mask.rows if len({*batch_mask.rows}) > 1 else batch_mask.rows[:1]
-        mask = mask_of(seqlen, each, rule, cuts, batch_mask.beyond_windows)
+                q = scaled_again(module, q, row_indices, positions)
+        if batch_mask is None:
+            without_padding = (seqlen, ())
+            batch_mask = BatchMask(seqlen, (without_padding,))
+        # One mask serves all rows of the batch if they are equal.
+        differ = len({*batch_mask.rows}) > 1
+        mask_rows = batch_mask.rows if differ else batch_mask.rows[:1]
+        mask = mask_of(seqlen, mask_rows, rule, cuts, batch_mask.beyond_windows)
         options["mask"] = mask.rows(past, seqlen) if past else mask
         if step.chunk is None:
             return tree_decode(q, k, v, layout=step.cache, **_for_decode(options))
-        options["layout"] = step.layouts
-        if len(each) == 1:
+        if not differ:
+            options["layout"] = step.layouts
             return ring_attention(q, k, v, **options)
         options["layout"] = repeated(step.cache, batch)
-        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        return ring_attention(q, k, v, **options).unflatten(1, (batch, rows))[0]
+        # (batch, rows, heads, headdim) -> (1, batch * rows, heads, headdim)
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = ring_attention(q, k, v, **options)
+        return out.squeeze(0).unflatten(0, (batch, rows))
 
     def _step(
         self, placed: str | SequenceLayout | CacheStep, rows: int, cuts: tuple[int, ...] | None
     ) -> CacheStep:
-        """The forward's step; a name is a layout of `rows` rows on each rank, or of documents."""
+        """Return the step of a forward.
+
+        A layout by name has `rows` rows on each rank, or the length of the documents `cuts`.
+        """
         if isinstance(placed, CacheStep):
             return placed
         if isinstance(placed, str):
@@ -240,34 +268,37 @@ class Registration:
             placed = SequenceLayout.from_name(placed, total, world_size)
         return CacheStep(placed, placed)
 
-    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
-        """The places of a recurrent layer's rows, by its keywords; None if all are here."""
+    def place(self, given: Keywords, rows: int) -> Place | None:
+        """Return the place of a recurrent layer's rows; None if this rank has the whole sequence.
+
+        `given` are the keywords of the layer.
+        """
         with reporting(self.group):
             group = groups.check_group(self.group)
             cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
             step = getattr(cache_of(given), "step", None)
-            step = step or self._step(_placed(given.get(LAYOUT), self.layout), rows, cuts)
+            if step is None:
+                step = self._step(_placed(given.get(LAYOUT), self.layout), rows, cuts)
             if dist.get_world_size(group) == 1 or step.chunk is None:
                 return None
             if self.execution.get("transport", TransportOptions()) != TransportOptions():
                 raise NotImplementedError(
-                    "recurrent layers exchange with the default options: register() without "
-                    "transport"
+                    "recurrent layers exchange only with the default options of transport: call "
+                    "register() without transport"
                 )
         return Place(step.chunk, given.get("cu_seq_lens_q"), group)
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
-        """The mask function that models call; see `read_mask`."""
+        """Return the mask of a forward; models call this function. See `read_mask`."""
         with reporting(self.group):
             return read_mask(*args, **kwargs)
 
-    def check_positions(
-        self, given: Mapping[str, Any], position_ids: Tensor | None, first: int
-    ) -> None:
-        """Refuses positions that are not those of this rank's rows, as of a batch that is not cut.
+    def check_positions(self, given: Keywords, position_ids: Tensor | None, first: int) -> None:
+        """Refuse positions that are not the positions of this rank's rows.
 
-        `given` are keywords of the forward or the attention, `first` is the position_id of the
-        sequence's first token. Not checked under torch.compile, which cannot read values.
+        This finds batches that were not sharded. `given` are keywords of the forward or of the
+        attention, `first` is the position_id of the sequence's first token. There is no check under
+        torch.compile, which cannot read values.
         """
         if torch.compiler.is_compiling():
             return
@@ -277,31 +308,35 @@ class Registration:
             if world_size == 1:
                 return
             raise ValueError(
-                "position_ids must be passed to the model, which else counts every rank's rows "
-                "from 0: ring_attn.shard_batch makes them"
+                "position_ids must be passed to the model, which otherwise counts every rank's "
+                "rows from 0: make them with ring_attn.shard_batch"
             )
         placed = _placed(given.get(LAYOUT), self.layout)
         cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
-        step = self._step(placed, position_ids.size(-1), cuts)
-        checked = (position_ids._version, (step, cuts, rank, first))
-        if _validated.get(position_ids) == checked:
+        rows = position_ids.size(-1)
+        step = self._step(placed, rows, cuts)
+        facts = _Facts(position_ids._version, step, cuts, rank, first)
+        if _validated.get(position_ids) == facts:
             return
-        expected = step.position_ids(rank, position_ids.size(-1))
-        allowed = [expected + first, from_document(expected, cuts) + first]
+        in_sequence = step.position_ids(rank, rows) + first
+        in_document = from_document(step.position_ids(rank, rows), cuts) + first
         got = position_ids.detach().cpu()
-        for values in allowed:
-            if got.ndim == 2 and got.size(1) == len(values) and bool((got == values).all()):
-                _validated[position_ids] = checked
+        for expected in (in_sequence, in_document):
+            has_shape = got.ndim == 2 and got.size(1) == len(expected)
+            if has_shape and bool((got == expected).all()):
+                _validated[position_ids] = facts
                 return
         raise ValueError(
-            f"position_ids of rank {rank} must be those of its rows, {_shown(allowed[0])}, got "
-            f"shape {tuple(got.shape)} with {_shown(got.flatten())}: cut input_ids, labels and "
-            f"positions with ring_attn.shard_batch in the attention's layout, {step.cache} "
-            f"({LAYOUT}= of the forward tells another); documents "
-            "whose positions start at 0 need cu_seq_lens_q and cu_seq_lens_k of the whole sequence"
+            f"position_ids of rank {rank} must be the positions of its rows, "
+            f"{_shown(in_sequence)}, got shape {tuple(got.shape)} with {_shown(got.flatten())}: "
+            "shard input_ids, labels and positions with ring_attn.shard_batch in the attention's "
+            f"layout, {step.cache} (pass another layout to the forward as {LAYOUT}=); for "
+            "documents whose positions start at 0, pass cu_seq_lens_q and cu_seq_lens_k of the "
+            "whole sequence"
         )
 
 
+# More than 60 lines, most of them documentation.
 def register(
     group: Group = None,
     layout: str = "contiguous",
@@ -310,37 +345,37 @@ def register(
     ignore: Collection[str] = (),
     **execution: Unpack[ExecutionOptions],
 ) -> Registration:
-    """Registers `attn_implementation="ring_attn"` with transformers, for this rank's shards.
+    """Register `attn_implementation="ring_attn"` with transformers, for this rank's shards.
 
     Supported: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) by layer,
     softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows, images
     whose tokens all see each other (Gemma 3), autocast, recurrent layers (delta rules, Mamba,
-    convolutions). Refused: other padding and masks, dropout, output_attentions, RoPE that depends
-    on the length seen so far (dynamic, longrope), recurrent layers that are not known (see
-    `register_recurrence`), compiled or with transport, padding or images with a cache, and unknown
-    keywords that reach the attention. Attention with chunks, padding or images is left out of
-    compiled graphs.
+    convolutions). Not supported (raises an error): other padding and masks, dropout,
+    output_attentions, RoPE that depends on the length seen so far (dynamic, longrope), recurrent
+    layers that are unknown (see `register_recurrence`), compiled, or used with transport, padding
+    or images with a cache, and unknown keywords that reach the attention. Attention with chunks,
+    padding or images runs outside of compiled graphs.
 
-    If the model passes `position_ids` to its attention, as almost all models but Llama 4 do, they
-    are checked against the layout, except under torch.compile. Poolers like BERT's read the first
-    row, which only one rank has.
+    If the model passes `position_ids` to its attention, as almost all models except Llama 4 do,
+    they are checked against the layout, except under torch.compile. Poolers such as BERT's read the
+    first row, which only one rank has.
 
     Args:
         group: as for `ring_attention`.
         layout: layout of prompts, and of forwards without `sequence_layout`: "contiguous", "zigzag"
             or "striped".
-        name: the name to register; each group or layout in use needs its own.
-        ignore: keywords of the models' forward that are not for the attention, such as those of
-            your own loss function.
+        name: the name to register; each group or layout in use needs a different name.
+        ignore: keywords of the models' forward that the attention ignores, such as keywords of a
+            custom loss function.
         **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
 
     Returns:
-        A handle: `unregister()`, `cache(model)`.
+        A handle, with `unregister()` and `cache(model)`.
 
     Raises:
         ImportError: transformers is not installed, or older than version 5.
-        ValueError: the name is taken or has a meaning in transformers, or the layout, strategy or
-            backend is unknown.
+        ValueError: the name is registered already or has a meaning in transformers, or the layout,
+            strategy or backend is unknown.
         TypeError: the layout is not a name, an option is unknown, or a type is wrong.
 
     Example:
@@ -354,24 +389,10 @@ def register(
     groups.check_group_type(group)
     checks.check_name("name", name)
     ignored = frozenset(
-        checks.check_name("each of ignore", one) for one in as_tuple("ignore", ignore)
+        checks.check_name("each of ignore", each) for each in as_tuple("ignore", ignore)
     )
-    if not isinstance(layout, str):
-        raise TypeError(
-            f"layout must be one of {list(LAYOUTS)}, got {layout!r}: lengths differ from batch to "
-            f"batch, so a SequenceLayout goes to the model's forward as {LAYOUT}="
-        )
-    SequenceLayout.from_name(layout, 0, 1)
-    if "flash" in name or "/" in name or "paged" in name:
-        raise ValueError(
-            f"name must not contain 'flash', 'paged' or '/', which mean something to transformers, "
-            f"got {name!r}"
-        )
-    if name in package.AttentionInterface._global_mapping:
-        raise ValueError(
-            f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
-            "or give another name"
-        )
+    _check_layout_name(layout)
+    _check_free_name(package, name)
     ring = Registration(name, group, layout, execution, ignored)
     watch_models(package)
     registered[name] = ring
@@ -380,14 +401,39 @@ def register(
     return ring
 
 
+def _check_layout_name(layout: object) -> None:
+    """Refuse a layout that is not the name of one."""
+    if not isinstance(layout, str):
+        raise TypeError(
+            f"layout must be one of {list(LAYOUTS)}, got {layout!r}: lengths differ from batch to "
+            f"batch, so pass a SequenceLayout to the model's forward as {LAYOUT}="
+        )
+    SequenceLayout.from_name(layout, 0, 1)
+
+
+def _check_free_name(package: ModuleType, name: str) -> None:
+    """Refuse names that have a meaning in transformers, and names in use."""
+    if "flash" in name or "/" in name or "paged" in name:
+        raise ValueError(
+            "name must not contain 'flash', 'paged' or '/', which have a meaning in transformers, "
+            f"got {name!r}"
+        )
+    if name in package.AttentionInterface._global_mapping:
+        raise ValueError(
+            f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
+            "or pass another name"
+        )
+
+
 def _check_arguments(
-    attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
+    attention_mask: object, dropout: float, kwargs: Keywords, ignore: frozenset[str]
 ) -> None:
+    """Refuse masks, dropout and keywords that attention cannot honour."""
     if not isinstance(attention_mask, (BatchMask, type(None))):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
             f"attention_mask must be (batch, seqlen), got {type(attention_mask).__name__} of shape "
-            f"{shape}: a mask of your own is not built; mark documents by cu_seq_lens_q and "
+            f"{shape}: custom masks are not built; mark documents with cu_seq_lens_q and "
             "cu_seq_lens_k"
         )
     if dropout:
@@ -399,13 +445,13 @@ def _check_arguments(
     for name, value in kwargs.items():
         if name not in known and value is not None and value is not False:
             reason = WHY_NOT.get(
-                name, "it is not known here; register(ignore=...) if it is not for the attention"
+                name, "it is unknown; pass it to register(ignore=...) if attention can ignore it"
             )
             raise NotImplementedError(f"{name} reached the attention: {reason}")
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
-    """The layout of the rows: the forward's, else the registered name."""
+    """Return the layout that a forward got, or the registered name."""
     if given is None:
         return name
     if not isinstance(given, (str, SequenceLayout, CacheStep)):
@@ -413,22 +459,35 @@ def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
     return given
 
 
-def _for_decode(options: AttentionOptions) -> Any:
-    return {name: x for name, x in options.items() if name in DECODE_OPTIONS}
+# Any, because mypy cannot choose an overload of `tree_decode` by a TypedDict.
+def _for_decode(options: AttentionOptions) -> dict[str, Any]:
+    """Return the options that `tree_decode` has, too."""
+    return {name: value for name, value in options.items() if name in DECODE_OPTIONS}
 
 
-# position_ids -> (their version, the key of their checked values). All layers of a model share
-# them, and reading them on a GPU synchronises.
-_validated: Any = WeakTensorKeyDictionary()
+class _Facts(NamedTuple):
+    """The facts with which positions were checked. In-place changes increase the version."""
+
+    version: int
+    step: CacheStep
+    cu_seqlens: tuple[int, ...] | None
+    rank: int
+    first: int
+
+
+# position_ids -> the facts with which they were found right. All layers of a model share them, and
+# reading them on a GPU synchronises.
+_validated: MutableMapping[Tensor, _Facts] = WeakTensorKeyDictionary()
 
 
 def _shown(positions: Tensor) -> str:
+    """Return the first and the last positions, for an error."""
     values = positions.tolist()
     return str(values) if len(values) <= 8 else f"{values[:4]} ... {values[-4:]}"
 
 
 def transformers_package() -> ModuleType:
-    """The package transformers; refuses versions without the interface that this module needs."""
+    """Return transformers; refuse versions without the interface that this module needs."""
     try:
         import transformers
     except ImportError as error:
