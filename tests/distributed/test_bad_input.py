@@ -232,7 +232,7 @@ ATTENTION: list[Bad] = [
     value_error("k of the group's rank|10 rows|got 6", layout=(zigzag(SEQLEN), zigzag(20))),
     type_error("layout must be|'zigzag'", layout=("zigzag", "zigzag")),
     not_built(
-        "both be striped or neither|striped(",
+        "must both be striped, or neither|striped(",
         layout=(zigzag(SEQLEN), SequenceLayout.striped(SEQLEN, 2)),
     ),
     value_error("strategy must be one of|'ring'|'star'", strategy="star"),

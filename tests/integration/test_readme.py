@@ -170,4 +170,4 @@ def test_the_reading_path_is_short() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(r"^\d\. \[`.*?`\]\((.*?)\)", text, flags=re.M)
     assert len(paths) == 4
-    assert sum(len((ROOT / path).read_bytes().splitlines()) for path in paths) < 1500
+    assert sum(len((ROOT / path).read_bytes().splitlines()) for path in paths) < 1700

@@ -102,7 +102,7 @@ ORDERS: list[tuple[Traveller, bool]] = [("kv", False), ("q", False), ("kv", True
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips kernels, since Triton's interpreter takes memory."""
-    monkeypatch.setattr(KeptLaunches, "run", lambda *_: None)
+    monkeypatch.setattr(KeptLaunches, "run", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_every_refusal_has_its_reason() -> None:
         found(named, "hybrid 3 x ring").reason
     )
     pair = SequenceLayout.striped(64, 8), SequenceLayout.contiguous(64, 8)
-    with pytest.raises(ValueError, match="both be striped or neither"):
+    with pytest.raises(ValueError, match="must both be striped, or neither"):
         plan(seqlen=64, layout=pair)
 
 

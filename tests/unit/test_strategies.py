@@ -154,15 +154,15 @@ def keep(case: Case, calls: list[Call], rank: int, transport: LocalTransport) ->
 def test_refused_before_anything_is_sent() -> None:
     mask, layout = Mask(64, 64, causal=True), SequenceLayout.zigzag(64, 4)
     misfits = {
-        "mask is over (64, 64) positions": (layout, SequenceLayout.zigzag(63, 4)),
-        "same ranks": (layout, SequenceLayout.contiguous(64, 2)),
+        "got mask (64, 64) and layouts (64, 63)": (layout, SequenceLayout.zigzag(63, 4)),
+        "same number of ranks": (layout, SequenceLayout.contiguous(64, 2)),
     }
     halves = Strategy(ulysses_degree=2)
     for strategy, (words, layouts) in product((RING, GATHER, halves), misfits.items()):
         with refused(ValueError, words):
             run_all_ranks(Case(mask, layouts, strategy), 4)
     for name in ("ring", "double ring", "all_gather", "hybrid"):
-        with refused(NotImplementedError, "both be striped or neither"):
+        with refused(NotImplementedError, "must both be striped, or neither"):
             run_all_ranks(Case("causal", ("striped", "zigzag"), STRATEGIES[name][1]), 4)
     with refused(NotImplementedError, "for a contiguous layout"):
         run_all_ranks(Case("causal", "zigzag", "q_exchange"), 4)
