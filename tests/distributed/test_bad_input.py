@@ -236,7 +236,7 @@ ATTENTION: list[Bad] = [
         layout=(zigzag(SEQLEN), SequenceLayout.striped(SEQLEN, 2)),
     ),
     value_error("strategy must be one of|'ring'|'star'", strategy="star"),
-    value_error("ulysses_degree|divides 2|two axes", strategy="hybrid"),
+    value_error("ulysses_degree|divide 2|two axes", strategy="hybrid"),
     value_error("inner_degree|3 and 2", strategy=Strategy(inner_degree=3)),
     value_error("one axis|'hybrid'", lambda: {"group": mesh(1, 2, names=("dp", "cp"))}),
 ]
