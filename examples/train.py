@@ -87,7 +87,7 @@ def train(
     *,
     verbose: bool = False,
 ) -> bool:
-    """Train on sharded sequences; return whether the losses are those of one process."""
+    """Train on sharded sequences; return whether the losses equal the losses of one process."""
     device = next(model.parameters()).device
     ring, losses = Trainer(model, layout), []
     five_steps = {(num_steps - 1) * i // 4 for i in range(5)}  # the first, the last, and between

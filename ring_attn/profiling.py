@@ -19,8 +19,6 @@ more. The names of the ranges are stable:
 The names of ranges within a step have its number, the names of ranges between steps have none. For
 example, the exchange of heads around a ring is `ring_attn::post`, and out and lse of gathered heads
 are `ring_attn::step{i}.finalize`.
-
-`Any` stands for moments: nanoseconds on a CPU, events of a stream on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -213,8 +211,9 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 
 # -- the interface for `machines.run`
 
-# Nanoseconds of the host's clock; on a device with streams, an event on a stream.
-Moment = Any
+# Nanoseconds of the host's clock; on a device with streams, an event on a stream. None if nothing is
+# measured.
+Moment = int | streams.Event | None
 Span = tuple[Moment, Moment]
 
 
@@ -296,10 +295,11 @@ def _now(device: torch.device) -> Moment:
 
 def _seconds(start: Moment, end: Moment) -> float:
     """Return seconds between two moments; on a device with streams, wait for the second."""
-    if isinstance(end, int):
+    if isinstance(start, int) and isinstance(end, int):
         return (end - start) * 1e-9
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
+    first, last = cast("tuple[torch.cuda.Event, torch.cuda.Event]", (start, end))
+    last.synchronize()
+    milliseconds: float = first.elapsed_time(last)
     return milliseconds * 1e-3
 
 

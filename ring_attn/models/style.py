@@ -293,7 +293,7 @@ class _ParallelAttention:
     def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute attention over the whole sequence for this rank's rows.
 
-        The parameters are those of `F.scaled_dot_product_attention`.
+        The parameters are the same as of `F.scaled_dot_product_attention`.
         """
         qkv = (query, key, value)
         is_global = self.style.inside == "global"

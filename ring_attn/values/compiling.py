@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
 from ring_attn.torch_private import break_graph
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
-def kept(compute: Callable[[Any], T]) -> T:
+def kept(compute: Callable[[S], T]) -> T:
     """Make a property that is computed once per object, or at each access while dynamo traces.
 
     On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. Also, a
@@ -22,7 +23,7 @@ def kept(compute: Callable[[Any], T]) -> T:
     """
     key = f"_{compute.__name__}"
 
-    def get(self: object) -> T:
+    def get(self: S) -> T:
         if torch.compiler.is_compiling():
             return compute(self)
         values = vars(self)

@@ -13,7 +13,7 @@ marks the ends of documents; padding is the last document. Here, positions and m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.strategy import Strategy
-from ring_attn.integrations.transformers.models import registered, watch_models
+from ring_attn.integrations.transformers.models import Keywords, registered, watch_models
 from ring_attn.integrations.transformers.registration import Registration, transformers_package
 from ring_attn.models.recurrent import Place
 from ring_attn.transport import groups
@@ -110,7 +110,7 @@ class Substitution:
         kwargs |= dict.fromkeys(DOCUMENTS, cu_seqlens)
         return self._ring.attend(module, query, key, value, attention_mask=None, **kwargs)
 
-    def check_positions(self, given: Mapping[str, Any], position_ids: Tensor, first: int) -> None:
+    def check_positions(self, given: Keywords, position_ids: Tensor, first: int) -> None:
         """Check the positions that a whole model gets, as `attend` does in each layer."""
         _check_rows(
             self.group,
@@ -120,7 +120,7 @@ class Substitution:
             position_ids - first,
         )
 
-    def place(self, given: Mapping[str, Any], rows: int) -> Place | None:
+    def place(self, given: Keywords, rows: int) -> Place | None:
         """Return the place of the rows of a recurrent layer."""
         return self._ring.place({**given, "cu_seq_lens_q": self._documents()}, rows)
 

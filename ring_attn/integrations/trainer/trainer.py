@@ -303,7 +303,7 @@ class _Ring:
 
     @contextmanager
     def data_parallel(self, accelerator: Any) -> Iterator[None]:
-        """A context in which the data loaders of accelerate give each group its batches."""
+        """Make accelerate's data loaders give each group its batches, if they are made inside."""
         state = accelerator.state
         original = state.device_mesh
         state.device_mesh = self.mesh
@@ -384,7 +384,7 @@ class _Ring:
 
 @contextmanager
 def _outputs(model: Model) -> Iterator[list[Any]]:
-    """A context that collects the outputs of the model's forwards."""
+    """Collect the outputs of the model's forwards inside the context."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _model, _args, output: outputs.append(output))
     try:

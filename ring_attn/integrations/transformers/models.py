@@ -278,9 +278,9 @@ def _place_rows_of(layer: nn.Module, config: Config) -> None:
         return
 
     def enter(
-        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        rows: Tensor = args[0] if args else kwargs["hidden_states"]
+        layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        rows = cast(Tensor, args[0] if args else kwargs["hidden_states"])
         current.place = _place_of(config, kwargs, rows.size(1))
         if current.place is None:
             return None
@@ -318,7 +318,7 @@ def _refuse_states(layer: nn.Module, cache: object) -> None:
         raise NotImplementedError(WITH_CACHE)
 
 
-def _place_of(config: Config, given: dict[str, Any], rows: int) -> Place | None:
+def _place_of(config: Config, given: Keywords, rows: int) -> Place | None:
     """Count the call of a recurrent layer; return the place of its rows if it is registered."""
     ring = registered.get(config._attn_implementation)
     if ring is None:
@@ -334,7 +334,7 @@ def _place_of(config: Config, given: dict[str, Any], rows: int) -> Place | None:
         layers = "recurrent layers, which run again in the backward"
         with reporting(ring.group):
             raise NotImplementedError(_not_passed_on(min(missing), layers))
-    return ring.place(placed | given, rows)
+    return ring.place({**placed, **given}, rows)
 
 
 def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
