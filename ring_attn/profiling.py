@@ -211,8 +211,8 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 
 # -- the interface for `machines.run`
 
-# Nanoseconds of the host's clock; on a device with streams, an event on a stream. None if nothing is
-# measured.
+# Nanoseconds of the host's clock; on a device with streams, an event on a stream. It is None if
+# nothing is measured.
 Moment = int | streams.Event | None
 Span = tuple[Moment, Moment]
 
