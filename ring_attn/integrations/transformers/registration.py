@@ -189,7 +189,15 @@ class Registration:
         }
         if attention_mask or rule.chunk or scales_by_row_index(module):
             out = self._attend_by_mask(
-                module, q, k, v, attention_mask, rule, placed, documents, options
+                module,
+                q,
+                k,
+                v,
+                batch_mask=attention_mask,
+                rule=rule,
+                placed=placed,
+                documents=documents,
+                options=options,
             )
             return out, None
         options["causal"] = rule.causal
