@@ -172,12 +172,8 @@ class Registration:
             q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
             placed = _placed(kwargs.get(LAYOUT), self.layout)
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
-            if not isinstance(placed, CacheStep) and q.size(1) != k.size(1):
-                raise NotImplementedError(
-                    f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: pass a "
-                    f"KV cache of `Registration.cache(model)` of {self.name!r} as past_key_values; "
-                    "cross-attention is not built"
-                )
+            if not isinstance(placed, CacheStep):
+                self._check_rows(q, k)
             if "position_ids" in kwargs:
                 self.check_positions(kwargs, kwargs["position_ids"], first_position(module))
         options: AttentionOptions = {
@@ -207,6 +203,15 @@ class Registration:
         options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
         options["cu_seqlens"], options["cu_seqlens_k"] = documents
         return ring_attention(q, k, v, **options), None
+
+    def _check_rows(self, q: Tensor, k: Tensor) -> None:
+        """Refuse a cache of transformers, and cross-attention: k has other rows than q."""
+        if q.size(1) != k.size(1):
+            raise NotImplementedError(
+                f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: pass a KV "
+                f"cache of `Registration.cache(model)` of {self.name!r} as past_key_values; "
+                "cross-attention is not built"
+            )
 
     @left_out_of_graphs(
         "chunked attention, padding, images and Llama 4's scaled queries are not compiled: compile "
