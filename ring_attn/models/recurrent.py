@@ -49,7 +49,13 @@ HAS_FLA = find_spec("fla") is not None
 
 
 class Place(NamedTuple):
-    """The positions of the rows of a layer's call in the sequence, and the ranks that share it."""
+    """The positions of the rows of a layer's call in the sequence, and the ranks that share it.
+
+    Attributes:
+        layout: layout of the sequence.
+        cu_seqlens: boundaries of documents in the whole sequence, or None.
+        group: the ranks that share the sequence.
+    """
 
     layout: SequenceLayout
     cu_seqlens: Tensor | None
