@@ -57,6 +57,9 @@ class Command(NamedTuple):
     def parser(self, prog: str) -> Parser:
         """Return the parser of the command's options."""
         name, _, function = self.options.partition(":")
+        if self.loads and name == self.module:
+            # It has options and what the command does in one module, which imports the package.
+            load()
         module = import_module(name)
         add_arguments = getattr(module, function or "add_arguments")
         text = inspect.getdoc(add_arguments) or module.__doc__ or ""
