@@ -303,7 +303,8 @@ def variant_launch(
     table = _table(variant, config)
     q, k = rows_of(HEADS, dim=head_dim), rows_of(KV_HEADS, dim=head_dim)
     v = rows_of(KV_HEADS)
-    scale, softcap = head_dim**-0.5, 50.0 if variant.softcap else 0.0
+    scale = head_dim**-0.5
+    softcap = 50.0 if variant.softcap else 0.0
     make: Callable[..., Launch]
     if variant.is_forward:
         state = flash_fwd.Carried(
@@ -359,7 +360,8 @@ def _decode_launch(
     if variant.kernel == "merge":
         out, lse = acc[:, 0], acc[:, 0, ..., 0]
         return decode.merge_parts_launch(acc, m, l, out, lse, PARTS)
-    block_table, cache_seqlens = None, None
+    block_table = None
+    cache_seqlens = None
     seen: decode.SeenRows | decode.SequenceRule = decode.SeenRows(0, ROWS)
     if variant.paged:
         block_table = torch.empty(1, ROWS // PAGE_SIZE, dtype=torch.int32, device=meta)
