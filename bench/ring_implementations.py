@@ -91,7 +91,8 @@ class Ours(Impl):
 
     def attention(self) -> Attend:
         self.stats = open_p2p(check_group(None), TransportOptions()).stats
-        causal, layout = self.setting.causal, self.sequence
+        causal = self.setting.causal
+        layout = self.sequence
         return partial(ring_attn.ring_attention, causal=causal, layout=layout)
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
-from typing import Any
 
 import torch
 import triton
@@ -303,11 +302,10 @@ def variant_launch(
         return merge_tree.merge_tree_launch(outs, lses, outs[0].to(dtype), lses[0], sinks)
     table = _table(variant, config)
     q, k = rows_of(HEADS, dim=head_dim), rows_of(KV_HEADS, dim=head_dim)
-    qkv = (q, k, rows_of(KV_HEADS))
-    options: dict[str, Any] = {
-        "softmax_scale": head_dim**-0.5,
-        "softcap": 50.0 if variant.softcap else 0.0,
-    }
+    v = rows_of(KV_HEADS)
+    scale = head_dim**-0.5
+    softcap = 50.0 if variant.softcap else 0.0
+    make: Callable[..., Launch]
     if variant.is_forward:
         state = flash_fwd.Carried(
             sinks=torch.empty(HEADS, device=meta) if variant.sinks else None,
@@ -317,21 +315,23 @@ def variant_launch(
             state.acc, state.m, state.l = rows_of(HEADS, torch.float32), stats(), stats()
         if variant.last:
             state.out, state.lse = rows_of(HEADS), stats()
-        options |= {"first": variant.first, "last": variant.last}
+        make = flash_fwd.forward_launch
         if variant.kernel in LAUNCHES:
-            return _own(variant.kernel)(*qkv, state, table, config, **options)
-        return flash_fwd.forward_launch(*qkv, state, table, config, **options)
-    known = (*qkv, rows_of(HEADS), stats(), stats())
+            make = _own(variant.kernel)
+        steps = {"first": variant.first, "last": variant.last}
+        return make(q, k, v, state, table, config, softmax_scale=scale, softcap=softcap, **steps)
+    inputs = (q, k, v, rows_of(HEADS), stats(), stats())
+    dq = rows_of(HEADS, torch.float32, head_dim)
     if variant.kernel == "dq":
-        dq = rows_of(HEADS, torch.float32, head_dim)
-        return flash_bwd.dq_launch(known, dq, table, config, **options)
+        return flash_bwd.dq_launch(inputs, dq, table, config, softmax_scale=scale, softcap=softcap)
     dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
     if isinstance(table, TurnTable):
         turns = torch.empty(1, dtype=torch.int32, device=meta)
-        dq = rows_of(HEADS, torch.float32, head_dim)
-        options = {"softmax_scale": head_dim**-0.5}
-        return _own(variant.kernel)(known, (dq, dk, dv), turns, table, config, **options)
-    return flash_bwd.dkdv_launch(known, dk, dv, table, config, **options)
+        make = _own(variant.kernel)
+        return make(inputs, (dq, dk, dv), turns, table, config, softmax_scale=scale)
+    return flash_bwd.dkdv_launch(
+        inputs, dk, dv, table, config, softmax_scale=scale, softcap=softcap
+    )
 
 
 def _own(kernel: str) -> Callable[..., Launch]:
@@ -356,17 +356,33 @@ def _decode_launch(
     k = torch.empty(*rows, kv_heads, head_dim, dtype=dtype, device=meta)
     v = k[..., :head_dim_v] if wide else k.new_empty(*rows, kv_heads, head_dim_v)
     acc = torch.empty(1, PARTS, 1, HEADS, head_dim_v, device=meta)
-    states = acc, acc[..., 0], acc[..., 0]
+    m = l = acc[..., 0]  # (1, PARTS, 1, HEADS)
     if variant.kernel == "merge":
-        return decode.merge_parts_launch(*states, acc[:, 0], acc[:, 0, ..., 0], PARTS)
-    ints = torch.empty(1, ROWS // PAGE_SIZE, dtype=torch.int32, device=meta)
-    tables = (ints, ints[:, 0]) if variant.paged else (None, None)
-    rule = decode.SequenceRule(0, PAGE_SIZE, 8 * PAGE_SIZE, ROWS, -1, 0)
+        out, lse = acc[:, 0], acc[:, 0, ..., 0]
+        return decode.merge_parts_launch(acc, m, l, out, lse, PARTS)
+    block_table = None
+    cache_seqlens = None
+    seen: decode.SeenRows | decode.SequenceRule = decode.SeenRows(0, ROWS)
+    if variant.paged:
+        block_table = torch.empty(1, ROWS // PAGE_SIZE, dtype=torch.int32, device=meta)
+        cache_seqlens = block_table[:, 0]
+        seen = decode.SequenceRule(
+            position=0, run=PAGE_SIZE, period=8 * PAGE_SIZE, most_rows=ROWS, left=-1, right=0
+        )
     return decode.decode_launch(
-        q, k, v, tables[0], states, tables[1], rule if variant.paged else decode.SeenRows(0, ROWS),
-        decode.CacheParts(0, ROWS // PARTS, PARTS), config, softmax_scale=head_dim**-0.5,
-        softcap=50.0 if variant.softcap else 0.0, shared=wide,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        block_table,
+        (acc, m, l),
+        cache_seqlens,
+        seen,
+        decode.CacheParts(0, ROWS // PARTS, PARTS),
+        config,
+        softmax_scale=head_dim**-0.5,
+        softcap=50.0 if variant.softcap else 0.0,
+        shared=wide,
+    )
 
 
 def _table(variant: Variant, config: Config) -> StepTable:

@@ -58,7 +58,8 @@ GRACE_STEPS = 20
 
 STRATEGIES = (*NAMES, "decode")
 VICTIMS = [ranks for n in (1, 2, 3) for ranks in combinations(range(RANKS), n)]
-# Fields of `Case` with which a rank differs from the others.
+# Fields of `Case`, by name, in which a rank differs from the others. `Any`, here and below: the
+# values of such fields, and options of a call by name.
 CHANGES: tuple[dict[str, Any], ...] = (
     {"softmax_scale": 0.5},
     {"seqlen": ROWS + RANKS},
@@ -301,7 +302,7 @@ def restarted(cell: Cell) -> list[list[StepEnd]]:
     return [ends[rank] for rank in range(RANKS)]
 
 
-def judged(cell: Cell, ends: Sequence[Any], codes: Sequence[int | None]) -> Result:
+def judged(cell: Cell, ends: Sequence[Sequence[StepEnd]], codes: Sequence[int | None]) -> Result:
     """Return the outcome of a cell.
 
     Args:

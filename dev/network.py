@@ -174,7 +174,7 @@ class Relay:
 
     def run(self, control: Connection) -> None:
         """Run until `control` is closed, from which changes of the network are read."""
-        pipes: list[Any] = [control, *self.ends]
+        pipes: list[Connection | int] = [control, *self.ends]
         while True:
             while self.events and self.events[0][0] <= time.monotonic():
                 _, _, call, args = heappop(self.events)

@@ -28,7 +28,7 @@ from tests.distributed.pool import Pool
 
 SEQLENS = (1, 2, 7, 16, 33, 64, 95)
 GROUP_CALLS = 50  # calls of a group
-FAILING = 5  # one of so many groups ends by an error
+FAILING = 5  # every fifth group ends by an error
 SAMPLES = 20
 # Polls, 0.1 s apart, after which the threads of a group must have ended.
 POLLS = 50
@@ -49,7 +49,10 @@ class Sample(NamedTuple):
 
 
 def call(kind: str, seqlen: int, group: dist.ProcessGroup, **changed: Any) -> list[Tensor]:
-    """Make a call and return its results; `changed` are options of `ring_attention`."""
+    """Make a call and return its results.
+
+    `changed` are options of `ring_attention` by name, which have any types.
+    """
     case = Case("causal", strategy=kind if kind in NAMES else "ring", seqlen=seqlen)
     (q, k, v, dout), given = arguments_of(case, dist.get_world_size(), dist.get_rank())
     options: dict[str, Any] = {**given, "group": group, **changed}

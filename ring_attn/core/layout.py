@@ -119,7 +119,16 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
-        """Return the layout in which rank r holds the r-th of `world_size` equal runs."""
+        """Return the layout in which rank r holds the r-th of `world_size` equal runs.
+
+        Raises:
+            ValueError: a negative length, or fewer than 1 rank.
+            TypeError: a number is not an int.
+
+        Example:
+            >>> SequenceLayout.contiguous(8, 2).position_ids(rank=0).tolist()
+            [0, 1, 2, 3]
+        """
         return cls._of_sizes("contiguous", seqlen, world_size)
 
     @classmethod
@@ -128,6 +137,14 @@ class SequenceLayout:
 
         This balances the work of a causal mask. If 2P divides `seqlen`, the order is the same as in
         torch's `_HeadTailLoadBalancer`.
+
+        Raises:
+            ValueError: a negative length, or fewer than 1 rank.
+            TypeError: a number is not an int.
+
+        Example:
+            >>> SequenceLayout.zigzag(8, 2).position_ids(rank=0).tolist()
+            [0, 1, 6, 7]
         """
         return cls._of_sizes("zigzag", seqlen, world_size)
 
@@ -136,6 +153,14 @@ class SequenceLayout:
         """Return the layout in which rank r of P holds positions r, r+P, r+2P, ...
 
         This is the order of Striped Attention (arXiv 2311.09431).
+
+        Raises:
+            ValueError: a negative length, or fewer than 1 rank.
+            TypeError: a number is not an int.
+
+        Example:
+            >>> SequenceLayout.striped(8, 2).position_ids(rank=0).tolist()
+            [0, 2, 4, 6]
         """
         return cls._of_sizes("striped", seqlen, world_size)
 
@@ -150,6 +175,10 @@ class SequenceLayout:
         Raises:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
             TypeError: a cut is not an int.
+
+        Example:
+            >>> SequenceLayout.boundaries([0, 5, 8]).position_ids(rank=1).tolist()
+            [5, 6, 7]
         """
         return cls._new(*_fields_of_cuts(cuts))
 
@@ -304,14 +333,20 @@ class SequenceLayout:
         return SequenceLayout.from_segments(held)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """Return the rank's segments, in the order of its rows, without empty ones."""
+        """Return the rank's segments, in the order of its rows, without empty ones.
+
+        Raises:
+            ValueError: the rank does not exist.
+        """
         return _segments(self)[self._rank(rank)]
 
     def shard_len(self, rank: int) -> int:
+        """Return the number of rows of a rank."""
         return self.shard_lens[self._rank(rank)]
 
     @kept
     def shard_lens(self) -> tuple[int, ...]:
+        """The number of rows of each rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
 
     @kept
@@ -322,7 +357,18 @@ class SequenceLayout:
         return next((s.stride for part in self.parts or () for s in part), 1)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the global positions of the rank's rows, (shard_len,) int64, for RoPE."""
+        """Return the global positions of the rank's rows, for RoPE.
+
+        Args:
+            rank: the rank.
+            device: device of the result; None means the CPU.
+
+        Returns:
+            (shard_len,) int64.
+
+        Raises:
+            ValueError: the rank does not exist.
+        """
         parts = [segment.positions() for segment in self.segments(rank)]
         return torch.cat(parts or [torch.arange(0, device="cpu")]).to(device)
 
@@ -338,7 +384,11 @@ class SequenceLayout:
             A contiguous tensor with `shard_len(rank)` rows in `dim`; it may share memory with `x`.
 
         Raises:
-            ValueError: `x` does not have `seqlen` rows in `dim`.
+            ValueError: `x` does not have `seqlen` rows in `dim`, or the rank does not exist.
+
+        Example:
+            >>> SequenceLayout.zigzag(8, 2).shard(torch.arange(8) * 10, rank=0, dim=0).tolist()
+            [0, 10, 60, 70]
         """
         self.check_rows(x, dim)
         parts = []
@@ -352,12 +402,21 @@ class SequenceLayout:
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Return the whole tensor from the shards of all ranks, in the order of the ranks.
+        """Return the whole tensor from the shards of all ranks.
+
+        Args:
+            shards: the shards in the order of the ranks.
+            dim: the sequence dim.
 
         Raises:
             ValueError: a wrong number of shards, a wrong number of rows in a shard, or shards whose
                 other dims or devices differ.
             TypeError: the shards are not tensors of one dtype.
+
+        Example:
+            >>> layout = SequenceLayout.striped(4, 2)
+            >>> layout.unshard([torch.tensor([0, 2]), torch.tensor([1, 3])], dim=0).tolist()
+            [0, 1, 2, 3]
         """
         shards = as_tuple("shards", shards)
         if len(shards) != self.world_size:

@@ -389,6 +389,11 @@ class Mask:
 
         Returns:
             `(start, stop)`, (layers, n) int64 each; `start == stop` where a query sees nothing.
+
+        Example:
+            >>> starts, stops = Mask(4, 4, causal=True).visible_runs(torch.tensor([0, 3]))
+            >>> starts.tolist(), stops.tolist()
+            ([[0, 0]], [[1, 4]])
         """
         shape = (2, len(self.layers), len(positions))
         starts, stops = torch.zeros(shape, dtype=torch.int64, device="cpu")

@@ -37,6 +37,10 @@ def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
         seqlen_q: number of queries.
         seqlen_k: number of keys; None means `seqlen_q`.
 
+    Raises:
+        ValueError: a negative length.
+        TypeError: a number is not an int.
+
     Example:
         >>> causal(4).area
         10
@@ -59,6 +63,10 @@ def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None
         left: number of keys before the diagonal; -1 means all.
         right: number of keys after the diagonal; -1 means all.
         seqlen_k: number of keys; None means `seqlen_q`.
+
+    Raises:
+        ValueError: a negative length, or a side below -1.
+        TypeError: a number is not an int.
 
     Example:
         >>> window(4, 1).area
@@ -85,6 +93,11 @@ def documents(
         cu_seqlens: boundaries, from 0.
         cu_seqlens_k: boundaries of the keys; None means `cu_seqlens`.
         causal: whether each document is causal.
+
+    Raises:
+        ValueError: boundaries do not start at 0, or decrease; or queries and keys have different
+            numbers of documents.
+        TypeError: a boundary is not an int.
 
     Example:
         >>> documents([0, 2, 5]).area
@@ -224,6 +237,10 @@ def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
         prefix: number of positions of the prompt, which comes first.
         lengths: number of positions of each answer.
 
+    Raises:
+        ValueError: a negative length.
+        TypeError: a number is not an int.
+
     Example:
         >>> shared_prefix(2, [2, 2]).area
         17
@@ -251,6 +268,10 @@ def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
         seqlen: number of queries, and of keys.
         sinks: number of first positions that all later queries see.
         left: number of keys of the window before the diagonal.
+
+    Raises:
+        ValueError: a negative number.
+        TypeError: a number is not an int.
 
     Example:
         >>> sink_window(6, 2, 1).area
@@ -384,6 +405,9 @@ def by_document(masks: Sequence[Mask]) -> Mask:
         x x . .
         . . x .
         . . x x
+
+    Raises:
+        TypeError: an element is not a mask.
 
     Example:
         >>> by_document([causal(2), window(3, 0)]).area

@@ -79,7 +79,8 @@ class Records:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First byte of each field in a record, and the length of a record."""
-        offsets, end = [], 0
+        offsets = []
+        end = 0
         for dim, dtype in self.fields:
             # Kernels load statistics one by one, and the row of a head in units of 16 bytes.
             start = _multiple(end, dtype.itemsize if dim is None else ALIGNMENT)

@@ -489,7 +489,8 @@ def copies_of_runs(
     names: Sequence[str], runs: Sequence[slice], *, add: bool = False
 ) -> tuple[Copy, ...]:
     """Return the copies between runs of rows of tensors and a message of these runs, in order."""
-    copies, at = [], 0
+    copies = []
+    at = 0  # row of the message
     for run in runs:
         rows = slice(at, at + run.stop - run.start)
         copies += [Copy(i, View(name, run), rows, add) for i, name in enumerate(names)]

@@ -16,7 +16,17 @@ Number = TypeVar("Number", int, Tensor)
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` positions `start, start + stride, ...`, held as consecutive rows of a shard."""
+    """The positions `start, start + stride, ...`, held as consecutive rows of a shard.
+
+    Attributes:
+        start: the first position.
+        length: number of positions.
+        stride: distance between neighbouring positions.
+
+    Example:
+        >>> Segment(start=1, length=3, stride=2).positions().tolist()
+        [1, 3, 5]
+    """
 
     start: int
     length: int

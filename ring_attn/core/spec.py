@@ -46,7 +46,7 @@ class AttentionSpec:
         sinks: Tensor | None = None,
         max_logits: bool = False,
     ) -> AttentionSpec:
-        """The spec of a call with tensors (batch, rows, heads, dim) or (rows, heads, dim)."""
+        """Return the spec of tensors (batch, rows, heads, dim) or (rows, heads, dim)."""
         return cls(
             device_type=q.device.type,
             dtype=q.dtype,

@@ -314,7 +314,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
-    """`Tile.touched` and `Tile.area` for many rectangles."""
+    """`Tile.trimmed` and `Tile.area` for many rectangles."""
     (q0, q1), (k0, k1) = q, kv
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)
     k1 = torch.minimum(k1, q1 + hi)

@@ -111,7 +111,7 @@ def last_run(layout: SequenceLayout) -> tuple[int, int]:
     raise ValueError("a sequence without rows has no end")
 
 
-class Run(NamedTuple):
+class StateRun(NamedTuple):
     """A run among the runs of all ranks.
 
     Attributes:
@@ -128,7 +128,7 @@ class Run(NamedTuple):
     passes: bool
 
 
-class Round(NamedTuple):
+class StateRound(NamedTuple):
     """One exchange.
 
     Attributes:
@@ -145,8 +145,8 @@ class StatesPlan(NamedTuple):
     """The exchanges of states in one direction; the runs of a backward are in reverse order."""
 
     algorithm: Literal["gather", "scan"]
-    runs: tuple[Run, ...]
-    rounds: tuple[Round, ...]
+    runs: tuple[StateRun, ...]
+    rounds: tuple[StateRound, ...]
 
     def sent(self, rank: int) -> int:
         """Return the number of windows that leave a rank, each a decay and a state."""
@@ -177,7 +177,7 @@ def plan_states(
     for rank in range(layout.world_size):
         for number, (first, *rest) in enumerate(pieces_of(layout, rank, cuts)):
             enters = not first.first
-            run = Run(rank, number, enters=enters, passes=enters and not rest)
+            run = StateRun(rank, number, enters=enters, passes=enters and not rest)
             found.append((first.position, run))
     runs = tuple(run for _, run in sorted(found, reverse=backward))
     # Windows that a rank sends: in a gather to all later runs, in a scan one in each round.
@@ -187,11 +187,11 @@ def plan_states(
     scan = saved > (scan_rounds - 1) * LATENCY_BYTES
     counts = _counts_before(runs, backward=backward)
     takes = _scanned(counts) if scan else _gathered(counts)
-    rounds = tuple(Round(taken, _parcels(runs, taken)) for taken in takes)
+    rounds = tuple(StateRound(taken, _parcels(runs, taken)) for taken in takes)
     return StatesPlan("scan" if scan else "gather", runs, rounds)
 
 
-def _counts_before(runs: Sequence[Run], *, backward: bool) -> list[int]:
+def _counts_before(runs: Sequence[StateRun], *, backward: bool) -> list[int]:
     """Return for each run how many runs before it, back to a document's start, affect it."""
     counts = [0] * len(runs)
     for i in range(1, len(runs)):
@@ -224,7 +224,7 @@ def _scanned(counts: Sequence[int]) -> list[list[Sequence[int]]]:
 
 
 def _parcels(
-    runs: Sequence[Run], taken: Sequence[Sequence[int]]
+    runs: Sequence[StateRun], taken: Sequence[Sequence[int]]
 ) -> dict[tuple[int, int], list[int]]:
     """Return the runs whose windows are sent, ascending, by sender and receiver."""
     found: dict[tuple[int, int], set[int]] = {}

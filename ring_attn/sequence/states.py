@@ -15,7 +15,7 @@ from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.profiling import Direction, observe
 from ring_attn.sequence.halo import exchanged
-from ring_attn.sequence.runs import Round, StatesPlan, pieces_of, plan_states
+from ring_attn.sequence.runs import StateRound, StatesPlan, pieces_of, plan_states
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
@@ -149,7 +149,12 @@ def composed(
 
 
 def _received(
-    exchange: Round, held: Mapping[int, Tensor], *, empty: Tensor, transport: Transport, step: int
+    exchange: StateRound,
+    held: Mapping[int, Tensor],
+    *,
+    empty: Tensor,
+    transport: Transport,
+    step: int,
 ) -> dict[int, Tensor]:
     """Exchange the windows of a round; return those that this rank receives, by run.
 
