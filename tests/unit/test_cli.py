@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
+from dev.__main__ import COMMANDS as dev_commands
 from ring_attn import testing
 from ring_attn.cli import env, verify
 from ring_attn.cli import main as cli
@@ -325,3 +326,14 @@ def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="torchrun started 2 ranks, but 3"):
         run_ranks(facts_of_rank, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command.name for command in dev_commands])
+def test_each_command_of_dev_has_its_help(command: str) -> None:
+    """`python -m dev` begins without the package's `__init__`, which most commands import."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "dev", command, "--help"],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert ran.returncode == 0 and f"dev {command}" in ran.stdout, ran.stderr
