@@ -86,3 +86,26 @@ def planted(workers: int = 1) -> Stage:
         cells.append(Cell(STAGE, name, f"tests.gpu_cells:{name}", limit=LIMIT))
         cells.append(Cell(STAGE, f"after {name}", "tests.gpu_cells:passes", limit=LIMIT))
     return Stage(STAGE, 60.0, "one cell", tuple(cells), "tests.gpu_cells:listed", workers=workers)
+
+
+# -- over the stub of libcuda, in processes of their own
+
+LAUNCHES, LAUNCHES_LIMIT = "launches", 240.0
+FORWARD, FORWARD_OF = "dev.gpu.contact:forward", ("gluon 0", 64, "full")
+
+
+def over_the_stub() -> Stage:
+    """Right cells around those with faults, and a test of pytest."""
+    test = "tests/kernels/test_gpu.py::test_decode[1]"
+    given = {
+        "forward": ("dev.gpu.launching:launch", (FORWARD, *FORWARD_OF)),
+        "wrong stride": ("tests.kernels.stub_cells:with_a_wrong_stride", ()),
+        "stale pointers": ("tests.kernels.stub_cells:with_stale_pointers", ()),
+        "repeated": ("tests.kernels.stub_cells:call_twice", ()),
+        "test": ("dev.gpu.tests:run", (test,)),
+    }
+    cells = tuple(
+        Cell(LAUNCHES, name, target, arguments, LAUNCHES_LIMIT)
+        for name, (target, arguments) in given.items()
+    )
+    return Stage(LAUNCHES, len(cells) * LAUNCHES_LIMIT, "faults cost their cells", cells)

@@ -203,8 +203,8 @@ def _hash(path: Path) -> str:
 # -- there, on the machine with a GPU
 
 
-def unpacked(folder: Path, target: Path, device: str) -> dict[str, str]:
-    """Unpack a carried folder; return the variables by which workers use it.
+def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
+    """Unpack a carried folder for a device; return the variables by which workers use it.
 
     Without a folder nothing is carried, and kernels are compiled when they are needed.
 
@@ -215,10 +215,12 @@ def unpacked(folder: Path, target: Path, device: str) -> dict[str, str]:
         print(f"nothing is carried: there is no {folder / MANIFEST}, so every kernel is compiled")
         return {}
     check(folder)
-    if device != "cuda":
+    if name == device.CPU:
         return {}
     warn_of_other_keys(folder)
     variables = {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
+    if name == device.STUB:
+        return variables | {device.CARRIED: "1"}
     libraries = folder / LIBRARIES
     if (libraries / FA3_NAME).exists():
         with tarfile.open(libraries / FA3_NAME) as tar:

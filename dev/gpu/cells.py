@@ -11,6 +11,10 @@ class NotHere(Exception):
     """The cell cannot run on this machine; the text says why."""
 
 
+class Launched(dict[str, Any]):
+    """Figures of a cell whose launches were accepted, while nothing was computed or compared."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A call of a function in a worker, with a verdict of its own.

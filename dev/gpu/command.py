@@ -40,8 +40,8 @@ def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
     results = Results(out)
     with tempfile.TemporaryDirectory() as folder:
         environment = device.environment(args.device) | {device.FOLDER: str(out)}
-        # A trial uses no kernel of a GPU; a carried folder is checked all the same.
-        carried = unpacked(args.carry, Path(folder), device=args.device)
+        # A trial on the CPU uses no kernel of a GPU; a carried folder is checked all the same.
+        carried = unpacked(args.carry, Path(folder), args.device)
         made = Run(results, out, args.seconds, environment | carried)
         try:
             made.run(stages, with_verdict(before))

@@ -1,6 +1,8 @@
 """The device of a worker: a GPU, or in a trial the CPU, where Triton's interpreter runs kernels.
 
-A trial (`--device cpu`) has small sizes and float16, since the interpreter has no bfloat16.
+A trial (`--device cpu`) has small sizes and float16, since the interpreter has no bfloat16. With
+`--device stub` sizes and kernels are those of a GPU, and Triton launches over a stub of libcuda,
+which checks launches and computes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ FOLDER = "RING_ATTN_GPU_OUT"
 CUDA, CPU = "cuda", "cpu"
 # No device: kernels are compiled for sm_90, and their results are ones.
 COMPILER = "compiler"
+# No device: kernels are launched over tests/kernels/libcuda.c, and their results are ones.
+STUB = "stub"
+
+# Set where a carried folder has the kernels, of which none may then be missing.
+CARRIED = "RING_ATTN_GPU_CARRIED"
 
 
 def name() -> str:
@@ -27,8 +34,22 @@ def is_trial() -> bool:
     return name() == CPU
 
 
+def is_stub() -> bool:
+    return name() == STUB
+
+
 def compiles() -> bool:
-    return name() == COMPILER
+    """Whether cells may compile all their kernels."""
+    return name() == COMPILER or (is_stub() and not is_carried())
+
+
+def is_carried() -> bool:
+    return CARRIED in os.environ
+
+
+def where() -> str:
+    """torch's name of the device; without a GPU it may be a pretended one."""
+    return CPU if is_trial() else CUDA
 
 
 def environment(device: str) -> dict[str, str]:
@@ -41,6 +62,8 @@ def environment(device: str) -> dict[str, str]:
     }
     if device == CPU:
         variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if device == STUB:
+        variables |= {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return variables
 
 

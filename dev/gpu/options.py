@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dev.gpu.device import CPU, CUDA
+from dev.gpu.device import CPU, CUDA, STUB
 
 SECONDS = 540.0
 
@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     CONTRIBUTING.md, "When a GPU is there", says what to look at first. The exit status is 1 if a
     cell failed.
 
+    --device stub needs a C compiler and no GPU: Triton's driver and launcher run over a stub of
+    libcuda, which checks launches and tensor maps by CUDA's rules. Repeats of launches are compared
+    with new launches. Nothing is computed, so no numbers are compared: a cell ends as "launched",
+    never as "ok". With a carried folder, a kernel that is missing there fails its cell.
+
     --prepare compiles the kernels of the GPU's tests for sm_90 and packs them, with libraries to
     compare with. Use the GPU machine's version of triton, and name its Python. It goes on where an
     earlier one ended.
@@ -36,8 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", metavar="A,B", help="only these (default: all)")
     add("--only", metavar="WORD", help="only cells whose name has the word")
     add("--before", type=Path, metavar="FILE", help="results.jsonl of an earlier run, to go on")
-    device = f"{CPU} is a trial, with Triton's interpreter, gloo and small sizes (default: {CUDA})"
-    add("--device", choices=(CUDA, CPU), default=CUDA, help=device)
+    device = (
+        f"{CPU} is a trial with Triton's interpreter, gloo and small sizes; {STUB} is a trial of "
+        f"the stages contact and tests, see above (default: {CUDA})"
+    )
+    add("--device", choices=(CUDA, CPU, STUB), default=CUDA, help=device)
     carry = Path(".carry")
     add("--carry", type=Path, default=carry, metavar="DIR", help=f"default: {carry}")
     add("--prepare", action="store_true", help="make the carried folder, without a GPU")

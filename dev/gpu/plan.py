@@ -55,6 +55,9 @@ PATIENCE = 3.0
 
 TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
 
+# Of each stage and cell over the stub of libcuda, where kernels may be compiled.
+STUB_STAGE_SECONDS, STUB_LIMIT = 7200.0, 900.0
+
 # Imported before a worker is ready.
 CHEAP = "torch ring_attn.testing"
 RANKS = f"{CHEAP} dev.gpu.rank_program"
@@ -63,6 +66,8 @@ WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
 
 def stages(name_of_device: str) -> tuple[Stage, ...]:
     """All stages of a run."""
+    if name_of_device == device.STUB:
+        return _stages_over_the_stub()
     trial = name_of_device == device.CPU
     with_kernels = {PRELOAD: WITH_KERNELS}
     made = (
@@ -88,6 +93,37 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
         _tune(trial, with_kernels),
     )
     return tuple(map(_patient, made)) if trial else made
+
+
+def _stages_over_the_stub() -> tuple[Stage, ...]:
+    """The stages that are only launches: `contact` and `tests`, with the cells of a GPU."""
+    imports = {PRELOAD: CHEAP}
+    ladder = _contact(trial=False, imports=imports)
+    launches = tuple(
+        replace(
+            cell,
+            target="dev.gpu.launching:launch",
+            arguments=(cell.target, *cell.arguments),
+            limit=STUB_LIMIT,
+        )
+        for cell in ladder.cells
+    )
+    contact = replace(
+        ladder,
+        seconds=STUB_STAGE_SECONDS,
+        proves="each kernel once: its launches and tensor maps",
+        cells=launches,
+        environment=imports,
+    )
+    tests = Stage(
+        "tests",
+        STUB_STAGE_SECONDS,
+        "launches and tensor maps of every test that needs a GPU",
+        lists="dev.gpu.tests:listed",
+        workers=2,
+        environment=imports,
+    )
+    return contact, tests
 
 
 def _patient(stage: Stage) -> Stage:

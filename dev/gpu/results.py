@@ -4,6 +4,7 @@ States of a cell:
 
     begun      it was running when the run ended: what hung the machine, if no other row follows
     ok         passed
+    launched   only with `--device stub`: all launches were accepted, and no numbers were compared
     failed     raised, a wrong result too
     poisoned   raised, and CUDA's context was dead afterwards
     hung       had no verdict within its limit, and was killed
@@ -30,7 +31,7 @@ FILE = "results.jsonl"
 Row = dict[str, Any]
 
 # States of cells that a later run leaves out: all others are run again.
-VERDICTS = ("ok", "failed", "poisoned", "hung", "died", "not here")
+VERDICTS = ("ok", "launched", "failed", "poisoned", "hung", "died", "not here")
 BAD = ("failed", "poisoned", "hung", "died", "no start")
 
 # Characters of an error in a line of progress.

@@ -40,7 +40,7 @@ def case_of(strategy: str, layout: str, rows: int, *, same_bits: bool = False) -
 def holds(strategy: str, layout: str) -> dict[str, Any]:
     """Compare all results with the oracle, and those of a second run bit by bit."""
     case = case_of(strategy, layout, 2048)
-    got, again = (run_all_ranks(case, WORLD_SIZE, device=device.name()) for _ in range(2))
+    got, again = (run_all_ranks(case, WORLD_SIZE, device=device.where()) for _ in range(2))
     if got.failures:
         raise AssertionError(str(got.failures))
     if got.differing(again):
@@ -53,7 +53,7 @@ def same_bits(strategy: str) -> dict[str, Any]:
     if device.is_trial():
         raise NotHere("needs a GPU: only triton's kernels have the same bits on all ranks")
     case = case_of(strategy, "contiguous", 2048, same_bits=True)
-    alone, *others = (run_all_ranks(case, size, device=device.name()) for size in (1, 2, 4))
+    alone, *others = (run_all_ranks(case, size, device=device.where()) for size in (1, 2, 4))
     found = [other.differing(alone) for other in others]
     if any(found):
         raise AssertionError(f"other bits than one rank, on 2 and 4 ranks: {found}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Launched, NotHere
 from dev.gpu.device import Compilations
 
 RANKS = "tests/distributed"
@@ -20,7 +20,11 @@ LIMIT, COMPILER_LIMIT = 60.0, 900.0
 
 # Plugins by device: a pretended H100, whose kernels fill their results with ones.
 PRETEND = ("-p", "tests.kernels.fake_h100")
-PLUGINS = {device.CPU: PRETEND, device.COMPILER: (*PRETEND, "-p", "dev.gpu.compiling")}
+PLUGINS = {
+    device.CPU: PRETEND,
+    device.COMPILER: (*PRETEND, "-p", "dev.gpu.compiling"),
+    device.STUB: (*PRETEND, "-p", "dev.gpu.launching"),
+}
 
 # Without the project's addopts, whose strictness refuses options of plugins that are missing here.
 OPTIONS = ("-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider")
@@ -111,7 +115,12 @@ def run(name: str, *options: str) -> dict[str, Any]:
         if plugin.skipped:
             raise NotHere(plugin.skipped[0])
         raise RuntimeError(f"pytest ran no test: {printed[-2000:]}")
-    return {"passed": plugin.passed, "skipped": len(plugin.skipped), **compilations.figures}
+    figures = {"passed": plugin.passed, "skipped": len(plugin.skipped), **compilations.figures}
+    if device.is_stub():
+        from dev.gpu.launching import figures_of_launches
+
+        return Launched(figures | figures_of_launches())
+    return figures
 
 
 def _pytest(plugin: object, *words: str) -> str:

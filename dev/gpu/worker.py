@@ -15,7 +15,7 @@ import time
 from importlib import import_module
 from typing import Any, TextIO
 
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Launched, NotHere
 
 # Modules that a worker imports before it is ready, so that no cell's limit pays for them.
 PRELOAD = "RING_ATTN_GPU_PRELOAD"
@@ -48,7 +48,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     try:
         module, _, function = request["target"].partition(":")
         figures = getattr(import_module(module), function)(*request["arguments"])
-        answer = {"state": "ok", "figures": figures or {}}
+        state = "launched" if isinstance(figures, Launched) else "ok"
+        answer = {"state": state, "figures": figures or {}}
     except NotHere as error:
         answer = {"state": "not here", "error": str(error)}
     except BaseException as error:

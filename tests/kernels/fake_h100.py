@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -111,29 +111,39 @@ pretend(_STACK)  # when pytest loads this file: before the tests' conftest asks 
 os.environ["RING_ATTN_FIRST_USE"] = "off"  # results of ones are wrong
 
 
+# What tests/kernels/test_gpu.py calls, by its names there.
+INSTEAD = {"REPEATS": 2, "assert_holds": alike, "expect": shapes}
+
+
 @pytest.fixture(autouse=True)
-def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake(request: pytest.FixtureRequest) -> Iterator[None]:
+    with faking(request.module, INSTEAD):
+        yield
+
+
+@contextmanager
+def faking(module: ModuleType, instead: Mapping[str, Any]) -> Iterator[None]:
+    """Pretend that tensors are on CUDA; within, the module has other values of some names."""
     from ring_attn.backends import aten
     from ring_attn.kernels.launch import Launch
     from ring_attn.testing import AllRanks
     from ring_attn.transport import streams
     from tests import emulated_cuda
 
-    module: ModuleType = request.module
     run_thread = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
         with OnCuda():
             run_thread(thread)
 
-    monkeypatch.setattr(threading.Thread, "run", run)
-    monkeypatch.setattr(Launch, "run", fill)
-    monkeypatch.setattr(streams, "are_used", lambda device: False)
-    monkeypatch.setattr(aten, "aten", TorchOnCuda())
-    monkeypatch.setattr(emulated_cuda, "dense_forward", ones_like_attention)
-    monkeypatch.setattr(emulated_cuda, "dense_backward", ones_like_gradients)
-    monkeypatch.setattr(AllRanks, "failures", [])
-    for name, value in {"REPEATS": 2, "assert_holds": alike, "expect": shapes}.items():
-        monkeypatch.setattr(module, name, value)
-    with OnCuda():
+    with pytest.MonkeyPatch.context() as monkeypatch, OnCuda():
+        monkeypatch.setattr(threading.Thread, "run", run)
+        monkeypatch.setattr(Launch, "run", fill)
+        monkeypatch.setattr(streams, "are_used", lambda device: False)
+        monkeypatch.setattr(aten, "aten", TorchOnCuda())
+        monkeypatch.setattr(emulated_cuda, "dense_forward", ones_like_attention)
+        monkeypatch.setattr(emulated_cuda, "dense_backward", ones_like_gradients)
+        monkeypatch.setattr(AllRanks, "failures", [])
+        for name, value in instead.items():
+            monkeypatch.setattr(module, name, value)
         yield
