@@ -98,7 +98,7 @@ def compile_kernels(
     variables |= {triton_key.VARIABLE: library}
     run = Run(results, log, seconds, device.environment(device.COMPILER) | variables)
     name, lists = "kernels", "dev.gpu.tests:listed"
-    stage = Stage(name, seconds, "compiled", lists=lists, workers=os.cpu_count() or 1)
+    stage = Stage(name, seconds, "compiled", lists=lists, workers=len(os.sched_getaffinity(0)))
     try:
         run.run([stage.having(only)], _compiled(before))
     finally:
