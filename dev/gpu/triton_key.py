@@ -74,13 +74,17 @@ def key_of(library: str) -> str:
 
 
 def use_library_of_variable() -> None:
-    """Make Triton's keys with the hash that the environment names, if it names one."""
+    """Make Triton's keys with the hash that the environment names, if it names one.
+
+    A second call in a process changes nothing.
+    """
     from triton.runtime import cache
 
     library = os.environ.get(VARIABLE)
-    if library is not None:
-        key = key_of(library)
-        cache.triton_key = lambda: key
+    if library is None or library in cache.triton_key():
+        return
+    key = key_of(library)
+    cache.triton_key = lambda: key
 
 
 def short(key: str) -> str:
