@@ -1,6 +1,7 @@
 """The folder `.carry`: what a machine with a GPU lacks, made on a machine without one.
 
-    kernels.tar.xz      kernels of the GPU's tests, compiled for sm_90, as a cache of triton
+    kernels.tar.xz      kernels of the stages, compiled for sm_90, and their launchers, as a cache
+                        of triton
     libraries/          FlashAttention 3 to compare with; NCCL for several ranks on one GPU
     manifest.json       hashes of the kernels' sources and of these files, and triton's version
 
@@ -17,12 +18,13 @@ import lzma
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dev.gpu import device, triton_key
 from dev.gpu.cells import Stage
@@ -45,6 +47,12 @@ MAX_BYTES = 60 << 20
 # Of a kernel, a machine with a GPU reads only these files.
 SUFFIXES = (".cubin", ".json")
 
+# Of modules that Triton compiles in C.
+LAUNCHER = ".so"
+
+# States of cells whose kernels are compiled.
+DONE = ("launched", "not here")
+
 # A file in which triton lists those of a kernel, by their paths.
 GROUP = "__grp__"
 
@@ -52,34 +60,43 @@ GROUP = "__grp__"
 # -- here, without a GPU
 
 
-def prepare(folder: Path, only: str | None, seconds: float, python: str) -> int:
-    """Compile kernels for at most so many seconds, and pack them with the libraries.
+def prepare(folder: Path, stages: Sequence[Stage], seconds: float, python: str) -> int:
+    """Compile what stages launch for at most so many seconds; pack it with the libraries.
 
     `python` is the version of Python of the machine with the GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cache = folder.resolve() / "cache"
     library = triton_key.library_hash(python, folder)
-    rows = compile_kernels(folder, cache, only, seconds, library)
-    failed = [row for row in last_rows(rows).values() if row["state"] not in ("ok", "not here")]
-    packed = pack_kernels(cache, folder / KERNELS)
+    rows = compile_kernels(folder, cache, stages, seconds, library)
+    unfinished = [row for row in last_rows(rows).values() if row["state"] not in DONE]
+    same_python = python == triton_key.python_here()
+    packed = pack_kernels(cache, folder / KERNELS, with_launchers=same_python)
     missing = add_libraries(folder / LIBRARIES, python)
     write_manifest(folder, python, library)
     size = sum(path.stat().st_size for path in _files(folder).values())
-    print(f"{folder}: {packed} kernels, {size / 2**20:.1f} MiB, {dict(counts(rows))}")
+    print(
+        f"{folder}: {packed.kernels} kernels, {packed.launchers} launchers, "
+        f"{size / 2**20:.1f} MiB, {dict(counts(rows))}"
+    )
+    if not same_python:
+        print(
+            f"left out: launchers, as this is Python {triton_key.python_here()}, so each kernel's "
+            f"first launch needs a C compiler there; prepare with Python {python} to carry them"
+        )
     for reason in missing:
         print("left out:", reason)
     if size > MAX_BYTES:
         raise ValueError(
             f"{folder} has {size / 2**20:.1f} MiB, at most {MAX_BYTES >> 20} may travel"
         )
-    return int(bool(failed))
+    return int(bool(unfinished))
 
 
 def compile_kernels(
-    folder: Path, cache: Path, only: str | None, seconds: float, library: str
+    folder: Path, cache: Path, stages: Sequence[Stage], seconds: float, library: str
 ) -> list[Row]:
-    """Compile what each test that needs a GPU launches; tests with a verdict are left out.
+    """Compile what each cell launches; cells with a verdict are left out.
 
     A change of a kernel's source begins anew.
     """
@@ -94,13 +111,10 @@ def compile_kernels(
     manifest.write_text(json.dumps(sources))
     before = read_rows(log / FILE) if (log / FILE).exists() else []
     results = Results(log)
-    variables = {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    variables |= {triton_key.VARIABLE: library}
+    variables = {"TRITON_CACHE_DIR": str(cache), triton_key.VARIABLE: library}
     run = Run(results, log, seconds, device.environment(device.COMPILER) | variables)
-    name, lists = "kernels", "dev.gpu.tests:listed"
-    stage = Stage(name, seconds, "compiled", lists=lists, workers=len(os.sched_getaffinity(0)))
     try:
-        run.run([stage.having(only)], _compiled(before))
+        run.run(stages, _compiled(before))
     finally:
         run.close()
     return [*before, *results.rows]
@@ -108,24 +122,36 @@ def compile_kernels(
 
 def _compiled(rows: list[Row]) -> set[str]:
     """Labels of the cells whose kernels are in the cache."""
-    return {label for label, row in last_rows(rows).items() if row["state"] in ("ok", "not here")}
+    return {label for label, row in last_rows(rows).items() if row["state"] in DONE}
 
 
-def pack_kernels(cache: Path, target: Path) -> int:
-    """Pack the machine code of a cache, with paths within it; return the number of kernels."""
-    count = 0
+class Packed(NamedTuple):
+    kernels: int
+    launchers: int
+
+
+def pack_kernels(cache: Path, target: Path, *, with_launchers: bool) -> Packed:
+    """Pack the machine code of a cache, with paths within it.
+
+    Launchers are modules in C of this version of Python, which Triton compiles for each signature
+    of a kernel.
+    """
+    kernels = launchers = 0
     with tarfile.open(target, "w:xz", preset=6) as tar:
-        for name, content in _cached(cache):
-            count += name.split("/")[-1].startswith(GROUP)
+        for name, content in _cached(cache, with_launchers):
+            kernels += name.split("/")[-1].startswith(GROUP)
+            launchers += name.endswith(LAUNCHER)
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    return count
+    return Packed(kernels, launchers)
 
 
-def _cached(cache: Path) -> Iterator[tuple[str, bytes]]:
+def _cached(cache: Path, with_launchers: bool) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files to pack."""
     for entry in sorted(cache.glob("*")):
+        for launcher in entry.glob(f"*{LAUNCHER}") if with_launchers else ():
+            yield f"{entry.name}/{launcher.name}", launcher.read_bytes()
         for group in entry.glob(f"{GROUP}*"):
             children = json.loads(group.read_text())["child_paths"]
             kept = [name for name in children if name.endswith(SUFFIXES)]
@@ -178,6 +204,7 @@ def write_manifest(folder: Path, python: str, library: str) -> None:
     manifest = {
         "triton": triton.__version__,
         "python": python,
+        "library": library,
         "triton_key": triton_key.short(triton_key.key_of(library)),
         "sources": _hashes_of_sources(),
         "files": {name: _hash(path) for name, path in _files(folder).items()},
@@ -217,10 +244,15 @@ def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
     check(folder)
     if name == device.CPU:
         return {}
-    warn_of_other_keys(folder)
-    variables = {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
+    if name == device.CUDA:
+        warn_of_other_keys(folder)
+    cache = unpack_kernels(folder / KERNELS, target / "triton")
+    variables = {"TRITON_CACHE_DIR": str(cache)}
     if name == device.STUB:
-        return variables | {device.CARRIED: "1"}
+        # Keys as those of the other machine, whose Python may be another one.
+        library = json.loads((folder / MANIFEST).read_text())["library"]
+        return variables | {device.CARRIED: "1", triton_key.VARIABLE: library}
+    drop_launchers_that_do_not_load(cache)
     libraries = folder / LIBRARIES
     if (libraries / FA3_NAME).exists():
         with tarfile.open(libraries / FA3_NAME) as tar:
@@ -232,6 +264,22 @@ def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
         library.write_bytes(lzma.decompress((libraries / NCCL_NAME).read_bytes()))
         variables[LIBRARY] = str(library)
     return variables
+
+
+def drop_launchers_that_do_not_load(cache: Path) -> None:
+    """Delete carried launchers if they cannot be loaded here; Triton then compiles them anew.
+
+    They are linked with the C library of another machine, and with libcuda.
+    """
+    launchers = sorted(cache.glob(f"*/*{LAUNCHER}"))
+    code = "import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]"
+    command = [sys.executable, "-c", code, *map(str, launchers)]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    if tried.returncode:
+        reason = tried.stderr.strip().splitlines()[-1]
+        print(f"carried launchers do not load, so Triton compiles them here: {reason}")
+        for launcher in launchers:
+            launcher.unlink()
 
 
 def warn_of_other_keys(folder: Path) -> None:

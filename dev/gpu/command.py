@@ -23,15 +23,16 @@ def run(args: argparse.Namespace) -> int:
     if args.prepare:
         from dev.gpu.carry import prepare
 
-        return prepare(args.carry, args.only, args.seconds, args.python)
+        kernels = chosen(plan.stages(device.COMPILER), args.stages, args.only)
+        return prepare(args.carry, kernels, args.seconds, args.python)
     stages = chosen(plan.stages(args.device), args.stages, args.only)
     if args.list:
         print(*lines_of(stages), sep="\n")
         return 0
-    return run_stages(args, stages)
+    return run_stages(args)
 
 
-def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run_stages(args: argparse.Namespace) -> int:
     """Run the stages and print the screen; 1 if a cell is bad."""
     from dev.gpu.carry import unpacked
 
@@ -42,6 +43,7 @@ def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
         environment = device.environment(args.device) | {device.FOLDER: str(out)}
         # A trial on the CPU uses no kernel of a GPU; a carried folder is checked all the same.
         carried = unpacked(args.carry, Path(folder), args.device)
+        stages = chosen(plan.stages(args.device, device.CARRIED in carried), args.stages, args.only)
         made = Run(results, out, args.seconds, environment | carried)
         try:
             made.run(stages, with_verdict(before))

@@ -2,7 +2,7 @@
 
 A trial (`--device cpu`) has small sizes and float16, since the interpreter has no bfloat16. With
 `--device stub` sizes and kernels are those of a GPU, and Triton launches over a stub of libcuda,
-which checks launches and computes nothing.
+which checks launches and computes nothing. `--prepare` compiles kernels in the same way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ VARIABLE = "RING_ATTN_GPU_DEVICE"
 # The folder of the run's results, for cells that write files.
 FOLDER = "RING_ATTN_GPU_OUT"
 CUDA, CPU = "cuda", "cpu"
-# No device: kernels are compiled for sm_90, and their results are ones.
-COMPILER = "compiler"
 # No device: kernels are launched over tests/kernels/libcuda.c, and their results are ones.
 STUB = "stub"
+# As the stub, but each kernel is compiled for sm_90, with its machine code.
+COMPILER = "compiler"
+
+# Seconds of a cell that may compile all its kernels.
+COMPILER_LIMIT = 900.0
 
 # Set where a carried folder has the kernels, of which none may then be missing.
 CARRIED = "RING_ATTN_GPU_CARRIED"
@@ -34,13 +37,14 @@ def is_trial() -> bool:
     return name() == CPU
 
 
-def is_stub() -> bool:
-    return name() == STUB
+def is_pretended() -> bool:
+    """Whether kernels are launched over the stub of libcuda."""
+    return name() in (STUB, COMPILER)
 
 
 def compiles() -> bool:
     """Whether cells may compile all their kernels."""
-    return name() == COMPILER or (is_stub() and not is_carried())
+    return is_pretended() and not is_carried()
 
 
 def is_carried() -> bool:
@@ -62,7 +66,7 @@ def environment(device: str) -> dict[str, str]:
     }
     if device == CPU:
         variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if device == STUB:
+    if device in (STUB, COMPILER):
         variables |= {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return variables
 

@@ -1,13 +1,15 @@
-"""The device "stub": cells whose kernels Triton launches over a stub of libcuda (stub_driver.py).
+"""The devices "stub" and "compiler": Triton launches kernels over a stub of libcuda.
 
 As a plugin of pytest it comes after `tests.kernels.fake_h100`, which pretends that there is a GPU.
-Launches, tensor maps and repeats of launches are checked; a launch fills its results with ones.
+Launches, tensor maps and repeats of launches are checked (stub_driver.py), and a launch fills its
+results with ones. Calls of torch's functions for a GPU must fit their signatures (fake_torch.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,19 +18,27 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from dev.gpu import device
+from dev.gpu import device, speed
 from dev.gpu.cells import Launched, NotHere
 from dev.gpu.device import Compilations
+from dev.gpu.triton_key import use_library_of_variable
 from ring_attn.backends.kept_launches import KeptLaunches
+from ring_attn.bench.implementations import Shape
+from ring_attn.bench.judge import Make
 from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
 from tests.kernels.fake_h100 import alike, faking, fill, shapes
-from tests.kernels.stub_driver import StubDriver, launching
+from tests.kernels.stub_driver import Kernels, StubDriver, launching
 
 ARCHITECTURE = "sm_90"
 
 # Before anything stands for it.
 REAL_RUN = Launch.run
+
+REAL_PROBLEM = speed.problem_of
+
+# Rows of the problems of `speed`; more rows have the same kernels.
+MOST_ROWS = 2048
 
 # The driver of the cell that ran last.
 _drivers = list[StubDriver]()
@@ -43,6 +53,7 @@ def launching_kernels(fake: None) -> Iterator[None]:
 @contextmanager
 def recorded() -> Iterator[None]:
     """Launch kernels over the stub; compare each repeat of a launch with a new launch."""
+    use_library_of_variable()
     kept_run = KeptLaunches.run
 
     def run_and_compare(
@@ -63,7 +74,7 @@ def recorded() -> Iterator[None]:
             check_repeat(driver, make())
 
     with (
-        launching(prepared=device.is_carried()) as driver,
+        launching(_kernels()) as driver,
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
         driver.forget()
@@ -71,6 +82,13 @@ def recorded() -> Iterator[None]:
         monkeypatch.setattr(Launch, "run", launch_and_fill)
         monkeypatch.setattr(KeptLaunches, "run", run_and_compare)
         yield
+
+
+def _kernels() -> Kernels:
+    """What the driver gets: a kernel of a GPU, or only what the stub needs to know of one."""
+    if device.name() == device.COMPILER:
+        return "compiled"
+    return "prepared" if device.is_carried() else "described"
 
 
 def launch_and_fill(launch: Any) -> Any:
@@ -98,18 +116,49 @@ def on_h100(module: ModuleType, instead: Mapping[str, Any]) -> Iterator[None]:
 
 
 def launch(target: str, *arguments: Any) -> dict[str, Any]:
-    """Run a cell of `contact` on the pretended H100, whose results are compared by shapes."""
+    """Run a cell on the pretended H100; its results are compared by shapes, if at all."""
     module_name, _, function = target.partition(":")
     module = import_module(module_name)
-    instead = {"expect": shapes, "_judged": judged_by_shapes}
-    with Compilations() as compilations, on_h100(module, instead):
+    with Compilations() as compilations, on_h100(module, INSTEAD.get(module_name, {})):
         getattr(module, function)(*arguments)
     return Launched(compilations.figures | figures_of_launches())
+
+
+class OnlyRuns:
+    """In place of the judge of `speed`: runs what would be compared with the oracle."""
+
+    def __init__(self, problem: Shape) -> None:
+        self._problem = replace(problem, seqlen=min(problem.seqlen, MOST_ROWS))
+
+    def verdict(self, make: Make) -> tuple[float, str]:
+        attention = make(self._problem, self._problem.data())
+        attention.forward()
+        attention.backward()
+        return 0.0, ""
+
+
+def problem_of_few_rows(rows: int, *others: Any) -> Shape:
+    return REAL_PROBLEM(min(rows, MOST_ROWS), *others)
 
 
 def judged_by_shapes(got: Mapping[str, Tensor], oracle: Any, plain: Any) -> dict[str, Any]:
     alike(got, oracle)
     return {}
+
+
+# By module, values of names while a cell of it runs: little work, as nothing is measured.
+INSTEAD: Mapping[str, Mapping[str, Any]] = {
+    "dev.gpu.contact": {"expect": shapes, "_judged": judged_by_shapes},
+    "dev.gpu.costs": {"WARM_UPS": 1, "REPEATS": 2},
+    "dev.gpu.environment": {"PRODUCT": 256, "COPY_BYTES": 1 << 20},
+    "dev.gpu.graphs": {"REPLAYS": 2, "REPEATS": 2, "MESSAGES": (64, 1 << 20)},
+    "dev.gpu.speed": {
+        "ITERS": 1,
+        "SECONDS": 0.0,
+        "OracleJudge": OnlyRuns,
+        "problem_of": problem_of_few_rows,
+    },
+}
 
 
 def figures_of_launches() -> dict[str, int]:
@@ -120,5 +169,5 @@ def figures_of_launches() -> dict[str, int]:
     """
     driver = _drivers[-1]
     if not driver.num_launches:
-        raise NotHere("the cell launches no kernel of this package, so the stub checks nothing")
+        raise NotHere("no kernel of this package is launched; calls of torch fit its signatures")
     return {"launches": driver.num_launches, "maps": driver.num_maps}

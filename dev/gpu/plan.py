@@ -6,6 +6,7 @@ with prepared kernels; a stage leaves what it does not need to the next ones.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import product
 
@@ -50,13 +51,19 @@ WAYS: dict[str, dict[str, str]] = {"hostid": {}, "multi": {"LD_PRELOAD": f"${LIB
 # Seconds of a cell of several ranks, with their start and the end of timeouts.
 RANKS_LIMIT = 90.0
 
+# Seconds of a cell over the stub, with prepared kernels.
+PREPARED_LIMIT = 60.0
+
 # Factor of all limits in a trial.
 PATIENCE = 3.0
 
 TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
 
-# Of each stage and cell over the stub of libcuda, where kernels may be compiled.
-STUB_STAGE_SECONDS, STUB_LIMIT = 7200.0, 900.0
+# Seconds of a stage without a GPU: the run's own limit is the one that counts.
+PRETENDED_SECONDS = 7200.0
+
+# Implementations of `speed` that have kernels of this package.
+OURS = ("ours", "portable")
 
 # Imported before a worker is ready.
 CHEAP = "torch ring_attn.testing"
@@ -64,10 +71,14 @@ RANKS = f"{CHEAP} dev.gpu.rank_program"
 WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
 
 
-def stages(name_of_device: str) -> tuple[Stage, ...]:
-    """All stages of a run."""
-    if name_of_device == device.STUB:
-        return _stages_over_the_stub()
+def stages(name_of_device: str, prepared: bool = False) -> tuple[Stage, ...]:
+    """All stages of a run.
+
+    Args:
+        prepared: whether the kernels are there; only the limits of a run without a GPU change.
+    """
+    if name_of_device in (device.STUB, device.COMPILER):
+        return pretended_stages(cells_limit=PREPARED_LIMIT if prepared else device.COMPILER_LIMIT)
     trial = name_of_device == device.CPU
     with_kernels = {PRELOAD: WITH_KERNELS}
     made = (
@@ -95,35 +106,47 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
     return tuple(map(_patient, made)) if trial else made
 
 
-def _stages_over_the_stub() -> tuple[Stage, ...]:
-    """The stages that are only launches: `contact` and `tests`, with the cells of a GPU."""
+def pretended_stages(cells_limit: float) -> tuple[Stage, ...]:
+    """The stages of a GPU that launch kernels in one process, over the stub of libcuda.
+
+    Nothing is computed, so cells check launches and calls of torch. Kernels of other packages and
+    Nsight Compute are left out.
+    """
     imports = {PRELOAD: CHEAP}
-    ladder = _contact(trial=False, imports=imports)
-    launches = tuple(
+    made = (
+        _environment(imports),
+        _contact(trial=False, imports=imports),
+        _speed("speed", 0.0, ((SPEED_ROWS, SPEED_DIM),), imports),
+        _rings(imports),
+        _graphs(imports),
+        _costs(imports),
+        _kernels_of_ranks(imports),
+        Stage("tests", 0.0, "tests that need a GPU", lists="dev.gpu.tests:listed"),
+        _speed("sizes", 0.0, SIZES, imports),
+    )
+    return tuple(_pretended(stage, imports, cells_limit) for stage in made)
+
+
+def _pretended(stage: Stage, imports: dict[str, str], limit: float) -> Stage:
+    """Return a stage with cells that run on the pretended GPU."""
+    cells = [
         replace(
             cell,
             target="dev.gpu.launching:launch",
             arguments=(cell.target, *cell.arguments),
-            limit=STUB_LIMIT,
+            limit=limit,
         )
-        for cell in ladder.cells
-    )
-    contact = replace(
-        ladder,
-        seconds=STUB_STAGE_SECONDS,
-        proves="each kernel once: its launches and tensor maps",
-        cells=launches,
+        for cell in stage.cells
+        if cell.target != "dev.gpu.speed:measure" or cell.arguments[0] in OURS
+    ]
+    return replace(
+        stage,
+        seconds=PRETENDED_SECONDS,
+        proves=f"{stage.proves} (launches only)",
+        cells=tuple(cells),
+        workers=len(os.sched_getaffinity(0)),
         environment=imports,
     )
-    tests = Stage(
-        "tests",
-        STUB_STAGE_SECONDS,
-        "launches and tensor maps of every test that needs a GPU",
-        lists="dev.gpu.tests:listed",
-        workers=2,
-        environment=imports,
-    )
-    return contact, tests
 
 
 def _patient(stage: Stage) -> Stage:
@@ -205,6 +228,18 @@ def _costs(imports: dict[str, str]) -> Stage:
         Cell(name, "decode", "dev.gpu.costs:decode", (65536,)),
     ]
     return _stage(name, 15.0, "single figures that the planner assumes", cells, imports)
+
+
+def _kernels_of_ranks(imports: dict[str, str]) -> Stage:
+    """What the ranks of `hostid` and `multi` launch, with all ranks in one process."""
+    name = "kernels of ranks"
+    cells = [
+        Cell(name, f"2 ranks: {strategy}, {layout}", "dev.gpu.rings:holds", (strategy, layout, 2))
+        for strategy, layout in STRATEGIES
+    ]
+    cells.append(Cell(name, "call", "dev.gpu.rings:call_of_ranks"))
+    cells.append(Cell(name, "profiles", "dev.gpu.profiles:one_call", ("backward",)))
+    return _stage(name, 0.0, "kernels of several processes", cells, imports)
 
 
 def _ranks_in_each_way(trial: bool) -> list[Stage]:

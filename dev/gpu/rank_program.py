@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from dev.gpu.rings import case_of
+from dev.gpu.rings import ROWS_OF_RANK, case_of
 from ring_attn.core.program import CHANNELS, Hop
 from ring_attn.testing import run_all_ranks
 from ring_attn.transport.base import Agreement
@@ -120,7 +120,7 @@ def strategy(name: str, layout: str) -> dict[str, Any]:
     NCCL sums the gradients of an all-gather over more than two ranks in an order of its own.
     """
     size = dist.get_world_size()
-    case = case_of(name, layout, 512 * size)
+    case = case_of(name, layout, ROWS_OF_RANK * size)
     got, again = (run_all_ranks(case, size, everywhere, device=where()) for _ in range(2))
     assert not got.failures, got.failures
     assert got.differing(again) == [], f"other bits in a second run: {got.differing(again)}"

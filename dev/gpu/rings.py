@@ -10,7 +10,7 @@ from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Case, Heads, run_all_ranks
 
-WORLD_SIZE = 4
+WORLD_SIZE, ROWS_OF_RANK = 4, 512
 
 # With fewer kv heads at a time the backward has another kernel, whose bits differ.
 HEADS = Heads(8, 4, 128, 128)
@@ -37,15 +37,25 @@ def case_of(strategy: str, layout: str, rows: int, *, same_bits: bool = False) -
     return Case(mask, layout, strategy, "triton", "bfloat16", heads, batch=1, same_bits=same_bits)
 
 
-def holds(strategy: str, layout: str) -> dict[str, Any]:
+def holds(strategy: str, layout: str, world_size: int = WORLD_SIZE) -> dict[str, Any]:
     """Compare all results with the oracle, and those of a second run bit by bit."""
-    case = case_of(strategy, layout, 2048)
-    got, again = (run_all_ranks(case, WORLD_SIZE, device=device.where()) for _ in range(2))
+    case = case_of(strategy, layout, ROWS_OF_RANK * world_size)
+    got, again = (run_all_ranks(case, world_size, device=device.where()) for _ in range(2))
     if got.failures:
         raise AssertionError(str(got.failures))
     if got.differing(again):
         raise AssertionError(f"other bits in a second run: {got.differing(again)}")
     return {"ratio": max(round(float(verdict.ratio), 3) for verdict in got.verdicts)}
+
+
+def call_of_ranks() -> None:
+    """Run a call of `rank_program.call` with both ranks in this process."""
+    from dev.gpu.rank_program import DIM, HEADS, ROWS
+
+    mask = Mask(2 * ROWS, 2 * ROWS, causal=True)
+    heads = Heads(HEADS, HEADS, DIM, DIM)
+    case = Case(mask, "zigzag", "ring", "triton", "bfloat16", heads, batch=1)
+    run_all_ranks(case, 2, device=device.where())
 
 
 def same_bits(strategy: str) -> dict[str, Any]:

@@ -13,11 +13,12 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import triton.backends.nvidia
@@ -39,6 +40,9 @@ BITS = re.compile(r"\.(?:[bufs])(8|16|32|64)\b")
 ARRAY = re.compile(r"\[(\d+)\]")
 
 STREAM = 0x7000
+
+# What the stub launches; see `launching`.
+Kernels = Literal["described", "compiled", "prepared"]
 
 
 class Record(ctypes.Structure):
@@ -97,7 +101,8 @@ class StubDriver(nvidia.CudaDriver):
     def __init__(self) -> None:
         # Not the initialiser of the base class, which asks torch for a GPU.
         self._libcuda = _stub().library
-        self.utils = nvidia.CudaUtils()  # one of the process, made anew by this call
+        # A copy: Triton has one object for the process, whose functions each driver makes anew.
+        self.utils = SimpleNamespace(**vars(nvidia.CudaUtils()))
         self._load_binary = self.utils.load_binary
         self.utils.load_binary = self._load
         self.launcher_cls = nvidia.CudaLauncher
@@ -144,21 +149,26 @@ class StubDriver(nvidia.CudaDriver):
 
 
 @contextmanager
-def launching(prepared: bool = False) -> Iterator[StubDriver]:
+def launching(kernels: Kernels = "described") -> Iterator[StubDriver]:
     """Launch kernels through triton's driver and the stub, within the context.
 
-    Kernels are compiled as far as PTX. No GPU may load them: triton's cache is one of their own.
-    If they are prepared, triton's cache is used as it is, and a kernel that it lacks is an error.
+    Args:
+        kernels: "described" ones are compiled as far as PTX; no GPU may load them, so triton's
+            cache is one of their own. "compiled" ones get machine code, and triton's cache is used
+            as it is. "prepared" ones are in that cache: a kernel that it lacks is an error.
     """
-    last_stage = _refuse_to_compile if prepared else _sizes_of_parameters
-    machine_code = mock.patch.object(CUDABackend, "make_cubin", last_stage)
-    with knobs.cache.scope(), knobs.nvidia.scope(), machine_code:
-        if not prepared:
+    with ExitStack() as stack:
+        stack.enter_context(knobs.cache.scope())
+        stack.enter_context(knobs.nvidia.scope())
+        last_stage = LAST_STAGES.get(kernels)
+        if last_stage is not None:
+            stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", last_stage))
+        if kernels == "described":
             knobs.cache.dir = f"{knobs.cache.dir}-stub"
         knobs.nvidia.libcuda_path = _stub().folder.name  # to link with
         driver = StubDriver()
-        with active_driver(driver):
-            yield driver
+        stack.enter_context(active_driver(driver))
+        yield driver
 
 
 def c_compiler() -> str | None:
@@ -207,6 +217,13 @@ def _refuse_to_compile(
         f"{metadata['name']} is not among the prepared kernels: python -m dev gpu --prepare must "
         "compile what this cell launches"
     )
+
+
+# The last stage of triton's compiler; with machine code it is triton's own.
+LAST_STAGES: Mapping[Kernels, Callable[..., bytes]] = {
+    "described": _sizes_of_parameters,
+    "prepared": _refuse_to_compile,
+}
 
 
 # -- sizes of parameters of machine code
