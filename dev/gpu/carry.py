@@ -5,6 +5,9 @@
     libraries/          FlashAttention 3 to compare with; NCCL for several ranks on one GPU
     manifest.json       hashes of the kernels' sources and of these files, and triton's version
 
+Nothing else is in it, so that it can be sent as it is: `.carry-work` has triton's cache here, which
+is much larger.
+
 A kernel's key in the cache has a hash of its source: after a change nothing would be found, and the
 time on the GPU would be spent on the compiler. So a folder of other sources is refused.
 """
@@ -41,8 +44,8 @@ FA3 = "fa3-fwd==0.0.3"
 NCCL = f"nvidia-nccl-cu13=={NCCL_VERSION}"
 ARCHITECTURE = 90
 
-# What a lent machine takes, in bytes.
-MAX_BYTES = 60 << 20
+# What a lent machine takes beside a checkout, in bytes.
+MAX_BYTES = 56 << 20
 
 # Of a kernel, a machine with a GPU reads only these files.
 SUFFIXES = (".cubin", ".json")
@@ -65,10 +68,12 @@ def prepare(folder: Path, stages: Sequence[Stage], seconds: float, python: str) 
 
     `python` is the version of Python of the machine with the GPU.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    cache = folder.resolve() / "cache"
-    library = triton_key.library_hash(python, folder)
-    rows = compile_kernels(folder, cache, stages, seconds, library)
+    work = folder.resolve().with_name(f"{folder.name}-work")
+    for made in (folder, work):
+        made.mkdir(parents=True, exist_ok=True)
+    cache = work / "cache"
+    library = triton_key.library_hash(python, work)
+    rows = compile_kernels(work, cache, stages, seconds, library)
     unfinished = [row for row in last_rows(rows).values() if row["state"] not in DONE]
     same_python = python == triton_key.python_here()
     packed = pack_kernels(cache, folder / KERNELS, with_launchers=same_python)
@@ -94,7 +99,7 @@ def prepare(folder: Path, stages: Sequence[Stage], seconds: float, python: str) 
 
 
 def compile_kernels(
-    folder: Path, cache: Path, stages: Sequence[Stage], seconds: float, library: str
+    work: Path, cache: Path, stages: Sequence[Stage], seconds: float, library: str
 ) -> list[Row]:
     """Compile what each cell launches; cells with a verdict are left out.
 
@@ -102,16 +107,17 @@ def compile_kernels(
     """
     import triton
 
-    log = folder / "log"
+    log = work / "log"
     sources = _hashes_of_sources() | {"triton": triton.__version__, "library": library}
-    manifest = folder / "compiling.json"
+    manifest = work / "compiling.json"
     if not manifest.exists() or json.loads(manifest.read_text()) != sources:
         shutil.rmtree(log, ignore_errors=True)
         shutil.rmtree(cache, ignore_errors=True)
     manifest.write_text(json.dumps(sources))
     before = read_rows(log / FILE) if (log / FILE).exists() else []
     results = Results(log)
-    variables = {"TRITON_CACHE_DIR": str(cache), triton_key.VARIABLE: library}
+    key = triton_key.key_of(library)
+    variables = {"TRITON_CACHE_DIR": str(cache), triton_key.VARIABLE: key}
     run = Run(results, log, seconds, device.environment(device.COMPILER) | variables)
     try:
         run.run(stages, _compiled(before))
@@ -244,14 +250,10 @@ def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
     check(folder)
     if name == device.CPU:
         return {}
-    if name == device.CUDA:
-        warn_of_other_keys(folder)
     cache = unpack_kernels(folder / KERNELS, target / "triton")
-    variables = {"TRITON_CACHE_DIR": str(cache)}
+    variables = {"TRITON_CACHE_DIR": str(cache), **key_of_kernels(folder)}
     if name == device.STUB:
-        # Keys as those of the other machine, whose Python may be another one.
-        library = json.loads((folder / MANIFEST).read_text())["library"]
-        return variables | {device.CARRIED: "1", triton_key.VARIABLE: library}
+        return variables
     drop_launchers_that_do_not_load(cache)
     libraries = folder / LIBRARIES
     if (libraries / FA3_NAME).exists():
@@ -282,18 +284,25 @@ def drop_launchers_that_do_not_load(cache: Path) -> None:
             launcher.unlink()
 
 
-def warn_of_other_keys(folder: Path) -> None:
-    """Say at once if no carried kernel can be found: the time would go into the compiler."""
+def key_of_kernels(folder: Path) -> dict[str, str]:
+    """Return the variables by which workers find the carried kernels.
+
+    Their keys have the hash of another Python's library, in the same version of triton. With
+    another version no kernel can be found, which is said at once: the time would go into the
+    compiler.
+    """
     import triton
-    from triton.runtime.cache import triton_key as key_here
 
     manifest = json.loads((folder / MANIFEST).read_text())
-    if manifest["triton_key"] != triton_key.short(key_here()):
-        print(
-            f"no kernel of {folder} will be found, and every one is compiled: they are for triton "
-            f"{manifest['triton']} and Python {manifest['python']}, and here are triton "
-            f"{triton.__version__} and Python {triton_key.python_here()}"
-        )
+    if manifest["triton"] == triton.__version__:
+        key = triton_key.key_of(manifest["library"])
+        if triton_key.short(key) == manifest["triton_key"]:
+            return {triton_key.VARIABLE: key, device.CARRIED: "1"}
+    print(
+        f"no kernel of {folder} will be found, and every one is compiled: they are for triton "
+        f"{manifest['triton']}, and here is triton {triton.__version__} or another build of it"
+    )
+    return {}
 
 
 def check(folder: Path) -> None:

@@ -25,7 +25,7 @@ COMPILER = "compiler"
 # Seconds of a cell that may compile all its kernels.
 COMPILER_LIMIT = 900.0
 
-# Set where a carried folder has the kernels, of which none may then be missing.
+# Set where a carried folder has the kernels; over the stub none may then be missing.
 CARRIED = "RING_ATTN_GPU_CARRIED"
 
 

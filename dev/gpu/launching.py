@@ -21,7 +21,6 @@ from torch import Tensor
 from dev.gpu import device, speed
 from dev.gpu.cells import Launched, NotHere
 from dev.gpu.device import Compilations
-from dev.gpu.triton_key import use_library_of_variable
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.bench.implementations import Shape
 from ring_attn.bench.judge import Make
@@ -53,7 +52,6 @@ def launching_kernels(fake: None) -> Iterator[None]:
 @contextmanager
 def recorded() -> Iterator[None]:
     """Launch kernels over the stub; compare each repeat of a launch with a new launch."""
-    use_library_of_variable()
     kept_run = KeptLaunches.run
 
     def run_and_compare(

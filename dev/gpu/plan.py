@@ -67,8 +67,9 @@ OURS = ("ours", "portable")
 
 # Imported before a worker is ready.
 CHEAP = "torch ring_attn.testing"
-RANKS = f"{CHEAP} dev.gpu.rank_program"
 WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
+# The ranks are forked from the worker, so they have these imports at once.
+RANKS = f"{WITH_KERNELS} dev.gpu.rank_program"
 
 
 def stages(name_of_device: str, prepared: bool = False) -> tuple[Stage, ...]:
@@ -227,7 +228,8 @@ def _costs(imports: dict[str, str]) -> Stage:
         Cell(name, "first use", "dev.gpu.costs:use_for_the_first_time"),
         Cell(name, "decode", "dev.gpu.costs:decode", (65536,)),
     ]
-    return _stage(name, 15.0, "single figures that the planner assumes", cells, imports)
+    stage = _stage(name, 15.0, "single figures that the planner assumes", cells, imports)
+    return replace(stage, alone=True)
 
 
 def _kernels_of_ranks(imports: dict[str, str]) -> Stage:

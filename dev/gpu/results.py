@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "results.jsonl"
+# Logs of the workers, and reports that cells have written.
+FILES = "files.tar.gz"
 
 Row = dict[str, Any]
 

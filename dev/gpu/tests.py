@@ -15,8 +15,8 @@ from dev.gpu.device import Compilations
 
 RANKS = "tests/distributed"
 FILES = ("tests/kernels/test_gpu.py", "tests/unit/test_profiling.py")
-# A test may compile ten kernels where it finds none.
-LIMIT, COMPILER_LIMIT = 60.0, device.COMPILER_LIMIT
+# Seconds of a test with prepared kernels, and of one that may compile ten of them.
+PREPARED_LIMIT, LIMIT = 25.0, 60.0
 
 # Plugins by device: a pretended H100, whose kernels fill their results with ones.
 PRETEND = ("-p", "tests.kernels.fake_h100")
@@ -67,11 +67,18 @@ def listed() -> dict[str, Any]:
     printed = _pytest(plugin, "--collect-only", "-m", "gpu", *files)
     if not plugin.names:
         raise RuntimeError(f"no test was found: {printed}")
-    limit = COMPILER_LIMIT if device.compiles() else LIMIT
     names = in_turn(plugin.names)
     if device.is_trial():
         names = names[: len({test_of(name) for name in names})]
-    return {"cells": [[name, "dev.gpu.tests:run", [name], limit] for name in names]}
+    return {"cells": [[name, "dev.gpu.tests:run", [name], limit()] for name in names]}
+
+
+def limit() -> float:
+    """Seconds of a test on this device."""
+    if device.compiles():
+        return device.COMPILER_LIMIT
+    prepared = device.is_carried() and not device.is_pretended()
+    return PREPARED_LIMIT if prepared else LIMIT
 
 
 def listed_over_nccl(way: str) -> dict[str, Any]:
