@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dev.gpu import device
 from dev.gpu.cells import Cell, NotHere, Stage
 
 STAGE = "planted"
@@ -68,6 +71,13 @@ def hang_with_a_child() -> None:
 
 def crash() -> None:
     ctypes.string_at(0)
+
+
+def wait_for_two_workers() -> None:
+    """Wait until the log of another worker is there."""
+    folder = Path(os.environ[device.FOLDER])
+    while len(list(folder.glob("worker*.log"))) < 2:
+        time.sleep(0.01)
 
 
 def listed() -> dict[str, Any]:

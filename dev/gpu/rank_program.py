@@ -45,7 +45,7 @@ TRIAL_ROWS, TRIAL_DIM = 64, 16
 def serve(way: str, variables: Mapping[str, str], pipe: Connection) -> None:
     """Join the process group; run the cases that come, and send an answer for each."""
     os.environ.update(variables)
-    # All ranks compute the oracle on the CPU.
+    # The ranks share the cores; with gloo each computes the oracle on them.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // MOST_RANKS))
     timeout = timedelta(seconds=TIMEOUT)
     if way == "gloo":

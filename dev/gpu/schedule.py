@@ -53,7 +53,7 @@ class Run:
             end = min(end + stage.seconds, self._deadline)
             start = self.seconds
             self._keep(stage.workers, self._environment_of(stage))
-            if following is not None and not stage.alone:
+            if following is not None and not stage.alone and time.monotonic() < self._deadline:
                 self._start_ahead(stage, following, done)
             self._run_stage(stage, done, end)
             self.results.add(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 # Triton's key for workers, which then need not hash its library of several hundred MB.
@@ -90,6 +91,7 @@ def short(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
+@cache
 def _hash_here() -> str:
     import triton
 

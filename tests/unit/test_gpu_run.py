@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dev.gpu import device
+from dev.gpu.cells import Cell, Stage
 from dev.gpu.results import FILE, Results, Row, last_rows, read_rows, with_verdict
 from dev.gpu.schedule import Run
 from tests.gpu_cells import STAGE, planted
@@ -93,3 +95,18 @@ def test_without_time_no_cell_begins(tmp_path: Path) -> None:
     states = {row["state"] for row in run(tmp_path, seconds=0.2).values()}
     assert states == {"no time"}
     assert os.path.getsize(tmp_path / FILE) > 0
+
+
+def test_workers_of_the_next_stage_start_ahead(tmp_path: Path) -> None:
+    """The first cell ends when the worker of the second has begun to start."""
+    waits = Cell("first", "waits", "tests.gpu_cells:wait_for_two_workers", limit=20.0)
+    passes = Cell("second", "passes", "tests.gpu_cells:passes", limit=20.0)
+    stages = [
+        Stage("first", 60.0, "a start ahead", (waits,)),
+        Stage("second", 60.0, "another environment", (passes,), environment={"OTHER": "1"}),
+    ]
+    results = Results(tmp_path)
+    made = Run(results, tmp_path, 60.0, {device.FOLDER: str(tmp_path)})
+    made.run(stages)
+    made.close()
+    assert [row["state"] for row in last_rows(results.rows).values()] == ["ok", "ok"]
