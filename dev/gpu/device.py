@@ -22,6 +22,9 @@ STUB = "stub"
 # As the stub, but each kernel is compiled for sm_90, with its machine code.
 COMPILER = "compiler"
 
+# Threads of a worker on a machine with a GPU, where several workers share the cores.
+THREADS = 4
+
 # Seconds of a cell that may compile all its kernels.
 COMPILER_LIMIT = 900.0
 
@@ -63,7 +66,11 @@ def environment(device: str) -> dict[str, str]:
         # A refused backend would hide what is wrong with it.
         "RING_ATTN_FIRST_USE": "off",
         "PYTHONUNBUFFERED": "1",
+        # Plugins of the machine could refuse our options, and take time in each cell.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
+    if device == CUDA:
+        variables["OMP_NUM_THREADS"] = str(THREADS)
     if device == CPU:
         variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if device in (STUB, COMPILER):

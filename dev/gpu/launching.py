@@ -105,11 +105,11 @@ def check_repeat(driver: StubDriver, new: Any) -> None:
 
 
 @contextmanager
-def on_h100(module: ModuleType, instead: Mapping[str, Any]) -> Iterator[None]:
-    """Pretend and launch outside of pytest; the module has other values of some names."""
+def on_h100(module: ModuleType) -> Iterator[None]:
+    """Pretend that there is a GPU, outside of pytest, for a module with cells."""
     # The pretended torch makes devices of the CPU, whose architecture is the interpreter.
     card = mock.patch.object(configs, "architecture", lambda device: ARCHITECTURE)
-    with faking(module, instead), recorded(), card:
+    with faking(module, INSTEAD.get(module.__name__, {})), card:
         yield
 
 
@@ -117,7 +117,7 @@ def launch(target: str, *arguments: Any) -> dict[str, Any]:
     """Run a cell on the pretended H100; its results are compared by shapes, if at all."""
     module_name, _, function = target.partition(":")
     module = import_module(module_name)
-    with Compilations() as compilations, on_h100(module, INSTEAD.get(module_name, {})):
+    with Compilations() as compilations, on_h100(module), recorded():
         getattr(module, function)(*arguments)
     return Launched(compilations.figures | figures_of_launches())
 
@@ -150,6 +150,7 @@ INSTEAD: Mapping[str, Mapping[str, Any]] = {
     "dev.gpu.costs": {"WARM_UPS": 1, "REPEATS": 2},
     "dev.gpu.environment": {"PRODUCT": 256, "COPY_BYTES": 1 << 20},
     "dev.gpu.graphs": {"REPLAYS": 2, "REPEATS": 2, "MESSAGES": (64, 1 << 20)},
+    "dev.gpu.rank_program": {"on_cuda": lambda: True},
     "dev.gpu.speed": {
         "ITERS": 1,
         "SECONDS": 0.0,

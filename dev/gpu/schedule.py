@@ -15,8 +15,9 @@ from dev.gpu.cells import Cell, Stage
 from dev.gpu.results import Results
 from dev.gpu.watch import Died, Worker
 
-# Seconds until a worker is ready, of a listing, and of a cell at least: with less none begins.
-START_SECONDS = 60.0
+# Seconds until a worker is ready (the first one reads torch from a cold disk), of a listing, and of
+# a cell at least: with less none begins.
+START_SECONDS = 120.0
 LIST_SECONDS = 60.0
 LEAST_SECONDS = 3.0
 

@@ -38,7 +38,7 @@ def with_stale_pointers() -> dict[str, Any]:
 
 def call_twice() -> dict[str, Any]:
     """The second call, for tensors at other addresses, repeats the launch of the first."""
-    with launching.on_h100(contact, {}):
+    with launching.on_h100(contact), launching.recorded():
         backend, _, bounds = contact._prepared(*FORWARD_OF)
         tiles, alive = whole(bounds), []
         for _ in range(2):

@@ -39,7 +39,12 @@ def test_a_wrong_launch_costs_one_cell_of_a_run(tmp_path: Path) -> None:
         run.close()
     rows = {label.split(": ")[1]: row for label, row in last_rows(results.rows).items()}
     states = {name: row["state"] for name, row in rows.items() if row["state"] != "launched"}
-    assert states == {"wrong stride": "failed", "stale pointers": "failed"}, rows
+    assert states == {
+        "wrong stride": "failed",
+        "stale pointers": "failed",
+        "hang": "hung",
+        "crash": "died",
+    }, rows
     assert "stride of" in rows["wrong stride"]["error"]
     assert "a repeat is not as a new launch" in rows["stale pointers"]["error"]
     launched = {name: rows[name]["figures"]["launches"] for name in ("forward", "repeated", "test")}

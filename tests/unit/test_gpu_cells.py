@@ -14,11 +14,13 @@ import pytest
 import torch
 import triton
 
-from dev.gpu import carry, nccl_library, triton_key
+from dev.gpu import carry, device, nccl_library, triton_key
 from dev.gpu.contact import fault_of
-from dev.gpu.results import last_rows, read_rows
+from dev.gpu.results import Results, last_rows, read_rows
+from dev.gpu.schedule import Run
 from dev.gpu.screen import screen
 from dev.gpu.tests import in_turn
+from tests.gpu_cells import wrong_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +40,20 @@ def test_a_map_shows_the_rows_and_dims_that_are_wrong() -> None:
     assert [row[1] for row in fault["map"]] == [-9, 1, *[-9] * 6]
     assert [row[0] for row in fault["map"]] == [9, *[-9] * 7]
     assert {5, 72, *range(8, 16)} <= set(fault["worst rows"])
+
+
+def test_a_trial_finds_wrong_results(tmp_path: Path) -> None:
+    """As `python -m dev gpu --device cpu` runs its cells, in Triton's interpreter."""
+    results = Results(tmp_path)
+    run = Run(results, tmp_path, 240.0, device.environment(device.CPU))
+    run.run([wrong_results()])
+    run.close()
+    rows = last_rows(results.rows)
+    right, wrong = rows["wrong results: right"], rows["wrong results: wrong"]
+    assert right["state"] == "ok" and right["figures"]["ratios"]["out"] <= 1, right
+    assert wrong["state"] == "failed", wrong
+    [out, lse] = json.loads(wrong["error"].removeprefix("AssertionError: "))["wrong"]
+    assert out["result"] == "out" and len(out["map"]) == 8 and lse["result"] == "lse"
 
 
 # -- what is carried
