@@ -26,12 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     --device stub needs a C compiler and no GPU: Triton's driver and launcher run over a stub of
     libcuda, which checks launches and tensor maps by CUDA's rules. Repeats of launches are compared
-    with new launches. Nothing is computed, so no numbers are compared: a cell ends as "launched",
-    never as "ok". With a carried folder, a kernel that is missing there fails its cell.
+    with new launches, and arguments with the signatures of torch. Nothing is computed, so no
+    numbers are compared: a cell ends as "launched", never as "ok". With a carried folder, a kernel
+    that is missing there fails its cell.
 
-    --prepare compiles the kernels of the GPU's tests for sm_90 and packs them, with libraries to
-    compare with. Use the GPU machine's version of triton, and name its Python. It goes on where an
-    earlier one ended.
+    --prepare compiles what the stages launch for sm_90 and packs it, with libraries to compare
+    with. Use the GPU machine's version of triton, and name its Python; run it with that Python to
+    pack Triton's launchers, too. It goes on where an earlier one ended. --stages and --only choose
+    what is compiled.
     """
     add = parser.add_argument
     seconds = f"of the whole run (default: {SECONDS:g})"
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--before", type=Path, metavar="FILE", help="results.jsonl of an earlier run, to go on")
     device = (
         f"{CPU} is a trial with Triton's interpreter, gloo and small sizes; {STUB} is a trial of "
-        f"the stages contact and tests, see above (default: {CUDA})"
+        f"what is launched, see above (default: {CUDA})"
     )
     add("--device", choices=(CUDA, CPU, STUB), default=CUDA, help=device)
     carry = Path(".carry")

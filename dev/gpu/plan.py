@@ -67,24 +67,28 @@ OURS = ("ours", "portable")
 
 # Imported before a worker is ready.
 CHEAP = "torch ring_attn.testing"
-WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
+KERNELS_AND_ORACLE = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
+WITH_KERNELS = f"{KERNELS_AND_ORACLE} dev.gpu.context"
 # The ranks are forked from the worker, so they have these imports at once.
-RANKS = f"{WITH_KERNELS} dev.gpu.rank_program"
+RANKS = f"{KERNELS_AND_ORACLE} dev.gpu.rank_program"
+
+# Seconds of a cell of `contact`, with prepared kernels and without.
+CONTACT_LIMITS = {True: 15.0, False: 25.0}
 
 
 def stages(name_of_device: str, prepared: bool = False) -> tuple[Stage, ...]:
     """All stages of a run.
 
     Args:
-        prepared: whether the kernels are there; only the limits of a run without a GPU change.
+        prepared: whether the kernels are there, so that cells may have shorter limits.
     """
     if name_of_device in (device.STUB, device.COMPILER):
-        return pretended_stages(cells_limit=PREPARED_LIMIT if prepared else device.COMPILER_LIMIT)
+        return pretended_stages(PREPARED_LIMIT if prepared else device.COMPILER_LIMIT)
     trial = name_of_device == device.CPU
     with_kernels = {PRELOAD: WITH_KERNELS}
     made = (
         _environment(with_kernels),
-        _contact(trial, with_kernels),
+        _contact(trial, with_kernels, CONTACT_LIMITS[prepared]),
         # In a trial the tests pretend that there is a GPU, which no other stage may see.
         Stage(
             "tests",
@@ -107,7 +111,7 @@ def stages(name_of_device: str, prepared: bool = False) -> tuple[Stage, ...]:
     return tuple(map(_patient, made)) if trial else made
 
 
-def pretended_stages(cells_limit: float) -> tuple[Stage, ...]:
+def pretended_stages(limit: float) -> tuple[Stage, ...]:
     """The stages of a GPU that launch kernels in one process, over the stub of libcuda.
 
     Nothing is computed, so cells check launches and calls of torch. Kernels of other packages and
@@ -116,7 +120,7 @@ def pretended_stages(cells_limit: float) -> tuple[Stage, ...]:
     imports = {PRELOAD: CHEAP}
     made = (
         _environment(imports),
-        _contact(trial=False, imports=imports),
+        _contact(False, imports, limit),
         _speed("speed", 0.0, ((SPEED_ROWS, SPEED_DIM),), imports),
         _rings(imports),
         _graphs(imports),
@@ -125,7 +129,7 @@ def pretended_stages(cells_limit: float) -> tuple[Stage, ...]:
         Stage("tests", 0.0, "tests that need a GPU", lists="dev.gpu.tests:listed"),
         _speed("sizes", 0.0, SIZES, imports),
     )
-    return tuple(_pretended(stage, imports, cells_limit) for stage in made)
+    return tuple(_pretended(stage, imports, limit) for stage in made)
 
 
 def _pretended(stage: Stage, imports: dict[str, str], limit: float) -> Stage:
@@ -171,16 +175,16 @@ def _environment(imports: dict[str, str]) -> Stage:
     return _stage(name, 25.0, "versions, tools, and the ceilings of this card", cells, imports)
 
 
-def _contact(trial: bool, imports: dict[str, str]) -> Stage:
+def _contact(trial: bool, imports: dict[str, str], limit: float) -> Stage:
     name = "contact"
     cells = []
     for (kernels, dim), mask in product(TRIAL_KERNELS if trial else KERNELS, MASKS):
         for direction in ("forward", "backward"):
             label = f"{direction}, {kernels}, {dim} dims, {mask}"
             target = f"dev.gpu.contact:{direction}"
-            cells.append(Cell(name, label, target, (kernels, dim, mask), limit=25.0))
+            cells.append(Cell(name, label, target, (kernels, dim, mask), limit))
     for queries in (1, 17):
-        cells.append(Cell(name, f"decode, {queries}", "dev.gpu.contact:decode", (queries,), 25.0))
+        cells.append(Cell(name, f"decode, {queries}", "dev.gpu.contact:decode", (queries,), limit))
     blocking = imports if trial else imports | {"CUDA_LAUNCH_BLOCKING": "1"}
     return _stage(name, 35.0, "each kernel once: right, wrong where, or hung", cells, blocking)
 
