@@ -7,6 +7,7 @@ results with ones. Calls of torch's functions for a GPU must fit their signature
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch import Tensor
 from dev.gpu import device, speed
 from dev.gpu.cells import Launched, NotHere
 from dev.gpu.device import Compilations
+from ring_attn.backends import kept_launches
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.bench.implementations import Shape
 from ring_attn.bench.judge import Make
@@ -79,6 +81,8 @@ def recorded() -> Iterator[None]:
         _drivers[:] = [driver]
         monkeypatch.setattr(Launch, "run", launch_and_fill)
         monkeypatch.setattr(KeptLaunches, "run", run_and_compare)
+        # A new launch would get a new table if the table of its repeat had been dropped.
+        monkeypatch.setattr(kept_launches, "MAX_KEPT", sys.maxsize)
         yield
 
 
@@ -100,8 +104,16 @@ def check_repeat(driver: StubDriver, new: Any) -> None:
     """Compare the last launch, a repeat, with a new launch of the same call; fill its results."""
     new.run()
     repeated, expected = driver.last(2)
-    if repeated != expected:
-        raise AssertionError(f"a repeat is not as a new launch: {repeated}, but {expected}")
+    differing = [
+        name for name in expected._fields if getattr(repeated, name) != getattr(expected, name)
+    ]
+    if differing:
+        bytes_ = zip(repeated.params, expected.params, strict=False)
+        places = [place for place, (one, other) in enumerate(bytes_) if one != other]
+        raise AssertionError(
+            f"a repeat is not as a new launch of {expected.kernel}: other {', '.join(differing)}; "
+            f"bytes {places} of the parameters differ"
+        )
 
 
 @contextmanager
