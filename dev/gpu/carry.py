@@ -26,6 +26,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,22 +251,45 @@ def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
     check(folder)
     if name == device.CPU:
         return {}
-    cache = unpack_kernels(folder / KERNELS, target / "triton")
-    variables = {"TRITON_CACHE_DIR": str(cache), **key_of_kernels(folder)}
-    if name == device.STUB:
-        return variables
-    drop_launchers_that_do_not_load(cache)
-    libraries = folder / LIBRARIES
-    if (libraries / FA3_NAME).exists():
-        with tarfile.open(libraries / FA3_NAME) as tar:
-            tar.extractall(target / "python", filter="data")
-        paths = [str(target / "python"), os.environ.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if (libraries / NCCL_NAME).exists():
-        library = target / "libnccl.so.2"
-        library.write_bytes(lzma.decompress((libraries / NCCL_NAME).read_bytes()))
-        variables[LIBRARY] = str(library)
+    parts = [_unpack_kernels, _key]
+    if name == device.CUDA:
+        parts += [_unpack_fa3, _unpack_nccl]
+    with ThreadPoolExecutor() as pool:
+        unpacking = [pool.submit(part, folder, target) for part in parts]
+    variables = dict[str, str]()
+    for unpacked_part in unpacking:
+        variables |= unpacked_part.result()
+    if name == device.CUDA:
+        drop_launchers_that_do_not_load(Path(variables["TRITON_CACHE_DIR"]))
     return variables
+
+
+def _unpack_kernels(folder: Path, target: Path) -> dict[str, str]:
+    return {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
+
+
+def _key(folder: Path, target: Path) -> dict[str, str]:
+    return key_of_kernels(folder)
+
+
+def _unpack_fa3(folder: Path, target: Path) -> dict[str, str]:
+    packed = folder / LIBRARIES / FA3_NAME
+    if not packed.exists():
+        return {}
+    with tarfile.open(packed) as tar:
+        tar.extractall(target / "python", filter="data")
+    paths = [str(target / "python"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _unpack_nccl(folder: Path, target: Path) -> dict[str, str]:
+    packed = folder / LIBRARIES / NCCL_NAME
+    if not packed.exists():
+        return {}
+    target.mkdir(exist_ok=True)
+    library = target / "libnccl.so.2"
+    library.write_bytes(lzma.decompress(packed.read_bytes()))
+    return {LIBRARY: str(library)}
 
 
 def drop_launchers_that_do_not_load(cache: Path) -> None:

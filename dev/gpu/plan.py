@@ -296,10 +296,10 @@ def _rank_cell(way: str, world_size: int, case: str, *arguments: str | int) -> C
 def _profiles(imports: dict[str, str]) -> Stage:
     name = "profiles"
     cells = [
-        Cell(name, f"{kernel}", "dev.gpu.profiles:profile", (kernel, direction), 40.0)
+        Cell(name, f"{kernel}", "dev.gpu.profiles:profile", (kernel, direction), 60.0)
         for kernel, direction in (("hopper_fwd", "forward"), ("hopper_bwd", "backward"))
     ]
-    return _stage(name, 45.0, "why a kernel is slow", cells, imports)
+    return _stage(name, 60.0, "why a kernel is slow", cells, imports)
 
 
 def _tune(trial: bool, imports: dict[str, str]) -> Stage:
