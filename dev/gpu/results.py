@@ -32,6 +32,9 @@ FILES = "files.tar.gz"
 
 Row = dict[str, Any]
 
+# Name of the cell that lists the others of its stage.
+LISTING = "(list of cells)"
+
 # States of cells that a later run leaves out: all others are run again.
 VERDICTS = ("ok", "launched", "failed", "poisoned", "hung", "died", "not here")
 BAD = ("failed", "poisoned", "hung", "died", "no start")
@@ -78,8 +81,16 @@ def with_verdict(rows: list[Row]) -> set[str]:
 
 
 def last_rows(rows: list[Row]) -> dict[str, Row]:
-    """Return the last row of each cell: "begun" only if nothing followed."""
-    return {row["cell"]: row for row in rows if row["state"] != "stage"}
+    """Return the last row of each cell: "begun" only if nothing followed.
+
+    A list of cells that was made is left out: it has tested nothing.
+    """
+    last = {row["cell"]: row for row in rows if row["state"] != "stage"}
+    return {
+        label: row
+        for label, row in last.items()
+        if row["state"] != "ok" or not label.endswith(LISTING)
+    }
 
 
 def counts(rows: list[Row]) -> Counter[str]:

@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from dev.gpu.cells import Cell, Stage
-from dev.gpu.results import Results
+from dev.gpu.results import LISTING, Results
 from dev.gpu.watch import Died, Worker
 
 # Seconds until a worker is ready (the first one reads torch from a cold disk), of a listing, and of
@@ -105,9 +105,7 @@ class Run:
 
     def _listed(self, stage: Stage, environment: Mapping[str, str], end: float) -> list[Cell]:
         """Return the cells that a worker lists, if it can."""
-        listing = Cell(
-            stage.name, "(list of cells)", stage.lists, stage.lists_with, limit=LIST_SECONDS
-        )
+        listing = Cell(stage.name, LISTING, stage.lists, stage.lists_with, limit=LIST_SECONDS)
         figures = self._run_cell(listing, environment, end).get("figures", {})
         return [
             Cell(stage.name, name, target, tuple(arguments), limit)
