@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -21,6 +21,9 @@ START_SECONDS = 120.0
 LIST_SECONDS = 60.0
 LEAST_SECONDS = 3.0
 
+# After so many workers that do not start, no other one with their variables is tried.
+MOST_FAILED_STARTS = 2
+
 
 class Run:
     """A run of stages until a deadline; workers are kept from stage to stage."""
@@ -35,6 +38,8 @@ class Run:
         self._deadline = self._start + seconds
         self._idle: list[Worker] = []
         self._started = 0
+        # By variables of workers: those that did not start.
+        self._failed_starts = Counter[tuple[tuple[str, str], ...]]()
         self._lock = threading.Lock()
 
     @property
@@ -173,6 +178,9 @@ class Run:
             TimeoutError: a new one is not ready when the time ends.
             Died: a new one does not start.
         """
+        key = tuple(sorted(environment.items()))
+        if self._failed_starts[key] >= MOST_FAILED_STARTS:
+            raise Died("workers of this stage do not start, so no other one was tried")
         worker = self._idle_worker(environment) or self._new_worker(environment)
         if worker.is_ready:
             return worker
@@ -184,7 +192,9 @@ class Run:
             worker.kill()
             if isinstance(error, TimeoutError) and left < START_SECONDS:
                 raise
-            raise Died(f"the worker does not start: {error} {text}") from None
+            self._failed_starts[key] += 1
+            last_line = text.strip().rpartition("\n")[2]
+            raise Died(f"{last_line}\nthe worker does not start: {error}\n{text}") from None
         return worker
 
     def _idle_worker(self, environment: Mapping[str, str]) -> Worker | None:

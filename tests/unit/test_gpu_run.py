@@ -12,7 +12,8 @@ import pytest
 from dev.gpu import device
 from dev.gpu.cells import Cell, Stage
 from dev.gpu.results import FILE, Results, Row, last_rows, read_rows, with_verdict
-from dev.gpu.schedule import Run
+from dev.gpu.schedule import MOST_FAILED_STARTS, Run
+from dev.gpu.worker import PRELOAD
 from tests.gpu_cells import STAGE, planted
 
 
@@ -107,3 +108,16 @@ def test_workers_of_the_next_stage_start_ahead(tmp_path: Path) -> None:
     made.run(stages)
     made.close()
     assert [row["state"] for row in last_rows(results.rows).values()] == ["ok", "ok"]
+
+
+def test_workers_that_do_not_start_cost_little(tmp_path: Path) -> None:
+    cells = tuple(Cell("broken", str(i), "tests.gpu_cells:passes") for i in range(5))
+    stage = Stage("broken", 60.0, "nothing", cells, environment={PRELOAD: "no_such_module"})
+    results = Results(tmp_path)
+    made = Run(results, tmp_path, 60.0, {})
+    made.run([stage])
+    rows = list(last_rows(results.rows).values())
+    assert [row["state"] for row in rows] == 5 * ["no start"]
+    assert rows[0]["error"].startswith("ModuleNotFoundError: No module named 'no_such_module'")
+    assert "no other one was tried" in rows[-1]["error"]
+    assert len(list(tmp_path.glob("worker*.log"))) == MOST_FAILED_STARTS
