@@ -12,8 +12,9 @@ import pytest
 from dev.gpu import device
 from dev.gpu.cells import Launched, NotHere
 from dev.gpu.device import Compilations
+from dev.gpu.watch import ROOT
 
-RANKS = "tests/distributed"
+RANKS, MARK = "tests/distributed", "pytest.mark.nccl"
 FILES = ("tests/kernels/test_gpu.py", "tests/unit/test_profiling.py")
 # Seconds of a test with prepared kernels, and of one that may compile ten of them.
 PREPARED_LIMIT, LIMIT = 40.0, 60.0
@@ -87,7 +88,9 @@ def limit_of(name: str) -> float:
 def listed_over_nccl(way: str) -> dict[str, Any]:
     """The tests of ranks that share a GPU; a cell has all cases of a test, with the same ranks."""
     plugin = Listed()
-    printed = _pytest(plugin, "--collect-only", "--nccl", way, RANKS)
+    # Other files import packages that the machine may lack, and take seconds.
+    files = [path for path in sorted((ROOT / RANKS).glob("test_*.py")) if MARK in path.read_text()]
+    printed = _pytest(plugin, "--collect-only", "--nccl", way, *map(str, files))
     names = [*dict.fromkeys(map(test_of, plugin.names))]
     if not names:
         raise RuntimeError(f"no test was found: {printed}")
