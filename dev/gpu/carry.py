@@ -237,16 +237,21 @@ def _hash(path: Path) -> str:
 # -- there, on the machine with a GPU
 
 
-def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
+def unpacked(folder: Path, target: Path, name: str, *, needed: bool = False) -> dict[str, str]:
     """Unpack a carried folder for a device; return the variables by which workers use it.
 
-    Without a folder nothing is carried, and kernels are compiled when they are needed.
+    Without a folder nothing is carried, and kernels are compiled when they are needed. If the
+    folder is `needed`, that is an error: its time on the GPU would go into the compiler.
 
     Raises:
-        ValueError: a source of a kernel or a carried file has changed since.
+        ValueError: a source of a kernel or a carried file has changed since; or the folder is
+            needed, and is not there or is for another version of triton.
     """
     if not (folder / MANIFEST).exists():
-        print(f"nothing is carried: there is no {folder / MANIFEST}, so every kernel is compiled")
+        missing = f"there is no {folder / MANIFEST}"
+        if needed:
+            raise ValueError(f"{missing}: run python -m dev gpu --prepare, or leave out --carry")
+        print(f"nothing is carried: {missing}, so every kernel is compiled")
         return {}
     check(folder)
     if name == device.CPU:
@@ -259,6 +264,11 @@ def unpacked(folder: Path, target: Path, name: str) -> dict[str, str]:
     variables = dict[str, str]()
     for unpacked_part in unpacking:
         variables |= unpacked_part.result()
+    if device.CARRIED not in variables:
+        other = why_not_found(folder)
+        if needed:
+            raise ValueError(f"{other}: prepare with this triton, or leave out --carry")
+        print(f"{other}, so every kernel is compiled")
     if name == device.CUDA:
         drop_launchers_that_do_not_load(Path(variables["TRITON_CACHE_DIR"]))
     return variables
@@ -309,24 +319,29 @@ def drop_launchers_that_do_not_load(cache: Path) -> None:
 
 
 def key_of_kernels(folder: Path) -> dict[str, str]:
-    """Return the variables by which workers find the carried kernels.
+    """Return the variables by which workers find the carried kernels; none for another triton.
 
-    Their keys have the hash of another Python's library, in the same version of triton. With
-    another version no kernel can be found, which is said at once: the time would go into the
-    compiler.
+    Their keys have the hash of another Python's library, in the same version of triton.
     """
     import triton
 
     manifest = json.loads((folder / MANIFEST).read_text())
-    if manifest["triton"] == triton.__version__:
-        key = triton_key.key_of(manifest["library"])
-        if triton_key.short(key) == manifest["triton_key"]:
-            return {triton_key.VARIABLE: key, device.CARRIED: "1"}
-    print(
-        f"no kernel of {folder} will be found, and every one is compiled: they are for triton "
-        f"{manifest['triton']}, and here is triton {triton.__version__} or another build of it"
+    if manifest["triton"] != triton.__version__:
+        return {}
+    key = triton_key.key_of(manifest["library"])
+    if triton_key.short(key) != manifest["triton_key"]:
+        return {}
+    return {triton_key.VARIABLE: key, device.CARRIED: "1"}
+
+
+def why_not_found(folder: Path) -> str:
+    import triton
+
+    carried = json.loads((folder / MANIFEST).read_text())["triton"]
+    return (
+        f"no kernel of {folder} can be found: they are for triton {carried}, and here is triton "
+        f"{triton.__version__}, or another build of it"
     )
-    return {}
 
 
 def check(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dev.gpu import device, plan
 from dev.gpu.cells import Stage
+from dev.gpu.options import CARRY
 from dev.gpu.results import BAD, FILE, FILES, Results, counts, read_rows, with_verdict
 from dev.gpu.schedule import Run
 from dev.gpu.screen import screen
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         from dev.gpu.carry import prepare
 
         kernels = chosen(plan.stages(device.COMPILER), args.stages, args.only)
-        return prepare(args.carry, kernels, args.seconds, args.python)
+        return prepare(args.carry or CARRY, kernels, args.seconds, args.python)
     stages = chosen(plan.stages(args.device), args.stages, args.only)
     if args.list:
         print(*lines_of(stages), sep="\n")
@@ -45,7 +46,8 @@ def run_stages(args: argparse.Namespace) -> int:
         files.mkdir()
         environment = device.environment(args.device) | {device.FOLDER: str(files)}
         # A trial on the CPU uses no kernel of a GPU; a carried folder is checked all the same.
-        carried = unpacked(args.carry, Path(folder), args.device)
+        carry = args.carry or CARRY
+        carried = unpacked(carry, Path(folder), args.device, needed=args.carry is not None)
         stages = chosen(plan.stages(args.device, device.CARRIED in carried), args.stages, args.only)
         made = Run(results, files, args.seconds, environment | carried)
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dev.gpu.device import CPU, CUDA, STUB
 
 SECONDS = 540.0
+CARRY = Path(".carry")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what is launched, see above (default: {CUDA})"
     )
     add("--device", choices=(CUDA, CPU, STUB), default=CUDA, help=device)
-    carry = Path(".carry")
-    add("--carry", type=Path, default=carry, metavar="DIR", help=f"default: {carry}")
+    carry = f"default: {CARRY}, if it is there; a named one must be there, and for this triton"
+    add("--carry", type=Path, metavar="DIR", help=carry)
     add("--prepare", action="store_true", help="make the carried folder, without a GPU")
     add("--python", default="3.12", metavar="X.Y", help="with --prepare: of that machine (3.12)")
     add("--list", action="store_true", help="print the stages and their cells")

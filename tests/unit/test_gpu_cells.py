@@ -119,6 +119,8 @@ def test_kernels_of_other_sources_are_refused(carried: Path, tmp_path: Path, kin
 
 def test_without_a_folder_nothing_is_carried(tmp_path: Path) -> None:
     assert carry.unpacked(tmp_path / "none", tmp_path, "cuda") == {}
+    with pytest.raises(ValueError, match="there is no .*none.*leave out --carry"):
+        carry.unpacked(tmp_path / "none", tmp_path, "cuda", needed=True)
 
 
 def entry(kind: int, architecture: int, code: bytes) -> bytes:
@@ -235,7 +237,7 @@ def test_keys_are_made_as_with_another_pythons_library(
 
 
 def test_kernels_of_another_python_are_found_and_of_another_triton_not(
-    carried: Path, capsys: pytest.CaptureFixture[str]
+    carried: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = carry.key_of_kernels(carried)
     carry.write_manifest(carried, "3.99", "a" * 64)
@@ -244,5 +246,7 @@ def test_kernels_of_another_python_are_found_and_of_another_triton_not(
     assert capsys.readouterr().out == ""
     manifest = json.loads((carried / carry.MANIFEST).read_text())
     (carried / carry.MANIFEST).write_text(json.dumps(manifest | {"triton": "1.0"}))
-    assert carry.key_of_kernels(carried) == {}
-    assert "no kernel of" in capsys.readouterr().out
+    carry.unpacked(carried, tmp_path / "here", "stub")
+    assert "for triton 1.0" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="for triton 1.0.*or leave out --carry"):
+        carry.unpacked(carried, tmp_path / "there", "stub", needed=True)
