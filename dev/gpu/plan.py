@@ -243,7 +243,7 @@ def _kernels_of_ranks(imports: dict[str, str]) -> Stage:
         Cell(name, f"2 ranks: {strategy}, {layout}", "dev.gpu.rings:holds", (strategy, layout, 2))
         for strategy, layout in STRATEGIES
     ]
-    cells.append(Cell(name, "call", "dev.gpu.rings:call_of_ranks"))
+    cells.append(Cell(name, "calls", "dev.gpu.rings:calls_of_ranks"))
     cells.append(Cell(name, "profiles", "dev.gpu.profiles:one_call", ("backward",)))
     return _stage(name, 0.0, "kernels of several processes", cells, imports)
 

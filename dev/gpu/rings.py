@@ -48,14 +48,19 @@ def holds(strategy: str, layout: str, world_size: int = WORLD_SIZE) -> dict[str,
     return {"ratio": max(round(float(verdict.ratio), 3) for verdict in got.verdicts)}
 
 
-def call_of_ranks() -> None:
-    """Run a call of `rank_program.call` with both ranks in this process."""
+def calls_of_ranks() -> None:
+    """Run, with all ranks in this process, calls of `rank_program` and of tests over NCCL."""
     from dev.gpu.rank_program import DIM, HEADS, ROWS
 
-    mask = Mask(2 * ROWS, 2 * ROWS, causal=True)
-    heads = Heads(HEADS, HEADS, DIM, DIM)
-    case = Case(mask, "zigzag", "ring", "triton", "bfloat16", heads, batch=1)
-    run_all_ranks(case, 2, device=device.where())
+    heads = Heads(HEADS, HEADS, DIM, DIM), Heads(8, 2, 128, 128)
+    for sizes, seqlen, strategy, world_size in (
+        (heads[0], 2 * ROWS, "ring", 2),
+        (heads[1], 2048, "ring", 2),
+        (heads[1], 2048, "double_ring", 4),
+    ):
+        mask = Mask(seqlen, seqlen, causal=True)
+        case = Case(mask, "zigzag", strategy, "triton", "bfloat16", sizes, batch=1)
+        run_all_ranks(case, world_size, device=device.where())
 
 
 def same_bits(strategy: str) -> dict[str, Any]:

@@ -103,6 +103,14 @@ def device() -> torch.device:
 
 
 @cache
+def backend() -> str:
+    """The backend of calls whose messages are tested.
+
+    On a GPU "auto" would compile kernels, for longer than the time limits of these tests.
+    """
+    return "reference" if device().type == "cuda" else "auto"
+
+
 def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh on a rank, made once because each makes process groups; by default of all ranks."""
     shape = shape or (dist.get_world_size(),)
