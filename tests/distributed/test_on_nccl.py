@@ -358,7 +358,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 LOST = ("killed", "stopped", "exits")  # the victim tells nothing any more
 # Part of the job -> the function of the package at which the fault strikes.
-PARTS = {"first call": "_new_medium", "forward": "_start", "backward": "_start"}
+PARTS = {"first call": "connect", "forward": "_start", "backward": "_start"}
 
 
 def train_until(part: str, strike: Callable[[], object] | None) -> None:
