@@ -35,8 +35,9 @@ Row = dict[str, Any]
 # Name of the cell that lists the others of its stage.
 LISTING = "(list of cells)"
 
-# States of cells that a later run leaves out: all others are run again.
-VERDICTS = ("ok", "launched", "failed", "poisoned", "hung", "died", "not here")
+# States of cells that a later run leaves out: all others are run again. A launch that was accepted
+# without a GPU says nothing about results.
+VERDICTS = ("ok", "failed", "poisoned", "hung", "died", "not here")
 BAD = ("failed", "poisoned", "hung", "died", "no start")
 
 # Characters of an error in a line of progress.

@@ -16,7 +16,7 @@ import triton
 
 from dev.gpu import carry, device, nccl_library, triton_key
 from dev.gpu.contact import fault_of
-from dev.gpu.results import Results, last_rows, read_rows
+from dev.gpu.results import Results, last_rows, read_rows, with_verdict
 from dev.gpu.schedule import Run
 from dev.gpu.screen import screen
 from dev.gpu.tests import in_turn
@@ -175,6 +175,17 @@ def test_the_screen_has_ours_beside_others_and_the_ceiling() -> None:
     assert "500 (80 %)" in backward and backward.endswith("50 %")
     assert "NVIDIA H100" in text and "triton 3.6.0" in text
     assert "hung: tests: x: no verdict within 5 s" in text and "begun: tests: y" in text
+
+
+def test_launches_are_not_counted_as_passed() -> None:
+    listed = ok("tests: (list of cells)", cells=[])
+    text = screen([listed, ok("contact: x") | {"state": "launched"}])
+    _, machine, _, states, row = text.splitlines()[:5]
+    assert machine.startswith("no device") and states.split() == ["launched", "s"]
+    assert row.split() == ["contact", "1"]
+    assert with_verdict([ok("contact: y"), ok("contact: x") | {"state": "launched"}]) == {
+        "contact: y"
+    }
 
 
 # -- from end to end
