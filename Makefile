@@ -41,9 +41,10 @@ ROUNDING := tests/unit/test_testing.py tests/unit/test_backends.py tests/unit/te
 	tensor_parallel.py transformers.py) tests/integration/test_accelerate.py \
 	tests/integration/test_examples.py tests/integration/test_trainers.py
 
-# Another triton comes beside the environment, and before it.
-OTHER_TRITON := $(TRITON:%=.aot/%/.ready)
-WITH_TRITON := $(TRITON:%=PYTHONPATH=$(CURDIR)/.aot/%)
+# Another triton comes beside the environment, whose Python it is for, and before it.
+AOT := .aot$(if $(filter .venv%,$(VENV)),$(VENV:.venv%=%),/$(notdir $(VENV)))
+OTHER_TRITON := $(TRITON:%=$(AOT)/%/.ready)
+WITH_TRITON := $(TRITON:%=PYTHONPATH=$(CURDIR)/$(AOT)/%)
 
 # A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
 # of tests run side by side, 3 on 2 cores since many wait for timeouts; WORKERS=0 runs them in one
@@ -151,7 +152,7 @@ bench: $(READY)  ## time and memory of the ring: ring-attn bench ring
 aot: $(READY) $(OTHER_TRITON)  ## compile every kernel without a GPU
 	$(WITH_TRITON) $(BIN)/python -m dev aot $(ARGS)
 
-.aot/%/.ready: | $(READY)
+$(AOT)/%/.ready: | $(READY)
 	$(BIN)/python -m pip install --quiet --quiet --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
 

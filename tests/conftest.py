@@ -127,9 +127,9 @@ def _runs_here(item: pytest.Item, nccl: str | None) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes commands fork their processes, which is ten times faster; one test undoes the patch."""
-    forkserver()
+    forkserver(for_cuda=request.config.getoption("--nccl") is not None)
     monkeypatch.setattr(launch, "START_METHOD", "forkserver")
 
 

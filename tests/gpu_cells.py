@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from dev.gpu import device
 from dev.gpu.cells import Cell, NotHere, Stage
 
 STAGE = "planted"
@@ -70,6 +74,13 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
+def wait_for_two_workers() -> None:
+    """Wait until the log of another worker is there."""
+    folder = Path(os.environ[device.FOLDER])
+    while len(list(folder.glob("worker*.log"))) < 2:
+        time.sleep(0.01)
+
+
 def listed() -> dict[str, Any]:
     """One more cell, as a stage lists its cells in a worker."""
     return {"cells": [("listed", "tests.gpu_cells:passes", [], LIMIT)]}
@@ -86,3 +97,54 @@ def planted(workers: int = 1) -> Stage:
         cells.append(Cell(STAGE, name, f"tests.gpu_cells:{name}", limit=LIMIT))
         cells.append(Cell(STAGE, f"after {name}", "tests.gpu_cells:passes", limit=LIMIT))
     return Stage(STAGE, 60.0, "one cell", tuple(cells), "tests.gpu_cells:listed", workers=workers)
+
+
+# -- in Triton's interpreter
+
+WRONG, WRONG_LIMIT = "wrong results", 120.0
+KERNEL = ("portable", 64, "full")
+
+
+def forward_of_a_wrong_scale() -> dict[str, Any]:
+    """The kernel gets twice the scale of the oracle."""
+    from dev.gpu import contact
+    from ring_attn.core.spec import Scores
+
+    with mock.patch.object(contact, "Scores", lambda scale: Scores(2 * scale)):
+        return contact.forward(*KERNEL)
+
+
+def wrong_results() -> Stage:
+    """The forward of `contact`, right and wrong."""
+    cells = (
+        Cell(WRONG, "right", "dev.gpu.contact:forward", KERNEL, WRONG_LIMIT),
+        Cell(WRONG, "wrong", "tests.gpu_cells:forward_of_a_wrong_scale", limit=WRONG_LIMIT),
+    )
+    return Stage(WRONG, 2 * WRONG_LIMIT, "wrong results are found", cells)
+
+
+# -- over the stub of libcuda, in processes of their own
+
+LAUNCHES, LAUNCHES_LIMIT = "launches", 240.0
+FORWARD, FORWARD_OF = "dev.gpu.contact:forward", ("gluon 0", 64, "full")
+
+
+def over_the_stub() -> Stage:
+    """Right cells around those with faults, and a test of pytest."""
+    faults = tuple(
+        Cell(LAUNCHES, name, f"tests.gpu_cells:{name}", limit=LIMIT) for name in ("hang", "crash")
+    )
+    test = "tests/kernels/test_gpu.py::test_decode[1]"
+    given = {
+        "forward": ("dev.gpu.launching:launch", (FORWARD, *FORWARD_OF)),
+        "wrong stride": ("tests.kernels.stub_cells:with_a_wrong_stride", ()),
+        "stale pointers": ("tests.kernels.stub_cells:with_stale_pointers", ()),
+        "repeated": ("tests.kernels.stub_cells:call_twice", ()),
+        "test": ("dev.gpu.tests:run", (test,)),
+    }
+    cells = tuple(
+        Cell(LAUNCHES, name, target, arguments, LAUNCHES_LIMIT)
+        for name, (target, arguments) in given.items()
+    )
+    seconds = len(cells) * LAUNCHES_LIMIT
+    return Stage(LAUNCHES, seconds, "faults cost their cells", (*cells[:2], *faults, *cells[2:]))

@@ -1,8 +1,12 @@
 """The folder `.carry`: what a machine with a GPU lacks, made on a machine without one.
 
-    kernels.tar.xz      kernels of the GPU's tests, compiled for sm_90, as a cache of triton
+    kernels.tar.xz      kernels of the stages, compiled for sm_90, and their launchers, as a cache
+                        of triton
     libraries/          FlashAttention 3 to compare with; NCCL for several ranks on one GPU
     manifest.json       hashes of the kernels' sources and of these files, and triton's version
+
+Nothing else is in it, so that it can be sent as it is: `.carry-work` has triton's cache here, which
+is much larger.
 
 A kernel's key in the cache has a hash of its source: after a change nothing would be found, and the
 time on the GPU would be spent on the compiler. So a folder of other sources is refused.
@@ -17,12 +21,14 @@ import lzma
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dev.gpu import device, triton_key
 from dev.gpu.cells import Stage
@@ -39,11 +45,17 @@ FA3 = "fa3-fwd==0.0.3"
 NCCL = f"nvidia-nccl-cu13=={NCCL_VERSION}"
 ARCHITECTURE = 90
 
-# What a lent machine takes, in bytes.
-MAX_BYTES = 60 << 20
+# What a lent machine takes beside a checkout, in bytes.
+MAX_BYTES = 56 << 20
 
 # Of a kernel, a machine with a GPU reads only these files.
 SUFFIXES = (".cubin", ".json")
+
+# Of modules that Triton compiles in C.
+LAUNCHER = ".so"
+
+# States of cells whose kernels are compiled.
+DONE = ("launched", "not here")
 
 # A file in which triton lists those of a kernel, by their paths.
 GROUP = "__grp__"
@@ -52,55 +64,64 @@ GROUP = "__grp__"
 # -- here, without a GPU
 
 
-def prepare(folder: Path, only: str | None, seconds: float, python: str) -> int:
-    """Compile kernels for at most so many seconds, and pack them with the libraries.
+def prepare(folder: Path, stages: Sequence[Stage], seconds: float, python: str) -> int:
+    """Compile what stages launch for at most so many seconds; pack it with the libraries.
 
     `python` is the version of Python of the machine with the GPU.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    cache = folder.resolve() / "cache"
-    library = triton_key.library_hash(python, folder)
-    rows = compile_kernels(folder, cache, only, seconds, library)
-    failed = [row for row in last_rows(rows).values() if row["state"] not in ("ok", "not here")]
-    packed = pack_kernels(cache, folder / KERNELS)
+    work = folder.resolve().with_name(f"{folder.name}-work")
+    for made in (folder, work):
+        made.mkdir(parents=True, exist_ok=True)
+    cache = work / "cache"
+    library = triton_key.library_hash(python, work)
+    rows = compile_kernels(work, cache, stages, seconds, library)
+    unfinished = [row for row in last_rows(rows).values() if row["state"] not in DONE]
+    same_python = python == triton_key.python_here()
+    packed = pack_kernels(cache, folder / KERNELS, with_launchers=same_python)
     missing = add_libraries(folder / LIBRARIES, python)
     write_manifest(folder, python, library)
     size = sum(path.stat().st_size for path in _files(folder).values())
-    print(f"{folder}: {packed} kernels, {size / 2**20:.1f} MiB, {dict(counts(rows))}")
+    print(
+        f"{folder}: {packed.kernels} kernels, {packed.launchers} launchers, "
+        f"{size / 2**20:.1f} MiB, {dict(counts(rows))}"
+    )
+    if not same_python:
+        print(
+            f"left out: launchers, as this is Python {triton_key.python_here()}, so each kernel's "
+            f"first launch needs a C compiler there; prepare with Python {python} to carry them"
+        )
     for reason in missing:
         print("left out:", reason)
     if size > MAX_BYTES:
         raise ValueError(
             f"{folder} has {size / 2**20:.1f} MiB, at most {MAX_BYTES >> 20} may travel"
         )
-    return int(bool(failed))
+    return int(bool(unfinished))
 
 
 def compile_kernels(
-    folder: Path, cache: Path, only: str | None, seconds: float, library: str
+    work: Path, cache: Path, stages: Sequence[Stage], seconds: float, library: str
 ) -> list[Row]:
-    """Compile what each test that needs a GPU launches; tests with a verdict are left out.
+    """Compile what each cell launches; cells with a verdict are left out.
 
     A change of a kernel's source begins anew.
     """
     import triton
 
-    log = folder / "log"
+    log = work / "log"
     sources = _hashes_of_sources() | {"triton": triton.__version__, "library": library}
-    manifest = folder / "compiling.json"
+    manifest = work / "compiling.json"
     if not manifest.exists() or json.loads(manifest.read_text()) != sources:
         shutil.rmtree(log, ignore_errors=True)
         shutil.rmtree(cache, ignore_errors=True)
     manifest.write_text(json.dumps(sources))
     before = read_rows(log / FILE) if (log / FILE).exists() else []
     results = Results(log)
-    variables = {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    variables |= {triton_key.VARIABLE: library}
+    key = triton_key.key_of(library)
+    variables = {"TRITON_CACHE_DIR": str(cache), triton_key.VARIABLE: key}
     run = Run(results, log, seconds, device.environment(device.COMPILER) | variables)
-    name, lists = "kernels", "dev.gpu.tests:listed"
-    stage = Stage(name, seconds, "compiled", lists=lists, workers=os.cpu_count() or 1)
     try:
-        run.run([stage.having(only)], _compiled(before))
+        run.run(stages, _compiled(before))
     finally:
         run.close()
     return [*before, *results.rows]
@@ -108,24 +129,36 @@ def compile_kernels(
 
 def _compiled(rows: list[Row]) -> set[str]:
     """Labels of the cells whose kernels are in the cache."""
-    return {label for label, row in last_rows(rows).items() if row["state"] in ("ok", "not here")}
+    return {label for label, row in last_rows(rows).items() if row["state"] in DONE}
 
 
-def pack_kernels(cache: Path, target: Path) -> int:
-    """Pack the machine code of a cache, with paths within it; return the number of kernels."""
-    count = 0
+class Packed(NamedTuple):
+    kernels: int
+    launchers: int
+
+
+def pack_kernels(cache: Path, target: Path, *, with_launchers: bool) -> Packed:
+    """Pack the machine code of a cache, with paths within it.
+
+    Launchers are modules in C of this version of Python, which Triton compiles for each signature
+    of a kernel.
+    """
+    kernels = launchers = 0
     with tarfile.open(target, "w:xz", preset=6) as tar:
-        for name, content in _cached(cache):
-            count += name.split("/")[-1].startswith(GROUP)
+        for name, content in _cached(cache, with_launchers):
+            kernels += name.split("/")[-1].startswith(GROUP)
+            launchers += name.endswith(LAUNCHER)
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    return count
+    return Packed(kernels, launchers)
 
 
-def _cached(cache: Path) -> Iterator[tuple[str, bytes]]:
+def _cached(cache: Path, with_launchers: bool) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files to pack."""
     for entry in sorted(cache.glob("*")):
+        for launcher in entry.glob(f"*{LAUNCHER}") if with_launchers else ():
+            yield f"{entry.name}/{launcher.name}", launcher.read_bytes()
         for group in entry.glob(f"{GROUP}*"):
             children = json.loads(group.read_text())["child_paths"]
             kept = [name for name in children if name.endswith(SUFFIXES)]
@@ -178,6 +211,7 @@ def write_manifest(folder: Path, python: str, library: str) -> None:
     manifest = {
         "triton": triton.__version__,
         "python": python,
+        "library": library,
         "triton_key": triton_key.short(triton_key.key_of(library)),
         "sources": _hashes_of_sources(),
         "files": {name: _hash(path) for name, path in _files(folder).items()},
@@ -203,47 +237,111 @@ def _hash(path: Path) -> str:
 # -- there, on the machine with a GPU
 
 
-def unpacked(folder: Path, target: Path, device: str) -> dict[str, str]:
-    """Unpack a carried folder; return the variables by which workers use it.
+def unpacked(folder: Path, target: Path, name: str, *, needed: bool = False) -> dict[str, str]:
+    """Unpack a carried folder for a device; return the variables by which workers use it.
 
-    Without a folder nothing is carried, and kernels are compiled when they are needed.
+    Without a folder nothing is carried, and kernels are compiled when they are needed. If the
+    folder is `needed`, that is an error: its time on the GPU would go into the compiler.
 
     Raises:
-        ValueError: a source of a kernel or a carried file has changed since.
+        ValueError: a source of a kernel or a carried file has changed since; or the folder is
+            needed, and is not there or is for another version of triton.
     """
     if not (folder / MANIFEST).exists():
-        print(f"nothing is carried: there is no {folder / MANIFEST}, so every kernel is compiled")
+        missing = f"there is no {folder / MANIFEST}"
+        if needed:
+            raise ValueError(f"{missing}: run python -m dev gpu --prepare, or leave out --carry")
+        print(f"nothing is carried: {missing}, so every kernel is compiled")
         return {}
     check(folder)
-    if device != "cuda":
+    if name == device.CPU:
         return {}
-    warn_of_other_keys(folder)
-    variables = {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
-    libraries = folder / LIBRARIES
-    if (libraries / FA3_NAME).exists():
-        with tarfile.open(libraries / FA3_NAME) as tar:
-            tar.extractall(target / "python", filter="data")
-        paths = [str(target / "python"), os.environ.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if (libraries / NCCL_NAME).exists():
-        library = target / "libnccl.so.2"
-        library.write_bytes(lzma.decompress((libraries / NCCL_NAME).read_bytes()))
-        variables[LIBRARY] = str(library)
+    parts = [_unpack_kernels, _key]
+    if name == device.CUDA:
+        parts += [_unpack_fa3, _unpack_nccl]
+    with ThreadPoolExecutor() as pool:
+        unpacking = [pool.submit(part, folder, target) for part in parts]
+    variables = dict[str, str]()
+    for unpacked_part in unpacking:
+        variables |= unpacked_part.result()
+    if device.CARRIED not in variables:
+        other = why_not_found(folder)
+        if needed:
+            raise ValueError(f"{other}: prepare with this triton, or leave out --carry")
+        print(f"{other}, so every kernel is compiled")
+    if name == device.CUDA:
+        drop_launchers_that_do_not_load(Path(variables["TRITON_CACHE_DIR"]))
     return variables
 
 
-def warn_of_other_keys(folder: Path) -> None:
-    """Say at once if no carried kernel can be found: the time would go into the compiler."""
+def _unpack_kernels(folder: Path, target: Path) -> dict[str, str]:
+    return {"TRITON_CACHE_DIR": str(unpack_kernels(folder / KERNELS, target / "triton"))}
+
+
+def _key(folder: Path, target: Path) -> dict[str, str]:
+    return key_of_kernels(folder)
+
+
+def _unpack_fa3(folder: Path, target: Path) -> dict[str, str]:
+    packed = folder / LIBRARIES / FA3_NAME
+    if not packed.exists():
+        return {}
+    with tarfile.open(packed) as tar:
+        tar.extractall(target / "python", filter="data")
+    paths = [str(target / "python"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _unpack_nccl(folder: Path, target: Path) -> dict[str, str]:
+    packed = folder / LIBRARIES / NCCL_NAME
+    if not packed.exists():
+        return {}
+    target.mkdir(exist_ok=True)
+    library = target / "libnccl.so.2"
+    library.write_bytes(lzma.decompress(packed.read_bytes()))
+    return {LIBRARY: str(library)}
+
+
+def drop_launchers_that_do_not_load(cache: Path) -> None:
+    """Delete carried launchers if they cannot be loaded here; Triton then compiles them anew.
+
+    They are linked with the C library of another machine, and with libcuda.
+    """
+    launchers = sorted(cache.glob(f"*/*{LAUNCHER}"))
+    code = "import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]"
+    command = [sys.executable, "-c", code, *map(str, launchers)]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    if tried.returncode:
+        reason = tried.stderr.strip().splitlines()[-1]
+        print(f"carried launchers do not load, so Triton compiles them here: {reason}")
+        for launcher in launchers:
+            launcher.unlink()
+
+
+def key_of_kernels(folder: Path) -> dict[str, str]:
+    """Return the variables by which workers find the carried kernels; none for another triton.
+
+    Their keys have the hash of another Python's library, in the same version of triton.
+    """
     import triton
-    from triton.runtime.cache import triton_key as key_here
 
     manifest = json.loads((folder / MANIFEST).read_text())
-    if manifest["triton_key"] != triton_key.short(key_here()):
-        print(
-            f"no kernel of {folder} will be found, and every one is compiled: they are for triton "
-            f"{manifest['triton']} and Python {manifest['python']}, and here are triton "
-            f"{triton.__version__} and Python {triton_key.python_here()}"
-        )
+    if manifest["triton"] != triton.__version__:
+        return {}
+    key = triton_key.key_of(manifest["library"])
+    if triton_key.short(key) != manifest["triton_key"]:
+        return {}
+    return {triton_key.VARIABLE: key, device.CARRIED: "1"}
+
+
+def why_not_found(folder: Path) -> str:
+    import triton
+
+    carried = json.loads((folder / MANIFEST).read_text())["triton"]
+    return (
+        f"no kernel of {folder} can be found: they are for triton {carried}, and here is triton "
+        f"{triton.__version__}, or another build of it"
+    )
 
 
 def check(folder: Path) -> None:

@@ -11,6 +11,10 @@ class NotHere(Exception):
     """The cell cannot run on this machine; the text says why."""
 
 
+class Launched(dict[str, Any]):
+    """Figures of a cell whose launches were accepted, while nothing was computed or compared."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A call of a function in a worker, with a verdict of its own.
@@ -51,6 +55,7 @@ class Stage:
         environment: variables of its workers, beside those of the run; "$NAME" stands for one of
             those, and for nothing if there is none.
         only: listed cells need this word in their names.
+        alone: it measures times of the host, so the next stage's workers do not start meanwhile.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Stage:
     workers: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     only: str = ""
+    alone: bool = False
 
     def having(self, word: str | None) -> Stage:
         """Return the stage with those of its cells whose names have the word."""

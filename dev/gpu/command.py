@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from dev.gpu import device, plan
 from dev.gpu.cells import Stage
-from dev.gpu.results import BAD, FILE, Results, counts, read_rows, with_verdict
+from dev.gpu.options import CARRY
+from dev.gpu.results import BAD, FILE, FILES, Results, counts, read_rows, with_verdict
 from dev.gpu.schedule import Run
 from dev.gpu.screen import screen
 
@@ -23,15 +25,16 @@ def run(args: argparse.Namespace) -> int:
     if args.prepare:
         from dev.gpu.carry import prepare
 
-        return prepare(args.carry, args.only, args.seconds, args.python)
+        kernels = chosen(plan.stages(device.COMPILER), args.stages, args.only)
+        return prepare(args.carry or CARRY, kernels, args.seconds, args.python)
     stages = chosen(plan.stages(args.device), args.stages, args.only)
     if args.list:
         print(*lines_of(stages), sep="\n")
         return 0
-    return run_stages(args, stages)
+    return run_stages(args)
 
 
-def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
+def run_stages(args: argparse.Namespace) -> int:
     """Run the stages and print the screen; 1 if a cell is bad."""
     from dev.gpu.carry import unpacked
 
@@ -39,18 +42,32 @@ def run_stages(args: argparse.Namespace, stages: Sequence[Stage]) -> int:
     out = args.out.resolve()
     results = Results(out)
     with tempfile.TemporaryDirectory() as folder:
-        environment = device.environment(args.device) | {device.FOLDER: str(out)}
-        # A trial uses no kernel of a GPU; a carried folder is checked all the same.
-        carried = unpacked(args.carry, Path(folder), device=args.device)
-        made = Run(results, out, args.seconds, environment | carried)
+        files = Path(folder) / "files"
+        files.mkdir()
+        environment = device.environment(args.device) | {device.FOLDER: str(files)}
+        # A trial on the CPU uses no kernel of a GPU; a carried folder is checked all the same.
+        carry = args.carry or CARRY
+        carried = unpacked(carry, Path(folder), args.device, needed=args.carry is not None)
+        stages = chosen(plan.stages(args.device, device.CARRIED in carried), args.stages, args.only)
+        made = Run(results, files, args.seconds, environment | carried)
         try:
-            made.run(stages, with_verdict(before))
+            made.run(stages, with_verdict(before), lambda: pack(files, out / FILES))
         except KeyboardInterrupt:
             print("interrupted: what has run is in", out / FILE, file=sys.stderr)
         finally:
             made.close()
+            pack(files, out / FILES)
     print(screen([*before, *results.rows]))
     return int(any(counts(results.rows)[state] for state in BAD))
+
+
+def pack(folder: Path, target: Path) -> None:
+    """Pack what workers have written: of a lent machine, only a few files come back."""
+    temporary = target.with_name(f"{target.name}.part")
+    with tarfile.open(temporary, "w:gz") as tar:
+        for path in sorted(folder.iterdir()):
+            tar.add(path, path.name)
+    temporary.replace(target)
 
 
 def chosen(stages: Sequence[Stage], names: str | None, only: str | None) -> list[Stage]:

@@ -116,7 +116,7 @@ def _inputs(mask: Mask, headdim: int) -> Inputs:
         nheads=heads,
         nheads_kv=kv_heads,
         headdim=headdim,
-        device=device.name(),
+        device=device.where(),
         dtype=device.dtype(),
     )
 

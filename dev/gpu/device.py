@@ -1,6 +1,8 @@
 """The device of a worker: a GPU, or in a trial the CPU, where Triton's interpreter runs kernels.
 
-A trial (`--device cpu`) has small sizes and float16, since the interpreter has no bfloat16.
+A trial (`--device cpu`) has small sizes and float16, since the interpreter has no bfloat16. With
+`--device stub` sizes and kernels are those of a GPU, and Triton launches over a stub of libcuda,
+which checks launches and computes nothing. `--prepare` compiles kernels in the same way.
 """
 
 from __future__ import annotations
@@ -15,8 +17,19 @@ VARIABLE = "RING_ATTN_GPU_DEVICE"
 # The folder of the run's results, for cells that write files.
 FOLDER = "RING_ATTN_GPU_OUT"
 CUDA, CPU = "cuda", "cpu"
-# No device: kernels are compiled for sm_90, and their results are ones.
+# No device: kernels are launched over tests/kernels/libcuda.c, and their results are ones.
+STUB = "stub"
+# As the stub, but each kernel is compiled for sm_90, with its machine code.
 COMPILER = "compiler"
+
+# Threads of a worker on a machine with a GPU, where several workers share the cores.
+THREADS = 4
+
+# Seconds of a cell that may compile all its kernels.
+COMPILER_LIMIT = 900.0
+
+# Set where a carried folder has the kernels; over the stub none may then be missing.
+CARRIED = "RING_ATTN_GPU_CARRIED"
 
 
 def name() -> str:
@@ -27,8 +40,23 @@ def is_trial() -> bool:
     return name() == CPU
 
 
+def is_pretended() -> bool:
+    """Whether kernels are launched over the stub of libcuda."""
+    return name() in (STUB, COMPILER)
+
+
 def compiles() -> bool:
-    return name() == COMPILER
+    """Whether cells may compile all their kernels."""
+    return is_pretended() and not is_carried()
+
+
+def is_carried() -> bool:
+    return CARRIED in os.environ
+
+
+def where() -> str:
+    """torch's name of the device; without a GPU it may be a pretended one."""
+    return CPU if is_trial() else CUDA
 
 
 def environment(device: str) -> dict[str, str]:
@@ -38,9 +66,15 @@ def environment(device: str) -> dict[str, str]:
         # A refused backend would hide what is wrong with it.
         "RING_ATTN_FIRST_USE": "off",
         "PYTHONUNBUFFERED": "1",
+        # Plugins of the machine could refuse our options, and take time in each cell.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
+    if device == CUDA:
+        variables["OMP_NUM_THREADS"] = str(THREADS)
     if device == CPU:
         variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if device in (STUB, COMPILER):
+        variables |= {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return variables
 
 

@@ -62,7 +62,7 @@ def ceilings() -> dict[str, float]:
 
     from ring_attn.bench.timing import TimedCall, Watch, quantiles, time_in_turn
 
-    where = torch.device(device.name())
+    where = torch.device(device.where())
     side = TRIAL_PRODUCT if device.is_trial() else PRODUCT
     nbytes = TRIAL_COPY_BYTES if device.is_trial() else COPY_BYTES
     generator = torch.Generator(where).manual_seed(0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dev.gpu.device import CPU, CUDA
+from dev.gpu.device import CPU, CUDA, STUB
 
 SECONDS = 540.0
+CARRY = Path(".carry")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     CONTRIBUTING.md, "When a GPU is there", says what to look at first. The exit status is 1 if a
     cell failed.
 
-    --prepare compiles the kernels of the GPU's tests for sm_90 and packs them, with libraries to
-    compare with. Use the GPU machine's version of triton, and name its Python. It goes on where an
-    earlier one ended.
+    --device stub needs a C compiler and no GPU: Triton's driver and launcher run over a stub of
+    libcuda, which checks launches and tensor maps by CUDA's rules. Repeats of launches are compared
+    with new launches, and arguments with the signatures of torch. Nothing is computed, so no
+    numbers are compared: a cell ends as "launched", never as "ok". With a carried folder, a kernel
+    that is missing there fails its cell.
+
+    --prepare compiles what the stages launch for sm_90 and packs it, with libraries to compare
+    with. Use the GPU machine's version of triton, and name its Python; run it with that Python to
+    pack Triton's launchers, too. It goes on where an earlier one ended. --stages and --only choose
+    what is compiled.
     """
     add = parser.add_argument
     seconds = f"of the whole run (default: {SECONDS:g})"
@@ -36,10 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", metavar="A,B", help="only these (default: all)")
     add("--only", metavar="WORD", help="only cells whose name has the word")
     add("--before", type=Path, metavar="FILE", help="results.jsonl of an earlier run, to go on")
-    device = f"{CPU} is a trial, with Triton's interpreter, gloo and small sizes (default: {CUDA})"
-    add("--device", choices=(CUDA, CPU), default=CUDA, help=device)
-    carry = Path(".carry")
-    add("--carry", type=Path, default=carry, metavar="DIR", help=f"default: {carry}")
+    device = (
+        f"{CPU} is a trial with Triton's interpreter, gloo and small sizes; {STUB} is a trial of "
+        f"what is launched, see above (default: {CUDA})"
+    )
+    add("--device", choices=(CUDA, CPU, STUB), default=CUDA, help=device)
+    carry = f"default: {CARRY}, if it is there; a named one must be there, and for this triton"
+    add("--carry", type=Path, metavar="DIR", help=carry)
     add("--prepare", action="store_true", help="make the carried folder, without a GPU")
     add("--python", default="3.12", metavar="X.Y", help="with --prepare: of that machine (3.12)")
     add("--list", action="store_true", help="print the stages and their cells")

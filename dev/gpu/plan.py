@@ -6,6 +6,7 @@ with prepared kernels; a stage leaves what it does not need to the next ones.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import product
 
@@ -50,24 +51,44 @@ WAYS: dict[str, dict[str, str]] = {"hostid": {}, "multi": {"LD_PRELOAD": f"${LIB
 # Seconds of a cell of several ranks, with their start and the end of timeouts.
 RANKS_LIMIT = 90.0
 
+# Seconds of a cell over the stub, with prepared kernels.
+PREPARED_LIMIT = 60.0
+
 # Factor of all limits in a trial.
 PATIENCE = 3.0
 
 TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
 
+# Seconds of a stage without a GPU: the run's own limit is the one that counts.
+PRETENDED_SECONDS = 7200.0
+
+# Implementations of `speed` that have kernels of this package.
+OURS = ("ours", "portable")
+
 # Imported before a worker is ready.
 CHEAP = "torch ring_attn.testing"
-RANKS = f"{CHEAP} dev.gpu.rank_program"
-WITH_KERNELS = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
+KERNELS_AND_ORACLE = f"{CHEAP} triton ring_attn.backends.triton tests.bounds"
+WITH_KERNELS = f"{KERNELS_AND_ORACLE} dev.gpu.context"
+# The ranks are forked from the worker, so they have these imports at once.
+RANKS = f"{KERNELS_AND_ORACLE} dev.gpu.rank_program"
+
+# Seconds of a cell of `contact`, with prepared kernels and without.
+CONTACT_LIMITS = {True: 15.0, False: 25.0}
 
 
-def stages(name_of_device: str) -> tuple[Stage, ...]:
-    """All stages of a run."""
+def stages(name_of_device: str, prepared: bool = False) -> tuple[Stage, ...]:
+    """All stages of a run.
+
+    Args:
+        prepared: whether the kernels are there, so that cells may have shorter limits.
+    """
+    if name_of_device in (device.STUB, device.COMPILER):
+        return pretended_stages(PREPARED_LIMIT if prepared else device.COMPILER_LIMIT)
     trial = name_of_device == device.CPU
     with_kernels = {PRELOAD: WITH_KERNELS}
     made = (
         _environment(with_kernels),
-        _contact(trial, with_kernels),
+        _contact(trial, with_kernels, CONTACT_LIMITS[prepared]),
         # In a trial the tests pretend that there is a GPU, which no other stage may see.
         Stage(
             "tests",
@@ -88,6 +109,49 @@ def stages(name_of_device: str) -> tuple[Stage, ...]:
         _tune(trial, with_kernels),
     )
     return tuple(map(_patient, made)) if trial else made
+
+
+def pretended_stages(limit: float) -> tuple[Stage, ...]:
+    """The stages of a GPU that launch kernels in one process, over the stub of libcuda.
+
+    Nothing is computed, so cells check launches and calls of torch. Kernels of other packages and
+    Nsight Compute are left out.
+    """
+    imports = {PRELOAD: CHEAP}
+    made = (
+        _environment(imports),
+        _contact(False, imports, limit),
+        _speed("speed", 0.0, ((SPEED_ROWS, SPEED_DIM),), imports),
+        _rings(imports),
+        _graphs(imports),
+        _costs(imports),
+        _kernels_of_ranks(imports),
+        Stage("tests", 0.0, "tests that need a GPU", lists="dev.gpu.tests:listed"),
+        _speed("sizes", 0.0, SIZES, imports),
+    )
+    return tuple(_pretended(stage, imports, limit) for stage in made)
+
+
+def _pretended(stage: Stage, imports: dict[str, str], limit: float) -> Stage:
+    """Return a stage with cells that run on the pretended GPU."""
+    cells = [
+        replace(
+            cell,
+            target="dev.gpu.launching:launch",
+            arguments=(cell.target, *cell.arguments),
+            limit=limit,
+        )
+        for cell in stage.cells
+        if cell.target != "dev.gpu.speed:measure" or cell.arguments[0] in OURS
+    ]
+    return replace(
+        stage,
+        seconds=PRETENDED_SECONDS,
+        proves=f"{stage.proves} (launches only)",
+        cells=tuple(cells),
+        workers=len(os.sched_getaffinity(0)),
+        environment=imports,
+    )
 
 
 def _patient(stage: Stage) -> Stage:
@@ -111,16 +175,16 @@ def _environment(imports: dict[str, str]) -> Stage:
     return _stage(name, 25.0, "versions, tools, and the ceilings of this card", cells, imports)
 
 
-def _contact(trial: bool, imports: dict[str, str]) -> Stage:
+def _contact(trial: bool, imports: dict[str, str], limit: float) -> Stage:
     name = "contact"
     cells = []
     for (kernels, dim), mask in product(TRIAL_KERNELS if trial else KERNELS, MASKS):
         for direction in ("forward", "backward"):
             label = f"{direction}, {kernels}, {dim} dims, {mask}"
             target = f"dev.gpu.contact:{direction}"
-            cells.append(Cell(name, label, target, (kernels, dim, mask), limit=25.0))
+            cells.append(Cell(name, label, target, (kernels, dim, mask), limit))
     for queries in (1, 17):
-        cells.append(Cell(name, f"decode, {queries}", "dev.gpu.contact:decode", (queries,), 25.0))
+        cells.append(Cell(name, f"decode, {queries}", "dev.gpu.contact:decode", (queries,), limit))
     blocking = imports if trial else imports | {"CUDA_LAUNCH_BLOCKING": "1"}
     return _stage(name, 35.0, "each kernel once: right, wrong where, or hung", cells, blocking)
 
@@ -168,7 +232,20 @@ def _costs(imports: dict[str, str]) -> Stage:
         Cell(name, "first use", "dev.gpu.costs:use_for_the_first_time"),
         Cell(name, "decode", "dev.gpu.costs:decode", (65536,)),
     ]
-    return _stage(name, 15.0, "single figures that the planner assumes", cells, imports)
+    stage = _stage(name, 15.0, "single figures that the planner assumes", cells, imports)
+    return replace(stage, alone=True)
+
+
+def _kernels_of_ranks(imports: dict[str, str]) -> Stage:
+    """What the ranks of `hostid` and `multi` launch, with all ranks in one process."""
+    name = "kernels of ranks"
+    cells = [
+        Cell(name, f"2 ranks: {strategy}, {layout}", "dev.gpu.rings:holds", (strategy, layout, 2))
+        for strategy, layout in STRATEGIES
+    ]
+    cells.append(Cell(name, "calls", "dev.gpu.rings:calls_of_ranks"))
+    cells.append(Cell(name, "profiles", "dev.gpu.profiles:one_call", ("backward",)))
+    return _stage(name, 0.0, "kernels of several processes", cells, imports)
 
 
 def _ranks_in_each_way(trial: bool) -> list[Stage]:
@@ -219,10 +296,10 @@ def _rank_cell(way: str, world_size: int, case: str, *arguments: str | int) -> C
 def _profiles(imports: dict[str, str]) -> Stage:
     name = "profiles"
     cells = [
-        Cell(name, f"{kernel}", "dev.gpu.profiles:profile", (kernel, direction), 40.0)
+        Cell(name, f"{kernel}", "dev.gpu.profiles:profile", (kernel, direction), 60.0)
         for kernel, direction in (("hopper_fwd", "forward"), ("hopper_bwd", "backward"))
     ]
-    return _stage(name, 45.0, "why a kernel is slow", cells, imports)
+    return _stage(name, 60.0, "why a kernel is slow", cells, imports)
 
 
 def _tune(trial: bool, imports: dict[str, str]) -> Stage:

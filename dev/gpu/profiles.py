@@ -13,6 +13,9 @@ from dev.gpu import device
 from dev.gpu.cells import NotHere
 from dev.gpu.device import FOLDER
 
+# What ncu says where a user, or a virtual machine, may not read counters.
+NO_COUNTERS = "ERR_NVGPUCTRPERM"
+
 SECTIONS = (
     "SpeedOfLight",
     "WarpStateStats",
@@ -31,7 +34,12 @@ def profile(kernel: str, direction: str) -> dict[str, Any]:
     sections = [word for name in SECTIONS for word in ("--section", name)]
     program = [sys.executable, "-m", "dev.gpu.profiles", direction]
     options = ["--clock-control", "none", "-c", "1", "-k", f"regex:{kernel}"]
-    printed = _run("ncu", *options, *sections, *program)
+    try:
+        printed = _run("ncu", *options, *sections, *program)
+    except RuntimeError as error:
+        if NO_COUNTERS in str(error):
+            raise NotHere(f"ncu may not read the counters of this GPU: {error}") from None
+        raise
     report.write_text(printed)
     if kernel not in printed:
         raise RuntimeError(f"ncu saw no launch of {kernel}: {printed[-1500:]}")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from dev.gpu.rings import case_of
+from dev.gpu.rings import ROWS_OF_RANK, case_of
 from ring_attn.core.program import CHANNELS, Hop
 from ring_attn.testing import run_all_ranks
 from ring_attn.transport.base import Agreement
@@ -45,7 +45,7 @@ TRIAL_ROWS, TRIAL_DIM = 64, 16
 def serve(way: str, variables: Mapping[str, str], pipe: Connection) -> None:
     """Join the process group; run the cases that come, and send an answer for each."""
     os.environ.update(variables)
-    # All ranks compute the oracle on the CPU.
+    # The ranks share the cores; with gloo each computes the oracle on them.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // MOST_RANKS))
     timeout = timedelta(seconds=TIMEOUT)
     if way == "gloo":
@@ -120,7 +120,7 @@ def strategy(name: str, layout: str) -> dict[str, Any]:
     NCCL sums the gradients of an all-gather over more than two ranks in an order of its own.
     """
     size = dist.get_world_size()
-    case = case_of(name, layout, 512 * size)
+    case = case_of(name, layout, ROWS_OF_RANK * size)
     got, again = (run_all_ranks(case, size, everywhere, device=where()) for _ in range(2))
     assert not got.failures, got.failures
     assert got.differing(again) == [], f"other bits in a second run: {got.differing(again)}"

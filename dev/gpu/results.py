@@ -4,6 +4,7 @@ States of a cell:
 
     begun      it was running when the run ended: what hung the machine, if no other row follows
     ok         passed
+    launched   only with `--device stub`: all launches were accepted, and no numbers were compared
     failed     raised, a wrong result too
     poisoned   raised, and CUDA's context was dead afterwards
     hung       had no verdict within its limit, and was killed
@@ -26,10 +27,16 @@ from pathlib import Path
 from typing import Any
 
 FILE = "results.jsonl"
+# Logs of the workers, and reports that cells have written.
+FILES = "files.tar.gz"
 
 Row = dict[str, Any]
 
-# States of cells that a later run leaves out: all others are run again.
+# Name of the cell that lists the others of its stage.
+LISTING = "(list of cells)"
+
+# States of cells that a later run leaves out: all others are run again. A launch that was accepted
+# without a GPU says nothing about results.
 VERDICTS = ("ok", "failed", "poisoned", "hung", "died", "not here")
 BAD = ("failed", "poisoned", "hung", "died", "no start")
 
@@ -75,8 +82,16 @@ def with_verdict(rows: list[Row]) -> set[str]:
 
 
 def last_rows(rows: list[Row]) -> dict[str, Row]:
-    """Return the last row of each cell: "begun" only if nothing followed."""
-    return {row["cell"]: row for row in rows if row["state"] != "stage"}
+    """Return the last row of each cell: "begun" only if nothing followed.
+
+    A list of cells that was made is left out: it has tested nothing.
+    """
+    last = {row["cell"]: row for row in rows if row["state"] != "stage"}
+    return {
+        label: row
+        for label, row in last.items()
+        if row["state"] != "ok" or not label.endswith(LISTING)
+    }
 
 
 def counts(rows: list[Row]) -> Counter[str]:

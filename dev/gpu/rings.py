@@ -10,7 +10,7 @@ from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Case, Heads, run_all_ranks
 
-WORLD_SIZE = 4
+WORLD_SIZE, ROWS_OF_RANK = 4, 512
 
 # With fewer kv heads at a time the backward has another kernel, whose bits differ.
 HEADS = Heads(8, 4, 128, 128)
@@ -37,10 +37,10 @@ def case_of(strategy: str, layout: str, rows: int, *, same_bits: bool = False) -
     return Case(mask, layout, strategy, "triton", "bfloat16", heads, batch=1, same_bits=same_bits)
 
 
-def holds(strategy: str, layout: str) -> dict[str, Any]:
+def holds(strategy: str, layout: str, world_size: int = WORLD_SIZE) -> dict[str, Any]:
     """Compare all results with the oracle, and those of a second run bit by bit."""
-    case = case_of(strategy, layout, 2048)
-    got, again = (run_all_ranks(case, WORLD_SIZE, device=device.name()) for _ in range(2))
+    case = case_of(strategy, layout, ROWS_OF_RANK * world_size)
+    got, again = (run_all_ranks(case, world_size, device=device.where()) for _ in range(2))
     if got.failures:
         raise AssertionError(str(got.failures))
     if got.differing(again):
@@ -48,12 +48,27 @@ def holds(strategy: str, layout: str) -> dict[str, Any]:
     return {"ratio": max(round(float(verdict.ratio), 3) for verdict in got.verdicts)}
 
 
+def calls_of_ranks() -> None:
+    """Run, with all ranks in this process, calls of `rank_program` and of tests over NCCL."""
+    from dev.gpu.rank_program import DIM, HEADS, ROWS
+
+    heads = Heads(HEADS, HEADS, DIM, DIM), Heads(8, 2, 128, 128)
+    for sizes, seqlen, strategy, world_size in (
+        (heads[0], 2 * ROWS, "ring", 2),
+        (heads[1], 2048, "ring", 2),
+        (heads[1], 2048, "double_ring", 4),
+    ):
+        mask = Mask(seqlen, seqlen, causal=True)
+        case = Case(mask, "zigzag", strategy, "triton", "bfloat16", sizes, batch=1)
+        run_all_ranks(case, world_size, device=device.where())
+
+
 def same_bits(strategy: str) -> dict[str, Any]:
     """Compare the bits of 2 and 4 ranks with those of one."""
     if device.is_trial():
         raise NotHere("needs a GPU: only triton's kernels have the same bits on all ranks")
     case = case_of(strategy, "contiguous", 2048, same_bits=True)
-    alone, *others = (run_all_ranks(case, size, device=device.name()) for size in (1, 2, 4))
+    alone, *others = (run_all_ranks(case, size, device=device.where()) for size in (1, 2, 4))
     found = [other.differing(alone) for other in others]
     if any(found):
         raise AssertionError(f"other bits than one rank, on 2 and 4 ranks: {found}")

@@ -114,7 +114,7 @@ def problem_of(rows: int, heads: int, kv_heads: int, dim: int, mask: str) -> Sha
     if device.is_trial():
         rows, (heads, kv_heads), dim = TRIAL_ROWS, TRIAL_HEADS, TRIAL_DIM
     dtype = torch.float32 if device.is_trial() else torch.bfloat16
-    where = torch.device(device.name())
+    where = torch.device(device.where())
     return Shape(1, rows, heads, kv_heads, dim, mask == "causal", dtype, where)
 
 

@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Launched, NotHere
 from dev.gpu.device import Compilations
+from dev.gpu.watch import ROOT
 
-RANKS = "tests/distributed"
+RANKS, MARK = "tests/distributed", "pytest.mark.nccl"
 FILES = ("tests/kernels/test_gpu.py", "tests/unit/test_profiling.py")
-# A test may compile ten kernels where it finds none.
-LIMIT, COMPILER_LIMIT = 60.0, 900.0
+# Seconds of a test with prepared kernels, and of one that may compile ten of them.
+PREPARED_LIMIT, LIMIT = 40.0, 60.0
+
+# Its tensors are too large for `--prepare`, so it compiles its kernels on the GPU's machine.
+UNPREPARED = "test_offsets_beyond_32_bits"
 
 # Plugins by device: a pretended H100, whose kernels fill their results with ones.
 PRETEND = ("-p", "tests.kernels.fake_h100")
-PLUGINS = {device.CPU: PRETEND, device.COMPILER: (*PRETEND, "-p", "dev.gpu.compiling")}
+LAUNCH = (*PRETEND, "-p", "dev.gpu.launching")
+PLUGINS = {device.CPU: PRETEND, device.COMPILER: LAUNCH, device.STUB: LAUNCH}
 
 # Without the project's addopts, whose strictness refuses options of plugins that are missing here.
 OPTIONS = ("-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider")
@@ -61,21 +66,31 @@ def listed() -> dict[str, Any]:
     A trial has only the first cases.
     """
     plugin = Listed()
-    printed = _pytest(plugin, "--collect-only", "-m", "gpu", *FILES)
+    # Tests of the second file launch no kernel of this package: only a GPU can run them.
+    files = FILES if device.name() == device.CUDA else FILES[:1]
+    printed = _pytest(plugin, "--collect-only", "-m", "gpu", *files)
     if not plugin.names:
         raise RuntimeError(f"no test was found: {printed}")
-    limit = COMPILER_LIMIT if device.compiles() else LIMIT
     names = in_turn(plugin.names)
     if device.is_trial():
-        names = [name for name in names if name.startswith(FILES[0])]
         names = names[: len({test_of(name) for name in names})]
-    return {"cells": [[name, "dev.gpu.tests:run", [name], limit] for name in names]}
+    return {"cells": [[name, "dev.gpu.tests:run", [name], limit_of(name)] for name in names]}
+
+
+def limit_of(name: str) -> float:
+    """Seconds of a test on this device."""
+    if device.compiles():
+        return device.COMPILER_LIMIT
+    prepared = device.name() == device.CUDA and device.is_carried()
+    return PREPARED_LIMIT if prepared and UNPREPARED not in name else LIMIT
 
 
 def listed_over_nccl(way: str) -> dict[str, Any]:
     """The tests of ranks that share a GPU; a cell has all cases of a test, with the same ranks."""
     plugin = Listed()
-    printed = _pytest(plugin, "--collect-only", "--nccl", way, RANKS)
+    # Other files import packages that the machine may lack, and take seconds.
+    files = [path for path in sorted((ROOT / RANKS).glob("test_*.py")) if MARK in path.read_text()]
+    printed = _pytest(plugin, "--collect-only", "--nccl", way, *map(str, files))
     names = [*dict.fromkeys(map(test_of, plugin.names))]
     if not names:
         raise RuntimeError(f"no test was found: {printed}")
@@ -111,7 +126,12 @@ def run(name: str, *options: str) -> dict[str, Any]:
         if plugin.skipped:
             raise NotHere(plugin.skipped[0])
         raise RuntimeError(f"pytest ran no test: {printed[-2000:]}")
-    return {"passed": plugin.passed, "skipped": len(plugin.skipped), **compilations.figures}
+    figures = {"passed": plugin.passed, "skipped": len(plugin.skipped), **compilations.figures}
+    if device.is_pretended():
+        from dev.gpu.launching import figures_of_launches
+
+        return Launched(figures | figures_of_launches())
+    return figures
 
 
 def _pytest(plugin: object, *words: str) -> str:

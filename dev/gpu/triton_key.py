@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
-# The hash of the other library, for workers that compile.
-VARIABLE = "RING_ATTN_GPU_TRITON_LIBRARY"
+# Triton's key for workers, which then need not hash its library of several hundred MB.
+VARIABLE = "RING_ATTN_GPU_TRITON_KEY"
 
 LIBRARY = "triton/_C/libtriton.so"
 
@@ -67,20 +68,22 @@ def key_of(library: str) -> str:
     from triton.runtime import cache
 
     key: str = cache.triton_key()
+    if library in key:
+        return key
     here = _hash_here()
     if here not in key:
         raise RuntimeError("the key of this version of triton has no hash of its library")
     return key.replace(here, library)
 
 
-def use_library_of_variable() -> None:
-    """Make Triton's keys with the hash that the environment names, if it names one."""
+def use_key_of_variable() -> None:
+    """Make this process use the key that the environment has, if it has one."""
+    key = os.environ.get(VARIABLE)
+    if key is None:
+        return
     from triton.runtime import cache
 
-    library = os.environ.get(VARIABLE)
-    if library is not None:
-        key = key_of(library)
-        cache.triton_key = lambda: key
+    cache.triton_key = lambda: key
 
 
 def short(key: str) -> str:
@@ -88,6 +91,7 @@ def short(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
+@cache
 def _hash_here() -> str:
     import triton
 

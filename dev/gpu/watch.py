@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 STACK_SECONDS = 0.5
 LOG_CHARACTERS = 4000
 
+# Seconds that a killed process gets to end.
+KILL_SECONDS = 10.0
+
 
 class Died(Exception):
     """The worker has ended without an answer; the text has its exit status."""
@@ -33,6 +36,7 @@ class Worker:
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
+        self.is_ready = False
         self._log = log.open("ab+")
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "dev.gpu.worker"],
@@ -54,6 +58,11 @@ class Worker:
             self._lines.put(line)
         self._lines.put(None)
 
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait until the worker has imported its modules, or raise as `answer`."""
+        self.answer(seconds)
+        self.is_ready = True
+
     def answer(self, seconds: float) -> dict[str, Any]:
         """Return the next answer.
 
@@ -66,7 +75,7 @@ class Worker:
         except queue.Empty:
             raise TimeoutError from None
         if line is None:
-            raise Died(f"exit status {self._process.wait()}")
+            raise Died(self._end())
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -78,8 +87,14 @@ class Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise Died(f"exit status {self._process.wait()}") from None
+            raise Died(self._end()) from None
         return self.answer(seconds)
+
+    def _end(self) -> str:
+        try:
+            return f"exit status {self._process.wait(KILL_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            return "it closed its output, and does not end"
 
     def stacks(self) -> str:
         """Return the stacks of the worker's threads, and of its children that answer SIGUSR1."""
@@ -95,9 +110,13 @@ class Worker:
         return self._log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """End the process and its children at once."""
+        """End the process and its children at once.
+
+        A process whose kernel hangs may need seconds to leave the driver, or never leave it.
+        """
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
         self._log.close()
 
     def _signal(self, number: int) -> None:

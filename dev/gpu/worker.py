@@ -15,7 +15,8 @@ import time
 from importlib import import_module
 from typing import Any, TextIO
 
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Launched, NotHere
+from dev.gpu.triton_key import use_key_of_variable
 
 # Modules that a worker imports before it is ready, so that no cell's limit pays for them.
 PRELOAD = "RING_ATTN_GPU_PRELOAD"
@@ -34,6 +35,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for name in os.environ.get(PRELOAD, "").split():
         import_module(name)
+    use_key_of_variable()
     _write(answers, {"ready": os.getpid()})
     for line in sys.stdin:
         answer = answer_to(json.loads(line))
@@ -48,7 +50,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     try:
         module, _, function = request["target"].partition(":")
         figures = getattr(import_module(module), function)(*request["arguments"])
-        answer = {"state": "ok", "figures": figures or {}}
+        state = "launched" if isinstance(figures, Launched) else "ok"
+        answer = {"state": state, "figures": figures or {}}
     except NotHere as error:
         answer = {"state": "not here", "error": str(error)}
     except BaseException as error:

@@ -69,15 +69,17 @@ class AllRanks:
         case: the case.
         whole: results of the whole sequence, see `whole_of`.
         sent: for each rank, counts of forward and backward.
+        device: where the oracle is computed; the results are on the CPU.
     """
 
     case: Case
     whole: Expected
     sent: tuple[tuple[Sent, Sent], ...]
+    device: str = "cpu"
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        return check_all(self.whole, *expected(self.case))
+        return check_all(self.whole, *expected(self.case, self.device))
 
     @property
     def failures(self) -> list[str]:
@@ -119,13 +121,13 @@ def run_all_ranks(
         calls, inputs = calls_of(case, world_size, device), case.build_inputs(device)
         layouts, sinks = case.build_layouts(world_size), case.build_sinks(device)
         ranks = run_calls(calls, inputs, layouts, sinks, noncontiguous=case.noncontiguous)
-        return put_together(case, ranks)
+        return put_together(case, ranks, device)
     results = transport(run_rank, case, device)
     if len(results) != world_size:
         raise ValueError(
             f"transport must run world_size={world_size} ranks, got {len(results)} results"
         )
-    return put_together(case, results)
+    return put_together(case, results, device)
 
 
 def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
@@ -168,10 +170,12 @@ def arguments_of(
     return [x.squeeze(0) if case.packed else x for x in shards], options
 
 
-def put_together(case: Case, ranks: Sequence[RankResult]) -> AllRanks:
-    """Joins the parts of all ranks, in rank order."""
+def put_together(
+    case: Case, ranks: Sequence[RankResult], device: torch.device | str = "cpu"
+) -> AllRanks:
+    """Joins the parts of all ranks, in rank order; `device` computes the oracle."""
     whole = whole_of(ranks, case.build_layouts(len(ranks)))
-    return AllRanks(case, whole, tuple(rank.sent for rank in ranks))
+    return AllRanks(case, whole, tuple(rank.sent for rank in ranks), str(device))
 
 
 def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
@@ -188,22 +192,35 @@ def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
     )
 
 
-def expected(case: Case) -> tuple[Expected, Expected]:
-    """The results of the oracle and of plain PyTorch for a case; cached."""
+def expected(case: Case, device: str = "cpu") -> tuple[Expected, Expected]:
+    """The results of the oracle and of plain PyTorch for a case, on the CPU; cached."""
     # They do not depend on strategy, backend, layout, strides or `same_bits`.
     return _expected(
-        replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None)
+        replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None),
+        device,
     )
 
 
 @lru_cache(maxsize=1024)
-def _expected(case: Case) -> tuple[Expected, Expected]:
-    inputs, mask, sinks = case.build_inputs(), case.build_mask(), case.build_sinks()
+def _expected(case: Case, device: str) -> tuple[Expected, Expected]:
+    inputs, mask, sinks = case.build_inputs(device), case.build_mask(), case.build_sinks(device)
     oracle, plain = (
         results(*inputs, mask, case.softmax_scale, softcap=case.softcap, sinks=sinks)
         for results in (dense_gradients, plain_gradients)
     )
-    return oracle, plain
+    return _on_cpu(oracle), _on_cpu(plain)
+
+
+def _on_cpu(results: Expected) -> Expected:
+    return Expected(
+        out=results.out.cpu(),
+        lse=results.lse.cpu(),
+        dq=results.dq.cpu(),
+        dk=results.dk.cpu(),
+        dv=results.dv.cpu(),
+        dsinks=None if results.dsinks is None else results.dsinks.cpu(),
+        terms={name: x.cpu() for name, x in results.terms.items()},
+    )
 
 
 def run_calls(

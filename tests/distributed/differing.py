@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, masks, ring_attention, tree_decode
 from ring_attn.transport.ranks.group import rank_group
-from tests.distributed.pool import device
+from tests.distributed.pool import backend, device
 
 WORLD_SIZE = 4
 ROWS = 6
@@ -110,7 +110,8 @@ MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softca
 
 
 def call(group: Group, *, backward: bool = True, **arguments: Any) -> Tensor:
-    options = USUAL | {"transport": TransportOptions(timeout=TIMEOUT), "group": group} | arguments
+    given = {"transport": TransportOptions(timeout=TIMEOUT), "group": group, "backend": backend()}
+    options = USUAL | given | arguments
     if isinstance(sinks := options.get("sinks"), Tensor):
         options["sinks"] = sinks.to(device())
     sizes = {name: options.pop(name, usual) for name, usual in SIZES.items()}
@@ -196,5 +197,6 @@ def decode(
 ) -> Tensor:
     rows, cache = (torch.ones(1, n, 4, 8, dtype=dtype, device=device()) for n in (queries, ROWS))
     transport = TransportOptions(timeout=TIMEOUT)
-    options = {"group": group, "transport": transport, **ROOM, **arguments}
+    given = {"group": group, "transport": transport, "backend": backend()}
+    options = {**given, **ROOM, **arguments}
     return tree_decode(rows, cache, cache, **options)

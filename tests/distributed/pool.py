@@ -45,6 +45,12 @@ PRELOAD = [
     "ring_attn.testing",
     "ring_attn.testing.launch",
 ]
+# For ranks on a GPU: a process that has asked torch for one, as torch's compiler does when it is
+# imported, cannot fork others that use it.
+PRELOAD_CUDA = [
+    *(name for name in PRELOAD if name != "torch._inductor.compile_fx"),
+    "ring_attn.backends.triton",
+]
 # Preloaded if a test module has loaded transformers: the import takes longer than ten ranks' start.
 PRELOAD_TRANSFORMERS = [
     "transformers.models.llama.modeling_llama",
@@ -97,6 +103,14 @@ def device() -> torch.device:
 
 
 @cache
+def backend() -> str:
+    """The backend of calls whose messages are tested.
+
+    On a GPU "auto" would compile kernels, for longer than the time limits of these tests.
+    """
+    return "reference" if device().type == "cuda" else "auto"
+
+
 def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh on a rank, made once because each makes process groups; by default of all ranks."""
     shape = shape or (dist.get_world_size(),)
@@ -161,11 +175,11 @@ def calls_within(
         sys.setprofile(None)
 
 
-def forkserver() -> Any:
+def forkserver(*, for_cuda: bool = False) -> Any:
     """The context whose processes are forked from a server that has loaded what ranks need."""
     context = multiprocessing.get_context("forkserver")
     more = PRELOAD_TRANSFORMERS if "transformers" in sys.modules else []
-    context.set_forkserver_preload(PRELOAD + more)
+    context.set_forkserver_preload(PRELOAD_CUDA if for_cuda else PRELOAD + more)
     return context
 
 
@@ -208,7 +222,7 @@ class Pool:
                 as a host.
         """
         self.world_size = world_size
-        context = forkserver() if nccl is None else multiprocessing.get_context("spawn")
+        context = forkserver(for_cuda=nccl is not None)
         medium = Medium(queued, nccl, dict(environment or {}))
         # The store lives here: its port is known before any rank starts, and it outlives them all.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

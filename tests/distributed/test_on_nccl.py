@@ -57,6 +57,7 @@ from tests.distributed.pool import (
     Ended,
     Pools,
     RankError,
+    backend,
     calls_within,
     device,
     ended,
@@ -357,7 +358,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 LOST = ("killed", "stopped", "exits")  # the victim tells nothing any more
 # Part of the job -> the function of the package at which the fault strikes.
-PARTS = {"first call": "_new_medium", "forward": "_start", "backward": "_start"}
+PARTS = {"first call": "connect", "forward": "_start", "backward": "_start"}
 
 
 def train_until(part: str, strike: Callable[[], object] | None) -> None:
@@ -371,7 +372,7 @@ def train_until(part: str, strike: Callable[[], object] | None) -> None:
     options = TransportOptions(timeout=TIMEOUT)
     x = torch.ones(1, 16, 2, 8, device=device(), requires_grad=True)
     with here("first call, forward"):
-        out = ring_attention(x, x, x, transport=options)
+        out = ring_attention(x, x, x, transport=options, backend=backend())
     # In this thread, where `calls_within` sees it.
     with torch.autograd.set_multithreading_enabled(False), here("backward"):
         torch.autograd.grad(out.sum(), x)
@@ -412,12 +413,13 @@ def test_groups_are_destroyed_in_any_order() -> None:
     """NCCL's end of a communicator may wait for the other ranks of a node, but not for ever."""
     groups = [dist.new_group() for _ in range(3)]
     x, options = torch.ones(1, 16, 2, 8, device=device()), TransportOptions(timeout=TIMEOUT)
-    outs = [ring_attention(x, x, x, group=group, transport=options) for group in groups]
+    attend = partial(ring_attention, x, x, x, backend=backend())
+    outs = [attend(group=group, transport=options) for group in groups]
     for group in groups:
         check(group)
     for group in groups if dist.get_rank() == 0 else reversed(groups):
         dist.destroy_process_group(group)
-    outs.append(ring_attention(x, x, x))
+    outs.append(attend())
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -501,7 +503,8 @@ def test_seventeen_groups_have_streams_of_their_own() -> None:
     x = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(0)).to(device())
     x = x * (1.0 + dist.get_rank())
     with torch.no_grad():
-        outs = [ring_attention(x, x, x, group=group) for group in 2 * groups]
+        attend = partial(ring_attention, x, x, x, backend=backend())
+        outs = [attend(group=group) for group in 2 * groups]
     assert all(torch.equal(out, outs[0]) for out in outs)
     if streams.are_used(device()) and device().type == "cuda":
         channels = [

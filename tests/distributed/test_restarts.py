@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import TransportOptions, ring_attention
-from tests.distributed.pool import BACKENDS, FAR, Ended, Pool, Pools, device, ended, roomy
+from tests.distributed.pool import BACKENDS, FAR, Ended, Pool, Pools, backend, device, ended, roomy
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +76,8 @@ def test_nodes_that_count_starts_in_their_own_way(tmp_path: Path, victims: str) 
     assert sorted(set(counts)) == [0, 1], counts
 
 
-def same_again(usual: Tensor, x: Tensor, options: TransportOptions) -> None:
-    assert torch.equal(ring_attention(x, x, x, transport=options), usual)
+def same_again(usual: Tensor, attend: Callable[..., Tensor], options: TransportOptions) -> None:
+    assert torch.equal(attend(transport=options), usual)
 
 
 def start_again(victims: tuple[int, ...]) -> tuple[float, list[Ended]]:
@@ -86,20 +87,21 @@ def start_again(victims: tuple[int, ...]) -> tuple[float, list[Ended]]:
     """
     timeout = roomy(1.0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store, backend = dist.distributed_c10d._get_default_store(), BACKENDS[device().type]
+    store, of_group = dist.distributed_c10d._get_default_store(), BACKENDS[device().type]
     x, ends = torch.full((1, 5, 2, 8), 1.0 + rank, device=device()), list[Ended]()
-    usual = ring_attention(x, x, x)
+    attend = partial(ring_attention, x, x, x, backend=backend())
+    usual = attend()
     starts = [start for victim in victims for start in (victim, None)]
     for number, victim in enumerate(starts, 1):
         dist.destroy_process_group()
         with refused(RuntimeError, "torchrun"):
-            ring_attention(x, x, x)
+            attend()
         # torch's own connections may use addresses of an earlier start, which the store still has.
         with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+            dist.init_process_group(of_group, store=store, rank=rank, world_size=world_size)
         if rank != victim:
             options = TransportOptions(timeout=FAR if victim is None else timeout)
-            ends.append(ended(partial(same_again, usual, x, options)))
+            ends.append(ended(partial(same_again, usual, attend, options)))
         store.add("left", 1)
         while store.add("left", 0) < number * world_size:
             time.sleep(0.01)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tests.emulated_cuda import PretendCuda, TorchOnCuda
+from tests.kernels.fake_torch import fake_torch
 
 # As torch tells of it; with less memory than an H100 has, so that no test fills this machine.
 H100 = SimpleNamespace(
@@ -43,7 +44,7 @@ class OnCuda(PretendCuda):
     ) -> Any:
         if func == Tensor.get_device:
             return 0
-        if func in (Tensor.record_stream, torch.cuda.synchronize):
+        if func == Tensor.record_stream:
             return None
         args = tuple("cpu" if isinstance(x, str) and x == "cuda" else x for x in args)
         given = dict(kwargs or {})
@@ -111,29 +112,50 @@ pretend(_STACK)  # when pytest loads this file: before the tests' conftest asks 
 os.environ["RING_ATTN_FIRST_USE"] = "off"  # results of ones are wrong
 
 
+# What tests/kernels/test_gpu.py calls, by its names there.
+INSTEAD = {"REPEATS": 2, "assert_holds": alike, "expect": shapes}
+
+
 @pytest.fixture(autouse=True)
-def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake(request: pytest.FixtureRequest) -> Iterator[None]:
+    with faking(request.module, INSTEAD):
+        yield
+
+
+@contextmanager
+def faking(module: ModuleType, instead: Mapping[str, Any]) -> Iterator[None]:
+    """Pretend that tensors are on CUDA; within, the module has other values of some names."""
+    from ring_attn.attention import operators
     from ring_attn.backends import aten
     from ring_attn.kernels.launch import Launch
     from ring_attn.testing import AllRanks
     from ring_attn.transport import streams
     from tests import emulated_cuda
 
-    module: ModuleType = request.module
-    run_thread = threading.Thread.run
+    run_thread, run_backward = threading.Thread.run, operators._Attention.backward
 
     def run(thread: threading.Thread) -> None:
         with OnCuda():
             run_thread(thread)
 
-    monkeypatch.setattr(threading.Thread, "run", run)
-    monkeypatch.setattr(Launch, "run", fill)
-    monkeypatch.setattr(streams, "are_used", lambda device: False)
-    monkeypatch.setattr(aten, "aten", TorchOnCuda())
-    monkeypatch.setattr(emulated_cuda, "dense_forward", ones_like_attention)
-    monkeypatch.setattr(emulated_cuda, "dense_backward", ones_like_gradients)
-    monkeypatch.setattr(AllRanks, "failures", [])
-    for name, value in {"REPEATS": 2, "assert_holds": alike, "expect": shapes}.items():
-        monkeypatch.setattr(module, name, value)
-    with OnCuda():
+    def backward(context: Any, *grads: Tensor | None) -> Any:
+        """Autograd calls it outside of the mode."""
+        with OnCuda():
+            return run_backward(context, *grads)
+
+    with pytest.MonkeyPatch.context() as monkeypatch, fake_torch(), OnCuda():
+        monkeypatch.setattr(threading.Thread, "run", run)
+        monkeypatch.setattr(Launch, "run", fill)
+        monkeypatch.setattr(streams, "are_used", lambda device: False)
+        # Within an operator of torch no tensor would say that it is on CUDA.
+        monkeypatch.setattr(operators, "attention", operators._attention)
+        monkeypatch.setattr(operators, "attention_backward", operators._attention_backward)
+        monkeypatch.setattr(operators._Attention, "backward", staticmethod(backward))
+        monkeypatch.setattr(aten, "aten", TorchOnCuda())
+        monkeypatch.setattr(emulated_cuda, "dense_forward", ones_like_attention)
+        monkeypatch.setattr(emulated_cuda, "dense_backward", ones_like_gradients)
+        monkeypatch.setattr(AllRanks, "failures", [])
+        monkeypatch.setattr(AllRanks, "verdicts", [SimpleNamespace(ratio=0.0)])
+        for name, value in instead.items():
+            monkeypatch.setattr(module, name, value)
         yield

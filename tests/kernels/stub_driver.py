@@ -10,13 +10,15 @@ import ctypes
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import triton.backends.nvidia
@@ -38,6 +40,9 @@ BITS = re.compile(r"\.(?:[bufs])(8|16|32|64)\b")
 ARRAY = re.compile(r"\[(\d+)\]")
 
 STREAM = 0x7000
+
+# What the stub launches; see `launching`.
+Kernels = Literal["described", "compiled", "prepared"]
 
 
 class Record(ctypes.Structure):
@@ -96,21 +101,36 @@ class StubDriver(nvidia.CudaDriver):
     def __init__(self) -> None:
         # Not the initialiser of the base class, which asks torch for a GPU.
         self._libcuda = _stub().library
-        self.utils = nvidia.CudaUtils()
+        # A copy: Triton has one object for the process, whose functions each driver makes anew.
+        self.utils = SimpleNamespace(**vars(nvidia.CudaUtils()))
+        self._load_binary = self.utils.load_binary
+        self.utils.load_binary = self._load
         self.launcher_cls = nvidia.CudaLauncher
         self.get_device_capability = lambda device=0: (9, 0)
         self.get_current_stream = lambda device=0: STREAM
         self.get_current_device = lambda: 0
         self.set_current_device = lambda device: None
 
+    def _load(self, name: str, image: bytes, *others: Any) -> Any:
+        return self._load_binary(name, image_for_stub(name, image), *others)
+
+    @property
+    def num_launches(self) -> int:
+        """Number of accepted launches."""
+        return int(self._libcuda.stub_num_launches())
+
     @property
     def num_maps(self) -> int:
         """Number of tensor maps that were asked for, with those that were refused."""
         return int(self._libcuda.stub_num_maps())
 
+    def forget(self) -> None:
+        """Drop the records of launches, and count launches and maps from 0 again."""
+        self._libcuda.stub_forget()
+
     def last(self, count: int) -> list[Launched]:
         """The last launches, the latest one at the end."""
-        end = self._libcuda.stub_num_launches()
+        end = self.num_launches
         found = list[Launched]()
         for number in range(max(0, end - count), end):
             record = self._libcuda.stub_launch(number).contents
@@ -129,18 +149,26 @@ class StubDriver(nvidia.CudaDriver):
 
 
 @contextmanager
-def launching() -> Iterator[StubDriver]:
+def launching(kernels: Kernels = "described") -> Iterator[StubDriver]:
     """Launch kernels through triton's driver and the stub, within the context.
 
-    Kernels are compiled as far as PTX. No GPU may load them: triton's cache is one of their own.
+    Args:
+        kernels: "described" ones are compiled as far as PTX; no GPU may load them, so triton's
+            cache is one of their own. "compiled" ones get machine code, and triton's cache is used
+            as it is. "prepared" ones are in that cache: a kernel that it lacks is an error.
     """
-    sizes = mock.patch.object(CUDABackend, "make_cubin", _sizes_of_parameters)
-    with knobs.cache.scope(), knobs.nvidia.scope(), sizes:
-        knobs.cache.dir = f"{knobs.cache.dir}-stub"
+    with ExitStack() as stack:
+        stack.enter_context(knobs.cache.scope())
+        stack.enter_context(knobs.nvidia.scope())
+        last_stage = LAST_STAGES.get(kernels)
+        if last_stage is not None:
+            stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", last_stage))
+        if kernels == "described":
+            knobs.cache.dir = f"{knobs.cache.dir}-stub"
         knobs.nvidia.libcuda_path = _stub().folder.name  # to link with
         driver = StubDriver()
-        with active_driver(driver):
-            yield driver
+        stack.enter_context(active_driver(driver))
+        yield driver
 
 
 def c_compiler() -> str | None:
@@ -180,3 +208,65 @@ def _sizes_of_parameters(
         assert bits is not None, param
         sizes.append(str(int(bits[1]) // 8 * int(count[1] if count else 1)))
     return " ".join(sizes).encode()
+
+
+def _refuse_to_compile(
+    backend: Any, ptx: str, metadata: dict[str, Any], options: Any, capability: int
+) -> bytes:
+    raise RuntimeError(
+        f"{metadata['name']} is not among the prepared kernels: python -m dev gpu --prepare must "
+        "compile what this cell launches"
+    )
+
+
+# The last stage of triton's compiler; with machine code it is triton's own.
+LAST_STAGES: Mapping[Kernels, Callable[..., bytes]] = {
+    "described": _sizes_of_parameters,
+    "prepared": _refuse_to_compile,
+}
+
+
+# -- sizes of parameters of machine code
+
+# In sections .nv.info: a format (here one of values with a size), an attribute, the size of its
+# value, and the value.
+SIZED, PARAMETER = 4, 0x17
+ATTRIBUTE = struct.Struct("<BBH")
+# Index, ordinal, offset, and a word whose upper bits are the size.
+PARAMETER_INFO = struct.Struct("<IHHI")
+SIZE_SHIFT = 18
+SECTION = struct.Struct("<IIQQQQIIQQ")
+
+
+def image_for_stub(kernel: str, image: bytes) -> bytes:
+    """Return what libcuda.c loads: the sizes of the parameters, also of machine code."""
+    if not image.startswith(b"\x7fELF"):
+        return image
+    sizes = dict[int, int]()
+    info = section_of(image, f".nv.info.{kernel}")
+    at = 0
+    while at < len(info):
+        form, attribute, size = ATTRIBUTE.unpack_from(info, at)
+        at += ATTRIBUTE.size
+        if form != SIZED:
+            continue  # the value is in the place of its size
+        if attribute == PARAMETER:
+            _, ordinal, _, word = PARAMETER_INFO.unpack_from(info, at)
+            sizes[ordinal] = word >> SIZE_SHIFT
+        at += size
+    if sorted(sizes) != list(range(len(sizes))) or not sizes:
+        raise ValueError(f"the machine code of {kernel} does not list its parameters: {sizes}")
+    return " ".join(str(sizes[ordinal]) for ordinal in range(len(sizes))).encode()
+
+
+def section_of(image: bytes, name: str) -> bytes:
+    """Return a section of an ELF file of 64 bits."""
+    (start,) = struct.unpack_from("<Q", image, 0x28)
+    _, count, names = struct.unpack_from("<HHH", image, 0x3A)
+    sections = [SECTION.unpack_from(image, start + i * SECTION.size) for i in range(count)]
+    texts = sections[names][4]
+    for section in sections:
+        begin = texts + section[0]
+        if image[begin : image.index(b"\0", begin)].decode() == name:
+            return image[section[4] : section[4] + section[5]]
+    raise ValueError(f"the machine code has no section {name}")

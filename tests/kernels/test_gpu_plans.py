@@ -17,3 +17,8 @@ def test_on_an_h100_no_test_is_refused(chosen: str) -> None:
     run_compiling(
         "-m", "pytest", "-q", *plugin, "-m", "gpu", "-k", chosen, "tests/kernels/test_gpu.py"
     )
+
+
+def test_cells_call_torch_as_its_signatures_ask() -> None:
+    """CUDA graphs, costs and ranks, which no CPU can run, with planted wrong calls."""
+    run_compiling("-m", "tests.kernels.pretended_cells")

@@ -14,11 +14,13 @@ import pytest
 import torch
 import triton
 
-from dev.gpu import carry, nccl_library, triton_key
+from dev.gpu import carry, device, nccl_library, triton_key
 from dev.gpu.contact import fault_of
-from dev.gpu.results import last_rows, read_rows
+from dev.gpu.results import Results, last_rows, read_rows, with_verdict
+from dev.gpu.schedule import Run
 from dev.gpu.screen import screen
 from dev.gpu.tests import in_turn
+from tests.gpu_cells import wrong_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,13 +42,29 @@ def test_a_map_shows_the_rows_and_dims_that_are_wrong() -> None:
     assert {5, 72, *range(8, 16)} <= set(fault["worst rows"])
 
 
+def test_a_trial_finds_wrong_results(tmp_path: Path) -> None:
+    """As `python -m dev gpu --device cpu` runs its cells, in Triton's interpreter."""
+    results = Results(tmp_path)
+    run = Run(results, tmp_path, 240.0, device.environment(device.CPU))
+    run.run([wrong_results()])
+    run.close()
+    rows = last_rows(results.rows)
+    right, wrong = rows["wrong results: right"], rows["wrong results: wrong"]
+    assert right["state"] == "ok" and right["figures"]["ratios"]["out"] <= 1, right
+    assert wrong["state"] == "failed", wrong
+    [out, lse] = json.loads(wrong["error"].removeprefix("AssertionError: "))["wrong"]
+    assert out["result"] == "out" and len(out["map"]) == 8 and lse["result"] == "lse"
+
+
 # -- what is carried
 
 
 @pytest.fixture
 def carried(tmp_path: Path) -> Path:
-    """A folder with one kernel, whose cache was in another place."""
+    """A folder with one kernel and a broken launcher, whose cache was in another place."""
     cache = tmp_path / "cache"
+    (cache / "LAUNCHER").mkdir(parents=True)
+    (cache / "LAUNCHER/launcher.so").write_text("no library")
     entry = cache / "KEY"
     entry.mkdir(parents=True)
     names = ["kernel.cubin", "kernel.json", "kernel.ttir"]
@@ -56,7 +74,8 @@ def carried(tmp_path: Path) -> Path:
     (entry / "__grp__kernel.json").write_text(json.dumps(group))
     folder = tmp_path / "carry"
     (folder / carry.LIBRARIES).mkdir(parents=True)
-    assert carry.pack_kernels(cache, folder / carry.KERNELS) == 1
+    packed = carry.pack_kernels(cache, folder / carry.KERNELS, with_launchers=True)
+    assert packed == (1, 1)
     python = triton_key.python_here()
     carry.write_manifest(folder, python, triton_key.library_hash(python, folder))
     return folder
@@ -71,6 +90,16 @@ def test_kernels_arrive_with_paths_of_the_new_place(carried: Path, tmp_path: Pat
         "kernel.json": "kernel.json",
     }
     assert all(path.startswith(str(tmp_path / "there")) for path in paths.values())
+
+
+def test_launchers_that_do_not_load_are_made_anew(
+    carried: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = carry.unpack_kernels(carried / carry.KERNELS, tmp_path / "there")
+    assert (cache / "LAUNCHER/launcher.so").exists()
+    carry.drop_launchers_that_do_not_load(cache)
+    assert not (cache / "LAUNCHER/launcher.so").exists()
+    assert "carried launchers do not load" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["sources", "files"])
@@ -90,6 +119,8 @@ def test_kernels_of_other_sources_are_refused(carried: Path, tmp_path: Path, kin
 
 def test_without_a_folder_nothing_is_carried(tmp_path: Path) -> None:
     assert carry.unpacked(tmp_path / "none", tmp_path, "cuda") == {}
+    with pytest.raises(ValueError, match="there is no .*none.*leave out --carry"):
+        carry.unpacked(tmp_path / "none", tmp_path, "cuda", needed=True)
 
 
 def entry(kind: int, architecture: int, code: bytes) -> bytes:
@@ -146,6 +177,17 @@ def test_the_screen_has_ours_beside_others_and_the_ceiling() -> None:
     assert "hung: tests: x: no verdict within 5 s" in text and "begun: tests: y" in text
 
 
+def test_launches_are_not_counted_as_passed() -> None:
+    listed = ok("tests: (list of cells)", cells=[])
+    text = screen([listed, ok("contact: x") | {"state": "launched"}])
+    _, machine, _, states, row = text.splitlines()[:5]
+    assert machine.startswith("no device") and states.split() == ["launched", "s"]
+    assert row.split() == ["contact", "1"]
+    assert with_verdict([ok("contact: y"), ok("contact: x") | {"state": "launched"}]) == {
+        "contact: y"
+    }
+
+
 # -- from end to end
 
 
@@ -167,6 +209,8 @@ def test_a_trial_runs_all_stages(tmp_path: Path) -> None:
     assert done.returncode == 0 and not bad, (bad, done.stdout[-3000:], done.stderr[-2000:])
     passed = {label.split(":")[0] for label, row in last_rows(rows).items() if row["state"] == "ok"}
     assert {"environment", "contact", "tests", "speed", "rings", "gloo", "sizes", "tune"} <= passed
+    # A lent machine gives back few files.
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "files.tar.gz"}
 
 
 def test_a_wrong_stage_is_refused_without_torch() -> None:
@@ -178,7 +222,7 @@ def test_a_wrong_stage_is_refused_without_torch() -> None:
 
 def test_a_kernel_cache_is_an_archive_without_paths_above(carried: Path) -> None:
     with tarfile.open(carried / carry.KERNELS) as tar:
-        assert all(name.startswith("KEY/") for name in tar.getnames())
+        assert all(name.startswith(("KEY/", "LAUNCHER/")) for name in tar.getnames())
 
 
 def test_keys_are_made_as_with_another_pythons_library(
@@ -192,22 +236,28 @@ def test_keys_are_made_as_with_another_pythons_library(
     assert library in here and triton_key.key_of(library) == here
     kept = tmp_path / f"libtriton-{triton.__version__}-3.99.sha256"
     kept.write_text("a" * 64)
-    other = triton_key.library_hash("3.99", tmp_path)
+    other = triton_key.key_of(triton_key.library_hash("3.99", tmp_path))
     monkeypatch.setattr(cache, "triton_key", cache.triton_key)  # the patch ends with this test
     monkeypatch.setenv(triton_key.VARIABLE, other)
-    triton_key.use_library_of_variable()
+    triton_key.use_key_of_variable()
     assert cache.triton_key() == here.replace(library, "a" * 64) != here
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="no hash of its library"):
         monkeypatch.setattr(cache, "triton_key", lambda: "other")
-        triton_key.key_of(other)
+        triton_key.key_of("b" * 64)
 
 
-def test_a_carry_of_another_python_is_said_at_once(
+def test_kernels_of_another_python_are_found_and_of_another_triton_not(
     carried: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    carry.unpacked(carried, tmp_path / "here", "cuda")
-    assert "will be found" not in capsys.readouterr().out
+    here = carry.key_of_kernels(carried)
     carry.write_manifest(carried, "3.99", "a" * 64)
-    carry.unpacked(carried, tmp_path / "there", "cuda")
-    assert "Python 3.99, and here are triton" in capsys.readouterr().out
+    there = carry.key_of_kernels(carried)
+    assert "a" * 64 in there[triton_key.VARIABLE] and there != here
+    assert capsys.readouterr().out == ""
+    manifest = json.loads((carried / carry.MANIFEST).read_text())
+    (carried / carry.MANIFEST).write_text(json.dumps(manifest | {"triton": "1.0"}))
+    carry.unpacked(carried, tmp_path / "here", "stub")
+    assert "for triton 1.0" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="for triton 1.0.*or leave out --carry"):
+        carry.unpacked(carried, tmp_path / "there", "stub", needed=True)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dev.gpu import device
+from dev.gpu.cells import Cell, Stage
 from dev.gpu.results import FILE, Results, Row, last_rows, read_rows, with_verdict
-from dev.gpu.schedule import Run
+from dev.gpu.schedule import MOST_FAILED_STARTS, Run
+from dev.gpu.worker import PRELOAD
 from tests.gpu_cells import STAGE, planted
 
 
@@ -42,7 +45,7 @@ def test_each_fault_costs_one_cell(rows: dict[str, Row]) -> None:
     for name in ("hang", "hang_with_the_gil", "hang_with_a_child"):
         assert states.pop(name) == "hung"
     assert set(states.values()) == {"ok"}, states
-    assert "listed" in states and len(states) == 9
+    assert "listed" in states and len(states) == 8
 
 
 def test_rows_say_why(rows: dict[str, Row]) -> None:
@@ -83,13 +86,38 @@ def test_a_second_run_leaves_out_verdicts(
     kept = [line for line in lines if json.loads(line)["cell"] != f"{STAGE}: is_wrong"]
     cut.write_text("\n".join(kept) + '\n{"cell": "cut o')
     again = run(tmp_path, frozenset(with_verdict(read_rows(cut))))
-    assert {name: row["state"] for name, row in again.items()} == {
-        "is_wrong": "failed",
-        "(list of cells)": "ok",
-    }
+    assert {name: row["state"] for name, row in again.items()} == {"is_wrong": "failed"}
 
 
 def test_without_time_no_cell_begins(tmp_path: Path) -> None:
     states = {row["state"] for row in run(tmp_path, seconds=0.2).values()}
     assert states == {"no time"}
     assert os.path.getsize(tmp_path / FILE) > 0
+
+
+def test_workers_of_the_next_stage_start_ahead(tmp_path: Path) -> None:
+    """The first cell ends when the worker of the second has begun to start."""
+    waits = Cell("first", "waits", "tests.gpu_cells:wait_for_two_workers", limit=20.0)
+    passes = Cell("second", "passes", "tests.gpu_cells:passes", limit=20.0)
+    stages = [
+        Stage("first", 60.0, "a start ahead", (waits,)),
+        Stage("second", 60.0, "another environment", (passes,), environment={"OTHER": "1"}),
+    ]
+    results = Results(tmp_path)
+    made = Run(results, tmp_path, 60.0, {device.FOLDER: str(tmp_path)})
+    made.run(stages)
+    made.close()
+    assert [row["state"] for row in last_rows(results.rows).values()] == ["ok", "ok"]
+
+
+def test_workers_that_do_not_start_cost_little(tmp_path: Path) -> None:
+    cells = tuple(Cell("broken", str(i), "tests.gpu_cells:passes") for i in range(5))
+    stage = Stage("broken", 60.0, "nothing", cells, environment={PRELOAD: "no_such_module"})
+    results = Results(tmp_path)
+    made = Run(results, tmp_path, 60.0, {})
+    made.run([stage])
+    rows = list(last_rows(results.rows).values())
+    assert [row["state"] for row in rows] == 5 * ["no start"]
+    assert rows[0]["error"].startswith("ModuleNotFoundError: No module named 'no_such_module'")
+    assert "no other one was tried" in rows[-1]["error"]
+    assert len(list(tmp_path.glob("worker*.log"))) == MOST_FAILED_STARTS

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dev.gpu import plan
 from ring_attn.testing import share_gpu
 from ring_attn.testing.launch import checked_device
 from ring_attn.testing.one_gpu import WAYS, Way
 from tests import conftest
+from tests.distributed import pool
 from tests.refusals import refused
+
+ROOT = Path(__file__).parents[2]
 
 VARIABLES = (
     "NCCL_HOSTID",
@@ -119,3 +126,31 @@ def test_the_flag_chooses_the_tests(
     test = item(*marks)
     assert conftest._runs_here(test, None) == without  # type: ignore[arg-type]
     assert conftest._runs_here(test, "hostid") == with_flag  # type: ignore[arg-type]
+
+
+# Prints whether a fork could not use CUDA, and whether torch's compiler was imported, which asks
+# for a GPU. In a torch without CUDA only the second can be True.
+FORK = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import torch
+compiler = "torch._inductor.compile_fx" in sys.modules
+if os.fork() == 0:
+    print(torch.cuda._is_in_bad_fork(), compiler, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def printed_by_a_fork(modules: list[str]) -> str:
+    command = [sys.executable, "-c", FORK, *modules]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_from_processes_that_have_not_asked_for_a_gpu() -> None:
+    """Those of the tests over NCCL, and those of the stages of `python -m dev gpu`."""
+    modules = [*pool.PRELOAD_CUDA, *plan.RANKS.split()]
+    assert printed_by_a_fork(modules) == "False False\n"
+    assert "True" in printed_by_a_fork(pool.PRELOAD)
