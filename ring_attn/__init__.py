@@ -61,7 +61,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for an object
         """Imports, at their first use, what takes long or needs other packages."""
         if name in _LATE:
             return getattr(import_module(f"ring_attn.{_LATE[name]}"), name)
-        if name in ("integrations", "testing"):
+        if name in ("integrations", "plots", "testing"):
             return import_module(f"ring_attn.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

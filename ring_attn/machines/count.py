@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
@@ -84,8 +84,13 @@ def _add_sources(program: Program, rank: int, members: Members, sources: Sources
 
 def peak_bytes(programs: Sequence[Program], call: Call) -> int:
     """Return the peak bytes that a forward, or a forward and a backward, hold beyond the inputs."""
+    return _walk_memory(programs, call, moments=None)
+
+
+def _walk_memory(programs: Sequence[Program], call: Call, moments: list[Moment] | None) -> int:
+    """Return the peak bytes; append what is held after each op to `moments`, if it is a list."""
     backend = get_backend(call.backend)
-    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0)
+    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0, moments)
     memory.all()
     if len(programs) == 1:
         return memory.most
@@ -94,9 +99,43 @@ def peak_bytes(programs: Sequence[Program], call: Call) -> int:
     arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
     held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
     arrays["dout"] = program.arrays["dout"]
-    back = Memory(program, call.spec, backend, arrays, held)
+    back = Memory(program, call.spec, backend, arrays, held, moments)
     back.all()
     return max(memory.most, back.most)
+
+
+class Moment(NamedTuple):
+    """The bytes that a rank holds beyond its inputs after an op of its program.
+
+    Attributes:
+        direction: "forward" or "backward".
+        step: label of the program's step; "" before the first.
+        tensors: results, gradients and saved tensors.
+        messages: buffers that are sent, received or added.
+        state: running sums of the softmax.
+        peak: the most that is held during the op, with its temporary tensors.
+    """
+
+    direction: str
+    step: str
+    tensors: int
+    messages: int
+    state: int
+    peak: int
+
+    @property
+    def held(self) -> int:
+        return self.tensors + self.messages + self.state
+
+
+def memory_over(programs: Sequence[Program], call: Call) -> list[Moment]:
+    """Return what a rank holds after each op of a forward, or of a forward and a backward.
+
+    The greatest `peak` is what `peak_bytes` returns.
+    """
+    moments: list[Moment] = []
+    _walk_memory(programs, call, moments)
+    return moments
 
 
 @dataclass(eq=False)
@@ -104,6 +143,7 @@ class Memory:
     """The bytes that a rank holds while `machines.run` runs its program.
 
     `own` are the names of the tensors that the program has made, `most` is the peak of `held`.
+    `outer` is what the program around an inner one holds.
     """
 
     program: Program
@@ -111,6 +151,8 @@ class Memory:
     backend: Backend
     arrays: dict[str, Array]
     held: int
+    moments: list[Moment] | None = None
+    outer: Moment | None = None
 
     def __post_init__(self) -> None:
         self.own: set[str] = set()
@@ -123,6 +165,7 @@ class Memory:
         # Bytes that a sum over ranks receives, by channel, until the end of the exchange.
         self._parts: dict[ops.Channel, int] = {}
         self._state = 0  # bytes of the state between its steps
+        self._step = "" if self.outer is None else self.outer.step
         self._free: dict[int, int] = {}  # numbers of free buffers by room
         # Bytes of workspaces, by the arguments of `Backend.workspace_bytes`.
         self._workspaces: dict[tuple[Sizes, AttentionSpec, bool, bool], int] = {}
@@ -131,9 +174,37 @@ class Memory:
         """Count every op in order, and free all buffers at the end."""
         for index, op in enumerate(self.program.ops):
             self._index = index
-            self._do(op)
+            if self.moments is None:
+                self._do(op)
+            else:
+                self._record(op, self.moments)
         self.held -= sum(self._rooms.values())
         self.held -= sum(room * count for room, count in self._free.items())
+
+    def _record(self, op: Op, moments: list[Moment]) -> None:
+        """Count an op, and append what is held after it."""
+        if isinstance(op, ops.Step):
+            self._step = op.label
+        before, self.most = self.most, self.held
+        self._do(op)
+        moments.append(self._moment(peak=self.most))
+        self.most = max(before, self.most)
+
+    def _moment(self, peak: int) -> Moment:
+        messages = sum(self._rooms.values()) + sum(self._parts.values())
+        messages += sum(room * count for room, count in self._free.items())
+        state = self._state
+        if self.outer is not None:
+            messages += self.outer.messages
+            state += self.outer.state
+        return Moment(
+            direction="backward" if self.program.backward else "forward",
+            step=self._step,
+            tensors=self.held - messages - state,
+            messages=messages,
+            state=state,
+            peak=peak,
+        )
 
     def _use(self, nbytes: int) -> None:
         self.most = max(self.most, self.held + nbytes)
@@ -325,7 +396,10 @@ class Memory:
 
     def _inner(self, op: ops.Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
-        memory = Memory(op.program, op.spec, self.backend, arrays, self.held)
+        outer = self._moment(self.held) if self.moments is not None else None
+        memory = Memory(
+            op.program, op.spec, self.backend, arrays, self.held, self.moments, outer
+        )
         memory.all()
         self.most = max(self.most, memory.most)
         for inner, outer in op.results:

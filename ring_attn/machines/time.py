@@ -55,15 +55,34 @@ def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
     return [r for start in starts for r in range(start, min(start + length, world_size))]
 
 
-def simulate(programs: Sequence[Program], call: Call, cluster: Cluster) -> Simulation:
+def simulate(
+    programs: Sequence[Program], call: Call, cluster: Cluster, *, record: bool = False
+) -> Simulation:
     """Simulate one direction of a call: the programs of the ranks to be walked.
 
-    Nodes hold consecutive ranks.
+    Nodes hold consecutive ranks. With `record`, each timeline also has its spans, for pictures.
 
     Raises:
         ValueError: the programs do not end; `machines.check` says why.
     """
-    return _Run(programs, call, cluster).all()
+    return _Run(programs, call, cluster, record).all()
+
+
+class Span(NamedTuple):
+    """A part of a rank's time, in seconds since the start.
+
+    Attributes:
+        lane: "device", or the channel of a transfer.
+        kind: of the device "compute", "moves", "host", "late" or "exposed", which add up to the
+            fields of `Timeline` (host to `idle`); of a channel "transfer".
+        step: label of the program's step; "" before the first.
+    """
+
+    lane: str
+    kind: str
+    step: str
+    start: float
+    stop: float
 
 
 class Pending(NamedTuple):
@@ -86,6 +105,8 @@ class Timeline:
         idle, late: time waiting for the rank's host, for late peers.
         exposed: time waiting for bytes.
         sent, messages: bytes and exchanges.
+        step: label of the step that the rank is in.
+        spans: what the rank did when, if it is recorded; else None.
     """
 
     rank: int
@@ -98,6 +119,8 @@ class Timeline:
     exposed: float = 0.0
     sent: int = 0
     messages: int = 0
+    step: str = ""
+    spans: list[Span] | None = None
 
     def __post_init__(self) -> None:
         self.pending: dict[ops.Channel, Pending] = {}
@@ -106,6 +129,11 @@ class Timeline:
         self.ended = (0.0, 0.0)
         self.packed = 0.0
         self.arrived: dict[ops.Channel, float] = {}
+
+    def record(self, kind: str, start: float, stop: float, lane: str = "device") -> None:
+        """Keep what the rank does in this step from `start` to `stop`, if it is recorded."""
+        if self.spans is not None and stop > start:
+            self.spans.append(Span(lane, kind, self.step, start, stop))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,13 +215,16 @@ class _Run:
     programs: Sequence[Program]
     call: Call
     cluster: Cluster
+    record: bool = False
 
     def __post_init__(self) -> None:
         self.carries = get_backend(self.call.backend).carries_state
         backward, window = self.programs[0].backward, self.call.mask.has_windows
         self.rate = self.cluster.device.rate(backward=backward, window=window)
         self.bandwidth = self.cluster.device.memory_bandwidth
-        self.ranks = {p.rank: Timeline(p.rank) for p in self.programs}
+        self.ranks = {
+            p.rank: Timeline(p.rank, spans=[] if self.record else None) for p in self.programs
+        }
         self.groups: dict[tuple[int, ...], _Group] = {}
         # Times at which ports are free, out and in.
         self.free_out: dict[Port, float] = defaultdict(float)
@@ -243,9 +274,11 @@ class _Run:
             beside = min(pending.stop, second) - max(pending.start, first)
             if beside > 0 and ready < rank.clock:
                 lost = self.cluster.slowdown * beside
+                rank.record("compute", rank.clock, rank.clock + lost)
                 rank.clock += lost
                 rank.compute += lost
             rank.pending[op.channel] = pending
+            rank.record("transfer", pending.start, pending.stop, lane=op.channel)
             rank.arrived[op.channel] = pending.stop
 
     def _shift(self, group: _Group, posts: list[_Post]) -> Iterator[Pending]:
@@ -401,8 +434,10 @@ class _Walk:
         for op in self.program.ops:
             # The most frequent ops first.
             match op:
-                case ops.Step() | ops.Free() | ops.Assign():
+                case ops.Free() | ops.Assign():
                     pass  # takes no time on the device
+                case ops.Step():
+                    self.me.step = op.label
                 case ops.Attend():
                     self._attend(op)
                 case ops.Differentiate():
@@ -468,6 +503,7 @@ class _Walk:
         me = self.me
         me.host += seconds
         start = max(me.clock, me.host)
+        me.record("host", me.clock, start)
         me.idle += start - me.clock
         me.clock = start
         return start
@@ -492,6 +528,7 @@ class _Walk:
         me = self.me
         start = self._launched(count * self.run.cluster.host.copy)
         me.clock = self._after(nbytes / self.run.bandwidth)
+        me.record("moves", start, me.clock)
         me.moves += me.clock - start
 
     def _finish(self, op: ops.Finish) -> None:
@@ -523,6 +560,9 @@ class _Walk:
         waited = max(stop - start, 0.0)
         idle = max(min(exchange.posted, stop) - start, 0.0)
         begun = max(min(exchange.start, stop) - start, idle)
+        me.record("host", start, start + idle)
+        me.record("late", start + idle, start + begun)
+        me.record("exposed", start + begun, start + waited)
         me.idle += idle
         me.late += begun - idle
         me.exposed += waited - begun
@@ -548,6 +588,7 @@ class _Walk:
             start = self._launched(num_launches * run.cluster.host.launch)
         me.clock = self._after(seconds)
         me.ended = me.ended[1], me.clock
+        me.record("compute", start, me.clock)
         me.compute += me.clock - start
 
     def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:

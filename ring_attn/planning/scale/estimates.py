@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from ring_attn.call import Call
-from ring_attn.machines.time import simulate
+from ring_attn.machines.time import Timeline, simulate
 from ring_attn.planning.calls import call_of, core_of, rated_cluster
 from ring_attn.planning.choice import Candidate, DirectionCost, Problem
 from ring_attn.planning.memory import Peak, peak_of
@@ -99,6 +99,23 @@ class Estimates:
             return DirectionCost.of(simulate(programs, calls[0], cluster))
 
         return whole_cost(self._worlds, self._each(simulated))
+
+    def timelines(self, *, backward: bool) -> tuple[Timeline, ...]:
+        """Return what each walked rank does when, in one direction.
+
+        Raises:
+            ValueError: smaller worlds stand for the candidate's ranks.
+        """
+        if self.is_extrapolated:
+            raise ValueError(
+                f"there is no timeline of {self._problem.world_size} ranks, whose times follow "
+                f"from {' and '.join(map(str, self.world_sizes))} ranks; plan fewer ranks"
+            )
+        problem, candidate = self._worlds[0]
+        calls = walked_calls(problem, candidate)
+        programs = programs_of(calls, backward=backward)
+        cluster = rated_cluster(problem, candidate)
+        return simulate(programs, calls[0], cluster, record=True).ranks
 
     def peak(self) -> Peak:
         """Return the peak memory of a rank."""

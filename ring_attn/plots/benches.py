@@ -1,0 +1,149 @@
+"""Pictures of measurements: the reports of `ring-attn bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ring_attn.planning.choice import format_seconds
+from ring_attn.plots.style import (
+    BLUE,
+    GREY,
+    OWNERS,
+    SMALL,
+    new_figure,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What names an implementation in a report, and in a picture.
+NAMES = {"ours": "ring_attn", "dense": "dense", "torch-template": "torch template"}
+
+MODES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}
+
+
+def bench(report: Mapping[str, Any], *, theme: str = "light") -> Figure:
+    """Draw the results of `ring-attn bench`: times of implementations, or TFLOP/s by length.
+
+    Args:
+        report: the content of a file of `--json`, or of a file in `bench/results`.
+        theme: "light" or "dark".
+
+    Raises:
+        ImportError: there is no matplotlib.
+        ValueError: the report has no rows of measured times.
+
+    Example:
+        >>> from ring_attn import plots
+        >>> rows = [{"impl": "ours", "mode": "fwd", "median_ms": 2.0, "p20_ms": 1.9, "p80_ms": 2.2}]
+        >>> [text.get_text() for text in plots.bench({"rows": rows}).axes[0].texts]
+        ['2 ms']
+    """
+    rows = measured(report)
+    lengths = {row.get("seqlen") for row in rows}
+    if len(lengths) > 1 and all(row.get("rate") for row in rows):
+        return _rates(rows, theme)
+    return _times(rows, theme)
+
+
+def measured(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of a report that have a time.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = report.get("rows")
+    rows = [
+        row
+        for row in (found if isinstance(found, list) else [])
+        if isinstance(row, Mapping) and {"impl", "mode"} <= {*row} and row.get("median_ms")
+    ]
+    if not rows:
+        raise ValueError(
+            "the report has no rows with impl, mode and median_ms: give the content of a file that "
+            "`ring-attn bench ring --json` or `ring-attn bench kernel --json` wrote"
+        )
+    return rows
+
+
+def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
+    """Draw a bar for each implementation in each mode, with the spread of the repetitions."""
+    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
+    by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in modes}
+    with settings(theme) as colours:
+        counts = [len(of_mode) for of_mode in by_mode.values()]
+        figure = new_figure(0.5 + 0.35 * len(counts) + 0.36 * sum(counts))
+        parts = figure.subplots(len(counts), squeeze=False, sharex=True, height_ratios=counts)
+        most = max(row.get("p80_ms") or row["median_ms"] for row in rows)
+        for axes, (mode, of_mode) in zip(parts[:, 0], by_mode.items(), strict=True):
+            medians = [row["median_ms"] for row in of_mode]
+            spread = [
+                [row["median_ms"] - (row.get("p20_ms") or row["median_ms"]) for row in of_mode],
+                [(row.get("p80_ms") or row["median_ms"]) - row["median_ms"] for row in of_mode],
+            ]
+            fills = [BLUE if row["impl"] == "ours" else GREY for row in of_mode]
+            axes.barh(
+                range(len(of_mode)), medians, xerr=spread, color=fills, height=0.7,
+                ecolor=colours.text, capsize=2.5,
+            )  # fmt: skip
+            for place, row in enumerate(of_mode):
+                right = row.get("p80_ms") or row["median_ms"]
+                text = format_seconds(1e-3 * row["median_ms"])
+                axes.annotate(
+                    text, (right, place), (5, 0), textcoords="offset points", va="center"
+                )
+            names = [NAMES.get(row["impl"], row["impl"]) for row in of_mode]
+            axes.set_yticks(range(len(of_mode)), names)
+            axes.set(xlim=(0, 1.25 * most), ylim=(len(of_mode) - 0.4, -0.6))
+            axes.tick_params(axis="y", length=0, labelcolor=colours.text)
+            axes.tick_params(axis="x", length=3)
+            axes.spines["left"].set_visible(False)
+            axes.set_title(MODES[mode], loc="left", color=colours.muted, size=SMALL)
+        axes.set_xlabel("ms: the median, and 20 % to 80 % of the repetitions", size=SMALL)
+    return figure
+
+
+def _rates(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
+    """Draw TFLOP/s by length, a line for each implementation, heads and mask."""
+    lines: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        case = " ".join(
+            str(part)
+            for part in (
+                f"{row.get('heads')}/{row.get('kv_heads')}", row.get("head_dim"),
+                "causal" if row.get("causal") else "full",
+            )
+        )  # fmt: skip
+        name = NAMES.get(row["impl"], row["impl"])
+        lines.setdefault((row["mode"], name, case), []).append((row["seqlen"], row["rate"]))
+    modes = [mode for mode in MODES if any(key[0] == mode for key in lines)]
+    names = list(dict.fromkeys(name for _, name, _ in lines))
+    cases = list(dict.fromkeys(case for _, _, case in lines))
+    styles = ("-", "--", ":", "-.")
+    with settings(theme) as colours:
+        figure = new_figure(0.4 + 2.3 * len(modes) + 0.22 * len(names) * len(cases))
+        parts = figure.subplots(len(modes), squeeze=False, sharex=True)[:, 0]
+        for axes, mode in zip(parts, modes, strict=True):
+            for (of_mode, name, case), points in lines.items():
+                if of_mode == mode:
+                    xs, ys = zip(*sorted(points), strict=True)
+                    axes.plot(
+                        xs, ys, "o", color=OWNERS[names.index(name) % len(OWNERS)],
+                        linestyle=styles[cases.index(case) % len(styles)],
+                        markersize=4, label=f"{name}, {case}",
+                    )  # fmt: skip
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.grid(axis="y", color=colours.line, linewidth=0.6)
+            axes.set_title(f"{MODES[mode]}, TFLOP/s", loc="left", color=colours.text)
+        lengths = sorted({row["seqlen"] for row in rows})
+        parts[-1].set_xticks(lengths, [f"{n >> 10}k" if n % 1024 == 0 else str(n) for n in lengths])
+        parts[-1].minorticks_off()
+        parts[-1].set_xlabel("length of the sequence")
+        figure.legend(
+            *parts[0].get_legend_handles_labels(), loc="outside lower left", frameon=False,
+            fontsize=SMALL, labelcolor=colours.text,
+        )  # fmt: skip
+    return figure
