@@ -272,4 +272,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure, save the JSON after each cell, print the tables; return 1 if one of ours failed."""
     bench = Cells(setting_of(args), args.json)
     bench.run()
-    return bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())
+    status = bench.finish([] if args.quiet else [table(bench.rows)], bench.remarks())
+    bench.draw(args.plot)
+    return status

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from ring_attn.cli.arguments import TABLE_WIDTH, command_line, write_json
+from ring_attn import plots
+from ring_attn.cli.arguments import TABLE_WIDTH, command_line, is_first_rank, write_json
 from ring_attn.cli.env import machine
+from ring_attn.plots.benches import measured
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -71,6 +73,16 @@ class Report(Generic[S, R]):
     def save(self) -> None:
         """Write the report so far, so that it remains if the run is killed."""
         write_json(self._path, self.to_json())
+
+    def draw(self, path: Path | None) -> None:
+        """Write a picture of the rows that have times, unless the path is None."""
+        if path is None or not is_first_rank():
+            return
+        report = self.to_json()
+        if measured(report):
+            plots.save(plots.bench(report), path)
+        else:
+            print(f"{path}: no picture, since nothing was measured")
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Print tables, failures and last lines; return the exit status, 1 if a result is wrong."""

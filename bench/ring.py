@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     bench.rows, bench.failures = ranks[0]
     bench.save()
     lines = [f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note]
-    return bench.finish([], []) if args.quiet else bench.finish([_table(bench)], lines)
+    status = bench.finish([], []) if args.quiet else bench.finish([_table(bench)], lines)
+    bench.draw(args.plot)
+    return status
 
 
 def setting_of(args: argparse.Namespace) -> RingSetting:

@@ -43,8 +43,9 @@ def ring(theme: str) -> Figure:
 
 
 def layouts(theme: str) -> Figure:
-    named = {name: SequenceLayout.from_name(name, 32, 4) for name in
-             ("contiguous", "zigzag", "striped")}  # fmt: skip
+    named = {
+        name: SequenceLayout.from_name(name, 32, 4) for name in ("contiguous", "zigzag", "striped")
+    }
     return plots.layouts(named, theme=theme)
 
 
@@ -69,9 +70,14 @@ def all_masks(theme: str) -> Figure:
         "shared_prefix": masks.shared_prefix(16, [12, 12, 8]),
         "sink_window": masks.sink_window(48, 4, 8),
         "from_slices": masks.from_slices(
-            48, 48,
-            [(q, q + 8, k, k + 8) for q in range(0, 48, 8) for k in range(0, q + 8, 8)
-             if q - k <= 8 or k in (0, 16)],
+            48,
+            48,
+            [
+                (q, q + 8, k, k + 8)
+                for q in range(0, 48, 8)
+                for k in range(0, q + 8, 8)
+                if q - k <= 8 or k in (0, 16)
+            ],
         ),
     }
     return plots.masks(named, theme=theme)

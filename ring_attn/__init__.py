@@ -31,7 +31,7 @@ from ring_attn.transport.ranks.identity import set_step
 from ring_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from ring_attn import integrations, testing
+    from ring_attn import integrations, plots, testing
     from ring_attn.models.parallelize import parallelize
     from ring_attn.models.recurrent import RecurrentParallel, register_recurrence
     from ring_attn.models.style import ContextParallel
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextParallel", "Mask", "RecurrentParallel", "Segment", "SequenceLayout", "Strategy",
     "TransportOptions", "audit", "balance", "check", "explain", "halo", "integrations", "masks",
-    "next_rank", "pack", "parallelize", "prepare", "profiling", "recurrence",
-    "register_recurrence", "ring_attention", "roll", "select_backend", "set_step", "shard_batch",
-    "stats", "sync_gradients", "tensor_parallel", "testing", "token_logprobs", "tree_decode",
-    "unshard",
+    "next_rank", "pack", "parallelize", "plots", "prepare", "profiling", "recurrence",
+    "register_recurrence", "ring_attention", "roll", "select_backend", "set_step",
+    "shard_batch", "stats", "sync_gradients", "tensor_parallel", "testing", "token_logprobs",
+    "tree_decode", "unshard",
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ MODULES = (
     "ring_attn.models.tensor_parallel", "ring_attn.integrations.context_parallel",
     "ring_attn.integrations.flash_attn", "ring_attn.integrations.ring_flash_attn",
     "ring_attn.integrations.trainer", "ring_attn.integrations.transformers",
-    "ring_attn.models.recurrent", "ring_attn.recurrence",
+    "ring_attn.models.recurrent", "ring_attn.plots", "ring_attn.recurrence",
 )  # fmt: skip
 
 

@@ -152,6 +152,26 @@ def parse_report(text: str) -> Path:
     return path
 
 
+def parse_picture(text: str) -> Path:
+    """Parse a picture to write, as `parse_report`; it must be a kind of file that can be drawn."""
+    from ring_attn.values.outside import picture_path
+
+    try:
+        return parse_report(str(picture_path(text)))
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_plot(parser: argparse.ArgumentParser, shown: str) -> None:
+    """Add the option of subcommands that draw a picture of what they print."""
+    parser.add_argument(
+        "--plot",
+        metavar="PATH",
+        type=parse_picture,
+        help=f"draw {shown} in this file, .svg or .png (default: no file); needs matplotlib",
+    )
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add the options that every subcommand has."""
     parser.add_argument(
@@ -181,11 +201,12 @@ def with_options(make: Callable[..., T], args: argparse.Namespace, **others: obj
 
 
 def command_line() -> str:
-    """Return the command as typed, without --json PATH, which does not change the measurements."""
+    """Return the command as typed, without the files to write, which change no measurements."""
     program, *words = sys.argv
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
+    for option in ("--json", "--plot"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
     path = Path(program)
     if path.name == "__main__.py":
         return shlex.join(["python", "-m", path.parent.name, *words])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ring_attn.cli.arguments import (
     add_common,
+    add_plot,
     add_switch,
     format_size,
     names_of,
@@ -176,6 +177,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     _add_call(parser)
     _add_candidates(parser)
     _add_cluster(parser)
+    add_plot(parser, "the times of strategies, and the best one's timeline and memory,")
     add_common(parser)
 
 
@@ -362,6 +364,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         default=",".join(BASELINES),
         help=f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none",
     )
+    add_plot(parser, "the times")
     add_common(parser)
 
 
@@ -389,6 +392,7 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         help=f"lengths, such as 1k,8k (default: {lengths})",
     )
     add("--iters", type=parse_size, help=f"maximum repetitions of a cell (default: {KERNEL_ITERS})")
+    add_plot(parser, "TFLOP/s by length")
     add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in KERNEL_HEADS))
 
 

@@ -12,9 +12,11 @@ from itertools import accumulate, cycle, takewhile
 
 import torch
 
+from ring_attn import plots
 from ring_attn.cli.arguments import (
     command_line,
     format_size,
+    is_first_rank,
     narrow,
     shortened,
     with_options,
@@ -33,7 +35,7 @@ from ring_attn.planning.devices import (
     load_cluster,
 )
 from ring_attn.planning.planner import explain
-from ring_attn.planning.scale import estimates_of
+from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.strategies.base import StrategyCode
 from ring_attn.strategies.registry import programs_of, registered
 from ring_attn.testing.launch import num_threads
@@ -68,6 +70,7 @@ def run_plan(args: argparse.Namespace) -> int:
     check_bounds(args)
     with num_threads(1):  # on a busy machine, threads of small operators wait for each other
         choice = plan(args)
+        figure = None if args.plot is None else plots.plan(choice)
     if not args.quiet:
         text = choice.table(verbose=args.verbose).removesuffix(choice.reason)
         lines = text.splitlines()
@@ -82,6 +85,8 @@ def run_plan(args: argparse.Namespace) -> int:
     print(narrow(choice.reason))
     ok = not args.check or checked(choice, quiet=args.quiet)
     write_json(args.json, {"command": command_line(), **choice.to_dict()})
+    if figure is not None and is_first_rank():
+        plots.save(figure, args.plot)
     return 0 if ok else 1
 
 
@@ -122,6 +127,11 @@ def check_bounds(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--check works for at most {MAX_CHECKED} ranks, because it lists the tiles of every "
             f"pair of ranks, got {args.world_size}"
+        )
+    if args.plot is not None and args.world_size > MAX_EXACT:
+        raise ValueError(
+            f"--plot works for at most {MAX_EXACT} ranks, because timelines of more ranks are not "
+            f"simulated, got {args.world_size}"
         )
     for option, value, limit in (
         ("--world-size", args.world_size, MAX_RANKS),

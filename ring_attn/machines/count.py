@@ -396,10 +396,8 @@ class Memory:
 
     def _inner(self, op: ops.Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
-        outer = self._moment(self.held) if self.moments is not None else None
-        memory = Memory(
-            op.program, op.spec, self.backend, arrays, self.held, self.moments, outer
-        )
+        around = self._moment(self.held) if self.moments is not None else None
+        memory = Memory(op.program, op.spec, self.backend, arrays, self.held, self.moments, around)
         memory.all()
         self.most = max(self.most, memory.most)
         for inner, outer in op.results:

@@ -42,6 +42,11 @@ def bench(report: Mapping[str, Any], *, theme: str = "light") -> Figure:
         ['2 ms']
     """
     rows = measured(report)
+    if not rows:
+        raise ValueError(
+            "the report has no rows with impl, mode and median_ms: pass the content of a file that "
+            "`ring-attn bench ring --json` or `ring-attn bench kernel --json` wrote"
+        )
     lengths = {row.get("seqlen") for row in rows}
     if len(lengths) > 1 and all(row.get("rate") for row in rows):
         return _rates(rows, theme)
@@ -49,23 +54,13 @@ def bench(report: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 
 def measured(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows of a report that have a time.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the rows of a report that have a time."""
     found = report.get("rows")
-    rows = [
+    return [
         row
         for row in (found if isinstance(found, list) else [])
         if isinstance(row, Mapping) and {"impl", "mode"} <= {*row} and row.get("median_ms")
     ]
-    if not rows:
-        raise ValueError(
-            "the report has no rows with impl, mode and median_ms: give the content of a file that "
-            "`ring-attn bench ring --json` or `ring-attn bench kernel --json` wrote"
-        )
-    return rows
 
 
 def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
@@ -85,17 +80,19 @@ def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
             ]
             fills = [BLUE if row["impl"] == "ours" else GREY for row in of_mode]
             axes.barh(
-                range(len(of_mode)), medians, xerr=spread, color=fills, height=0.7,
-                ecolor=colours.text, capsize=2.5,
-            )  # fmt: skip
+                range(len(of_mode)),
+                medians,
+                xerr=spread,
+                color=fills,
+                height=0.7,
+                ecolor=colours.text,
+                capsize=2.5,
+            )
             for place, row in enumerate(of_mode):
                 right = row.get("p80_ms") or row["median_ms"]
                 text = format_seconds(1e-3 * row["median_ms"])
-                axes.annotate(
-                    text, (right, place), (5, 0), textcoords="offset points", va="center"
-                )
-            names = [NAMES.get(row["impl"], row["impl"]) for row in of_mode]
-            axes.set_yticks(range(len(of_mode)), names)
+                axes.annotate(text, (right, place), (5, 0), textcoords="offset points", va="center")
+            axes.set_yticks(range(len(of_mode)), _labels(of_mode))
             axes.set(xlim=(0, 1.25 * most), ylim=(len(of_mode) - 0.4, -0.6))
             axes.tick_params(axis="y", length=0, labelcolor=colours.text)
             axes.tick_params(axis="x", length=3)
@@ -105,19 +102,26 @@ def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
     return figure
 
 
+def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of rows, with what was measured where a name has several rows."""
+    names = [NAMES.get(row["impl"], row["impl"]) for row in rows]
+    if len({*names}) == len(names):
+        return names
+    return [f"{name}, {_case(row)}" for name, row in zip(names, rows, strict=True)]
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    """Return heads, head dim and mask of a row of `bench kernel`."""
+    heads = f"{row.get('heads')}/{row.get('kv_heads')} x {row.get('head_dim')}"
+    return f"{heads}, {'causal' if row.get('causal') else 'full'}"
+
+
 def _rates(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
     """Draw TFLOP/s by length, a line for each implementation, heads and mask."""
     lines: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     for row in rows:
-        case = " ".join(
-            str(part)
-            for part in (
-                f"{row.get('heads')}/{row.get('kv_heads')}", row.get("head_dim"),
-                "causal" if row.get("causal") else "full",
-            )
-        )  # fmt: skip
         name = NAMES.get(row["impl"], row["impl"])
-        lines.setdefault((row["mode"], name, case), []).append((row["seqlen"], row["rate"]))
+        lines.setdefault((row["mode"], name, _case(row)), []).append((row["seqlen"], row["rate"]))
     modes = [mode for mode in MODES if any(key[0] == mode for key in lines)]
     names = list(dict.fromkeys(name for _, name, _ in lines))
     cases = list(dict.fromkeys(case for _, _, case in lines))
@@ -130,10 +134,14 @@ def _rates(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
                 if of_mode == mode:
                     xs, ys = zip(*sorted(points), strict=True)
                     axes.plot(
-                        xs, ys, "o", color=OWNERS[names.index(name) % len(OWNERS)],
+                        xs,
+                        ys,
+                        "o",
+                        color=OWNERS[names.index(name) % len(OWNERS)],
                         linestyle=styles[cases.index(case) % len(styles)],
-                        markersize=4, label=f"{name}, {case}",
-                    )  # fmt: skip
+                        markersize=4,
+                        label=f"{name}, {case}",
+                    )
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
             axes.grid(axis="y", color=colours.line, linewidth=0.6)
@@ -143,7 +151,10 @@ def _rates(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
         parts[-1].minorticks_off()
         parts[-1].set_xlabel("length of the sequence")
         figure.legend(
-            *parts[0].get_legend_handles_labels(), loc="outside lower left", frameon=False,
-            fontsize=SMALL, labelcolor=colours.text,
-        )  # fmt: skip
+            *parts[0].get_legend_handles_labels(),
+            loc="outside lower left",
+            frameon=False,
+            fontsize=SMALL,
+            labelcolor=colours.text,
+        )
     return figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ring_attn.machines.count import Moment, memory_over
 from ring_attn.machines.time import Timeline
@@ -14,6 +14,7 @@ from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.plots.runs import MEMORY_HEIGHT, draw_memory, fill_timeline, timeline_height
 from ring_attn.plots.style import (
     BLUE,
+    FONT_SIZE,
     GREY,
     OWNERS,
     SMALL,
@@ -133,20 +134,19 @@ def plan(choice: Choice, *, theme: str = "light") -> Figure:
     timelines, moments = timelines_of(choice), moments_of(choice)
     heights = [_strategies_height(choice) + 0.3, timeline_height(timelines) + 0.4, MEMORY_HEIGHT]
     with settings(theme) as colours:
-        figure = new_figure(sum(heights) + 0.3)
-        first, second, third = figure.subfigures(3, height_ratios=heights)
-        first.suptitle("time of a call", weight="bold")
+        figure = new_figure(sum(heights))
+        heading: dict[str, Any] = {"weight": "bold", "size": FONT_SIZE, "x": 0.01, "ha": "left"}
+        first, second, third = figure.subfigures(3, 1, squeeze=False, height_ratios=heights)[:, 0]
+        first.suptitle("time of a call", **heading)
         _draw_strategies(first.add_subplot(), choice, colours)
-        second.suptitle(f"{choice.best.label}: timeline of rank 0", weight="bold")
+        second.suptitle(f"{choice.best.label}: timeline of rank 0", **heading)
         fill_timeline(second, timelines, colours)
-        third.suptitle(f"{choice.best.label}: memory of rank 0", weight="bold")
+        third.suptitle(f"{choice.best.label}: memory of rank 0", **heading)
         draw_memory(third.add_subplot(), moments, colours)
     return figure
 
 
-def scaling(
-    choices: Sequence[Choice], value: Value = "seconds", *, theme: str = "light"
-) -> Figure:
+def scaling(choices: Sequence[Choice], value: Value = "seconds", *, theme: str = "light") -> Figure:
     """Draw how the costs of strategies grow with the ranks, or with the length.
 
     Args:
@@ -233,23 +233,25 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _label_lines(
-    axes: Axes, lines: dict[str, list[tuple[int, float]]], colours: Colours
-) -> None:
+def _label_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]], colours: Colours) -> None:
     """Name each line at its last point, one name above the other where points are near."""
     transform = axes.transData
     bottom, top = (axes.transAxes.transform((0, y))[1] for y in (0, 1))
     room = (top - bottom) / 14
-    ends = sorted(
-        (transform.transform(points[-1])[1], name) for name, points in lines.items()
-    )
+    ends = sorted((transform.transform(points[-1])[1], name) for name, points in lines.items())
     fills = dict(zip(lines, OWNERS, strict=False))
     free = bottom
     for y, name in ends:
         at = max(y, free)
         free = at + room
         axes.annotate(
-            name, (1.0, (at - bottom) / (top - bottom)), (4, 0), xycoords="axes fraction",
-            textcoords="offset points", va="center", size=SMALL, weight="bold",
+            name,
+            (1.0, (at - bottom) / (top - bottom)),
+            (4, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            size=SMALL,
+            weight="bold",
             color=text_like(fills[name], colours),
-        )  # fmt: skip
+        )

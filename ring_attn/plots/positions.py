@@ -1,4 +1,4 @@
-"""Pictures of positions: who holds which, which keys each query sees, and the tiles of each step."""
+"""Pictures of positions: which rank holds which, which keys each query sees, and tiles."""
 
 from __future__ import annotations
 
@@ -175,9 +175,7 @@ def masks(masks: Mapping[str, Mask], *, theme: str = "light") -> Figure:
     return figure
 
 
-def _draw_mask(
-    axes: Axes, mask: Mask, layout: SequenceLayout | None, colours: Colours
-) -> None:
+def _draw_mask(axes: Axes, mask: Mask, layout: SequenceLayout | None, colours: Colours) -> None:
     if layout is not None and layout.seqlen != mask.seqlen_q:
         raise ValueError(
             f"mask has {mask.seqlen_q} queries, layout {layout} has {layout.seqlen}: give the "
@@ -244,10 +242,16 @@ def _add_owners(axes: Axes, layout: SequenceLayout, colours: Colours) -> None:
     for rank, start, stop in owned_runs(layout):
         if 24 * (stop - start) >= layout.seqlen:
             axes.annotate(
-                f"rank {rank}", (1, (start + stop) / 2), (5, 0), size=SMALL,
-                xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="center",
-                color=text_like(owner_colour(rank), colours), weight="bold",
-            )  # fmt: skip
+                f"rank {rank}",
+                (1, (start + stop) / 2),
+                (5, 0),
+                size=SMALL,
+                xycoords=axes.get_yaxis_transform(),
+                textcoords="offset points",
+                va="center",
+                color=text_like(owner_colour(rank), colours),
+                weight="bold",
+            )
 
 
 def tiles(layout: SequenceLayout, mask: Mask, *, theme: str = "light") -> Figure:

@@ -41,7 +41,7 @@ KINDS = {
 }
 
 # Kinds that take a smaller share of the time cannot be seen, and have no entry in the legend.
-VISIBLE = 0.002
+VISIBLE = 0.01
 
 # Names of lanes, from the top down.
 LANES = {
@@ -79,9 +79,7 @@ def timeline_height(timelines: Mapping[str, Timeline]) -> float:
     return 0.9 * len(timelines) + 0.4 * lanes + 0.25 * legend_rows
 
 
-def fill_timeline(
-    figure: FigureBase, timelines: Mapping[str, Timeline], colours: Colours
-) -> None:
+def fill_timeline(figure: FigureBase, timelines: Mapping[str, Timeline], colours: Colours) -> None:
     heights = [0.35 + 0.4 * len(_lanes(one)) for one in timelines.values()]
     parts = figure.subplots(len(timelines), height_ratios=heights, squeeze=False)[:, 0]
     for axes, (title, one) in zip(parts, timelines.items(), strict=True):
@@ -119,9 +117,7 @@ def _of(lane: str, spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.lane == lane]
 
 
-def _draw_lanes(
-    axes: Axes, spans: Sequence[Span], lanes: Sequence[str], colours: Colours
-) -> None:
+def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str], colours: Colours) -> None:
     from matplotlib.patches import Rectangle
 
     total = max((span.stop for span in spans), default=0.0) or 1.0
@@ -137,18 +133,30 @@ def _draw_lanes(
             hatch = "////" if span.kind == "exposed" else None
             axes.add_patch(
                 Rectangle(
-                    (span.start * scale, row + 0.1), width, 0.8, facecolor=fill, hatch=hatch,
-                    edgecolor=colours.page, linewidth=0.3, gid=f"{lane} {span.kind}",
+                    (span.start * scale, row + 0.1),
+                    width,
+                    0.8,
+                    facecolor=fill,
+                    hatch=hatch,
+                    edgecolor=colours.page,
+                    linewidth=0.3,
+                    gid=f"{lane} {span.kind}",
                 )
-            )  # fmt: skip
+            )
             number = span.step.removeprefix("step ")
             is_wide = width >= 0.05 * total * scale * max(len(number) / 2, 1)
-            if is_wide and span.kind in ("compute", "transfer"):
+            if is_wide and span.kind == "compute":
                 middle = (span.start + span.stop) / 2 * scale
                 axes.text(
-                    middle, row + 0.5, number, ha="center", va="center", size=SMALL,
-                    color=best_text(fill), clip_on=True,
-                )  # fmt: skip
+                    middle,
+                    row + 0.5,
+                    number,
+                    ha="center",
+                    va="center",
+                    size=SMALL,
+                    color=best_text(fill),
+                    clip_on=True,
+                )
 
 
 def _add_legend(figure: FigureBase, kinds: set[str]) -> None:
@@ -160,9 +168,14 @@ def _add_legend(figure: FigureBase, kinds: set[str]) -> None:
         if kind in kinds
     ]
     figure.legend(
-        handles=shown, loc="outside lower left", ncols=2, frameon=False, fontsize=SMALL,
-        handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+        handles=shown,
+        loc="outside lower left",
+        ncols=2,
+        frameon=False,
+        fontsize=SMALL,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
 
 
 MEMORY_HEIGHT = 2.9
@@ -204,16 +217,24 @@ def draw_memory(axes: Axes, moments: Sequence[Moment], colours: Colours) -> None
     )
     layers = held_layers(moments)
     axes.stackplot(
-        range(len(moments)), [[nbytes / factor for nbytes in layer] for layer in layers.values()],
-        colors=[HELD[name][1] for name in layers], labels=[HELD[name][0] for name in layers],
-        step="mid", linewidth=0,
-    )  # fmt: skip
+        range(len(moments)),
+        [[nbytes / factor for nbytes in layer] for layer in layers.values()],
+        colors=[HELD[name][1] for name in layers],
+        labels=[HELD[name][0] for name in layers],
+        step="mid",
+        linewidth=0,
+    )
     axes.set(xlim=(-0.5, len(moments) - 0.5), ylim=(0, 1.18 * peak / factor))
     axes.axhline(peak / factor, color=colours.text, linewidth=1, linestyle="--")
     axes.text(
-        0.995, peak / factor, f"peak {format_bytes(peak)} ", ha="right", va="bottom",
-        transform=axes.get_yaxis_transform(), size=SMALL,
-    )  # fmt: skip
+        0.995,
+        peak / factor,
+        f"peak {format_bytes(peak)} ",
+        ha="right",
+        va="bottom",
+        transform=axes.get_yaxis_transform(),
+        size=SMALL,
+    )
     axes.set_ylabel(f"{unit} beyond the inputs", size=SMALL)
     first, ticks = 0, []
     for direction, group in groupby(moments, lambda moment: moment.direction):
@@ -225,9 +246,14 @@ def draw_memory(axes: Axes, moments: Sequence[Moment], colours: Colours) -> None
     axes.set_xticks([at for at, _ in ticks], [name for _, name in ticks])
     axes.tick_params(axis="x", length=0)
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=SMALL,
-        handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.1),
+        ncols=2,
+        frameon=False,
+        fontsize=SMALL,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
 
 
 def held_layers(moments: Sequence[Moment]) -> dict[str, list[int]]:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ring_attn.values.checks import check_one_of
+from ring_attn.values.outside import check_matplotlib, picture_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Theme = Literal["light", "dark"]
-
-SUFFIXES = (".svg", ".png")
 
 # Inches and points. A telephone of 360 px shows this width at about its size.
 WIDTH, FONT_SIZE, SMALL = 5.0, 11.0, 10.0
@@ -57,12 +55,6 @@ def owner_colour(rank: int) -> str:
     return OWNERS[rank % len(OWNERS)]
 
 
-def check_matplotlib() -> None:
-    """Raise ImportError if there is no matplotlib."""
-    if find_spec("matplotlib") is None:
-        raise ImportError("pictures need matplotlib: pip install 'ring-attn[plot]'")
-
-
 @contextmanager
 def settings(theme: str = "light") -> Iterator[Colours]:
     """Make and write pictures with matplotlib's settings for a theme.
@@ -76,7 +68,7 @@ def settings(theme: str = "light") -> Iterator[Colours]:
     import matplotlib
 
     colours = THEMES[theme]
-    chosen: dict[str, Any] = {
+    chosen: Any = {
         "axes.edgecolor": colours.line,
         "axes.facecolor": "none",
         "axes.labelcolor": colours.text,
@@ -162,22 +154,6 @@ def _luminance(colour: str) -> float:
     return total
 
 
-def check_picture(path: Path | str) -> Path:
-    """Return the path of a picture to write.
-
-    Raises:
-        ImportError: there is no matplotlib.
-        ValueError: the suffix is none of `SUFFIXES`.
-    """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(
-            f"a picture is a file that ends in {' or '.join(SUFFIXES)}, got {str(path)!r}"
-        )
-    check_matplotlib()
-    return path
-
-
 def save(figure: Figure, path: Path | str, *, transparent: bool = False) -> None:
     """Write a figure of this package as SVG or PNG, by the suffix of the path.
 
@@ -203,15 +179,13 @@ def save(figure: Figure, path: Path | str, *, transparent: bool = False) -> None
         ...     Path(f"{folder}/mask.svg").read_text()[:5]
         '<?xml'
     """
-    path = check_picture(path)
+    path = picture_path(path)
     suffix = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if suffix == "svg" else {"Software": None}
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with settings():
         try:
-            figure.savefig(
-                part, format=suffix, dpi=200, transparent=transparent, metadata=metadata
-            )
+            figure.savefig(part, format=suffix, dpi=200, transparent=transparent, metadata=metadata)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from importlib.util import find_spec
 from pathlib import Path
+
+# Kinds of files in which pictures are written.
+PICTURES = (".svg", ".png")
 
 
 def regular_file(path: str | Path) -> Path:
@@ -12,6 +16,28 @@ def regular_file(path: str | Path) -> Path:
     path = Path(path)
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} must be a regular file, but is a folder, a pipe or a device")
+    return path
+
+
+def check_matplotlib() -> None:
+    """Raise ImportError if there is no matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ImportError("pictures need matplotlib: pip install 'ring-attn[plot]'")
+
+
+def picture_path(path: str | Path) -> Path:
+    """Return the path of a picture to write.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        ValueError: the suffix is none of `PICTURES`.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(
+            f"a picture must be a file that ends in {' or '.join(PICTURES)}, got {str(path)!r}"
+        )
+    check_matplotlib()
     return path
 
 

@@ -41,7 +41,7 @@ ROWS = [
     "machines attention.arguments",
     "strategies",
     "planning attention.drivers",
-    "attention.first_use",
+    "attention.first_use plots",
     "attention.operators decoding sequence.halo transport.connections",
     "sequence.states",
     "sequence.recurrence",

@@ -109,7 +109,8 @@ class Estimates:
         if self.is_extrapolated:
             raise ValueError(
                 f"there is no timeline of {self._problem.world_size} ranks, whose times follow "
-                f"from {' and '.join(map(str, self.world_sizes))} ranks; plan fewer ranks"
+                f"from {' and '.join(map(str, self.world_sizes))} ranks; plan fewer ranks, or "
+                "without --quick"
             )
         problem, candidate = self._worlds[0]
         calls = walked_calls(problem, candidate)
