@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ["COLUMNS"] = "80"  # the width of the commands' help
+
+import pictures  # noqa: E402
 
 from ring_attn import __version__  # noqa: E402
 from ring_attn.cli.arguments import narrow  # noqa: E402
@@ -83,6 +85,7 @@ def make_generated(_app: Any) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     write_commands(folder / "commands.md")
+    pictures.write_all(folder / "pictures")
 
 
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Example)\b.*:")

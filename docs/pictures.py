@@ -115,10 +115,6 @@ def scaling(theme: str) -> Figure:
     return plots.scaling([plan(2**n) for n in range(1, 7)], theme=theme)
 
 
-def efficiency(theme: str) -> Figure:
-    return plots.scaling([plan(2**n) for n in range(1, 7)], "efficiency", theme=theme)
-
-
 def bench(theme: str) -> Figure:
     report = json.loads((RESULTS / "ring_cpu_2ranks_8k.json").read_text(encoding="utf-8"))
     return plots.bench(report, theme=theme)
@@ -138,7 +134,6 @@ PICTURES: dict[str, Callable[[str], Figure]] = {
     "timeline": timeline,
     "memory": memory,
     "scaling": scaling,
-    "efficiency": efficiency,
     "plan": whole_plan,
     "bench": bench,
 }

@@ -9,9 +9,9 @@ from ring_attn.planning.choice import format_seconds
 from ring_attn.plots.style import (
     BLUE,
     GREY,
-    OWNERS,
     SMALL,
     new_figure,
+    owner_colour,
     settings,
 )
 
@@ -98,7 +98,7 @@ def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
             axes.tick_params(axis="x", length=3)
             axes.spines["left"].set_visible(False)
             axes.set_title(MODES[mode], loc="left", color=colours.muted, size=SMALL)
-        axes.set_xlabel("ms: the median, and 20 % to 80 % of the repetitions", size=SMALL)
+        figure.supxlabel("ms: the median, and 20 % to 80 % of the repetitions", size=SMALL)
     return figure
 
 
@@ -137,7 +137,7 @@ def _rates(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
                         xs,
                         ys,
                         "o",
-                        color=OWNERS[names.index(name) % len(OWNERS)],
+                        color=owner_colour(names.index(name)),
                         linestyle=styles[cases.index(case) % len(styles)],
                         markersize=4,
                         label=f"{name}, {case}",

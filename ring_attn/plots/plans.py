@@ -16,12 +16,12 @@ from ring_attn.plots.style import (
     BLUE,
     FONT_SIZE,
     GREY,
-    OWNERS,
     SMALL,
     Colours,
     figure_of,
     new_axes,
     new_figure,
+    owner_colour,
     settings,
     text_like,
 )
@@ -167,9 +167,10 @@ def scaling(choices: Sequence[Choice], value: Value = "seconds", *, theme: str =
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         axes = new_axes(3.6)
-        for fill, (name, points) in zip(OWNERS, lines.items(), strict=False):
+        for number, (name, points) in enumerate(lines.items()):
             xs, ys = zip(*points, strict=True)
-            axes.plot(xs, ys, "o-", color=fill, linewidth=2, markersize=4.5, label=name)
+            colour = owner_colour(number)
+            axes.plot(xs, ys, "o-", color=colour, linewidth=2, markersize=4.5, label=name)
         axes.set_xscale("log", base=2)
         if value != "efficiency":
             axes.set_yscale("log", base=2)
@@ -239,7 +240,7 @@ def _label_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]], colours:
     bottom, top = (axes.transAxes.transform((0, y))[1] for y in (0, 1))
     room = (top - bottom) / 14
     ends = sorted((transform.transform(points[-1])[1], name) for name, points in lines.items())
-    fills = dict(zip(lines, OWNERS, strict=False))
+    fills = {name: owner_colour(number) for number, name in enumerate(lines)}
     free = bottom
     for y, name in ends:
         at = max(y, free)

@@ -34,6 +34,9 @@ MAX_STAIRS = 64
 # More runs would be thinner than a line.
 MAX_RUNS = 512
 
+# Of more ranks or steps, only the numbers are shown.
+MAX_NAMED = 5
+
 # More ranks have no room in a picture.
 MAX_RANKS = 16
 
@@ -291,10 +294,13 @@ def tiles(layout: SequenceLayout, mask: Mask, *, theme: str = "light") -> Figure
                 _add_slice(axes, tile, owner_colour(owner))
             axes.set_box_aspect(1)
             if rank == 0:
-                axes.set_title(f"step {step}", color=colours.muted, size=_size_for(size))
+                axes.set_title(_short("step", step, size), color=colours.muted)
             if step == 0:
                 colour = text_like(owner_colour(rank), colours)
-                axes.set_ylabel(f"rank {rank}", color=colour, size=_size_for(size))
+                axes.set_ylabel(_short("rank", rank, size), color=colour)
+        if size > MAX_NAMED:
+            figure.suptitle("steps", size=FONT_SIZE)
+            figure.supylabel("ranks", size=FONT_SIZE)
         figure.supxlabel("colour: the rank whose keys and values are used", size=SMALL)
     return figure
 
@@ -303,5 +309,6 @@ def _pairs(size: int) -> Iterator[tuple[int, int]]:
     return ((rank, step) for rank in range(size) for step in range(size))
 
 
-def _size_for(count: int) -> float:
-    return FONT_SIZE if count <= 6 else 5.0
+def _short(name: str, number: int, count: int) -> str:
+    """Return "step 3", or only "3" where there is no room for more."""
+    return f"{name} {number}" if count <= MAX_NAMED else str(number)

@@ -45,7 +45,7 @@ def owners_by_step(programs: Sequence[Program]) -> list[list[int]]:
         now, routes = owners[-1], [of_rank[step] for of_rank in hops if step < len(of_rank)]
         if len(routes) != len(programs):
             raise ValueError(
-                "the ranks' programs have different numbers of hops: draw a ring without a window"
+                "the programs have different numbers of hops: pass those of all ranks of a call"
             )
         sources = [route.recv_from for route in routes if isinstance(route, ops.Hop)]
         if len(sources) != len(programs):

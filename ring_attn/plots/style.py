@@ -181,7 +181,7 @@ def save(figure: Figure, path: Path | str, *, transparent: bool = False) -> None
     """
     path = picture_path(path)
     suffix = path.suffix.lower().removeprefix(".")
-    metadata = {"Date": None} if suffix == "svg" else {"Software": None}
+    metadata = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with settings():
         try:
