@@ -88,14 +88,14 @@ def _draw_positions(axes: Axes, layout: SequenceLayout, colours: Colours) -> Non
 
 
 def owned_runs(layout: SequenceLayout) -> list[tuple[int, int, int]]:
-    """Return (rank, start, stop) of all runs of neighbouring positions, in their order.
+    """Return (rank, start, stop) of all runs of positions, from first to last.
 
     Raises:
         ValueError: more than 16 ranks, or more than 512 runs.
 
     Example:
         >>> owned_runs(SequenceLayout.zigzag(seqlen=8, world_size=2))
-        [(0, 0, 2), (1, 2, 6), (0, 6, 8)]
+        [(0, 0, 2), (1, 2, 4), (1, 4, 6), (0, 6, 8)]
     """
     if layout.world_size > MAX_RANKS:
         raise ValueError(
