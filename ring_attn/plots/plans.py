@@ -109,7 +109,7 @@ def _draw_strategies(axes: Axes, choice: Choice, colours: Colours) -> None:
     axes.bar_label(bars, [format_seconds(s) for s in seconds], padding=4, color=colours.text)
     names = [f"{one.label}, {one.layout_name}" for one in shown]
     axes.set_yticks(range(len(shown)), names)
-    axes.set(xlim=(0, 1.34 * scale * max(seconds)), ylim=(len(shown) - 0.4, -0.6))
+    axes.set(xlim=(0, 1.45 * scale * max(seconds)), ylim=(len(shown) - 0.4, -0.6))
     axes.set_xlabel(f"{unit}, predicted", size=SMALL)
     axes.tick_params(axis="y", length=0, labelcolor=colours.text)
     axes.spines["left"].set_visible(False)

@@ -43,6 +43,9 @@ KINDS = {
 # Kinds that take a smaller share of the time cannot be seen, and have no entry in the legend.
 VISIBLE = 0.01
 
+# Width of a letter, as a share of the narrowest axes.
+SHARE_OF_LETTER = 0.028
+
 # Names of lanes, from the top down.
 LANES = {
     "device": "device",
@@ -140,11 +143,11 @@ def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str], colours
                     hatch=hatch,
                     edgecolor=colours.page,
                     linewidth=0.3,
-                    gid=f"{lane} {span.kind}",
+                    label=f"{lane} {span.kind}",
                 )
             )
             number = span.step.removeprefix("step ")
-            is_wide = width >= 0.05 * total * scale * max(len(number) / 2, 1)
+            is_wide = width >= (0.005 + SHARE_OF_LETTER * len(number)) * total * scale
             if is_wide and span.kind == "compute":
                 middle = (span.start + span.stop) / 2 * scale
                 axes.text(

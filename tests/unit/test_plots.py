@@ -17,6 +17,10 @@ from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
 import ring_attn
 from ring_attn import SequenceLayout, masks, plots
+from ring_attn.bench import ring
+from ring_attn.bench.report import Report
+from ring_attn.bench.ring import RingRow
+from ring_attn.bench.ring_implementations import RingSetting
 from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.strategy import Strategy
@@ -28,6 +32,7 @@ from ring_attn.planning.devices import builtin_cluster
 from ring_attn.plots import plans, positions, rings, runs, style
 from ring_attn.strategies.registry import both_programs, programs_of
 from ring_attn.values import outside
+from tests.integration.commands import options_of
 from tests.refusals import refused
 from tests.unit.test_programs import calls_of
 
@@ -220,7 +225,7 @@ def test_a_timeline_shows_its_spans() -> None:
         drawn: dict[str, float] = defaultdict(float)
         for bar in axes.patches:
             assert isinstance(bar, Rectangle)
-            kind = str(bar.get_gid()).split()[-1]
+            kind = str(bar.get_label()).split()[-1]
             drawn[kind] += bar.get_width()
             assert to_hex(bar.get_facecolor()) == runs.KINDS[kind][1]
         scale = 1e3 if timeline.clock >= 1e-3 else 1e6
@@ -497,3 +502,15 @@ def test_commands_without_matplotlib_refuse_to_draw(
     assert status_of([*words, "--plot", str(tmp_path / "picture.svg")]) == 2
     assert "pip install 'ring-attn[plot]'" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_report_draws_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = ring.setting_of(options_of("bench ring", "--seqlen 64 --quick"))
+    report = Report[RingSetting, RingRow](setting)
+    report.draw(None)
+    report.rows = [RingRow("dense", "fwd", note="cannot run: no memory")]
+    report.draw(tmp_path / "ring.svg")
+    assert "nothing was measured" in capsys.readouterr().out and not [*tmp_path.iterdir()]
+    report.rows.append(RingRow("ours", "fwd", median_ms=2.0, p20_ms=1.0, p80_ms=3.0))
+    report.draw(tmp_path / "ring.svg")
+    assert ">2 ms</text>" in (tmp_path / "ring.svg").read_text()
