@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from dev.code_rules import SHARED_BYTES, Limits, failures, other_orders
-from dev.compiled import Compiled, CompileError, compile_launch, interpreting
+from dev.compiled import Compiled, CompiledRow, CompileError, compile_launch, interpreting
 from ring_attn.backends.triton_support import TRITON_OF_SM_100
 from ring_attn.bench.report import Report
 from ring_attn.cli.arguments import add_common, parse_dtype, parse_size
@@ -203,27 +203,6 @@ class Cell:
             head_dim_v=self.head_dim_v or self.head_dim,
             dtype=parse_dtype(self.dtype),
         )
-
-
-@dataclass(frozen=True)
-class CompiledRow:
-    """Result of a cell; `report` is None if the cell did not compile."""
-
-    kernel: str
-    variant: str
-    arch: str
-    head_dim: int
-    dtype: str
-    tile: str
-    num_warps: int
-    num_stages: int
-    report: Compiled | None
-    failures: tuple[str, ...]
-    head_dim_v: int | None = None
-
-    @property
-    def head_dims(self) -> str:
-        return "/".join(str(dim) for dim in (self.head_dim, self.head_dim_v) if dim is not None)
 
 
 def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:

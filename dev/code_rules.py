@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from dev.compiled import Compiled
-
-if TYPE_CHECKING:
-    from dev.aot import CompiledRow
+from dev.compiled import Compiled, CompiledRow
 
 # The most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
 # specifications per compute capability, maximum per thread block (the system reserves 1 KiB).

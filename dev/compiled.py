@@ -87,6 +87,27 @@ class Compiled:
         return self.opcodes["USETMAXREG"] > 0
 
 
+@dataclass(frozen=True)
+class CompiledRow:
+    """Result of a cell; `report` is None if the cell did not compile."""
+
+    kernel: str
+    variant: str
+    arch: str
+    head_dim: int
+    dtype: str
+    tile: str
+    num_warps: int
+    num_stages: int
+    report: Compiled | None
+    failures: tuple[str, ...]
+    head_dim_v: int | None = None
+
+    @property
+    def head_dims(self) -> str:
+        return "/".join(str(dim) for dim in (self.head_dim, self.head_dim_v) if dim is not None)
+
+
 class CompileError(RuntimeError):
     """An error of triton or ptxas, in one line."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from dev.gpu.rings import ROWS_OF_RANK, case_of
+from dev.gpu.rings import CALL_DIM, CALL_HEADS, CALL_ROWS, ROWS_OF_RANK, case_of
 from ring_attn.core.program import CHANNELS, Hop
 from ring_attn.testing import run_all_ranks
 from ring_attn.transport.base import Agreement
@@ -38,7 +38,6 @@ LARGE = (16 * MIB - 64, 16 * MIB + 64, 40 * MIB)
 # Cycles of the GPU for which a late rank sleeps at most: 10 ms.
 SLEEP_CYCLES = 20_000_000
 
-ROWS, HEADS, DIM = 1024, 8, 64
 TRIAL_ROWS, TRIAL_DIM = 64, 16
 
 
@@ -187,7 +186,7 @@ def late(drawn: random.Random) -> Iterator[None]:
 def graph(replays: int) -> dict[str, Any]:
     """Capture forward and backward on all ranks; replays have the bits of eager calls."""
     assert on_cuda(), "graphs are of CUDA"
-    given = torch.randn(4, 1, rows(), HEADS, dim(), device=where(), dtype=torch.bfloat16)
+    given = torch.randn(4, 1, rows(), CALL_HEADS, dim(), device=where(), dtype=torch.bfloat16)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -226,11 +225,11 @@ def call_often() -> None:
 
 
 def rows() -> int:
-    return ROWS if on_cuda() else TRIAL_ROWS
+    return CALL_ROWS if on_cuda() else TRIAL_ROWS
 
 
 def dim() -> int:
-    return DIM if on_cuda() else TRIAL_DIM
+    return CALL_DIM if on_cuda() else TRIAL_DIM
 
 
 def call(given: Tensor | None = None, **changes: Any) -> list[Tensor]:
@@ -238,7 +237,7 @@ def call(given: Tensor | None = None, **changes: Any) -> list[Tensor]:
     if given is None:
         generator = torch.Generator(where()).manual_seed(dist.get_rank())
         dtype = torch.bfloat16 if on_cuda() else torch.float32
-        shape = (4, 1, rows(), HEADS, dim())
+        shape = (4, 1, rows(), CALL_HEADS, dim())
         given = torch.randn(shape, generator=generator, device=where(), dtype=dtype)
     size = dist.get_world_size()
     layout = ring_attn.SequenceLayout.zigzag(seqlen=rows() * size, world_size=size)

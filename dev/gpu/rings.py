@@ -12,6 +12,9 @@ from ring_attn.testing import Case, Heads, run_all_ranks
 
 WORLD_SIZE, ROWS_OF_RANK = 4, 512
 
+# Rows of a rank, heads and head dim of the calls of `rank_program`.
+CALL_ROWS, CALL_HEADS, CALL_DIM = 1024, 8, 64
+
 # With fewer kv heads at a time the backward has another kernel, whose bits differ.
 HEADS = Heads(8, 4, 128, 128)
 MANY_HEADS = Heads(4 * ONE_PASS_KV_HEADS, 4 * ONE_PASS_KV_HEADS, 128, 128)
@@ -50,11 +53,9 @@ def holds(strategy: str, layout: str, world_size: int = WORLD_SIZE) -> dict[str,
 
 def calls_of_ranks() -> None:
     """Run, with all ranks in this process, calls of `rank_program` and of tests over NCCL."""
-    from dev.gpu.rank_program import DIM, HEADS, ROWS
-
-    heads = Heads(HEADS, HEADS, DIM, DIM), Heads(8, 2, 128, 128)
+    heads = Heads(CALL_HEADS, CALL_HEADS, CALL_DIM, CALL_DIM), Heads(8, 2, 128, 128)
     for sizes, seqlen, strategy, world_size in (
-        (heads[0], 2 * ROWS, "ring", 2),
+        (heads[0], 2 * CALL_ROWS, "ring", 2),
         (heads[1], 2048, "ring", 2),
         (heads[1], 2048, "double_ring", 4),
     ):

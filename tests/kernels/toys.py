@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dev.aot import Cell, CompiledRow, judged
+from dev.aot import Cell, judged
 from dev.code_rules import PRODUCTS, Limits
-from dev.compiled import Compiled
+from dev.compiled import Compiled, CompiledRow
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.triton_release import RELEASE
 
