@@ -72,7 +72,13 @@ HARMFUL = {
     "NCCL_SHM_DISABLE": ("1", "ranks of one machine then exchange over the network"),
     "NCCL_IB_DISABLE": ("1", "nodes then exchange over TCP"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies and kernels of all streams then run in one queue"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host then waits for each message: nothing overlaps"),
 }
+
+# Channels that a group of several nodes asks of NCCL for each peer on another node. By itself NCCL
+# takes 1 or 2, which copy 20 to 45 GB/s; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
+NET_CHANNELS, NET_CHANNELS_VARIABLE = 4, "NCCL_NCHANNELS_PER_NET_PEER"
 
 # Variables that name a file -> the command that writes such a file.
 FILES = {"RING_ATTN_CONFIGS": "ring-attn tune", "RING_ATTN_CLUSTER": "ring-attn calibrate"}
@@ -184,6 +190,11 @@ def _nccl(here: Machine) -> Iterator[Finding]:
     if here["devices"] and under_torchrun() and os.environ.get(LAUNCH_ORDER) != "1":
         text = "is not 1: kernels of several communicators can wait for each other forever"
         yield Finding(LAUNCH_ORDER, "wrong", text, f"export {LAUNCH_ORDER}=1")
+    several_nodes = env_int("WORLD_SIZE", 1) > env_int("LOCAL_WORLD_SIZE", 1)
+    if under_torchrun() and several_nodes and NET_CHANNELS_VARIABLE not in os.environ:
+        text = "is not set: NCCL takes 1 or 2 channels for each peer of a group of several nodes"
+        remedy = f"export {NET_CHANNELS_VARIABLE}={NET_CHANNELS}"
+        yield Finding(NET_CHANNELS_VARIABLE, "note", text, remedy)
     for name, (value, why) in HARMFUL.items():
         if os.environ.get(name) == value:
             yield Finding(name, "note", f"is {value}: {why}", f"unset {name}")

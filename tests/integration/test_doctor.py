@@ -54,6 +54,37 @@ def test_a_file_that_is_missing_is_wrong(
     assert "-> unset RING_ATTN_CONFIGS, or ring-attn tune --json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("world_size", "local", "value", "expected"),
+    [(16, 8, None, True), (16, 8, "4", False), (8, 8, None, False)],
+)
+def test_channels_between_nodes_are_recommended(
+    world_size: int,
+    local: int,
+    value: str | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.delenv(doctor.NET_CHANNELS_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(doctor.NET_CHANNELS_VARIABLE, value)
+    here: Any = {"devices": []}
+    found = [one for one in doctor._nccl(here) if one.name == doctor.NET_CHANNELS_VARIABLE]
+    assert bool(found) == expected
+    assert all(one.state == "note" and one.mend.endswith("=4") for one in found)
+
+
+@pytest.mark.parametrize("name", doctor.HARMFUL)
+def test_harmful_variables_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, why = doctor.HARMFUL[name]
+    monkeypatch.setenv(name, value)
+    here: Any = {"devices": []}
+    assert [(one.state, why in one.text) for one in doctor._nccl(here)] == [("note", True)]
+
+
 def doctor_on_an_odd_rank() -> None:
     if os.environ["RANK"] == "1":
         os.environ["RING_ATTN_CONFIGS"] = "other.json"
