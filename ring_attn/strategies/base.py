@@ -1,6 +1,6 @@
 """The interface of a strategy: a function from a call to programs.
 
-Call        what a rank is asked to compute: `ring_attn.call`
+Call        the work of one rank: `ring_attn.call`
 Program     the ops of one rank: `core.program`
 machines    run a program on tensors, count, time, check and draw it
 """
@@ -24,15 +24,16 @@ SAVED = ("q", "k", "v", "out", "lse")
 
 
 class StrategyCode:
-    """The ways of keys and values to the ranks, forward and backward: all that is known of a core.
+    """A core: how keys and values reach the ranks, forward and backward.
 
     A subclass with a name, `program` and `why_not_same_bits` is a strategy: machines run, count,
     time, check and draw its programs. The other members serve the planner.
 
     Attributes:
         name: the core of `Strategy`, and a name for `strategy=`.
-        options: fields of `Strategy` that the core takes, beside the fields that all cores take.
-        sparse: whether "auto" considers the core only where most pairs of ranks see nothing.
+        options: fields of `Strategy` that this core takes in addition to the fields of all cores.
+        sparse: whether "auto" considers the core only if most pairs of ranks see nothing of each
+            other.
         at_once: whether one launch of the backend covers the shards of all ranks.
     """
 
@@ -42,31 +43,40 @@ class StrategyCode:
     at_once = False
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
-        """The program of the call's rank in one direction.
+        """Return the program of the call's rank in one direction.
 
-        `rounded` True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
-        accumulation type, for exchanges around the core that add to them.
+        Args:
+            call: the call.
+            backward: the direction.
+            rounded: True rounds dq, dk and dv to the dtypes of q, k and v. False keeps them in the
+                accumulation type, for exchanges around the core that add to them.
         """
         raise NotImplementedError
 
     def why_not_same_bits(self, call: Call) -> str | None:
-        """None if a call has the same bits at every world size, else the reason why not."""
+        """Return None if a call has the same bits at every world size, else the reason why not."""
         raise NotImplementedError
 
     def check(self, call: Call) -> None:
-        """Raises for a call that the strategy does not take, before anything is sent."""
+        """Raise an error if the strategy does not support a call, before any communication."""
         check_fit(*call.layouts, call.mask)
 
     def label(self, strategy: Strategy) -> str:
-        """The name with the options, for tables; its first word is a name for `strategy=`."""
+        """Return the name with the options, for tables.
+
+        The first word of it is a name for `strategy=`.
+        """
         return self.name
 
     def core(self, call: Call) -> Call:
-        """The call without exchanges around the core, on the rank with most heads."""
+        """Return the call without exchanges around the core, on the rank with most heads."""
         return call
 
     def kept(self, rank: int, world_size: int) -> tuple[str, ...]:
-        """Names of the call's inputs and results that the backward reads; it saves all others."""
+        """Return names of the call's inputs and results that the backward reads as they are.
+
+        The forward saves tensors of its own instead of all others.
+        """
         return SAVED
 
     # -- for the planner
@@ -74,55 +84,69 @@ class StrategyCode:
     def candidates(
         self, spec: AttentionSpec, world_size: int, node_size: int
     ) -> Iterator[Strategy]:
-        """Yields the core with all sensible options."""
+        """Yield the core with all sensible options."""
         yield Strategy(self.name)
 
     def num_steps(self, call: Call) -> int:
-        """Upper bound of the steps of a call without exchanges around the core."""
+        """Return an upper bound of the steps of a call without exchanges around the core."""
         return call.world_size
 
     def gradients(self, call: Call) -> GradientPlan:
-        return GradientPlan(None, self.why_not_same_bits(call) is None)
+        """Return which side is sent in the backward, and the order of its sums."""
+        return GradientPlan(travels=None, in_order=self.why_not_same_bits(call) is None)
 
     def share_at_queries(self, call: Call) -> float:
-        """Fraction of the backward's FLOPs done on the rank that holds the queries."""
+        """Return the fraction of the backward's FLOPs done on the rank that holds the queries."""
         return 0.0 if self.gradients(call).travels == "q" else 1.0
 
     def launch_spec(self, call: Call) -> AttentionSpec:
-        """The spec of the launch with fewest kv heads."""
+        """Return the spec of the launch with the fewest kv heads."""
         return call.spec
 
     def fullest_ranks(self, call: Call) -> set[int]:
-        """Ranks of which one holds most memory: the first and the last with most rows."""
-        spec = call.spec
-        rows = [
-            q * spec.nheads + kv * spec.nheads_kv
-            for q, kv in zip(*(layout.shard_lens for layout in call.layouts), strict=True)
+        """Return ranks of which one holds the most memory: the first and the last with most rows.
+
+        Of the ranks with equally many rows, the first and the last one differ from the others in
+        what they send.
+        """
+        layout_q, layout_kv = call.layouts
+        nheads, nheads_kv = call.spec.nheads, call.spec.nheads_kv
+        elements = [
+            rows_q * nheads + rows_kv * nheads_kv
+            for rows_q, rows_kv in zip(layout_q.shard_lens, layout_kv.shard_lens, strict=True)
         ]
-        return {rows.index(max(rows)), len(rows) - 1 - rows[::-1].index(max(rows))}
+        most = max(elements)
+        fullest = [rank for rank, number in enumerate(elements) if number == most]
+        return {fullest[0], fullest[-1]}
 
 
 def input_arrays(call: Call, *, backward: bool) -> dict[str, Array]:
-    """Sizes of a program's inputs: q, k, v, and in the backward also out, lse and dout."""
-    spec, q, kv = call.spec, call.ranks.rows("q"), call.ranks.rows("kv")
-    batch, dtype = spec.batch, spec.dtype
+    """Return sizes of a program's inputs: q, k, v; in the backward also out, lse and dout."""
+    spec = call.spec
+    rows_q, rows_kv = call.ranks.rows("q"), call.ranks.rows("kv")
     arrays = {
-        "q": Array(batch, q, spec.nheads, spec.headdim, dtype),
-        "k": Array(batch, kv, spec.nheads_kv, spec.headdim, dtype),
-        "v": Array(batch, kv, spec.nheads_kv, spec.headdim_v, dtype),
+        "q": Array(spec.batch, rows_q, spec.nheads, spec.headdim, spec.dtype),
+        "k": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim, spec.dtype),
+        "v": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim_v, spec.dtype),
     }
     if backward:
-        arrays |= result_arrays(spec, q)
+        arrays |= result_arrays(spec, rows_q)
         arrays["dout"] = arrays["out"]
     return arrays
 
 
 def core_program(
-    call: Call, arrays: dict[str, Array], made: Iterable[Op], *, backward: bool
+    call: Call, arrays: dict[str, Array], steps: Iterable[Op], *, backward: bool
 ) -> Program:
-    """The program of these ops; its forward saves the inputs and the results."""
-    saved = () if backward else SAVED
-    return Program(call.world_size, call.rank, backward, tuple(made), arrays, saved)
+    """Return the program of these ops; its forward saves the inputs and the results."""
+    return Program(
+        world_size=call.world_size,
+        rank=call.rank,
+        backward=backward,
+        ops=tuple(steps),
+        arrays=arrays,
+        saved=() if backward else SAVED,
+    )
 
 
 def pack_and_post(
@@ -137,30 +161,38 @@ def pack_and_post(
     receives: Message,
     nbytes: int | None = None,
 ) -> Iterator[Op]:
-    """Packs tensors into a message, and posts the exchange of the message for another one.
+    """Yield ops that pack a message and post its exchange for another message.
 
     Args:
-        message, copies: sent, from these tensors.
-        receives: the message that comes.
-        nbytes: bytes that leave the rank; None is the message's.
+        channel, step, route, send, recv: as in `ops.Post`.
+        message: the message to send.
+        copies: the copies of tensors to it.
+        receives: the message to receive.
+        nbytes: bytes that leave the rank; None means all of the message.
     """
-    nbytes = message.nbytes if nbytes is None else nbytes
     yield ops.Pack(send, message, copies)
     yield ops.Post(
-        channel=channel, step=step, route=route, send=send, recv=recv, message=receives,
-        nbytes=nbytes,
-    )  # fmt: skip
+        channel=channel,
+        step=step,
+        route=route,
+        send=send,
+        recv=recv,
+        message=receives,
+        nbytes=message.nbytes if nbytes is None else nbytes,
+    )
 
 
 def start(call: Call) -> ops.Start:
-    """Makes the state of all queries."""
+    """Return the op that makes the state of all queries."""
     spec = call.spec
     out = result_arrays(spec, call.ranks.rows("q"))["out"]
-    return ops.Start(View("q"), spec.headdim_v, replace(out, dtype=spec.accum_dtype), slice(None))
+    state = replace(out, dtype=spec.accum_dtype)
+    all_heads = slice(None)
+    return ops.Start(View("q"), spec.headdim_v, state, sinks=all_heads)
 
 
 def finish(call: Call) -> ops.Finish:
-    """Makes the results from the state."""
+    """Return the op that makes the results from the state."""
     results = result_arrays(call.spec, call.ranks.rows("q"))
     return ops.Finish("out", "lse", results["out"], results["lse"])
 
@@ -173,34 +205,55 @@ def differentiate(
     *,
     own: bool,
 ) -> ops.Differentiate:
-    """The op for the gradients of tiles with a shard of the travelling side.
+    """Return the op for the gradients of tiles with a shard of the travelling side.
 
     Args:
+        travels: the travelling side.
+        tiles: tiles of this rank's rows and the shard.
         held: tensors of the shard.
-        into: sums for the shard's gradients; gradients of the other side go to the rank's sums.
-        own: whether the shard is the rank's own.
+        into: sums for the shard's gradients. Gradients of the other side go to this rank's sums.
+        own: whether this rank owns the shard.
     """
     if travels == "kv":
-        own_q = tuple(map(View, SHARD["q"]))
-        kv, dkv = (held[0], held[1]), (into[0], into[1])
-        return ops.Differentiate("all", tiles, own_q, kv, View("dq sum"), dkv, View("out"))
-    kv, dkv = (View("k"), View("v")), (View("dk sum"), View("dv sum"))
-    return ops.Differentiate("all", tiles, held, kv, into[0], dkv, View("out") if own else None)
+        k, v = held
+        dk, dv = into
+        return ops.Differentiate(
+            part="all",
+            tiles=tiles,
+            q_side=tuple(View(name) for name in SHARD["q"]),
+            kv=(k, v),
+            dq=View("dq sum"),
+            dkv=(dk, dv),
+            out=View("out"),
+        )
+    (dq,) = into
+    return ops.Differentiate(
+        part="all",
+        tiles=tiles,
+        q_side=held,
+        kv=(View("k"), View("v")),
+        dq=dq,
+        dkv=(View("dk sum"), View("dv sum")),
+        out=View("out") if own else None,
+    )
 
 
 def sums_of(spec: AttentionSpec, arrays: dict[str, Array]) -> dict[str, Array]:
-    """Sizes of a rank's sums for dq, dk and dv."""
+    """Return sizes of a rank's sums for dq, dk and dv."""
     return {f"d{name}": replace(arrays[name], dtype=spec.accum_dtype) for name in ("q", "k", "v")}
 
 
 def new_sums(sums: dict[str, Array]) -> Iterator[Op]:
-    """Yields ops that make the sums, of zeros."""
+    """Yield ops that make sums of zeros."""
     for name, array in sums.items():
         yield ops.New(f"{name} sum", array, zero=True)
 
 
 def rounded_sums(sums: dict[str, Array], spec: AttentionSpec, *, rounded: bool) -> Iterator[Op]:
-    """Yields ops that make the results from the sums, one by one, so that little is held twice."""
+    """Yield ops that make the results from the sums.
+
+    One result is made after another: only one of them is in memory together with its sum.
+    """
     dtype = spec.dtype if rounded else spec.accum_dtype
     for name in ("dv", "dk", "dq"):
         result = replace(sums[name], dtype=dtype)

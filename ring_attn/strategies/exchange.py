@@ -1,19 +1,19 @@
-"""Exchange: every rank gets exactly the rows that it needs, once, straight from their owners.
+"""Exchange: every rank gets exactly the rows that it needs, once, directly from their owners.
 
     turn t     |  post turn t+2  |  compute tiles of turn t  |  wait for turn t+1
     rank r        rows of r that rank s needs ------> s
                                       rows of u that r needs <------ u
 
-No rank forwards rows. This pays if most ranks need nothing of most others: documents on a few ranks
-each, chunks, windows over scattered shards. A ring would pass shards through all ranks, with all
-rows between the first and the last that any rank needs. `core.turns` sorts the pairs of ranks into
-turns. Two turns are under way while one is computed, so a rank holds the received rows of three
-turns and the sent rows of two.
+No rank forwards rows. This is faster than a ring if most ranks need nothing from most other ranks:
+for documents on a few ranks each, for chunks, and for windows over scattered shards. A ring would
+pass shards through all ranks, with all rows between the first and the last one that any rank needs.
+`core.turns` sorts the pairs of ranks into turns. Two turns are under way while one is computed, so
+a rank holds the received rows of three turns and the sent rows of two.
 
-Backward: KV travels again, or the Q side, whichever costs fewer bytes. Gradients return straight to
+Backward: KV travels again, or the Q side, whichever costs fewer bytes. Gradients return directly to
 the owner, one message for each message of rows. The owner adds them in the order of the turns,
-which the call fixes, so bits do not depend on the order of arrival. A rank waits for them two turns
-later.
+which the call fixes, so the bits do not depend on the order of arrival. A rank waits for them two
+turns later.
 
 (MagiAttention's group cast and group reduce are such an exchange; `planning.placement` makes
 layouts that profit from it.)
@@ -22,6 +22,7 @@ layouts that profit from it.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
@@ -33,9 +34,9 @@ from ring_attn.core.tiles import Grid, Traveller
 from ring_attn.strategies import base
 from ring_attn.strategies.base import StrategyCode, differentiate
 
-# Turn t uses lane t % 2: two turns are under way at a time.
-SHARD_LANES: tuple[Channel, Channel] = ("shards", "outer")
-GRADIENT_LANES: tuple[Channel, Channel] = ("gradients", "outer_gradients")
+# Turn t uses channel t % 2, since two turns are under way at a time.
+SHARD_CHANNELS: tuple[Channel, Channel] = ("shards", "outer")
+GRADIENT_CHANNELS: tuple[Channel, Channel] = ("gradients", "outer_gradients")
 
 
 class Exchange(StrategyCode):
@@ -45,28 +46,30 @@ class Exchange(StrategyCode):
     def why_not_same_bits(self, call: Call) -> str | None:
         return "an exchange adds gradients up in the order of its turns; use 'ring' or 'all_gather'"
 
-    def gradients(self, call: Call) -> GradientPlan:
-        """Chooses the side that travels in the backward."""
-        if call.gradients is not None:
-            return call.gradients
-        travels = choose_traveller(call.spec, *call.layouts, call.mask, direct=True)
-        return GradientPlan(travels, False)
-
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         arrays = base.input_arrays(call, backward=backward)
         if not backward:
             return base.core_program(call, arrays, _forward(call), backward=False)
         travels = self.gradients(call).travels or "kv"
-        made = _backward(call, travels, arrays, rounded=rounded)
-        return base.core_program(call, arrays, made, backward=True)
+        steps = _backward(call, travels, arrays, rounded=rounded)
+        return base.core_program(call, arrays, steps, backward=True)
+
+    def gradients(self, call: Call) -> GradientPlan:
+        """Choose the side that travels in the backward."""
+        if call.gradients is not None:
+            return call.gradients
+        layout_q, layout_kv = call.layouts
+        travels = choose_traveller(call.spec, layout_q, layout_kv, call.mask, direct=True)
+        return GradientPlan(travels, in_order=False)
 
 
 def _forward(call: Call) -> Iterator[Op]:
     turns = _Turns(call, "kv")
     yield base.start(call)
     yield from turns.begin()
-    last = max((i for i, turn in enumerate(turns.turns) if turn.tiles), default=-1)
-    yield ops.Attend(turns.own_tiles, View("q"), View("k"), View("v"), last=last < 0)
+    with_tiles = [number for number, turn in enumerate(turns.turns) if turn.tiles]
+    last = with_tiles[-1] if with_tiles else None
+    yield ops.Attend(turns.own_tiles, View("q"), View("k"), View("v"), last=last is None)
     for number, turn in enumerate(turns.turns):
         yield from turns.arrived(number)
         if turns.takes_part(number):
@@ -80,19 +83,22 @@ def _forward(call: Call) -> Iterator[Op]:
 def _backward(
     call: Call, travels: Traveller, arrays: dict[str, Array], *, rounded: bool
 ) -> Iterator[Op]:
-    turns, sums = _Turns(call, travels), base.sums_of(call.spec, arrays)
+    turns = _Turns(call, travels)
+    sums = base.sums_of(call.spec, arrays)
     yield ops.Delta(arrays["lse"])
     yield from base.new_sums(sums)
     yield from turns.begin()
-    own = tuple(map(View, SHARD[travels])), tuple(map(View, turns.own_sums))
-    yield differentiate(travels, turns.own_tiles, *own, own=True)
+    own_shard = tuple(View(name) for name in SHARD[travels])
+    own_sums = tuple(View(name) for name in turns.own_sums)
+    yield differentiate(travels, turns.own_tiles, own_shard, own_sums, own=True)
     for number, turn in enumerate(turns.turns):
         yield from turns.arrived(number)
         if turns.takes_part(number):
             gradients = turns.gradients
             yield ops.Clear(gradients.received(number), gradients.into[number])
-            received = turns.held(number), turns.sums(number)
-            yield differentiate(travels, turn.tiles, *received, own=False)
+            yield differentiate(
+                travels, turn.tiles, turns.held(number), turns.sums(number), own=False
+            )
             yield ops.Free((turns.shards.received(number),))
         yield from turns.add_returned(number - 2)
         yield from turns.return_sums(number)
@@ -103,49 +109,61 @@ def _backward(
 
 
 class _Turns:
-    """The turns of a call: ops that bring rows, and ops that return the gradients."""
+    """The turns of a call: ops that exchange rows, and ops that return their gradients."""
 
     def __init__(self, call: Call, travels: Traveller) -> None:
-        self.rank, self.travels = call.rank, travels
+        spec = call.spec
+        own = (0, 0)  # no displacement between the holder of a shard and its owner
+        self.rank = call.rank
+        self.travels = travels
         self.turns = call.ranks.turns(travels)
         self.num = len(self.turns)
-        self.own_tiles = call.ranks.tiles(Grid(1, call.world_size), travels, (0, 0))
+        self.own_tiles = call.ranks.tiles(Grid(1, call.world_size), travels, own)
         self.own_sums = tuple(f"{name} sum" for name in MOVING[travels])
-        spec = call.spec
-        self.shards = _Messages("rows", self.turns, lambda n: shard_packet(spec, travels, n))
-        self.gradients = _Messages("sums", self.turns, lambda n: gradient_packet(spec, travels, n))
+        self.shards = _Messages("rows", self.turns, partial(shard_packet, spec, travels))
+        self.gradients = _Messages("sums", self.turns, partial(gradient_packet, spec, travels))
 
     def takes_part(self, number: int) -> bool:
+        """Return whether this rank exchanges rows in a turn."""
         return self.turns[number].hop.send_to != self.rank
 
     def held(self, number: int) -> tuple[Operand, ...]:
+        """Return the tensors that this rank receives in a turn."""
         return entries(self.shards.received(number), len(SHARD[self.travels]))
 
     def sums(self, number: int) -> tuple[Operand, ...]:
+        """Return the sums for the gradients of these tensors."""
         return entries(self.gradients.received(number), len(self.own_sums))
 
     def begin(self) -> Iterator[Op]:
+        """Start the first two turns."""
         yield ops.Step("own", 0)
         for number in range(min(2, self.num)):
             yield from self._post(number)
 
     def _post(self, number: int) -> Iterator[Op]:
-        """Packs the rows that leave in a turn, and starts the turn."""
-        turn, lane, shards = self.turns[number], SHARD_LANES[number % 2], self.shards
+        """Pack the rows to send in a turn, and start the turn."""
+        turn, shards = self.turns[number], self.shards
+        channel = SHARD_CHANNELS[number % 2]
         if not self.takes_part(number):
-            yield ops.Join(lane)
+            yield ops.Join(channel)
             return
-        copies = ops.copies_of_runs(SHARD[self.travels], turn.runs)
         yield from base.pack_and_post(
-            lane, number, turn.hop, message=shards.out[number], copies=copies,
-            send=shards.sent(number), recv=shards.received(number), receives=shards.into[number],
-        )  # fmt: skip
+            channel=channel,
+            step=number,
+            route=turn.hop,
+            message=shards.out[number],
+            copies=ops.copies_of_runs(SHARD[self.travels], turn.runs),
+            send=shards.sent(number),
+            recv=shards.received(number),
+            receives=shards.into[number],
+        )
 
     def arrived(self, number: int) -> Iterator[Op]:
-        """Waits for a turn, and starts the turn after the next."""
+        """Wait for a turn, and start the turn after the next."""
         yield ops.Step(f"turn {number}", number + 1)
         if self.takes_part(number):
-            yield ops.Wait(SHARD_LANES[number % 2])
+            yield ops.Wait(SHARD_CHANNELS[number % 2])
             yield ops.Free((self.shards.sent(number),))
         if number + 2 < self.num:
             yield from self._post(number + 2)
@@ -153,35 +171,45 @@ class _Turns:
     # -- gradients
 
     def return_sums(self, number: int) -> Iterator[Op]:
-        """Sends the gradients of the rows received in a turn back to their owner."""
-        turn, sums, lane = self.turns[number], self.gradients, GRADIENT_LANES[number % 2]
+        """Send the gradients of the rows received in a turn back to their owner."""
+        turn, sums = self.turns[number], self.gradients
+        channel = GRADIENT_CHANNELS[number % 2]
         if not self.takes_part(number):
-            yield ops.Join(lane)
+            yield ops.Join(channel)
             return
-        back = ops.Hop(turn.hop.recv_from, turn.hop.send_to)
+        # Gradients take the way of the rows back: the received buffer of the turn is sent.
         yield ops.Post(
-            channel=lane, step=number, route=back, send=sums.received(number),
-            recv=sums.sent(number), message=sums.out[number], nbytes=sums.into[number].nbytes,
-        )  # fmt: skip
+            channel=channel,
+            step=number,
+            route=ops.Hop(send_to=turn.hop.recv_from, recv_from=turn.hop.send_to),
+            send=sums.received(number),
+            recv=sums.sent(number),
+            message=sums.out[number],
+            nbytes=sums.into[number].nbytes,
+        )
 
     def add_returned(self, number: int) -> Iterator[Op]:
-        """Waits for the gradients of the rows sent in a turn, and adds them to the rank's sums."""
+        """Wait for the gradients of the rows sent in a turn, and add them to this rank's sums."""
         if number < 0 or not self.takes_part(number):
             return
         turn, sums = self.turns[number], self.gradients
-        yield ops.Wait(GRADIENT_LANES[number % 2])
+        yield ops.Wait(GRADIENT_CHANNELS[number % 2])
         yield ops.Free((sums.received(number),))
         copies = ops.copies_of_runs(self.own_sums, turn.runs, add=True)
         yield ops.Unpack(sums.sent(number), sums.out[number], copies)
 
 
 class _Messages:
-    """Messages out and in of every turn, and their buffers, all with room for the longest."""
+    """The messages sent and received in every turn, and buffers with room for the longest one.
+
+    `make` returns the message with a number of rows.
+    """
 
     def __init__(self, name: str, turns: tuple[Turn, ...], make: Callable[[int], Message]) -> None:
         self.out = [make(turn.sent) for turn in turns]
         self.into = [make(turn.received) for turn in turns]
-        self._name, self._room = name, room_of(*self.out, *self.into)
+        self._name = name
+        self._room = room_of(*self.out, *self.into)
 
     def sent(self, number: int) -> Buffer:
         return Buffer(f"{self._name} out {number}", self._room)

@@ -1,6 +1,7 @@
 """The registered strategies, and the programs of a call.
 
-A strategy from outside the package is an object, and named in `strategy=` while it is registered:
+A strategy from outside the package is an object. While it is registered, its name can be passed as
+`strategy=`:
 
     with registered(Star()):
         ring_attention(q, k, v, strategy="star")
@@ -27,7 +28,7 @@ from ring_attn.values.host import on_host
 
 
 def register(code: StrategyCode) -> None:
-    """Makes `Strategy(code.name)`, and `strategy=` the name, run `code`.
+    """Register a strategy: `Strategy(code.name)` and `strategy=code.name` then run `code`.
 
     Raises:
         ValueError: a strategy of that name exists.
@@ -35,12 +36,12 @@ def register(code: StrategyCode) -> None:
     if code.name in NAMES:
         raise ValueError(f"strategy {code.name!r} is registered already; choose another name")
     CORES[code.name] = code
-    NAMES[code.name] = Named(code.candidates, code.name)
+    NAMES[code.name] = Named(code.candidates, core=code.name)
 
 
 @contextmanager
 def registered(code: StrategyCode) -> Iterator[None]:
-    """Registers a strategy during a block."""
+    """Register a strategy within a block."""
     register(code)
     try:
         yield
@@ -49,22 +50,34 @@ def registered(code: StrategyCode) -> Iterator[None]:
         code_of.cache_clear()
 
 
-CODES = {code.name: code for code in (ring.CODE, all_gather.CODE, exchange.CODE)}
-NAMED = {**ulysses.NAMES, "double_ring": ring.DOUBLE_RING, "q_exchange": q_exchange.NAMED}
-for _name in STRATEGIES:
-    if _name in CODES:
-        register(CODES[_name])
-    else:
-        NAMES[_name] = NAMED[_name]
+def _register_all() -> None:
+    """Register the strategies of the package, in the order of their names in `core.names`."""
+    codes = {code.name: code for code in (ring.CODE, all_gather.CODE, exchange.CODE)}
+    other_names = {
+        "double_ring": ring.DOUBLE_RING,
+        "ulysses": ulysses.WHOLE,
+        "hybrid": ulysses.HYBRID,
+        "q_exchange": q_exchange.NAME,
+    }
+    for name in STRATEGIES:
+        if name in codes:
+            register(codes[name])
+        else:
+            NAMES[name] = other_names[name]
+
+
+_register_all()
 
 
 @lru_cache(maxsize=1024)
 def code_of(strategy: Strategy) -> StrategyCode:
-    """The code of the strategy's core, wrapped in the exchanges around the core."""
+    """Return the code of the strategy's core, wrapped in the exchanges around the core."""
     core = cast(StrategyCode, CORES[strategy.core])
     if strategy.exchange_q:
         return q_exchange.QExchange(core)
-    return ulysses.Ulysses(core) if strategy.ulysses_degree > 1 else core
+    if strategy.ulysses_degree > 1:
+        return ulysses.Ulysses(core)
+    return core
 
 
 def make_call(
@@ -79,9 +92,16 @@ def make_call(
     same_bits: bool | None = None,
     backward: bool = True,
 ) -> Call:
-    """The call with its backend and scale chosen; equal on every rank except for `rank`.
+    """Return the call with its backend and scale chosen; equal on every rank except for `rank`.
 
-    `backward` says whether a backward may follow, which affects the choice of the backend.
+    Args:
+        strategy: how the ranks share the work.
+        spec: sizes and types of the tensors.
+        layouts: the layouts of queries and keys.
+        mask: over the whole sequence.
+        rank: the rank that makes the call.
+        softmax_scale, backend, same_bits: as in `ring_attention`.
+        backward: whether a backward may follow, which affects the choice of the backend.
 
     Raises:
         ValueError: degrees, heads or layouts do not fit the strategy.
@@ -112,19 +132,23 @@ def make_call(
 
 
 def check_call(call: Call) -> None:
-    """Refuse a call that its backend or strategy cannot compute; errors as `make_call`."""
+    """Raise an error if the backend or the strategy cannot compute a call; as `make_call`."""
     choose_backend(call.spec, call.backend, call.purpose)
     code_of(call.strategy).check(call)
-    if call.options.same_bits and (reason := why_not_same_bits(call)) is not None:
-        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
+    if not call.options.same_bits:
+        return
+    reason = why_not_same_bits(call)
+    if reason is not None:
+        raise NotImplementedError(f"same_bits=True is not possible here: {reason}")
 
 
 def why_not_same_bits(call: Call) -> str | None:
+    """Return None if a call has the same bits at every world size, else the reason why not."""
     return code_of(call.strategy).why_not_same_bits(call)
 
 
 def program_of(call: Call, *, backward: bool) -> Program:
-    """The program of the call's rank, in one direction; cached on the call."""
+    """Return the program of the call's rank, in one direction; cached on the call."""
     if backward not in call.programs:
         with on_host():
             program = code_of(call.strategy).program(call, backward=backward)
@@ -133,10 +157,13 @@ def program_of(call: Call, *, backward: bool) -> Program:
 
 
 def programs_of(calls: Sequence[Call], *, backward: bool) -> list[Program]:
-    """The programs of several ranks' calls, in one direction."""
+    """Return the programs of several ranks' calls, in one direction."""
     return [program_of(call, backward=backward) for call in calls]
 
 
 def both_programs(call: Call, *, backward: bool) -> list[Program]:
-    """The forward's program of the call's rank; with `backward`, also the backward's."""
-    return [program_of(call, backward=b) for b in ((False, True) if backward else (False,))]
+    """Return the forward's program of the call's rank; with `backward`, also the backward's."""
+    programs = [program_of(call, backward=False)]
+    if backward:
+        programs.append(program_of(call, backward=True))
+    return programs

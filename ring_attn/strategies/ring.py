@@ -72,8 +72,8 @@ from ring_attn.strategies.base import StrategyCode, differentiate
 from ring_attn.strategies.order import why_not_in_order
 
 # KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
-# fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads
-# that is worth a quarter to a half of the time, while transfers take 2 %.
+# fewer rows, dQ runs next to them on the idle SMs. In a simulated step of 8k rows with 8 / 1 heads
+# this saves a quarter to a half of the time, while transfers take 2 %.
 SPLIT_FROM_ROWS = 128 * 132
 
 
@@ -82,37 +82,40 @@ class Ring(StrategyCode):
     options = ("inner_degree",)
 
     def why_not_same_bits(self, call: Call) -> str | None:
-        reason = why_not_in_order(call, _why_not_by_turns)
+        reason = why_not_in_order(call, _why_not_by_arrival)
         if reason is None and not self.gradients(call).in_order:
             return "gradients are added up: same_bits=False"
         return reason
 
     def gradients(self, call: Call) -> GradientPlan:
-        """Chooses the side that travels in the backward, and the order of its sums.
+        """Choose the side that travels in the backward, and the order of its sums.
 
-        In order only for the same bits at every world size. By the model, on 8 and more H100 and
-        A100, it takes 3 % less to 9 % more time within a node and 3 % less to 29 % more between
-        nodes: dQ alone hides the transfer of dK and dV, where the other order has a whole step.
+        Sums are made in order only for the same bits at every world size. By the model, on 8 and
+        more H100 and A100, they then take 3 % less to 9 % more time within a node, and 3 % less to
+        29 % more between nodes: only the computation of dQ hides the transfer of dK and dV, while
+        in the other order a whole step does.
         """
         if call.gradients is not None:
             return call.gradients
         in_order = call.options.same_bits
         if in_order is None:
-            in_order = why_not_in_order(call, _why_not_by_turns) is None
+            in_order = why_not_in_order(call, _why_not_by_arrival) is None
         if in_order:
-            return GradientPlan("kv", True)
-        return GradientPlan(sizes.choose_traveller(call.spec, *call.layouts, call.mask), False)
+            return GradientPlan(travels="kv", in_order=True)
+        layout_q, layout_kv = call.layouts
+        travels = sizes.choose_traveller(call.spec, layout_q, layout_kv, call.mask)
+        return GradientPlan(travels, in_order=False)
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         grid = ring_grid(call.world_size, call.strategy.inner_degree)
         plan = self.gradients(call) if backward else GradientPlan("kv", in_order=False)
         travels = plan.travels or "kv"
-        steps = _Steps(call, grid, travels, call.ranks.order(grid, travels))
+        steps = _Steps(call, grid, travels, order=call.ranks.order(grid, travels))
         arrays = base.input_arrays(call, backward=backward)
         if not backward:
             return base.core_program(call, arrays, _forward(call, steps), backward=False)
-        made = _backward(call, steps, arrays, in_order=plan.in_order, rounded=rounded)
-        return base.core_program(call, arrays, made, backward=True)
+        backward_steps = _backward(call, steps, arrays, in_order=plan.in_order, rounded=rounded)
+        return base.core_program(call, arrays, backward_steps, backward=True)
 
     def label(self, strategy: Strategy) -> str:
         degree = strategy.inner_degree
@@ -120,40 +123,50 @@ class Ring(StrategyCode):
 
 
 def double_rings(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
-    """Yields inner rings of a node, half a node and two nodes; in one node, the squarest grid."""
+    """Yield double rings whose inner rings fit the nodes.
+
+    The inner rings have the ranks of a node, of half a node or of two nodes, else as close to a
+    node as possible. Within one node, the grid of inner and outer ring is as square as possible.
+    """
     divisors = [d for d in range(2, world_size) if world_size % d == 0]
     if not divisors:
         return
-    degrees = [d for d in divisors if d in (node_size, node_size // 2, 2 * node_size)]
     if world_size <= node_size:
         degrees = [min(divisors, key=lambda d: (abs(d * d - world_size), d))]
-    for degree in degrees or [min(divisors, key=lambda d: (abs(d - node_size), d))]:
+    else:
+        degrees = [d for d in divisors if d in (node_size, node_size // 2, 2 * node_size)]
+    if not degrees:
+        degrees = [min(divisors, key=lambda d: (abs(d - node_size), d))]
+    for degree in degrees:
         yield Strategy(inner_degree=degree)
 
 
-def _why_not_by_turns(call: Call) -> str | None:
-    """None if a ring brings shards in the order of their positions, else the reason why not."""
-    layouts, mask = call.layouts, call.mask
+def _why_not_by_arrival(call: Call) -> str | None:
+    """Return None if shards arrive in the order of their positions, else the reason why not."""
+    layout_q, layout_kv = call.layouts
     if call.world_size == 1:
         return None
-    if not mask.is_causal:
-        return f"the mask must be causal, without window and documents, got {mask.words}"
+    if not call.mask.is_causal:
+        return f"the mask must be causal, without window and documents, got {call.mask.words}"
     grid = ring_grid(call.world_size, call.strategy.inner_degree)
     if grid.outer > 1:
         return (
             f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner} ranks: "
             "shards of a double ring do not arrive in the order of their positions"
         )
-    if layouts[0].shard_lens != layouts[1].shard_lens:
-        return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
+    if layout_q.shard_lens != layout_kv.shard_lens:
+        return f"q and kv must have one layout, got {layout_q} and {layout_kv}"
     return None
 
 
 class _Leg(NamedTuple):
-    """An exchange: sends the shard or sums of step `sends`, receives the ones of step `brings`.
+    """An exchange of a shard, or of sums, between the ranks that hold it at two steps.
 
-    `outer` is an exchange between inner rings, under way during the compute of a whole round.
-    `brings` is 0 for sums that arrive at their owner.
+    Attributes:
+        outer: whether ranks of two inner rings exchange, during the compute of a whole round.
+        sends: the step whose shard or sums this rank sends.
+        brings: the step whose shard or sums this rank receives; 0 for sums that arrive at their
+            owner.
     """
 
     outer: bool
@@ -163,9 +176,9 @@ class _Leg(NamedTuple):
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of a ring: the shard held at each, its legs, and the lengths of messages.
+    """The steps of a ring: the shard held at each step, its exchanges, and the messages.
 
-    `order` has the displacement of the holder from the owner at each step; the first is (0, 0).
+    `order` has the displacement of a shard's holder from its owner at each step, first (0, 0).
     """
 
     call: Call
@@ -178,16 +191,18 @@ class _Steps:
         return len(self.order)
 
     def hop(self, here: int, there: int) -> ops.Hop:
-        """The hop from the holder of a shard at step `here` to its holder at step `there`."""
-        (a, b), (c, d) = self.order[here], self.order[there]
-        return self.call.ranks.hop(self.grid, (c - a, d - b))
+        """Return the hop from the holder of a shard at step `here` to its holder at `there`."""
+        outer_here, inner_here = self.order[here]
+        outer_there, inner_there = self.order[there]
+        displacement = (outer_there - outer_here, inner_there - inner_here)
+        return self.call.ranks.hop(self.grid, displacement)
 
     def among(self, leg: _Leg) -> tuple[int, ...] | None:
         """Return the ranks whose connections an exchange uses; None is all ranks.
 
-        An exchange within an inner ring uses the connections of its ranks alone. NCCL gives a
+        An exchange within an inner ring uses the connections of only its ranks. NCCL gives a
         communicator as few channels for each peer as its slowest kind of peer has. So with ranks of
-        several nodes it would copy over NVLink on 1 or 2 channels (`transport.nccl_channels`).
+        several nodes, it would copy over NVLink on 1 or 2 channels (`transport.nccl_channels`).
         """
         stays_within = self.order[leg.sends][0] == self.order[leg.brings][0]
         if self.grid.outer == 1 or not stays_within:
@@ -205,7 +220,10 @@ class _Steps:
         return ops.Hop(ranks.index(hop.send_to), ranks.index(hop.recv_from))
 
     def messages(self, packet: sizes.MakePacket) -> list[Message]:
-        """The message with the shard, or its gradients, at each step; none in a single step."""
+        """Return the message with the shard, or its gradients, at each step.
+
+        There are no messages in a single step.
+        """
         if self.num == 1:
             return []
         make = partial(packet, self.call.spec, self.travels)
@@ -215,36 +233,40 @@ class _Steps:
         return self.call.ranks.tiles(self.grid, self.travels, self.order[index])
 
     def copies(self, names: tuple[str, ...], *, add: bool = False) -> tuple[Copy, ...]:
-        """Copies between a message and the travelling rows of the rank's own tensors."""
+        """Return the copies between a message and the travelling rows of the own tensors."""
         rows = self.call.ranks.moving(self.grid, self.travels, (0, 0))
         return tuple(Copy(i, View(name, rows), add=add) for i, name in enumerate(names))
 
     def shard_legs(self, index: int) -> list[_Leg]:
-        """The exchanges of shards that start at a step; the outer ring's exchange comes first."""
+        """Return the exchanges of shards that start at a step.
+
+        The exchange of the outer ring comes first: it has the slower link.
+        """
         legs = []
         next_round = self.rounds.get(index)
         if next_round is not None:
-            legs.append(_Leg(True, index, next_round))
+            legs.append(_Leg(outer=True, sends=index, brings=next_round))
         if index + 1 < self.num and index + 1 not in self.rounds:
-            legs.append(_Leg(False, index, index + 1))
+            legs.append(_Leg(outer=False, sends=index, brings=index + 1))
         return legs
 
     def sums_leg(self, index: int) -> _Leg:
-        """The exchange of a step's sums: to the next rank, or after a round to the owner."""
+        """Return the exchange of a step's sums: to the next rank, or after a round to the owner."""
         if index + 1 < self.num and index + 1 not in self.rounds:
-            return _Leg(False, index, index + 1)
-        first_round = self.order[index][0] == self.order[0][0]
-        return _Leg(not first_round, index, 0)
+            return _Leg(outer=False, sends=index, brings=index + 1)
+        is_first_round = self.order[index][0] == self.order[0][0]
+        return _Leg(outer=not is_first_round, sends=index, brings=0)
 
     @cached_property
     def rounds(self) -> dict[int, int | None]:
-        """First step of each round -> first step of the next round, None for the last."""
-        firsts = [i for i, (a, _) in enumerate(self.order) if i == 0 or a != self.order[i - 1][0]]
+        """First step of each round -> first step of the next round, None for the last round."""
+        outer = [displacement[0] for displacement in self.order]
+        firsts = [i for i in range(self.num) if i == 0 or outer[i] != outer[i - 1]]
         return dict(zip_longest(firsts, firsts[1:]))
 
 
 class _Shards:
-    """The shards of the travelling side: ops before and after each step, and a step's operands."""
+    """The shards of the travelling side: ops before and after each step, and its operands."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
@@ -254,7 +276,7 @@ class _Shards:
         self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
         self._coming: dict[int, _Leg] = {}
         # A shard's buffer is freed one step after its compute and its sends are done. So the shard
-        # after the next arrives in a third buffer, and need not wait for this step's attention.
+        # after the next one arrives in a third buffer, and does not wait for this step's attention.
         until = list(range(steps.num))
         for index in range(steps.num):
             for leg in steps.shard_legs(index):
@@ -265,7 +287,7 @@ class _Shards:
             self._done.setdefault(min(last + 1, steps.num - 1), []).append(buffer)
 
     def before(self, index: int) -> Iterator[Op]:
-        """Packs the own shard at the first step, and starts the exchanges that the step hides."""
+        """Pack the own shard at the first step, and start the exchanges that the step hides."""
         steps, buffers, messages = self._steps, self._buffers, self._messages
         if index == 0 and steps.num > 1:
             yield ops.Pack(buffers[0], messages[0], steps.copies(self._names))
@@ -282,12 +304,13 @@ class _Shards:
             )
 
     def held(self, index: int) -> tuple[Operand, ...]:
+        """Return the tensors of the shard that this rank holds at a step."""
         if index == 0:
             return tuple(View(name) for name in self._names)
         return ops.entries(self._buffers[index], len(self._names))
 
     def after(self, index: int) -> Iterator[Op]:
-        """Waits for the next shard, and frees shards that are no longer used."""
+        """Wait for the next shard, and free shards that are no longer used."""
         if index + 1 in self._coming:
             leg = self._coming[index + 1]
             yield ops.Wait("outer" if leg.outer else "shards", self._steps.among(leg))
@@ -298,7 +321,7 @@ class _Shards:
 def _forward(call: Call, steps: _Steps) -> Iterator[Op]:
     yield base.start(call)
     shards = _Shards(steps)
-    last = max((i for i in range(steps.num) if steps.tiles(i)), default=0)
+    last = max((index for index in range(steps.num) if steps.tiles(index)), default=0)
     for index in range(steps.num):
         yield ops.Step(f"step {index}", index)
         yield from shards.before(index)
@@ -342,12 +365,13 @@ class _Sums:
         self.buffers = [Buffer(f"sums {i}", self.room) for i in range(steps.num)]
 
     def held(self, index: int) -> tuple[Operand, ...]:
-        """The sums that a step adds to; the first step's are the rank's own."""
+        """Return the sums that a step adds to; the first step adds to the rank's own sums."""
         if index == 0:
-            return tuple(map(View, self.names))
+            return tuple(View(name) for name in self.names)
         return ops.entries(self.buffers[index], len(self.names))
 
     def post(self, leg: _Leg, recv: Buffer) -> ops.Post:
+        """Start an exchange of sums."""
         return ops.Post(
             channel=_gradients(leg.outer),
             step=leg.sends,
@@ -360,7 +384,7 @@ class _Sums:
         )
 
     def unpack(self, buffer: Buffer, *, add: bool) -> ops.Unpack:
-        """Adds a returned message to the rank's own sums, or replaces the sums by it."""
+        """Add a returned message to the rank's own sums, or replace the sums by it."""
         return ops.Unpack(buffer, self.messages[0], self.steps.copies(self.names, add=add))
 
 
@@ -375,16 +399,17 @@ class _InOrder(_Sums):
         super().__init__(steps)
         self._home = Buffer("sums home", self.room)
         call = steps.call
-        rows = max(call.layouts[1].shard_lens) * call.spec.batch * call.spec.nheads_kv
-        apart = not get_backend(call.backend).in_one_pass(call.spec)
-        self._split = apart and rows >= SPLIT_FROM_ROWS
+        _, layout_kv = call.layouts
+        rows_x_heads = max(layout_kv.shard_lens) * call.spec.batch * call.spec.nheads_kv
+        has_two_passes = not get_backend(call.backend).in_one_pass(call.spec)
+        self._split = has_two_passes and rows_x_heads >= SPLIT_FROM_ROWS
 
     def compute(self, index: int, work: ops.Differentiate) -> Iterator[Op]:
-        """Computes dQ while the sums are under way, and then dK and dV.
+        """Compute dQ while the sums are under way, and then dK and dV.
 
-        Computes all three side by side in the first step, and if dK and dV would not fill a GPU.
+        All three are computed together in the first step, and if dK and dV would not fill a GPU.
         """
-        if not self._split or not index:
+        if not self._split or index == 0:
             yield from self._arrived(index)
             yield work
             return
@@ -393,25 +418,28 @@ class _InOrder(_Sums):
         yield work._replace(part="kv", dq=None)
 
     def after(self, index: int) -> Iterator[Op]:
-        """Sends the sums on; the last step's return to their owner."""
+        """Send the sums on; the sums of the last step return to their owner."""
         if self.steps.num == 1:
             return
         if index == 0:
             yield ops.Pack(self.buffers[0], self.messages[0], self.steps.copies(self.names))
         following = (index + 1) % self.steps.num
-        recv = self.buffers[following] if following else self._home
-        yield self.post(_Leg(False, index, following), recv)
+        recv = self._home if following == 0 else self.buffers[following]
+        yield self.post(_Leg(outer=False, sends=index, brings=following), recv)
 
     def end(self) -> Iterator[Op]:
-        """Replaces the rank's own sums by the sums that returned with its shard."""
+        """Replace the rank's own sums by the sums that returned with its shard."""
         if self.steps.num > 1:
-            yield ops.Wait("gradients", self.steps.among(_Leg(False, self.steps.num - 1, 0)))
+            to_owner = _Leg(outer=False, sends=self.steps.num - 1, brings=0)
+            yield ops.Wait("gradients", self.steps.among(to_owner))
             yield ops.Free((self.buffers[-1],))
             yield self.unpack(self._home, add=False)
 
     def _arrived(self, index: int) -> Iterator[Op]:
-        if index:
-            yield ops.Wait("gradients", self.steps.among(_Leg(False, index - 1, index)))
+        """Wait for the sums that a step adds to."""
+        if index > 0:
+            leg = _Leg(outer=False, sends=index - 1, brings=index)
+            yield ops.Wait("gradients", self.steps.among(leg))
             yield ops.Free((self.buffers[index - 1],))
 
 
@@ -420,17 +448,17 @@ class _AddedUp(_Sums):
 
     def __init__(self, steps: _Steps) -> None:
         super().__init__(steps)
-        # Exchange under way on the inner ring (False) and on the outer ring (True).
+        # By `outer`: the exchange under way on the inner or the outer ring, and its buffer.
         self._under_way: dict[bool, tuple[_Leg, Buffer]] = {}
 
     def compute(self, index: int, work: ops.Differentiate) -> Iterator[Op]:
-        """Computes into a cleared buffer; the first step into the rank's own sums."""
-        if index:
+        """Compute into a cleared buffer, but in the first step into the rank's own sums."""
+        if index > 0:
             yield ops.Clear(self.buffers[index], self.messages[index])
         yield work
 
     def after(self, index: int) -> Iterator[Op]:
-        """Adds the received sums to the step's sums, and sends the total on."""
+        """Add the received sums to the step's sums, and send the total on."""
         if index == 0:
             return
         leg = self.steps.sums_leg(index)
@@ -444,10 +472,12 @@ class _AddedUp(_Sums):
         self._under_way[leg.outer] = leg, recv
 
     def end(self) -> Iterator[Op]:
+        """Wait for the sums that are still under way."""
         for outer in list(self._under_way):
             yield from self._land(outer)
 
     def _land(self, outer: bool) -> Iterator[Op]:
+        """Wait for an exchange, and add sums that are at their owner to the owner's sums."""
         leg, recv = self._under_way.pop(outer)
         yield ops.Wait(_gradients(outer), self.steps.among(leg))
         yield ops.Free((self.buffers[leg.sends],))
@@ -456,4 +486,4 @@ class _AddedUp(_Sums):
 
 
 CODE = Ring()
-DOUBLE_RING = Named(double_rings, CODE.name, degree="inner_degree", needed=True)
+DOUBLE_RING = Named(double_rings, core=CODE.name, degree="inner_degree", needed=True)

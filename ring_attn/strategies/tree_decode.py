@@ -4,18 +4,19 @@
     rank 1   q x its rows of the cache -> out 1, lse 1 --+-- all_gather -+-> merge -> out, lse
     rank 2   q x its rows of the cache -> out 2, lse 2 --'               `-> merge -> out, lse
 
-K and V stay in place. Partial results travel, in the type of the state: each rank sends out and lse
-in one message of n = batch * seqlen_q * nheads * (headdim_v + 1) numbers. Every rank merges all P
-results in the same tree, the lower half with the upper half, ceil(log2(P)) deep. So all ranks have
-the same bits, which an all-reduce does not promise, and sinks count once, at the root.
+K and V stay in place. Partial results are sent in the type of the state: each rank sends out and
+lse in one message of n = batch * seqlen_q * nheads * (headdim_v + 1) numbers. Every rank merges all
+P results in the same tree, the lower half with the upper half, ceil(log2(P)) deep. So all ranks
+have the same bits, which an all-reduce does not guarantee, and sinks count once, at the root.
 
 Tree Attention (Shyam et al., arXiv 2408.04093) reduces in the network instead: the maximum of lse,
-then numerator and denominator, in 3 all-reduces of which the second waits for the first. There each
-rank sends and receives 2 (P - 1) / P * n numbers; in a gather it receives (P - 1) n. That is fewer
-from P = 3 on, but takes at least 2 rounds with the latency of 2 messages, rather than one with the
-latency of 1. A token of 32 heads of 128 is 16 KiB: with 8 ranks 7 messages arrive, in 2 us at
-50 GB/s, less than the latency of any collective. With 64 tokens and 64 ranks it is 66 MB and
-1.3 ms: so many queries are better split over the ranks, with `ring_attention`.
+then numerator and denominator, in 3 all-reduces of which the second waits for the first. In that
+scheme each rank sends and receives 2 (P - 1) / P * n numbers; in a gather it receives (P - 1) n.
+The all-reduces transfer less from P = 3 on, but they take at least 2 rounds with the latency of 2
+messages, while a gather takes one round with the latency of 1. A token of 32 heads of 128 is
+16 KiB: with 8 ranks 7 messages arrive, in 2 us at 50 GB/s, less than the latency of any collective.
+With 64 tokens and 64 ranks a gather transfers 66 MB in 1.3 ms. For so many queries it is better to
+split them over the ranks, with `ring_attention`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def make_call(
     return DecodeCall(options=options, spec=spec, backend=chosen)
 
 
-# Inputs that say how long sequences are, and in which pages of a rank's pool their rows stand.
+# Inputs with the lengths of sequences, and with the pages of a rank's pool that hold their rows.
 TABLES = ("cache_seqlens", "block_table")
 
 
@@ -60,7 +61,7 @@ def program(
     sequences: Sequences | None = None,
     num_tables: int = 0,
 ) -> Program:
-    """The program of one rank: attend to its rows, gather all partial results, merge them.
+    """Return the program of one rank: attend to its rows, gather all partial results, merge them.
 
     Args:
         call: the call.
@@ -68,59 +69,79 @@ def program(
         shape: number of queries, and dims 0 and 1 of k and v.
         rank: this rank.
         world_size: number of ranks.
-        sequences: what this rank has of sequences, of which the first `num_tables` tables tell.
+        sequences: the parts of sequences on this rank; None if all have one length.
+        num_tables: how many of `TABLES` describe the sequences.
     """
-    (rows, *kv), spec, q = shape, call.spec, View("q")
-    partial = result_arrays(replace(spec, dtype=spec.accum_dtype), rows)
-    made: list[Op]
-    if sequences is not None or (tiles and get_backend(call.backend).decodes):
-        tables = tuple(map(View, TABLES[:num_tables]))
-        made = [ops.Decode(tiles, q, View("k"), View("v"), sequences, tables)]
-    else:
-        # In the type of the state: the root of the tree rounds once.
-        made = [ops.Start(q, spec.headdim_v, partial["out"])]
-        if tiles:
-            made.append(ops.Attend(StepTiles.of(tiles), q, View("k"), View("v")))
-        made.append(ops.Finish("partial out", "partial lse", partial["out"], partial["lse"]))
+    spec = call.spec
+    num_queries, kv_dim_0, kv_dim_1 = shape
     arrays = {
-        "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),
-        "k": Array(kv[0], kv[1], spec.nheads_kv, spec.headdim, spec.dtype),
-        "v": Array(kv[0], kv[1], spec.nheads_kv, spec.headdim_v, spec.dtype),
+        "q": Array(spec.batch, num_queries, spec.nheads, spec.headdim, spec.dtype),
+        "k": Array(kv_dim_0, kv_dim_1, spec.nheads_kv, spec.headdim, spec.dtype),
+        "v": Array(kv_dim_0, kv_dim_1, spec.nheads_kv, spec.headdim_v, spec.dtype),
     }
-    return Program(world_size, rank, False, (*made, *_merging(spec, rows, world_size)), arrays)
+    if sequences is not None or (tiles and get_backend(call.backend).decodes):
+        tables = tuple(View(name) for name in TABLES[:num_tables])
+        steps: list[Op] = [ops.Decode(tiles, View("q"), View("k"), View("v"), sequences, tables)]
+    else:
+        steps = _attending(spec, num_queries, tiles)
+    steps += _merging(spec, num_queries, world_size)
+    return Program(
+        world_size=world_size, rank=rank, backward=False, ops=tuple(steps), arrays=arrays
+    )
+
+
+def _attending(spec: AttentionSpec, num_queries: int, tiles: tuple[Tile, ...]) -> list[Op]:
+    """Return ops that compute partial results as a step of a ring does."""
+    # Partial results have the type of the state: only the root of the tree rounds.
+    partial = result_arrays(replace(spec, dtype=spec.accum_dtype), num_queries)
+    steps: list[Op] = [ops.Start(View("q"), spec.headdim_v, partial["out"])]
+    if tiles:
+        steps.append(ops.Attend(StepTiles.of(tiles), View("q"), View("k"), View("v")))
+    steps.append(ops.Finish("partial out", "partial lse", partial["out"], partial["lse"]))
+    return steps
 
 
 # Cached: every token has a new program, but this part does not change.
 @lru_cache(maxsize=256)
-def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
-    packet = decode_packet(spec, rows)
-    everyone = Gathered(packet, world_size)
-    send, recv = Buffer("partial", packet.nbytes), Buffer("partials", everyone.nbytes)
-    copies = (Copy(0, View("partial out")), Copy(1, View("partial lse")))
+def _merging(spec: AttentionSpec, num_queries: int, world_size: int) -> tuple[Op, ...]:
+    """Return ops that gather the partial results of all ranks and merge them."""
+    packet = decode_packet(spec, num_queries)
+    all_packets = Gathered(packet, world_size)
+    send = Buffer("partial", packet.nbytes)
+    recv = Buffer("partials", all_packets.nbytes)
     posted = pack_and_post(
-        "shards", 0, ops.Collective("all_gather"), message=packet, copies=copies, send=send,
-        recv=recv, receives=everyone, nbytes=packet.nbytes * (world_size - 1),
-    )  # fmt: skip
+        channel="shards",
+        step=0,
+        route=ops.Collective("all_gather"),
+        message=packet,
+        copies=(Copy(0, View("partial out")), Copy(1, View("partial lse"))),
+        send=send,
+        recv=recv,
+        receives=all_packets,
+        nbytes=packet.nbytes * (world_size - 1),
+    )
     return (
         *posted,
         ops.Wait("shards"),
         ops.Free((send,)),
-        ops.Merge(recv, everyone, "out", "lse"),
+        ops.Merge(recv, all_packets, "out", "lse"),
     )
 
 
 def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of all queries x one rank's rows, in folding order; the mask is over the cache.
+    """Return the tiles of all queries x one rank's rows, in the order in which they are folded.
 
-    Takes one pass over the segments. Neighbouring segments that every query sees become one tile:
-    in a causal cache of a thousand segments, all but the last few.
+    The mask is over the whole cache. This takes one pass over the segments. Neighbouring segments
+    that every query sees become one tile: in a causal cache of a thousand segments, all segments
+    but the last few.
     """
     tiles = [tile for piece in mask.slices for tile in _slice_tiles(segments, piece)]
     return tuple(sorted(tiles, key=lambda tile: (tile.q_start, -tile.k_start)))
 
 
 def _slice_tiles(segments: Sequence[Segment], piece: Slice) -> Iterator[Tile]:
-    every_q = piece.q_start, piece.q_end
+    """Yield the tiles of one slice of the mask."""
+    queries = piece.q_start, piece.q_end
     # Some query sees positions [any_from, any_to). All queries see [all_from, all_to): from the
     # first key of the last query to the last key of the first query.
     any_from = all_from = piece.k_start
@@ -131,42 +152,44 @@ def _slice_tiles(segments: Sequence[Segment], piece: Slice) -> Iterator[Tile]:
     if piece.hi is not None:
         all_to = min(all_to, piece.q_start + piece.hi + 1)
         any_to = min(any_to, piece.q_end + piece.hi)
-    run, row = 0, 0  # rows [run, row) are seen by every query
+    first_row, row = 0, 0  # every query sees the rows [first_row, row)
     for segment in segments:
-        stop = row + segment.length
+        next_row = row + segment.length
         last = segment.start + (segment.length - 1) * segment.stride
         if segment.start < all_from or last >= all_to:
-            yield from _full(every_q, run, row)
+            yield from _full_tile(queries, first_row, row)
             if last >= any_from and segment.start < any_to:
-                yield from _cut(segment, row, piece)
-            run = stop
-        row = stop
-    yield from _full(every_q, run, row)
+                yield from _cut_tiles(segment, row, piece)
+            first_row = next_row
+        row = next_row
+    yield from _full_tile(queries, first_row, row)
 
 
-def _full(q: tuple[int, int], run: int, row: int) -> list[Tile]:
-    return [Tile(*q, run, row)] if run < row else []
+def _full_tile(queries: tuple[int, int], first_row: int, end_row: int) -> Iterator[Tile]:
+    """Yield the tile in which every query sees all of these rows, if there are any."""
+    if first_row < end_row:
+        q_start, q_end = queries
+        yield Tile(q_start, q_end, first_row, end_row)
 
 
-def _cut(segment: Segment, row: int, piece: Slice) -> Iterator[Tile]:
-    """Yields the tiles of a partly visible segment, which starts at local row `row`."""
+def _cut_tiles(segment: Segment, row: int, piece: Slice) -> Iterator[Tile]:
+    """Yield the tiles of a partly visible segment, which starts at local row `row`."""
     if segment.stride == 1:
-        rows = Slice(piece.q_start, piece.q_end, segment.start, segment.start + segment.length)
-        seen = piece & rows
-        tile = None if seen is None else Tile(*seen.moved(0, row - segment.start))
-        if tile is not None:
-            yield tile
+        end = segment.start + segment.length
+        visible = piece & Slice(piece.q_start, piece.q_end, segment.start, end)
+        if visible is not None:
+            yield Tile(*visible.moved(0, row - segment.start))
         return
     # Consecutive queries against every P-th key form no band: one tile for each query.
-    for i in range(piece.q_start, piece.q_end):
-        start = piece.k_start if piece.lo is None else max(piece.k_start, i + piece.lo)
-        stop = piece.k_end if piece.hi is None else min(piece.k_end, i + piece.hi + 1)
+    for query in range(piece.q_start, piece.q_end):
+        start = piece.k_start if piece.lo is None else max(piece.k_start, query + piece.lo)
+        stop = piece.k_end if piece.hi is None else min(piece.k_end, query + piece.hi + 1)
         first, end = segment.rows_between(start, stop)
-        yield from _full((i, i + 1), row + first, row + end)
+        yield from _full_tile((query, query + 1), row + first, row + end)
 
 
 @lru_cache(maxsize=256)
-def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
-    """The message with a rank's partial out and lse of `rows` queries."""
-    partial = result_arrays(replace(spec, dtype=spec.accum_dtype), rows)
-    return packet_of([(x.shape, x.dtype) for x in partial.values()])
+def decode_packet(spec: AttentionSpec, num_queries: int) -> Packet:
+    """Return the message with a rank's partial out and lse."""
+    partial = result_arrays(replace(spec, dtype=spec.accum_dtype), num_queries)
+    return packet_of([(array.shape, array.dtype) for array in partial.values()])

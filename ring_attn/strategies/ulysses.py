@@ -1,5 +1,6 @@
-"""Ulysses: ranks of a group exchange heads for rows. A rank with some rows of all heads gets all
-rows of some heads.
+"""Ulysses: the ranks of a group exchange heads for rows.
+
+A rank that holds some rows of all heads gets all rows of some heads.
 
     4 ranks with the rows a, b, c, d of 4 heads; afterwards each rank has all rows of one head
 
@@ -9,17 +10,18 @@ rows of some heads.
     rank 3    d0 d1 d2 d3                               d0 | d1 | d2 | d3
                                               rank       0    1    2    3
 
-In a hybrid, groups have U consecutive ranks. After the exchange a rank has the rows of its group in
-the order of their positions: this is the shard of one rank in a layout of P/U ranks. Over that
-layout the core, such as a ring, runs among the ranks with the same heads.
+In a hybrid, each group has U consecutive ranks. After the exchange, a rank has the rows of its
+group in the order of their positions. This is the shard of one rank in a layout of P/U ranks. Over
+that layout the core, such as a ring, runs among the ranks with the same heads.
 
     P = 4, U = 2          exchange within          core among
                           0 1 | 2 3                0 2 (first half of the heads) | 1 3 (second)
 
-Backward: dout is exchanged like q; dq, dk and dv like out. They are rounded first; but if a kv head
-was sent to several ranks, dk and dv stay in the accumulation type, their owner adds them up in the
-order of the ranks, and rounds then. `core.heads` assigns heads to ranks. (DeepSpeed-Ulysses, Jacobs
-et al., arXiv 2309.14509; hybrid: USP, Fang and Zhao, arXiv 2405.07719.)
+Backward: dout is exchanged like q, and dq, dk and dv like out. Gradients are rounded before they
+are sent. But if a kv head was sent to several ranks, dk and dv are sent in the accumulation type;
+their owner adds them up in the order of the ranks, and rounds the sums. `core.heads` assigns heads
+to ranks. (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509; hybrid: USP, Fang and Zhao, arXiv
+2405.07719.)
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from ring_attn.core.heads import HeadRun, HeadShare, is_replicated
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
+from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Named, Strategy
 from ring_attn.core.tiles import with_first_row
@@ -46,35 +49,43 @@ from ring_attn.strategies import ring
 from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays
 from ring_attn.strategies.order import shares_of, why_not_by_heads
 
-# For each group, for each member: pairs (rows of the member, rows of the group) of equal length.
-MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
+# Where the rows of a member lie: pairs (rows of the member, rows of its group) of equal length.
+PlacedRows = tuple[tuple[slice, slice], ...]
+# The placed rows for each group, for each member.
+MergedRows = tuple[tuple[PlacedRows, ...], ...]
 
 
 class Ulysses(StrategyCode):
     """The exchange of heads for rows around a core."""
 
     def __init__(self, inner: StrategyCode) -> None:
-        self._inner, self.sparse = inner, inner.sparse
+        self._inner = inner
+        self.sparse = inner.sparse
 
     def why_not_same_bits(self, call: Call) -> str | None:
         reason = why_not_by_heads(call)
         if reason is not None:
             return reason
-        backend, cores = get_backend(call.backend), _cores(call)
-        reasons = [
-            *(why_bits_differ(backend, call.spec, each.spec) for each in cores),
-            *map(self._inner.why_not_same_bits, cores),
-        ]
-        return next((reason for reason in reasons if reason is not None), None)
+        backend = get_backend(call.backend)
+        core_calls = _core_calls(call)
+        for core_call in core_calls:
+            reason = why_bits_differ(backend, call.spec, core_call.spec)
+            if reason is not None:
+                return reason
+        for core_call in core_calls:
+            reason = self._inner.why_not_same_bits(core_call)
+            if reason is not None:
+                return reason
+        return None
 
     def check(self, call: Call) -> None:
-        # Checks the cores of all members, so that every rank refuses what one member refuses.
-        for each in _cores(call):
-            self._inner.check(each)
+        # The cores of all members: if one member cannot compute its share, every rank raises.
+        for core_call in _core_calls(call):
+            self._inner.check(core_call)
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
-        exchanges = _Exchanges(call, self._inner)
-        return exchanges.program(backward=backward, rounded=rounded)
+        exchanges = _Exchanges(call, self._inner, rounded=rounded)
+        return exchanges.backward() if backward else exchanges.forward()
 
     def core(self, call: Call) -> Call:
         largest = max(shares_of(call), key=lambda share: share.num)
@@ -84,15 +95,12 @@ class Ulysses(StrategyCode):
         return ()
 
     def fullest_ranks(self, call: Call) -> set[int]:
-        """A member with each number of heads, of the groups of the fullest ranks."""
+        """Return one member for each number of heads, of the groups of the fullest ranks."""
         degree = call.strategy.ulysses_degree
         sizes = [(share.num, share.num_kv) for share in shares_of(call)]
         members = [sizes.index(size) for size in set(sizes)]
-        return {
-            rank - rank % degree + member
-            for rank in super().fullest_ranks(call)
-            for member in members
-        }
+        first_ranks = {rank - rank % degree for rank in super().fullest_ranks(call)}
+        return {first + member for first in first_ranks for member in members}
 
 
 def _whole(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
@@ -106,37 +114,41 @@ def _hybrids(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[S
                 yield Strategy(name, ulysses_degree=degree)
 
 
-NAMES = {
-    "ulysses": Named(_whole, ring.CODE.name, only=lambda world_size: world_size),
-    "hybrid": Named(_hybrids, ring.CODE.name, needed=True),
-}
+WHOLE = Named(_whole, core=ring.CODE.name, only=lambda world_size: world_size)
+HYBRID = Named(_hybrids, core=ring.CODE.name, needed=True)
 
 
 def core(call: Call, heads: HeadRun | HeadShare) -> Call:
-    """The core's call with some of the heads, and with one rank for each group."""
+    """Return the core's call with some of the heads, and with one rank for each group."""
     degree = call.strategy.ulysses_degree
-    q, kv = (merge_groups(layout, degree)[0] for layout in call.layouts)
+    layout_q, layout_kv = call.layouts
+    merged_q, _ = merge_groups(layout_q, degree)
+    merged_kv, _ = merge_groups(layout_kv, degree)
     return replace(
         call,
         spec=replace(call.spec, nheads=heads.num, nheads_kv=heads.num_kv),
-        layouts=(q, kv),
+        layouts=(merged_q, merged_kv),
         rank=call.rank // degree,
         strategy=replace(call.strategy, ulysses_degree=1),
     )
 
 
-def _cores(call: Call) -> list[Call]:
-    """The core's calls, one for each number of heads."""
-    shares = shares_of(call)
-    return list(dict.fromkeys(core(call, run) for share in shares for run in share.runs))
+def _core_calls(call: Call) -> list[Call]:
+    """Return the core's calls, one for each number of heads."""
+    runs = [run for share in shares_of(call) for run in share.runs]
+    return list(dict.fromkeys(core(call, run) for run in runs))
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A tensor of an exchange: its name, the side of its rows and heads, its dim and type.
+    """A kind of tensor in an exchange.
 
-    The dim of a statistic is None. If `summed`, a head may arrive from several ranks and is added
-    up.
+    Attributes:
+        name: of the tensor.
+        side: whose rows and heads it has.
+        dim: of a head; None for a statistic.
+        dtype: of its elements.
+        summed: whether a head may arrive from several ranks, and is added up.
     """
 
     name: str
@@ -157,171 +169,252 @@ class _Kind:
 
 
 def _by_heads(name: str, index: int) -> str:
-    """Name a tensor with all rows of the group and one run of this rank's heads."""
+    """Return the name of a tensor with all rows of the group and one run of this rank's heads."""
     return f"{name} by heads {index}"
 
 
 class _Exchanges:
     """Builds the programs: heads for rows, the cores, rows for heads."""
 
-    def __init__(self, call: Call, inner: StrategyCode) -> None:
-        self.call, self.inner = call, inner
+    def __init__(self, call: Call, inner: StrategyCode, *, rounded: bool) -> None:
+        self.call = call
+        self.inner = inner
+        self.rounded = rounded
         self.degree = call.strategy.ulysses_degree
         self.shares = shares_of(call)
         self.summed = is_replicated(self.shares, call.spec.nheads_kv)
-        number, self.member = divmod(call.rank, self.degree)
+        self.group_number, self.member = divmod(call.rank, self.degree)
         self.share = self.shares[self.member]
-        # The ranks with the same heads, and those with which heads are exchanged for rows.
+        # The ranks with the same heads, among which the core runs.
         self.peers = tuple(range(self.member, call.world_size, self.degree))
-        self.group = tuple(range(number * self.degree, (number + 1) * self.degree))
+        # The ranks that exchange heads for rows.
+        first = self.group_number * self.degree
+        self.group = tuple(range(first, first + self.degree))
 
-    def program(self, *, backward: bool, rounded: bool) -> Program:
-        spec = self.call.spec
-        there, back = self._kinds(backward=backward, rounded=rounded)
-        arrays = input_arrays(self.call, backward=backward)
-        if backward:
-            arrays = {"dout": arrays["dout"]}
-        channel: Channel = "gradients" if backward else "shards"
-        first = 2 if backward else 0
-        made: list[Op] = [ops.Step("to heads")]
-        made += self._exchange(there, "shards", first, to_heads=True)
+    def forward(self) -> Program:
+        inputs, results = self._kinds_of_forward()
+        steps: list[Op] = [ops.Step("to heads")]
+        steps += self._exchange(inputs, "shards", 0, to_heads=True)
         saved: list[str] = []
         for index, run in enumerate(self.share.runs):
             core_call = core(self.call, run)
-            program = self.inner.program(
-                core_call, backward=backward, rounded=rounded and not self.summed
-            )
-            inputs = [kind.name for kind in there]
-            results = [kind.name for kind in back]
-            if backward:
-                arrays |= {_by_heads(name, index): program.arrays[name] for name in SAVED}
-                inputs += SAVED
-            else:
-                saved += [_by_heads(name, index) for name in program.saved]
-                results += [name for name in program.saved if name not in results]
-            inner = ops.Inner(
-                program=program,
-                spec=core_call.spec,
-                ranks=self.peers,
-                inputs=tuple((name, _by_heads(name, index)) for name in inputs),
-                results=tuple((name, _by_heads(name, index)) for name in results),
-                sinks=run.q,
-            )
-            made.append(inner)
-            if backward:
-                made.append(ops.Free((_by_heads("dout", index),)))
-        made.append(ops.Step("to rows"))
-        made += self._exchange(back, channel, first + 1, to_heads=False)
-        if backward:
-            made += self._rounded(back, spec.dtype if rounded else spec.accum_dtype)
-        call = self.call
-        return Program(call.world_size, call.rank, backward, tuple(made), arrays, tuple(saved))
+            program = self.inner.program(core_call, backward=False)
+            input_names = [kind.name for kind in inputs]
+            result_names = [kind.name for kind in results]
+            result_names += [name for name in program.saved if name not in result_names]
+            steps.append(self._inner(program, core_call, index, input_names, result_names))
+            saved += [_by_heads(name, index) for name in program.saved]
+        steps.append(ops.Step("to rows"))
+        steps += self._exchange(results, "shards", 1, to_heads=False)
+        return Program(
+            world_size=self.call.world_size,
+            rank=self.call.rank,
+            backward=False,
+            ops=tuple(steps),
+            arrays=input_arrays(self.call, backward=False),
+            saved=tuple(saved),
+        )
+
+    def backward(self) -> Program:
+        inputs, results = self._kinds_of_backward()
+        arrays = {"dout": input_arrays(self.call, backward=True)["dout"]}
+        steps: list[Op] = [ops.Step("to heads")]
+        steps += self._exchange(inputs, "shards", 2, to_heads=True)
+        for index, run in enumerate(self.share.runs):
+            core_call = core(self.call, run)
+            # Gradients that are added up by their owner are rounded there.
+            rounded = self.rounded and not self.summed
+            program = self.inner.program(core_call, backward=True, rounded=rounded)
+            arrays |= {_by_heads(name, index): program.arrays[name] for name in SAVED}
+            input_names = [*(kind.name for kind in inputs), *SAVED]
+            result_names = [kind.name for kind in results]
+            steps.append(self._inner(program, core_call, index, input_names, result_names))
+            steps.append(ops.Free((_by_heads("dout", index),)))
+        steps.append(ops.Step("to rows"))
+        steps += self._exchange(results, "gradients", 3, to_heads=False)
+        steps += self._round_sums(results)
+        return Program(
+            world_size=self.call.world_size,
+            rank=self.call.rank,
+            backward=True,
+            ops=tuple(steps),
+            arrays=arrays,
+        )
+
+    def _inner(
+        self,
+        program: Program,
+        core_call: Call,
+        index: int,
+        input_names: list[str],
+        result_names: list[str],
+    ) -> ops.Inner:
+        """Return the op that runs the core's program with one run of this rank's heads."""
+        return ops.Inner(
+            program=program,
+            spec=core_call.spec,
+            ranks=self.peers,
+            inputs=tuple((name, _by_heads(name, index)) for name in input_names),
+            results=tuple((name, _by_heads(name, index)) for name in result_names),
+            sinks=self.share.runs[index].q,
+        )
+
+    # -- the tensors that are exchanged, to heads and back to rows
+
+    def _kinds_of_forward(self) -> tuple[tuple[_Kind, ...], tuple[_Kind, ...]]:
+        spec = self.call.spec
+        inputs = (
+            _Kind("q", "q", spec.headdim, spec.dtype),
+            _Kind("k", "kv", spec.headdim, spec.dtype),
+            _Kind("v", "kv", spec.headdim_v, spec.dtype),
+        )
+        results = (
+            _Kind("out", "q", spec.headdim_v, spec.dtype),
+            _Kind("lse", "q", None, spec.accum_dtype),
+        )
+        return inputs, results
+
+    def _kinds_of_backward(self) -> tuple[tuple[_Kind, ...], tuple[_Kind, ...]]:
+        spec = self.call.spec
+        q_dtype = spec.dtype if self.rounded else spec.accum_dtype
+        kv_dtype = spec.accum_dtype if self.summed else q_dtype
+        inputs = (_Kind("dout", "q", spec.headdim_v, spec.dtype),)
+        results = (
+            _Kind("dq", "q", spec.headdim, q_dtype),
+            _Kind("dk", "kv", spec.headdim, kv_dtype, self.summed),
+            _Kind("dv", "kv", spec.headdim_v, kv_dtype, self.summed),
+        )
+        return inputs, results
 
     # -- exchanges
-
-    def _kinds(
-        self, *, backward: bool, rounded: bool
-    ) -> tuple[tuple[_Kind, ...], tuple[_Kind, ...]]:
-        """The tensors exchanged to heads, and the tensors exchanged back to rows."""
-        spec = self.call.spec
-        dtype, wide, dim, dim_v = spec.dtype, spec.accum_dtype, spec.headdim, spec.headdim_v
-        if not backward:
-            kv = _Kind("k", "kv", dim, dtype), _Kind("v", "kv", dim_v, dtype)
-            return (_Kind("q", "q", dim, dtype), *kv), (
-                _Kind("out", "q", dim_v, dtype),
-                _Kind("lse", "q", None, wide),
-            )
-        q_dtype = dtype if rounded else wide
-        kv_dtype = wide if self.summed else q_dtype
-        gradients = (
-            _Kind("dq", "q", dim, q_dtype),
-            _Kind("dk", "kv", dim, kv_dtype, self.summed),
-            _Kind("dv", "kv", dim_v, kv_dtype, self.summed),
-        )
-        return (_Kind("dout", "q", dim_v, dtype),), gradients
 
     def _exchange(
         self, kinds: tuple[_Kind, ...], channel: Channel, step: int, *, to_heads: bool
     ) -> Iterator[Op]:
+        """Exchange tensors of some rows and all heads for tensors of all rows and some heads.
+
+        If not `to_heads`, exchange them back.
+        """
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, all_heads=to_heads)
         received = self._message(kinds, all_heads=not to_heads)
-        counts = tuple(sent.counts), tuple(received.counts)
-        route = ops.Collective("all_to_all", torch.uint8, *counts)
         send = Buffer(f"sent to {side}", room_of(sent))
         recv = Buffer(f"received to {side}", room_of(received))
         yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
-        if not to_heads and kinds[0].name == "dq" and self.share.runs:
+        is_gradients = kinds[0].name == "dq"
+        if is_gradients and self.share.runs:
+            # Out and lse by heads are saved for the backward; gradients are not used again.
             indices = range(len(self.share.runs))
             yield ops.Free(tuple(_by_heads(kind.name, i) for i in indices for kind in kinds))
         yield ops.Post(
-            channel=channel, step=step, route=route, send=send, recv=recv, message=received,
-            nbytes=sent.nbytes - counts[0][self.member], ranks=self.group,
-        )  # fmt: skip
+            channel=channel,
+            step=step,
+            route=ops.Collective(
+                "all_to_all",
+                dtype=torch.uint8,
+                send_counts=tuple(sent.counts),
+                recv_counts=tuple(received.counts),
+            ),
+            send=send,
+            recv=recv,
+            message=received,
+            nbytes=sent.nbytes - sent.counts[self.member],
+            ranks=self.group,
+        )
         yield ops.Wait(channel, self.group)
         yield ops.Free((send,))
-        for name, array, zero in self._targets(kinds, all_heads=not to_heads):
-            yield ops.New(name, array, zero)
+        yield from self._new_targets(kinds, all_heads=not to_heads)
         yield ops.Unpack(recv, received, self._copies(kinds, all_heads=not to_heads))
 
-    def _rounded(self, kinds: tuple[_Kind, ...], dtype: torch.dtype) -> Iterator[Op]:
+    def _round_sums(self, kinds: tuple[_Kind, ...]) -> Iterator[Op]:
+        """Round the gradients that were added up; the core has scaled them already."""
+        dtype = self.call.spec.dtype if self.rounded else self.call.spec.accum_dtype
         for kind in reversed(kinds):
             if kind.summed:
-                (array,) = (x for _, x, _ in self._targets((kind,), all_heads=True))
-                result = replace(array, dtype=dtype)
-                yield ops.Round(View(kind.name), View(kind.full_name), result, False)
+                result = replace(self._array_of_all_heads(kind), dtype=dtype)
+                yield ops.Round(View(kind.name), View(kind.full_name), result, scaled=False)
 
     def _message(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Parcels:
-        """A packet for each member: this rank's rows of the member's heads, or the reverse."""
-        call = self.call
-        return Parcels(tuple(
-            _packet(call.spec.batch, kinds, share, *(x.shard_len(rank) for x in call.layouts))
+        """Return the message with a packet for each member of the group.
+
+        With `all_heads` a packet has this rank's rows of the member's heads. Otherwise it has the
+        member's rows of this rank's heads.
+        """
+        layout_q, layout_kv = self.call.layouts
+        packets = [
+            _packet(
+                self.call.spec.batch,
+                kinds,
+                share,
+                rows_q=layout_q.shard_len(rank),
+                rows_kv=layout_kv.shard_len(rank),
+            )
             for share, rank in self._parts(all_heads=all_heads)
-        ))  # fmt: skip
+        ]
+        return Parcels(tuple(packets))
 
     def _parts(self, *, all_heads: bool) -> list[tuple[HeadShare, int]]:
-        """The heads, and the rank of the rows, of each member's packet."""
+        """Return the heads of each member's packet, and the rank that holds its rows."""
         if all_heads:
             return [(share, self.call.rank) for share in self.shares]
         return [(self.share, rank) for rank in self.group]
 
-    def _targets(
-        self, kinds: tuple[_Kind, ...], *, all_heads: bool
-    ) -> Iterator[tuple[str, Array, bool]]:
-        """Yields the receiving tensors: name, size, and whether messages are added to them."""
+    def _array_of_all_heads(self, kind: _Kind) -> Array:
         spec = self.call.spec
+        return Array(
+            batch=spec.batch,
+            rows=self.call.ranks.rows(kind.side),
+            heads=spec.nheads if kind.side == "q" else spec.nheads_kv,
+            dim=kind.dim,
+            dtype=kind.dtype,
+        )
+
+    def _array_by_heads(self, kind: _Kind, run: HeadRun) -> Array:
+        return Array(
+            batch=self.call.spec.batch,
+            rows=core(self.call, run).ranks.rows(kind.side),
+            heads=kind.num_heads(run),
+            dim=kind.dim,
+            dtype=kind.dtype,
+        )
+
+    def _new_targets(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Iterator[Op]:
+        """Make the receiving tensors."""
         if all_heads:
             for kind in kinds:
-                heads = spec.nheads if kind.side == "q" else spec.nheads_kv
-                rows = self.call.ranks.rows(kind.side)
-                array = Array(spec.batch, rows, heads, kind.dim, kind.dtype)
-                yield kind.full_name, array, kind.summed
+                # A sum starts as zeros, and each message is added to it.
+                array = self._array_of_all_heads(kind)
+                yield ops.New(kind.full_name, array, zero=kind.summed)
             return
         for index, run in enumerate(self.share.runs):
-            rows_of = core(self.call, run).ranks.rows
             for kind in kinds:
-                rows = rows_of(kind.side)
-                array = Array(spec.batch, rows, kind.num_heads(run), kind.dim, kind.dtype)
-                yield _by_heads(kind.name, index), array, False
+                yield ops.New(_by_heads(kind.name, index), self._array_by_heads(kind, run))
 
     def _copies(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> tuple[Copy, ...]:
-        """Copies between the messages and the tensors before, or after, the exchange."""
+        """Return the copies between messages and the tensors before, or after, the exchange."""
         copies: list[Copy] = []
         entry = 0  # of the packets, in the order of `_packet`
-        group = self.call.rank // self.degree
-        for other, (share, _) in enumerate(self._parts(all_heads=all_heads)):
+        for member, (share, _) in enumerate(self._parts(all_heads=all_heads)):
             for index, run in enumerate(share.runs):
                 for kind in kinds:
                     if all_heads:
-                        view = View(kind.full_name, None, kind.heads(run))
+                        view = View(kind.full_name, rows=None, heads=kind.heads(run))
                         copies.append(Copy(entry, view, add=kind.summed))
                     else:
-                        layout = self.call.layouts[0 if kind.side == "q" else 1]
-                        placed = merge_groups(layout, self.degree)[1][group][other]
                         name = _by_heads(kind.name, index)
-                        copies += [Copy(entry, View(name, there), here) for here, there in placed]
+                        placed = self._placed_rows(kind, member)
+                        copies += [
+                            Copy(entry, View(name, rows_of_group), rows_of_member)
+                            for rows_of_member, rows_of_group in placed
+                        ]
                     entry += 1
         return tuple(copies)
+
+    def _placed_rows(self, kind: _Kind, member: int) -> PlacedRows:
+        """Return where a member's rows lie among the rows of this rank's group."""
+        layout_q, layout_kv = self.call.layouts
+        _, rows = merge_groups(layout_q if kind.side == "q" else layout_kv, self.degree)
+        return rows[self.group_number][member]
 
 
 @lru_cache(maxsize=4096)
@@ -335,44 +428,62 @@ def _packet(
         for run in share.runs
         for kind in kinds
     ]
-    return packet_of([(x.shape, x.dtype) for x in arrays])
+    return packet_of([(array.shape, array.dtype) for array in arrays])
 
 
 # -- layouts
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A segment of a member's shard, and its first row in the shard."""
+
+    segment: Segment
+    member: int
+    first_row: int
+
+
 @lru_cache(maxsize=1024)
 def merge_groups(layout: SequenceLayout, degree: int) -> tuple[SequenceLayout, MergedRows]:
-    """The layout of groups of consecutive ranks that pool their rows in the order of positions.
+    """Return the layout of groups that pool their rows in the order of positions.
 
         zigzag, 4 ranks, in pairs     rank 0: chunks 0 7, rank 1: 1 6   ->   0 1 6 7
 
-    A single group of all ranks is in the order of positions whatever the stride: so the call's
-    tiles, and its bits, are one process's.
+    Each group has `degree` consecutive ranks. A single group of all ranks is in the order of
+    positions for every stride, so the call's tiles, and its bits, are those of one process.
     """
-    whole = degree == layout.world_size
-    parts, rows = [], []
-    for start in range(0, layout.world_size, degree):
-        pieces = [
-            (segment, member, first)
-            for member in range(degree)
-            for first, segment in with_first_row(layout.segments(start + member))
-        ]
-        pieces.sort(key=lambda piece: piece[0].start)
+    is_whole = degree == layout.world_size
+    segments, rows = [], []
+    for first_rank in range(0, layout.world_size, degree):
+        pieces = _pieces_of_group(layout, first_rank, degree)
+        segments.append([piece.segment for piece in pieces])
         placed: list[list[tuple[slice, slice]]] = [[] for _ in range(degree)]
-        at = 0
-        for segment, member, first in pieces:
-            there = slice(at, at + segment.length)
-            if whole:
-                stop = segment.start + (segment.length - 1) * segment.stride + 1
-                there = slice(segment.start, stop, segment.stride)
-            placed[member].append((slice(first, first + segment.length), there))
-            at += segment.length
-        parts.append([segment for segment, _, _ in pieces])
-        rows.append(tuple(map(tuple, placed)))
-    merged = (
-        SequenceLayout.contiguous(layout.seqlen, 1)
-        if whole
-        else SequenceLayout.from_segments(parts)
-    )
-    return merged, tuple(rows)
+        row = 0  # of the group
+        for piece in pieces:
+            length = piece.segment.length
+            rows_of_member = slice(piece.first_row, piece.first_row + length)
+            rows_of_group = slice(row, row + length)
+            if is_whole:
+                rows_of_group = _positions_of(piece.segment)
+            placed[piece.member].append((rows_of_member, rows_of_group))
+            row += length
+        rows.append(tuple(tuple(of_member) for of_member in placed))
+    if is_whole:
+        return SequenceLayout.contiguous(layout.seqlen, 1), tuple(rows)
+    return SequenceLayout.from_segments(segments), tuple(rows)
+
+
+def _pieces_of_group(layout: SequenceLayout, first_rank: int, degree: int) -> list[_Piece]:
+    """Return the segments of a group's members in the order of their positions."""
+    pieces = [
+        _Piece(segment, member, first_row)
+        for member in range(degree)
+        for first_row, segment in with_first_row(layout.segments(first_rank + member))
+    ]
+    return sorted(pieces, key=lambda piece: piece.segment.start)
+
+
+def _positions_of(segment: Segment) -> slice:
+    """Return the positions of a segment, which are its rows if one group has the whole sequence."""
+    last = segment.start + (segment.length - 1) * segment.stride
+    return slice(segment.start, last + 1, segment.stride)

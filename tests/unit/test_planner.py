@@ -211,7 +211,7 @@ def test_same_bits_leaves_what_has_them() -> None:
     for candidate in choice.candidates:
         assert candidate.same_bits != candidate.refused
         if candidate.refused:
-            assert "same_bits=True cannot be had here" in str(candidate.reason)
+            assert "same_bits=True is not possible here" in str(candidate.reason)
     with pytest.raises(ValueError, match="does not fold in one order"):
         plan(same_bits=True, backend="aten")
 

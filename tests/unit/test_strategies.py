@@ -166,7 +166,7 @@ def test_refused_before_anything_is_sent() -> None:
             run_all_ranks(Case("causal", ("striped", "zigzag"), STRATEGIES[name][1]), 4)
     with refused(NotImplementedError, "for a contiguous layout"):
         run_all_ranks(Case("causal", "zigzag", "q_exchange"), 4)
-    words = "same_bits=True cannot be had here|with 6 heads, 1 kv heads and ulysses_degree 2"
+    words = "same_bits=True is not possible here|with 6 heads, 1 kv heads and ulysses_degree 2"
     with refused(NotImplementedError, words):
         run_all_ranks(Case(mask, strategy=halves, heads=Heads(6, 1, 8, 8), same_bits=True), 4)
     case = Case(mask, strategy=GATHER)
