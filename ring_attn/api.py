@@ -441,7 +441,7 @@ def select_backend(
     mask: Mask | None = None,
     same_bits: bool | None = None,
 ) -> BackendChoice:
-    """The backend that `ring_attention` would use for a call, and why not the others.
+    """Return the backend that `ring_attention` would use for a call, and why not the others.
 
     "auto" takes the fastest backend for ring steps, by published or estimated speeds of its kernels
     on the GPU's architecture, for the directions that the call has. On other GPUs and on CPUs it

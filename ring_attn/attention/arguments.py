@@ -23,8 +23,8 @@ Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Asked(NamedTuple):
-    """What an operator's arguments say without their tensors."""
+class Request(NamedTuple):
+    """The part of an operator's arguments that does not depend on tensors."""
 
     group: dist.ProcessGroup
     options: Options
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Arguments of the operators beside q, k, v and sinks, in the order of their schema.
+    """Arguments of the operators other than q, k, v and sinks, in the order of their schema.
 
     A compiler may treat the numbers of layouts as symbols.
     """
@@ -46,16 +46,22 @@ class Arguments(NamedTuple):
     layout_k: Sequence[int]
     text: str  # of the options
 
-    def read(self) -> Asked:
+    def read(self) -> Request:
         """Return the group, the options, and the strategy with its degrees."""
         options = Options.from_text(self.text)
         group = group_by_name(options.group)
         world_size = group.size()
-        return Asked(group, options, strategy_of(self.text, world_size), group.rank(), world_size)
+        return Request(
+            group=group,
+            options=options,
+            strategy=strategy_of(self.text, world_size),
+            rank=group.rank(),
+            world_size=world_size,
+        )
 
     @property
     def needs_even_rows(self) -> bool:
-        """Whether the number of all rows follows from one rank's rows."""
+        """Whether every rank must have the same number of rows, which then gives the length."""
         return not self.layout_q and self.cu_seqlens is None and self.mask is None
 
     def documents(self) -> Documents:
@@ -81,7 +87,7 @@ class Arguments(NamedTuple):
         return tuple(self.layout_q), tuple(self.layout_k)
 
 
-# tensor -> its mask; does not keep the tensor alive
+# tensor -> its mask; does not keep the tensor alive. Any: torch's class has no types.
 _masks: Any = WeakTensorKeyDictionary()
 
 
@@ -103,7 +109,14 @@ def layouts_and_mask(
 ) -> tuple[Layouts, Mask]:
     """Return the layouts and the mask of a call, checked against each other.
 
-    `rows` are this rank's rows of q and kv.
+    Args:
+        options: the options of the call.
+        rows: this rank's rows of q and kv.
+        documents: boundaries of the documents of queries and keys, if there are any.
+        given_mask: the mask that was passed by value, if any.
+        numbers: `SequenceLayout.numbers` of both layouts, if they were passed by value.
+        rank: this rank.
+        world_size: number of ranks.
     """
     cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
@@ -111,10 +124,19 @@ def layouts_and_mask(
         totals = given_mask.seqlen_q, given_mask.seqlen_k
     layout: object = options.layout
     if options.layout is None:
-        layout = tuple(map(SequenceLayout.from_numbers, numbers))
+        numbers_q, numbers_k = numbers
+        layout = SequenceLayout.from_numbers(numbers_q), SequenceLayout.from_numbers(numbers_k)
     layouts = checks.resolve_layouts(layout, rows, totals, rank, world_size)
-    seqlens = layouts[0].seqlen, layouts[1].seqlen
+    layout_q, layout_kv = layouts
     if given_mask is not None:
-        checks.check_given_mask(given_mask, *seqlens)
+        checks.check_given_mask(given_mask, layout_q.seqlen, layout_kv.seqlen)
         return layouts, given_mask
-    return layouts, Mask(*seqlens, options.causal, options.window_size, cu_q, cu_k)
+    mask = Mask(
+        layout_q.seqlen,
+        layout_kv.seqlen,
+        causal=options.causal,
+        window_size=options.window_size,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+    )
+    return layouts, mask

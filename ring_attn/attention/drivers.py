@@ -1,6 +1,6 @@
 """Drivers: forward, backward and decoding, from a call's programs to its results.
 
-Drivers know the strategies and stand above the machines, which know programs only.
+Drivers use the strategies and the machines; the machines know only programs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ring_attn.call import Call, DecodeCall
 from ring_attn.core.cache import Sequences
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.run import execute
+from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.tree_decode import TABLES, program
 from ring_attn.transport.base import Transport
 
-# Step number of the exchange of greatest scores; larger than the program's step numbers.
-MAXIMA = 1 << 20
+# Step number of the exchange of greatest scores; larger than the step numbers of programs.
+MAX_LOGITS_STEP = 1 << 20
 
 
 class Forward(NamedTuple):
@@ -52,23 +52,29 @@ class Gradients(NamedTuple):
 def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None = None
 ) -> Forward:
-    """Attention of this rank's queries to all keys.
+    """Compute attention of this rank's queries to all keys.
 
     The shards are (batch, rows, heads, dim). Sinks (nheads,) are the same on every rank, and are
     used in the type of the state.
     """
-    steps = call.programs.get(False) or program_of(call, backward=False)
+    # Read from the call first: `program_of` takes longer.
+    program = call.programs.get(False) or program_of(call, backward=False)
     inputs = {"q": q, "k": k, "v": v}
-    run = execute(steps, call, inputs, transport, sinks, call.strategy)
-    saved = tuple(map(run.tensors.__getitem__, steps.saved))
+    run = execute(program, call, inputs, transport, sinks, kind=call.strategy)
     lse = run.tensors["lse"]
-    max_logits = run.max_logits
-    if call.spec.max_logits and max_logits is None:  # a rank without heads
-        max_logits = lse.new_full((call.spec.nheads,), -torch.inf)
-    max_logits = (
-        lse.new_empty(0) if max_logits is None else transport.gather(max_logits, MAXIMA).amax(0)
+    max_logits = lse.new_empty(0)
+    if call.spec.max_logits:
+        own_max_logits = run.max_logits
+        if own_max_logits is None:  # a rank without heads
+            own_max_logits = lse.new_full((call.spec.nheads,), -torch.inf)
+        # (world_size, nheads) -> (nheads,)
+        max_logits = transport.gather(own_max_logits, MAX_LOGITS_STEP).amax(0)
+    return Forward(
+        out=run.tensors["out"],
+        lse=lse,
+        saved=tuple(map(run.tensors.__getitem__, program.saved)),
+        max_logits=max_logits,
     )
-    return Forward(run.tensors["out"], lse, saved, max_logits)
 
 
 def backward(
@@ -78,18 +84,21 @@ def backward(
     transport: Transport,
     sinks: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of this rank's shards, accumulated in float32 and rounded once.
+    """Compute the gradients of this rank's shards, accumulated in float32 and rounded once.
 
     The forward's saved tensors are neither changed nor kept.
     """
-    names = (call.programs.get(False) or program_of(call, backward=False)).saved
-    inputs = {**dict(zip(names, saved, strict=True)), "dout": dout}
-    steps = call.programs.get(True) or program_of(call, backward=True)
-    run = execute(steps, call, inputs, transport, sinks, call.strategy)
-    dsinks, tensors = run.dsinks, run.tensors
+    forward_program = call.programs.get(False) or program_of(call, backward=False)
+    inputs = dict(zip(forward_program.saved, saved, strict=True))
+    inputs["dout"] = dout
+    program = call.programs.get(True) or program_of(call, backward=True)
+    run = execute(program, call, inputs, transport, sinks, kind=call.strategy)
+    dsinks = run.dsinks
     if sinks is not None and dsinks is None:  # a rank without heads
         dsinks = torch.zeros_like(sinks)
-    return Gradients(tensors["dq"], tensors["dk"], tensors["dv"], dsinks)
+    return Gradients(
+        dq=run.tensors["dq"], dk=run.tensors["dk"], dv=run.tensors["dv"], dsinks=dsinks
+    )
 
 
 def decode(
@@ -103,18 +112,33 @@ def decode(
     sequences: Sequences | None = None,
     tables: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of all queries over the whole cache, with the same bits on every rank.
+    """Compute `out` and `lse` of all queries over the whole cache.
 
-    The queries and the sinks are the same on every rank; k and v are this rank's rows of the
-    cache, and may have none. `tiles` are all queries x these rows; or there are
-    `sequences` with `tables`, their lengths and perhaps their pages.
+    The results have the same bits on every rank.
+
+    Args:
+        call: the call.
+        tiles: all queries x this rank's rows; empty if there are `sequences`.
+        q: the queries, the same on every rank.
+        k, v: this rank's rows of the cache; there may be none.
+        transport: the connections to the other ranks.
+        sinks: (nheads,), the same on every rank.
+        sequences: the parts of sequences on this rank, if sequences have different lengths.
+        tables: the lengths of sequences and, if rows are in pages, the pages.
     """
-    # No operator takes a strided last dim.
+    # No operator supports a strided last dim.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    shape = (q.size(1), *k.shape[:2])
-    steps = program(
-        call, tiles, shape, transport.rank, transport.world_size, sequences, len(tables)
+    kv_dim_0, kv_dim_1 = k.shape[:2]
+    program = tree_decode.program(
+        call,
+        tiles,
+        shape=(q.size(1), kv_dim_0, kv_dim_1),
+        rank=transport.rank,
+        world_size=transport.world_size,
+        sequences=sequences,
+        num_tables=len(tables),
     )
-    inputs = {"q": q, "k": k, "v": v, **dict(zip(TABLES, tables, strict=False))}
-    run = execute(steps, call, inputs, transport, sinks, "decode")
+    inputs = {"q": q, "k": k, "v": v}
+    inputs |= dict(zip(tree_decode.TABLES, tables, strict=False))
+    run = execute(program, call, inputs, transport, sinks, kind="decode")
     return run.tensors["out"], run.tensors["lse"]

@@ -1,4 +1,4 @@
-"""Calls as values: what a rank computes, with all that follows from the tensors' sizes."""
+"""Calls as values: the work of a rank, with everything that follows from the tensors' sizes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from ring_attn.core.tiles import Traveller
 
 
 class GradientPlan(NamedTuple):
-    """The side that is sent in a backward, if one is, and whether gradients are summed in order.
+    """How a backward sums gradients.
 
-    In order: dK and dV are summed in the order of the queries, as one process sums them.
+    Attributes:
+        travels: the side that is sent around; None if no side is.
+        in_order: whether dK and dV are summed in the order of the queries, as in one process.
     """
 
     travels: Traveller | None
@@ -30,10 +32,10 @@ class GradientPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall:
-    """A call of `tree_decode`, which knows neither the cache's rows nor the ranks.
+    """A call of `tree_decode`, which has neither the rows of the cache nor the ranks.
 
     Attributes:
-        options: what the user asked for.
+        options: the options that the user passed.
         spec: sizes and types of the tensors, and which kinds of scores the kernels need.
         backend: the name of the chosen backend.
     """
@@ -44,6 +46,7 @@ class DecodeCall:
 
     @cached_property
     def scores(self) -> Scores:
+        """How the backend computes scores."""
         scale = self.options.softmax_scale
         if scale is None:
             scale = 1.0 / math.sqrt(self.spec.headdim)
@@ -55,12 +58,12 @@ class Call(DecodeCall):
     """A call of `ring_attention` as plain data, equal on every rank except for `rank`.
 
     Attributes:
-        options, spec, backend: as those of a `DecodeCall`.
+        options, spec, backend: as in `DecodeCall`.
         layouts: the positions that the ranks hold, of queries and of keys.
         mask: over the whole sequence.
         rank: this rank.
         strategy: how the ranks share the work, with all degrees.
-        gradients: None leaves the choice to the strategy.
+        gradients: how the backward sums gradients; None lets the strategy choose.
     """
 
     layouts: Layouts
@@ -75,20 +78,20 @@ class Call(DecodeCall):
 
     @property
     def purpose(self) -> Purpose:
-        """Properties of the call, beside its spec, on which the choice of a backend depends."""
+        """Properties of the call, other than its spec, that determine the choice of a backend."""
         return purpose_of(self.options, self.mask, self.layouts)
 
     @cached_property
     def programs(self) -> dict[bool, Program]:
-        """The rank's programs made so far, by `backward`.
+        """The programs of the rank that were made before, by `backward`.
 
-        Kept on the call: hashing a call for a cache takes longer than posting a step.
+        They are cached on the call, since hashing a call takes longer than posting a step.
         """
         return {}
 
     @cached_property
     def ranks(self) -> OneRank:
-        """This rank among all: its peers, rows and tiles."""
+        """The peers, rows and tiles of this rank."""
         return OneRank(self.layouts, self.mask, self.rank)
 
     def facts(self) -> dict[str, object]:
@@ -99,7 +102,7 @@ class Call(DecodeCall):
 
 
 def purpose_of(options: Options, mask: Mask, layouts: Layouts) -> Purpose:
-    """Return the properties of a call on which the choice of its backend depends."""
+    """Return the properties of a call that determine the choice of its backend."""
     return Purpose.of(
         mask, backward=options.differentiated, same_bits=options.same_bits, layouts=layouts
     )
@@ -114,7 +117,9 @@ def facts_of(
     backend: str,
 ) -> dict[str, object]:
     """Return the values of a call that must be equal on all ranks, by name."""
-    flash = mask.arguments or FlashArguments(False, (-1, -1), None, None)
+    flash = mask.arguments or FlashArguments(
+        causal=False, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None
+    )
     scale = options.softmax_scale
     return {
         **vars(spec),

@@ -1,9 +1,9 @@
 """Options of a call: one frozen value, from the public functions to their effect.
 
-An option that users pass is a parameter of a function in `api.py`, with its default and its text
-for users. It is a field of `Options`, with its type, and a line of `checked_options`, which checks
-it. It is a line of a TypedDict below, for overloads and adapters that take options as
-`**options: Unpack[...]`. Code that acts on it reads `call.options`.
+An option that users pass is a parameter of a function in `api.py`, with its default and its
+documentation. It is a field of `Options`, with its type, and a line of `checked_options`, which
+checks it. It is also a line of a TypedDict below, for overloads and adapters that take options as
+`**options: Unpack[...]`. Code that depends on it reads `call.options`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
 class Options:
     """Options of a call that are neither tensors nor read from tensors; equal on every rank.
 
-    The first ones say what is computed, the next ones how, the last ones where.
+    First come the options of what is computed, then of how, and last of where.
 
     Attributes:
-        causal, window_size, softmax_scale, softcap: as `ring_attention` documents them.
+        causal, window_size, softmax_scale, softcap: as in `ring_attention`.
         max_logits: whether the greatest scores are returned, too.
         differentiated: whether a backward may follow.
-        strategy: the name or the value that the user passed, or the one that "auto" chose.
+        strategy: the name or the value that the user passed, or the value that "auto" chose.
         backend: the name that the user passed, or "auto".
-        same_bits: the user's choice; None leaves it to the strategy.
+        same_bits: the value that the user passed; None lets the strategy choose.
         transport: options of the transport.
         layout: the name of the layout; None if layouts are passed by value.
         group: torch's name of the process group.
@@ -66,10 +66,11 @@ class Options:
 
     @kept
     def text(self) -> str:
-        """These options as JSON, for the operators: a graph holds strings, numbers and tensors.
+        """These options as JSON, for the operators.
 
-        So one process can store a graph with a call in it, and another load the graph. (Of a value
-        registered as an opaque type, torch 2.13 stores a graph that it cannot load.)
+        A graph holds only strings, numbers and tensors. With a text in it, one process can store
+        the graph, and another process can load it. (If a value is registered as an opaque type,
+        torch 2.13 stores a graph that it cannot load.)
         """
         return _dumped({name: _plain(getattr(self, name)) for name in self.__dataclass_fields__})
 
@@ -77,7 +78,7 @@ class Options:
     @lru_cache(maxsize=1024)
     def from_text(text: str) -> Options:
         """Return the options of a `text`."""
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = json.loads(text)  # Any: JSON has no types
         if isinstance(values["strategy"], dict):
             values["strategy"] = Strategy(**values["strategy"])
         values["transport"] = TransportOptions(**values["transport"])
@@ -104,7 +105,15 @@ def checked_options(
     layout: str | None = None,
     mesh_shape: tuple[int, ...] = (),
 ) -> Options:
-    """Return `Options` of what a user passed, checked; the window is two numbers."""
+    """Check the options that a user passed, and return them.
+
+    The window is passed as two numbers, `left` and `right`, since the cache compares the types of
+    arguments, but not of the elements of a tuple.
+
+    Raises:
+        ValueError: a value that is not accepted.
+        TypeError: a type that is not accepted.
+    """
     return Options(
         causal=causal,
         window_size=checks.check_window((left, right), causal),
@@ -122,8 +131,8 @@ def checked_options(
     )
 
 
-def _plain(value: Any) -> Any:
-    """Return a value in types that JSON can write; compilers can trace this conversion."""
+def _plain(value: object) -> object:
+    """Return a value in types that JSON has; compilers can trace this conversion."""
     if isinstance(value, (Strategy, TransportOptions)):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, tuple):
@@ -132,8 +141,8 @@ def _plain(value: Any) -> Any:
 
 
 @is_traced_as_constant
-def _dumped(plain: dict[str, Any]) -> str:
-    return json.dumps(plain, default=float)  # numbers of numpy
+def _dumped(plain: dict[str, object]) -> str:
+    return json.dumps(plain, default=float)  # `default` converts numbers of numpy
 
 
 # -- the types of all options, as keywords
@@ -164,14 +173,14 @@ class _Execution(TypedDict, total=False):
 
 
 class ExecutionOptions(_Execution, total=False):
-    """Options of `ring_attention` that say how it is computed, without group and layout."""
+    """Options of how `ring_attention` is computed, without group and layout."""
 
     strategy: str | Strategy
     same_bits: bool | None
 
 
 class DistributedOptions(ExecutionOptions, total=False):
-    """Options of `ring_attention` that say how it is computed."""
+    """Options of how and where `ring_attention` is computed."""
 
     group: Group
     layout: Layout
@@ -198,7 +207,7 @@ class DecodeOptions(_Basics, _Scores, _Execution, total=False):
 
 
 def check_execution(options: ExecutionOptions) -> None:
-    """Check options that are given before a call, as far as they do not depend on it."""
+    """Check options that are set before a call, as far as they do not depend on the call."""
     strategy = options.get("strategy", "auto")
     if isinstance(strategy, str):
         check_one_of("strategy", strategy, (*NAMES, "auto"))

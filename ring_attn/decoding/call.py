@@ -1,4 +1,4 @@
-"""Runs `tree_decode`, attention to a sharded KV cache, and chooses the rank of the next token."""
+"""Calls of `tree_decode`, attention to a sharded KV cache, and the rank of the next token."""
 
 from __future__ import annotations
 
@@ -40,33 +40,37 @@ def attend(
     options: Options,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of all queries, the same on every rank."""
-    # Checks the call before anything is sent.
+    """Return `out` and `lse` of all queries, the same on every rank."""
     rank, world_size = group.rank(), group.size()
+    seqlen_q, rows = q.size(1), k.size(1)
+    # The call is checked before any communication.
     if layout is None and world_size == 1:
-        layout = SequenceLayout.contiguous(k.size(1), 1)
+        layout = SequenceLayout.contiguous(rows, 1)
     spec = AttentionSpec.of(q, k, v, options.softcap, sinks)
     if layout is not None:
-        checks.check_layout("k", layout, k.size(1), None, rank, world_size)
+        checks.check_layout("k", layout, rows, None, rank, world_size)
         if mask is not None:
-            checks.check_given_mask(mask, q.size(1), layout.seqlen)
+            checks.check_given_mask(mask, seqlen_q, layout.seqlen)
     decode_call, agreement = _planned(
-        spec, options, several=False, seqlen_q=q.size(1), mask=mask, layout=layout
+        spec, options, several=False, seqlen_q=seqlen_q, mask=mask, layout=layout
     )
-    if layout is None and (mask is not None or not _hides_nothing(options, q.size(1))):
+    if layout is None and (mask is not None or not _hides_nothing(options, seqlen_q)):
         raise ValueError(
             "tree_decode with a window, a mask or several causal queries needs the layout of the "
             "cache, got layout=None: pass SequenceLayout.boundaries(...) of the ranks' rows, or "
             "another SequenceLayout, to every rank"
         )
-    ends = open_p2p(group, options.transport)
-    with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
-        if layout is None:  # every query sees all rows, whatever their positions are
-            tiles = _tiles(SequenceLayout.contiguous(k.size(1), 1), 0, Mask(q.size(1), k.size(1)))
+    transport = open_p2p(group, options.transport)
+    with transport.call("decode", agreement, q.device, sinks=sinks, queries=q):
+        if layout is None:  # every query sees all rows, so their positions do not matter
+            own_rows = SequenceLayout.contiguous(rows, 1)
+            tiles = _tiles(own_rows, 0, Mask(seqlen_q, rows))
         else:
-            whole = mask or Mask(q.size(1), layout.seqlen, options.causal, options.window_size)
-            tiles = _tiles(layout, rank, whole)
-        return drivers.decode(decode_call, tiles, q, k, v, ends, sinks)
+            whole_mask = mask or Mask(
+                seqlen_q, layout.seqlen, causal=options.causal, window_size=options.window_size
+            )
+            tiles = _tiles(layout, rank, whole_mask)
+        return drivers.decode(decode_call, tiles, q, k, v, transport, sinks)
 
 
 @capture.a_call
@@ -81,16 +85,17 @@ def attend_sequences(
     options: Options,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` for sequences of unlike lengths, whose rows may stand in pages."""
-    left, right = options.window_size
-    window = left, 0 if options.causal else right
+    """Return `out` and `lse` for sequences of different lengths, whose rows may be in pages."""
+    window = _window(options)
     sequences = decode_checks.check_sequences(
         k, block_table, layout, window, group.rank(), group.size()
     )
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
     lengths = None
-    if not capture.is_on() and (debug_enabled() or not streams.are_used(q.device)):
+    can_read_lengths = not capture.is_on()
+    reads_without_waiting = not streams.are_used(q.device)
+    if can_read_lengths and (debug_enabled() or reads_without_waiting):
         lengths = tuple(cache_seqlens.tolist())
         decode_checks.check_lengths(sequences, lengths, layout, block_table, k.size(0))
     spec = AttentionSpec.of(q, k, v, options.softcap, sinks)
@@ -103,18 +108,23 @@ def attend_sequences(
         layout=layout,
         cache_seqlens=lengths,
     )
-    ends = open_p2p(group, options.transport)
-    with ends.call("decode", agreement, q.device, sinks=sinks, queries=q):
-        tables = cache_seqlens, *(() if block_table is None else (block_table,))
-        return drivers.decode(decode_call, (), q, k, v, ends, sinks, sequences, tables)
+    transport = open_p2p(group, options.transport)
+    with transport.call("decode", agreement, q.device, sinks=sinks, queries=q):
+        tables = (cache_seqlens,) if block_table is None else (cache_seqlens, block_table)
+        return drivers.decode(
+            decode_call, (), q, k, v, transport, sinks, sequences=sequences, tables=tables
+        )
 
 
-# Cached: all layers share the values for a token, some of which are slow to hash.
+# Cached: all layers use the same values for a token, and some of them are slow to hash.
 @cached_by_gpu(maxsize=64)
 def _planned(
     spec: AttentionSpec, options: Options, *, several: bool, **values: Hashable
 ) -> tuple[DecodeCall, Agreement]:
-    """Return the call, and all that must be equal on all ranks except tensors' values."""
+    """Return the call, and its facts that must be equal on all ranks.
+
+    `values` are facts that are neither options nor in the spec.
+    """
     purpose = Purpose(decoding=True, several=several)
     backend = proven_backend(spec, options.backend, purpose).name
     call = DecodeCall(options=options, spec=spec, backend=backend)
@@ -131,15 +141,16 @@ def _planned(
 
 
 def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
-    """The rank that should take a cache's next token: the rank with the fewest rows, by blocks.
+    """Return the rank that should store the next token of a cache.
 
-    The rank with the newest token continues until its run is a multiple of `block` long. So ranks
-    that started even differ by at most `block` rows, and n tokens take n / block segments, which
-    keeps a call's tiles few. Striped caches have no runs: there the ranks take turns.
+    This is the rank with the fewest rows, but the rank with the newest token continues until its
+    run has a multiple of `block` tokens. So ranks that started with equally many rows differ by at
+    most `block` rows, and n tokens take n / block segments, which keeps the number of tiles small.
+    Striped caches have no runs, so their ranks take turns.
 
     Args:
-        layout: layout of the cache so far.
-        block: number of tokens in a block; 1 takes turns.
+        layout: layout of the cache before the token is added.
+        block: number of tokens in a block; with 1, the ranks take turns.
 
     Raises:
         ValueError: a block below 1.
@@ -155,22 +166,29 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
     check_type("layout", layout, SequenceLayout)
     block = as_int("block", block, least=1)
     ranks = range(layout.world_size)
-    for rank in ranks if layout.stride == 1 else ():
-        segments = layout.segments(rank)
-        last = segments[-1] if segments else Segment(0, 0)
-        if last.length % block and last.start + last.length == layout.seqlen:
-            return rank
+    if layout.stride == 1:
+        for rank in ranks:
+            segments = layout.segments(rank)
+            last = segments[-1] if segments else Segment(0, 0)
+            has_newest_token = last.start + last.length == layout.seqlen
+            if has_newest_token and last.length % block:
+                return rank
     return min(ranks, key=layout.shard_len)
 
 
-def _hides_nothing(options: Options, queries: int) -> bool:
-    """Tells whether every query sees the whole cache, whatever its length and layout."""
+def _window(options: Options) -> tuple[int, int]:
+    """Return the keys that are seen before and after the diagonal; -1 is unbounded."""
     left, right = options.window_size
-    right = 0 if options.causal else right
-    return left < 0 and (right < 0 or right >= queries - 1)
+    return left, 0 if options.causal else right
 
 
-# Cached: every token has new tiles, which all layers share, with the backends' data for the tiles.
+def _hides_nothing(options: Options, num_queries: int) -> bool:
+    """Return whether every query sees the whole cache, for all its lengths and layouts."""
+    left, right = _window(options)
+    return left < 0 and (right < 0 or right >= num_queries - 1)
+
+
+# Cached: every token has new tiles, and all layers share them and the backends' data for them.
 @lru_cache(maxsize=64)
 def _tiles(layout: SequenceLayout, rank: int, mask: Mask) -> tuple[Tile, ...]:
     return decode_tiles(layout.segments(rank), mask)

@@ -55,7 +55,7 @@ def audit(
     *,
     timeout: float = 120.0,
 ) -> Report:
-    """Compares a training step on ranks with the same step in one process, and says what is wrong.
+    """Compare a training step on ranks with the same step in one process, and says what is wrong.
 
     The step runs as it is written, in processes over gloo, and in one process as its twin, whose
     batch is that of all ranks together. It makes the model (small, from a seed) and the batch, runs
@@ -95,7 +95,7 @@ def audit(
 
 
 def judge(sizes: Sequence[int], runs: Runs) -> Report:
-    """The report on a step that `runs` runs."""
+    """Return the report on a step that `runs` runs."""
     noises = [{0: {("noise",): i}} for i in range(NUM_NOISY)]
     twin, again, *noisy = (run[0] for run in runs([{}, {}, *noises], 1))
     right = twin.results

@@ -82,7 +82,7 @@ def _spans(seqlen: int) -> list[tuple[int, int]]:
 
 
 def _some_blocks(seqlen: int) -> Tensor:
-    """A block mask with about half of all blocks of 8; some rows of blocks see no key."""
+    """Return a block mask with about half of all blocks of 8; some rows of blocks see no key."""
     count = -(-seqlen // 8)
     at = torch.arange(count)
     return (at[:, None] * 5 + at * 3) % 4 < 2
@@ -150,7 +150,7 @@ def masks(seqlen: int) -> dict[str, Mask]:
 
 
 def layouts_of(layout: str | tuple[str, str] | Layouts, mask: Mask, world_size: int) -> Layouts:
-    """The layouts of queries and keys.
+    """Return the layouts of queries and keys.
 
     Args:
         layout: a name of `LAYOUTS`, a pair of names, or a pair of layouts.
@@ -351,7 +351,7 @@ def _pairs(case: Case) -> set[object]:
 
 
 def usable_backends(device: str) -> tuple[str, ...]:
-    """The backends that support at least one dtype on this type of device."""
+    """Return the backends that support at least one dtype on this type of device."""
     prefix = f"{device} "
     return tuple(
         backend

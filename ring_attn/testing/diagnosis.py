@@ -55,7 +55,7 @@ Held = list[tuple[int, int, int, Tensor]]
 def diagnose(
     bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs
 ) -> Diagnosis:
-    """Tests hypotheses about what differs between the ranks and the twin.
+    """Test hypotheses about what differs between the ranks and the twin.
 
     The simplest that leaves no gradient unexplained is taken: what the numbers tell alone, or one
     trial and the numbers after it.
@@ -91,12 +91,12 @@ class Comparison:
         self.differences = {key: x for key, x in found.items() if key not in right}
 
     def verdict(self, key: str, given: Tensor, factor: float = 1.0) -> Verdict:
-        """Compares results of some ranks with that multiple of the twin's."""
+        """Compare results of some ranks with that multiple of the twin's."""
         error, bound = distance(given, self.twin[key] * factor), self.bounds[key] * abs(factor)
         return Verdict(key, error, bound, error <= bound)
 
     def is_part(self, key: str) -> bool:
-        """Tells whether ranks differ, and the sum or the mean of what they have is the twin's."""
+        """Return whether ranks differ, and the sum or the mean of what they have is the twin's."""
         given = self.given[key]
         if len(given) < self.num or distance(given, given[0]) <= self.bounds[key]:
             return False
@@ -104,7 +104,7 @@ class Comparison:
         return any(self.verdict(key, x).ok for x in (whole, whole / self.num))
 
     def factor(self, keys: Sequence[str]) -> Fraction | float | None:
-        """The number by which all of these results differ from the twin's on every rank."""
+        """Return the number by which all of these results differ from the twin's on every rank."""
         product = sum(float((self.given[key] * self.twin[key]).sum()) for key in keys)
         square = sum(float(self.twin[key].double().square().sum()) for key in keys) * self.num
         if not square or not product or not math.isfinite(product):
@@ -119,7 +119,7 @@ class Comparison:
 def compared(
     bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs, change: Change
 ) -> Comparison:
-    """Compares ranks with a twin; where weights alone differ, it steps by the ranks' gradients."""
+    """Compare ranks with a twin; where weights alone differ, it steps by the ranks' gradients."""
     # Adam's first step takes a gradient's sign, which roundings decide where it is near zero.
     plain = Comparison(bounds, twin, ranks)
     if {key.split()[0] for key in plain.differences} & {"weight", "gradient"} == {"weight"}:
@@ -129,7 +129,7 @@ def compared(
 
 
 def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
-    """A result of all runs, NaN where one lacks it; one rank may report a loss for all."""
+    """Return a result of all runs, NaN where one lacks it; one rank may report a loss for all."""
     right = twin.results[key].double()
     given = [run.results.get(key) for run in runs]
     if key in LOSSES:
@@ -141,7 +141,7 @@ def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
 
 
 def distance(given: Tensor, right: Tensor) -> float:
-    """The largest distance of results from another; infinite where some are not finite."""
+    """Return the largest distance of results from another; infinite where some are not finite."""
     error = float((given - right.double()).reshape(len(given), -1).norm(dim=1).max())
     return error if math.isfinite(error) else math.inf
 
@@ -204,7 +204,7 @@ FED = {
 
 
 def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
-    """Gives the twin the inputs of the ranks."""
+    """Give the twin the inputs of the ranks."""
     for name, (contract, called, names, advice) in FED.items():
         changes, wrong, ends = dict[Any, Tensor](), set[int](), set[int]()
         for rank, at, number, columns in held:
@@ -249,7 +249,7 @@ def _denominators(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterat
 
 
 def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
-    """Gives the twin's attention the mask that the ranks' may have: it has their gradients."""
+    """Give the twin's attention the mask that the ranks' may have: it has their gradients."""
     for _, _, number, _ in held[:1]:
         length = twin.forwards[number].fed["tokens"].size(-1)
         causal = torch.ones(length, length, dtype=torch.bool).tril()

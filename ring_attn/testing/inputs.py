@@ -60,7 +60,7 @@ def random_qkv(
 
 
 def strided(x: Tensor) -> Tensor:
-    """A copy whose memory has heads before rows, and a gap after every element."""
+    """Return a copy whose memory has heads before rows, and a gap after every element."""
     spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
     spread[..., 0] = x.transpose(-2, -3)
     return spread[..., 0].transpose(-2, -3)
@@ -85,7 +85,7 @@ def random_sinks(
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Makes `torch.empty` and its relatives return NaN within the block.
+    """Make `torch.empty` and its relatives return NaN within the block.
 
     So code that reads memory before writing it fails every time, not once in a while. Integers get
     bytes of 0xFF: a uint8 buffer reads as NaN in every floating-point dtype.

@@ -56,7 +56,7 @@ def run_ranks(
     device: str | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Calls `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
+    """Call `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
 
     Args:
         fn: a function at the top level of a module; arguments and results are pickled.
@@ -133,7 +133,7 @@ def num_threads(num: int) -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Tells whether torchrun or another launcher started this process as a rank."""
+    """Return whether torchrun or another launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -150,7 +150,7 @@ def num_cores() -> int:
 
 
 def checked_device(device: str | None, nproc: int) -> str:
-    """The device of `nproc` ranks on this machine; None is "cuda" if each can have a GPU."""
+    """Return the device of `nproc` ranks on this machine; None is "cuda" if each can have a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = env_int("LOCAL_WORLD_SIZE", nproc) if under_torchrun() else nproc
     if device is None:
@@ -290,7 +290,7 @@ def signals_wait() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """Lets signals but ^C end this process, and the end of its parent."""
+    """Let signals but ^C end this process, and the end of its parent."""
 
     def wait() -> None:
         parent = parent_process()

@@ -82,7 +82,13 @@ class Outcome:
 def run_step(
     step: Callable[[], Any], runs: Sequence[Mapping[int, Change]], limit: int = 0
 ) -> list[Outcome]:
-    """Notes of this rank in each run, which has changes by rank; `limit` is of memory, in bytes."""
+    """Return the outcomes of this rank in each run.
+
+    Args:
+        step: the training step.
+        runs: for each run, the changes by rank.
+        limit: limit of the memory in bytes; 0 is no limit.
+    """
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return [_Watch(changes.get(dist.get_rank(), {})).run(step) for changes in runs]
@@ -147,7 +153,7 @@ class _Watch(TorchFunctionMode):
         return getattr(self, f"_{func.__name__}")(*args, **kwargs)
 
     def _fed(self, name: str, x: Any) -> Any:
-        """Notes what a forward is fed at its first use, or returns what replaces it."""
+        """Record what a forward is fed at its first use, or returns what replaces it."""
         if not isinstance(x, Tensor):
             return x
         begins = self.ended and name != "targets" and not self.backward

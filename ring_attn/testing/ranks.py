@@ -87,7 +87,7 @@ class AllRanks:
         return [f"{self.case}: {verdict}" for verdict in self.verdicts if not verdict.ok]
 
     def differing(self, other: AllRanks) -> list[str]:
-        """Names of the results whose bits differ from another run's.
+        """Name of the results whose bits differ from another run's.
 
         Leaves out dsinks, which the caller sums over the ranks in any order.
         """
@@ -102,7 +102,7 @@ def run_all_ranks(
     *,
     device: torch.device | str = "cpu",
 ) -> AllRanks:
-    """Runs forward and backward of all ranks, with new memory filled with NaN.
+    """Run forward and backward of all ranks, with new memory filled with NaN.
 
     Args:
         case: the call.
@@ -131,7 +131,7 @@ def run_all_ranks(
 
 
 def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
-    """Runs this rank's part of a case, by `ring_attention` over the default process group."""
+    """Run this rank's part of a case, by `ring_attention` over the default process group."""
     rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
     (q, k, v, dout), options = arguments_of(case, world_size, rank, device)
@@ -153,7 +153,7 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
 def arguments_of(
     case: Case, world_size: int, rank: int, device: torch.device | str = "cpu"
 ) -> tuple[list[Tensor], AttentionOptions]:
-    """A rank's q, k, v and dout, and the options of its call of `ring_attention`."""
+    """Return a rank's q, k, v and dout, and the options of its call of `ring_attention`."""
     layouts = case.build_layouts(world_size)
     shards = _shards(case.build_inputs(device), layouts, rank, case.noncontiguous)
     options: AttentionOptions = {
@@ -173,13 +173,13 @@ def arguments_of(
 def put_together(
     case: Case, ranks: Sequence[RankResult], device: torch.device | str = "cpu"
 ) -> AllRanks:
-    """Joins the parts of all ranks, in rank order; `device` computes the oracle."""
+    """Join the parts of all ranks, in rank order; `device` computes the oracle."""
     whole = whole_of(ranks, case.build_layouts(len(ranks)))
     return AllRanks(case, whole, tuple(rank.sent for rank in ranks), str(device))
 
 
 def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
-    """The results of the whole sequence; dsinks is the sum over the ranks."""
+    """Return the results of the whole sequence; dsinks is the sum over the ranks."""
     layout_q, layout_kv = layouts
     out, lse, dq, dk, dv, *dsinks = zip(*(rank.tensors for rank in ranks), strict=True)
     return Expected(
@@ -193,7 +193,7 @@ def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
 
 
 def expected(case: Case, device: str = "cpu") -> tuple[Expected, Expected]:
-    """The results of the oracle and of plain PyTorch for a case, on the CPU; cached."""
+    """Return the results of the oracle and of plain PyTorch for a case, on the CPU; cached."""
     # They do not depend on strategy, backend, layout, strides or `same_bits`.
     return _expected(
         replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None),
@@ -231,7 +231,7 @@ def run_calls(
     *,
     noncontiguous: bool = False,
 ) -> list[RankResult]:
-    """Runs the calls of all ranks in this process, also calls that no `Case` describes.
+    """Run the calls of all ranks in this process, also calls that no `Case` describes.
 
     Args:
         calls: one call for each rank.
