@@ -1,4 +1,4 @@
-"""The public functions: they check their arguments, and make `Options` and tensors of them."""
+"""The public functions: they check their arguments, and convert them to `Options` and tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.attention import operators
-from ring_attn.attention.arguments import Arguments, LayoutNumbers, layouts_and_mask
+from ring_attn.attention.arguments import Arguments, layouts_and_mask
 from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
@@ -39,6 +39,9 @@ from ring_attn.transport.p2p import open_p2p, reporting
 from ring_attn.transport.ranks.identity import debug_enabled
 from ring_attn.values.checks import check_flag
 from ring_attn.values.compiling import left_out_of_graphs
+
+# The public functions are longer than 60 lines: most of these are documentation, and each further
+# function would be one more Python call in every call of a layer.
 
 
 @overload
@@ -99,83 +102,92 @@ def ring_attention(
     alibi_slopes: Tensor | None = None,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention over a sequence that is split across the ranks of a group.
+    """Compute exact attention over a sequence that is sharded across the ranks of a group.
 
-    Every rank passes its own shard and gets the output for its own queries. Gradients equal those
-    of dense attention; second derivatives are refused. `torch.cuda.graph` captures a call after an
-    equal one: capture and replay alike on all ranks, for all groups in one order from one thread.
+    Every rank passes its own shard, and gets the output of its own queries. Gradients are those of
+    dense attention over the whole sequence; second derivatives raise an error.
+
+    CUDA graphs: run the same call once before capturing it. All ranks must capture and replay the
+    same calls in the same order, over all process groups, from one thread.
 
     Args:
         q: (batch, rows, nheads, headdim), or packed (rows, nheads, headdim) with `cu_seqlens`;
             float16, bfloat16, float32 or float64; any strides.
-        k: (batch, rows_kv, nheads_kv, headdim); `nheads` is a multiple of `nheads_kv` (GQA, MQA).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
+        k: (batch, rows_kv, nheads_kv, headdim), in the dtype of q; `nheads` must be a multiple of
+            `nheads_kv` (GQA, MQA).
+        v: (batch, rows_kv, nheads_kv, headdim_v), in the dtype of q.
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q` (bottom-right aligned,
             as in flash-attention), in global positions.
-        window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
-            `causal` sets right to 0.
-        softmax_scale: factor of the scores, from 2**-63 to 2**63; `headdim ** -0.5` by default.
-        softcap: from 2**-63 to 2**63, caps the scores at `softcap * tanh(score / softcap)` before
-            the mask; 0 is no cap.
-        sinks: (nheads,) of any floating point dtype, used in float32: a logit for each head that is
-            added to the denominator of the softmax. The same on every rank; its gradient is this
-            rank's share, to be summed over the ranks as for any replicated parameter.
-        cu_seqlens: int32 boundaries of documents in the global sequence, from 0; each document
-            attends only to itself. Any lengths; the same on every rank. Rows after the last
-            boundary are padding, with out 0, lse -inf (or the sink) and zero gradients; over
-            several ranks, padding needs a `layout` passed by value.
-        cu_seqlens_k: boundaries of the keys' documents, if they differ from the queries'.
-        mask: any other mask, from `ring_attn.masks`, over the whole sequence; replaces causal,
-            window_size and cu_seqlens. The same on every rank. Make it once for a batch, and pass
-            the same mask to all layers.
+        window_size: `(left, right)`, the numbers of keys seen before and after that diagonal; -1 is
+            unbounded. `causal` sets right to 0.
+        softmax_scale: factor of the scores, from 2**-63 to 2**63. Default: `headdim ** -0.5`.
+        softcap: caps scores at `softcap * tanh(score / softcap)` before the mask; from 2**-63 to
+            2**63, or 0 for no cap.
+        sinks: (nheads,), any floating point dtype, used in float32. For each head, a logit that is
+            added to the denominator of the softmax. It must be the same on every rank. Its gradient
+            is this rank's share; sum it over the ranks, as for any replicated parameter.
+        cu_seqlens: int32 boundaries of documents in the global sequence, from 0. Each document
+            attends only to itself. Documents can have any length. It must be the same on every
+            rank. Rows after the last boundary are padding: they get out 0, lse -inf (or the sink)
+            and zero gradients. On several ranks, padding needs a `layout` passed by value.
+        cu_seqlens_k: boundaries of the documents of keys, if they differ from `cu_seqlens`.
+        mask: any other mask, from `ring_attn.masks`, over the whole sequence. It replaces causal,
+            window_size and cu_seqlens, and must be the same on every rank. Make it once for a
+            batch, and pass the same object to all layers.
         group: the ranks: a process group, a mesh with one axis, or None for the default group. In a
             mesh with two axes, such as (nodes, GPUs of a node), the size of the last axis is the
             degree of "hybrid" and "double_ring".
-        layout: which positions the ranks hold: "contiguous", "zigzag", "striped", a
-            `SequenceLayout`, or a pair for queries and keys. With a name, every rank holds equally
-            many rows, unless `cu_seqlens` gives the length.
+        layout: which positions each rank holds: "contiguous", "zigzag", "striped", a
+            `SequenceLayout`, or a pair of layouts for queries and keys. With a name, every rank
+            must have the same number of rows, unless `cu_seqlens` gives the length.
         strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "exchange",
-            "ulysses", "hybrid", "q_exchange", or a `Strategy` with its degrees. "auto" takes the
-            fastest in a simulation of this machine (`explain` tells why). Rank 0 chooses; at the
-            first call with new arguments the ranks exchange a short text to agree, later calls look
-            the choice up. In a mesh with two axes, the last axis is then a node.
-        backend: "auto" for the fastest, or the name of a backend, which runs or raises;
-            `select_backend` tells which, and why.
-        same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
-            needs a backend that folds in order (triton) and contiguous shards that start at
-            multiples of its block, 128; a ring also needs `causal` without window and documents.
-            Ulysses allows any layout and mask, but no KV head may be on two ranks. KV then travels
-            in a ring's backward, and all_gather also gathers the Q side, even if another way costs
-            fewer bytes. None: the same bits if possible. True: the same bits, or an error with the
-            reason. False: any order; a ring adds dK and dV up, a transfer that a whole step hides.
-            On NCCL two runs of all_gather with gradients added up are as equal as NCCL's sums.
-        return_lse: also return lse.
-        return_max_logits: also return the greatest score of each head over all queries and ranks,
-            for QK-clip (Kimi K2, arXiv 2507.20534); takes one more small message. For the backends
-            triton and reference.
-        dropout_p: must be 0.
-        alibi_slopes: must be None.
-        transport: the timeout, and NCCL's share of the device.
+            "ulysses", "hybrid", "q_exchange", a `Strategy` with its degrees, or "auto". With
+            "auto", rank 0 simulates all strategies on this machine and chooses the fastest one
+            (`explain` shows why). In the first call with new arguments, the ranks exchange a short
+            text to agree on it; later calls use a cache. In a mesh with two axes, "auto" assumes
+            that the last axis is a node.
+        backend: "auto" for the fastest one, or the name of a backend, which is used or raises an
+            error. `select_backend` returns the choice, and the reasons.
+        same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. None: if
+            possible. True: always, or an error with the reason. False: sums may have any order.
+            The same bits need a backend that sums in a fixed order (triton), and contiguous shards
+            that start at multiples of its block, 128. A ring also needs `causal` without window
+            and documents. Ulysses allows any layout and mask, but every KV head must be on one
+            rank. With the same bits, a ring's backward sends KV, and all_gather also gathers the Q
+            side, even if another way takes fewer bytes. With False, a ring sums dK and dV on their
+            way, and hides this transfer behind a whole step. On NCCL, all_gather then sums
+            gradients with NCCL's own reduction, so repeated runs are only as deterministic as NCCL.
+        return_lse: whether to return lse, too.
+        return_max_logits: whether to return the greatest score of each head over all queries and
+            ranks, too, for QK-clip (Kimi K2, arXiv 2507.20534). This takes one more small message,
+            and the backend triton or reference.
+        dropout_p: must be 0; there is no dropout.
+        alibi_slopes: must be None; there is no ALiBi.
+        transport: the timeout in seconds, and NCCL's share of the device.
 
     Returns:
-        `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
-        rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64),
-        including the sink, not differentiable. A row that sees nothing has out 0, lse -inf (or the
-        sink) and zero gradients. With `return_max_logits`, last, `max_logits` (nheads,) in the type
-        of lse, the same on every rank: greatest score over visible keys, scaled and capped, without
-        sinks; -inf if nothing is visible; not differentiable.
+        `out`, (batch, rows, nheads, headdim_v) or packed, in the dtype of q. A row that sees no key
+        has out 0, lse -inf (or the sink) and zero gradients.
+
+        With `return_lse` also `lse`, (batch, nheads, rows) or packed (nheads, rows), in float32
+        (float64 for float64): natural logarithm of the softmax's denominator, including the sink;
+        not differentiable.
+
+        With `return_max_logits` also `max_logits`, last, (nheads,), in the dtype of lse: the
+        greatest score over visible keys, scaled and capped, without sinks, and -inf if no key is
+        visible. It is the same on every rank; not differentiable.
 
     Raises:
-        ValueError: shapes, layout, window, documents, sinks or degrees do not fit, or a call that
-            is differentiated has inputs made in inference mode.
+        ValueError: shapes, layout, window, documents, sinks or degrees do not fit, or the inputs of
+            a differentiated call were created in inference mode.
         TypeError: a dtype or type that is not accepted, such as a sparse or nested tensor, or an
-            option of another name, such as `is_causal`.
+            unknown option, such as `is_causal`.
         NotImplementedError: dropout, ALiBi, forward-mode differentiation, transforms of
             `torch.func`, a call that the named backend does not support, `same_bits=True` where it
-            is impossible, or a capture in a CUDA graph before an equal call without one.
-        ImportError: the named backend's package is not installed.
-        RuntimeError: no process group; a rank is missing, died, stalled, left its call by an error,
-            or is in another call; and every call on a process group after such an error.
+            is not possible, or a capture in a CUDA graph without the same call before it.
+        ImportError: the package of the named backend is not installed.
+        RuntimeError: there is no process group, or a rank crashed, hung, raised an error or made a
+            different call. Later calls on the same process group raise it again.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -213,22 +225,29 @@ def ring_attention(
             group=group_name,
             mesh_shape=mesh_shape,
         )
-        numbers: LayoutNumbers = ((), ())
+        numbers_q: tuple[int, ...] = ()
+        numbers_k: tuple[int, ...] = ()
         if not isinstance(layout, str):
-            of_q, of_k = checks.check_layouts(layout)
-            known = of_q.numbers
-            numbers = known, known if of_k is of_q else of_k.numbers
+            layout_q, layout_k = checks.check_layouts(layout)
+            numbers_q = layout_q.numbers
+            numbers_k = numbers_q if layout_k is layout_q else layout_k.numbers
         if mask is not None:
             checks.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
-        slices = None if mask is None else mask.tensor
         packed = q.ndim == 3
-        if packed:
+        if packed:  # (rows, nheads, headdim) -> (1, rows, nheads, headdim)
             q, k, v = q[None], k[None], v[None]
-        # No operator takes a strided last dim: copies once here, not at every step.
+        # No operator supports a strided last dim. It is copied once here, not at every step.
         q = q if q.stride(-1) == 1 else q.contiguous()
         k = k if k.stride(-1) == 1 else k.contiguous()
         v = v if v.stride(-1) == 1 else v.contiguous()
-        arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, text="")
+        arguments = Arguments(
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            mask=None if mask is None else mask.tensor,
+            layout_q=numbers_q,
+            layout_k=numbers_k,
+            text="",
+        )
         if strategy == "auto":
             options = _with_strategy(q, k, v, sinks, arguments, options)
         out, lse, max_logits = operators.attend(q, k, v, sinks, arguments, options)
@@ -240,7 +259,7 @@ def ring_attention(
 
 
 @left_out_of_graphs(
-    "strategy='auto' cannot be compiled, as the ranks exchange messages to choose: pass "
+    "strategy='auto' cannot be compiled, because the ranks exchange messages to choose: pass "
     "ring_attn.explain(...).strategy, or compile without fullgraph=True"
 )
 @capture.a_call
@@ -252,33 +271,33 @@ def _with_strategy(
     arguments: Arguments,
     options: Options,
 ) -> Options:
-    """Return the options with the strategy that the ranks choose together."""
+    """Return the options with the strategy that the ranks agree on."""
     group = group_by_name(options.group)
     rows = (q.size(1), k.size(1))
     layouts, mask = layouts_and_mask(
         options,
-        rows,
-        arguments.documents(),
-        arguments.given_mask(),
-        arguments.numbers,
-        group.rank(),
-        group.size(),
+        rows=rows,
+        documents=arguments.documents(),
+        given_mask=arguments.given_mask(),
+        numbers=arguments.numbers,
+        rank=group.rank(),
+        world_size=group.size(),
     )
     spec = AttentionSpec.of(q, k, v, options.softcap, sinks, options.max_logits)
     backend = proven_backend(spec, options.backend, purpose_of(options, mask, layouts)).name
-    ends = open_p2p(group, options.transport)
+    transport = open_p2p(group, options.transport)
     if arguments.needs_even_rows:
-        ends.check_even(rows, q.device)
+        transport.check_even(rows, q.device)
     if debug_enabled():
-        # Before the ranks choose together, which needs equal arguments.
+        # The ranks can agree on a strategy only if their arguments are equal.
         facts = facts_of(options, spec, layouts, mask, "auto", backend)
         facts["same_bits"] = options.same_bits
-        ends.compare(Agreement(facts).report, q.device)
+        transport.compare(Agreement(facts).report, q.device)
     strategy = agreed_strategy(
         spec,
         layouts,
         mask,
-        ends,
+        transport,
         backend=backend,
         same_bits=options.same_bits,
         backward=options.differentiated,
@@ -311,7 +330,7 @@ def tree_decode(
 
 
 @left_out_of_graphs(
-    "tree_decode sends messages from the host, which a graph cannot hold: compile without "
+    "tree_decode cannot be compiled, because it sends messages from the host: compile without "
     "fullgraph=True, to leave the call out of the graph"
 )
 def tree_decode(
@@ -333,59 +352,67 @@ def tree_decode(
     return_lse: bool = False,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
+    """Compute attention of the newest tokens to a KV cache that is sharded across the ranks.
 
-    Every rank passes the same queries and its own rows of the cache, and gets the whole result,
-    with the same bits as on every other rank. One exchange gathers all ranks' partial out and lse
-    (Tree Attention, arXiv 2408.04093, has three). For a prompt, or a long part of one, use
-    `ring_attention` with a layout of the new tokens and a layout of the cache that includes them.
+    This is for inference. Every rank passes the same queries and its own rows of the cache, and
+    gets the whole result, with the same bits on every rank. One exchange gathers the partial out
+    and lse of all ranks (Tree Attention, arXiv 2408.04093, has three exchanges). For a prompt, or a
+    long part of a prompt, use `ring_attention` with a layout of the new tokens and a layout of the
+    cache that includes them.
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence, the same on
-            every rank: usually 1, or a few for speculative decoding; float16, bfloat16, float32 or
-            float64; any strides.
-        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, including the queries'
-            tokens that this rank holds; rows may be 0.
-        v: (batch, rows, nheads_kv, headdim_v).
+        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence: usually 1
+            token, or a few for speculative decoding. It must be the same on every rank. float16,
+            bfloat16, float32 or float64; any strides.
+        k: (batch, rows, nheads_kv, headdim), in the dtype of q: this rank's rows of the cache,
+            including those new tokens that this rank stores; rows may be 0.
+        v: (batch, rows, nheads_kv, headdim_v), in the dtype of q.
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: each new token sees
             itself and the tokens before it.
-        window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
-        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-        softcap: caps the scores at `softcap * tanh(score / softcap)`; 0 is no cap.
-        sinks: (nheads,), a logit for each head that is added to the denominator once; the same on
-            every rank.
-        mask: from `ring_attn.masks`, over the new tokens and the whole cache; replaces causal and
-            window_size. `Mask.rows` takes the last queries from a mask of the whole sequence.
-        cache_seqlens: (batch,) int32, or an int: the length of each sequence over all ranks, its
-            queries included; the same on every rank, read on the device. k and v have room for more
-            rows, of which a rank's first ones count. Values outside the cache are refused where the
-            host can read them, on CPU and with RING_ATTN_DEBUG=1; else results are undefined.
-        block_table: (batch, pages) int32, for each sequence the pages of its rows on this rank, in
-            order; k and v are then this rank's pool, (num_pages, page_size, nheads_kv, headdim).
+        window_size: `(left, right)`, the numbers of keys seen before and after that diagonal; -1 is
+            unbounded.
+        softmax_scale: factor of the scores. Default: `headdim ** -0.5`.
+        softcap: caps scores at `softcap * tanh(score / softcap)`; 0 is no cap.
+        sinks: (nheads,). For each head, a logit that is added to the denominator once. It must be
+            the same on every rank.
+        mask: a mask from `ring_attn.masks`, over the new tokens and the whole cache. It replaces
+            causal and window_size. `Mask.rows` takes the last queries from a mask of the whole
+            sequence.
+        cache_seqlens: (batch,) int32, or an int: the length of each sequence over all ranks,
+            including its queries. It must be the same on every rank, and is read on the device. k
+            and v then have more rows than are used; a rank's first rows are used. Values outside
+            the cache raise an error if the host can read them, on CPU and with RING_ATTN_DEBUG=1;
+            otherwise results are undefined.
+        block_table: (batch, pages) int32: for each sequence the pages of its rows on this rank, in
+            order. k and v are then this rank's pool, (num_pages, page_size, nheads_kv, headdim) and
+            (num_pages, page_size, nheads_kv, headdim_v).
         group: a process group, a mesh with one axis, or None for the default group.
-        layout: which positions the ranks hold, the same on every rank; for a growing cache see
-            `SequenceLayout.appended` and `next_rank`. None: every rank holds one run, in the order
-            of the ranks, and each query sees all of them: a window, a mask and several causal
-            queries need a layout. With `cache_seqlens` it is the layout of a sequence's room, one
-            segment a rank; None: page p of a sequence (`page_size` positions) is on rank
-            p % world_size.
-        backend: as for `ring_attention`.
-        return_lse: also return lse.
-        transport: as for `ring_attention`.
+        layout: which positions each rank holds, the same on every rank. For a growing cache see
+            `SequenceLayout.appended` and `next_rank`. With None, each rank holds one run of
+            positions, in the order of the ranks, and each query sees all positions; a window, a
+            mask and several causal queries need a layout. With `cache_seqlens`, this is the layout
+            of the longest possible sequence, with one segment on each rank; with None, page p of a
+            sequence (`page_size` positions) is on rank p % world_size.
+        backend: as in `ring_attention`.
+        return_lse: whether to return lse, too.
+        transport: as in `ring_attention`.
 
     Returns:
-        `out` (batch, seqlen_q, nheads, headdim_v) like q; with `return_lse` also `lse` (batch,
-        nheads, seqlen_q), natural logarithm in float32 (float64 for float64), including the sink. A
-        query that sees nothing has out 0 and lse -inf (or the sink).
+        `out`, (batch, seqlen_q, nheads, headdim_v), in the dtype of q. A query that sees no key has
+        out 0 and lse -inf (or the sink).
+
+        With `return_lse` also `lse`, (batch, nheads, seqlen_q), in float32 (float64 for float64):
+        natural logarithm of the softmax's denominator, including the sink.
 
     Raises:
         ValueError: shapes, layout, window or sinks do not fit, there is no query, or the layout is
             missing.
         TypeError: a dtype or type that is not accepted.
         NotImplementedError: inputs that require a gradient (use `ring_attention`), a call that the
-            named backend does not support, or a capture in a CUDA graph before an equal call.
-        ImportError: the named backend's package is not installed.
-        RuntimeError: as `ring_attention`.
+            named backend does not support, or a capture in a CUDA graph without the same call
+            before it.
+        ImportError: the package of the named backend is not installed.
+        RuntimeError: as in `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -441,36 +468,41 @@ def select_backend(
     mask: Mask | None = None,
     same_bits: bool | None = None,
 ) -> BackendChoice:
-    """Return the backend that `ring_attention` would use for a call, and why not the others.
+    """Return the backend that `ring_attention` would use for a call, and the reasons.
 
-    "auto" takes the fastest backend for ring steps, by published or estimated speeds of its kernels
-    on the GPU's architecture, for the directions that the call has. On other GPUs and on CPUs it
-    takes the first in an order of preference. If another backend can run the call, "auto" excludes:
-    with `same_bits`, backends that do not fold in one order; for masks of several slices, such as
-    documents, backends that run slice by slice; and for a differentiated call on CUDA, unless
-    `same_bits` is False, backends whose backward differs from run to run: torch's cuDNN and flash.
+    "auto" chooses the fastest backend for ring steps, by published or estimated speeds of its
+    kernels on the GPU's architecture: forward only, or with the backward if the call has one. On
+    other GPUs and on CPUs, it chooses the first backend in an order of preference. "auto" excludes
+    these backends if another one can run the call:
 
-    On a GPU, the first use of a backend's kernels runs a small case against attention in float64,
-    once for each model of GPU, driver and versions. A backend whose kernels fail it is refused,
-    with the error or the figures. RING_ATTN_FIRST_USE=off runs no cases.
+    - with `same_bits`, backends that do not sum in a fixed order;
+    - for masks of several slices, such as documents, backends that run slice by slice;
+    - for a differentiated call on CUDA, unless `same_bits` is False, backends whose gradients
+      differ from run to run: torch's cuDNN and flash.
+
+    On a GPU, the first use of a backend's kernels runs a small case, whose results are compared
+    with attention in float64. This is done once for each model of GPU, driver and versions. A
+    backend whose kernels fail is rejected, with the error or the measured difference.
+    RING_ATTN_FIRST_USE=off runs no cases.
 
     Args:
-        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only its shape, dtype, device
-            and `requires_grad` matter.
-        k, v: likewise.
-        backend: "auto" or a name.
-        softcap, sinks, window_size, cu_seqlens, mask, same_bits: as for `ring_attention`.
+        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim). Only its shape, dtype, device
+            and `requires_grad` are used.
+        k, v: as in `ring_attention`; only the same properties are used.
+        backend: "auto", or the name of a backend.
+        softcap, sinks, window_size, cu_seqlens, mask, same_bits: as in `ring_attention`.
 
     Returns:
-        `name`; `why`; `reasons`: for every backend None if it can run the call, else the reason why
-        not; `tflops`: speeds by which backends were compared, if they were.
+        A `BackendChoice`: `name` of the backend; `why` it was chosen; `reasons`, for each backend
+        why it cannot run the call, or None if it can; and `tflops`, the speeds in TFLOP/s by which
+        backends were compared, if they were.
 
     Raises:
-        ValueError: no backend of that name, shapes do not fit, or a bad softcap, window, documents
-            or mask.
+        ValueError: an unknown backend, shapes that do not fit, or an invalid softcap, window,
+            documents or mask.
         TypeError: a dtype or type that is not accepted.
         NotImplementedError: the named backend does not support the call.
-        ImportError: the named backend's package is not installed.
+        ImportError: the package of the named backend is not installed.
 
     Example:
         >>> q = torch.randn(1, 128, 8, 64)
@@ -482,15 +514,17 @@ def select_backend(
     checks.check_softcap(softcap)
     checks.check_sinks(sinks, q)
     checks.check_name("backend", backend)
-    left, right = checks.check_window(window_size, False)
-    documents = checks.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
+    left, right = checks.check_window(window_size, causal=False)
+    boundaries = checks.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
+    window, several, causal = left >= 0, len(boundaries) > 2, right >= 0
     if mask is not None:
         checks.check_mask_alone(mask, False, window_size, cu_seqlens)
+        window, several, causal = mask.has_windows, len(mask.slices) > 1, mask.has_upper_bounds
     purpose = Purpose(
         backward=checks.check_differentiated(q=q, k=k, v=v, sinks=sinks),
         same_bits=checks.check_same_bits(same_bits),
-        window=left >= 0 if mask is None else mask.has_windows,
-        several=len(documents) > 2 if mask is None else len(mask.slices) > 1,
-        causal=right >= 0 if mask is None else mask.has_upper_bounds,
+        window=window,
+        several=several,
+        causal=causal,
     )
     return proven_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
