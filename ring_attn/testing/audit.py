@@ -1,4 +1,4 @@
-"""`audit`: compares a user's training step on ranks with its twin in one process."""
+"""`audit`: comparison of a user's training step on ranks with its twin in one process."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
 from ring_attn.testing.launch import run_ranks
-from ring_attn.testing.observe import Change, Outcome, run_step
+from ring_attn.testing.observe import Change, Outcome, Step, run_step
 from ring_attn.testing.rounding import rounding_bound
 from ring_attn.values.checks import as_ints
 
@@ -27,56 +26,61 @@ NUM_NOISY = 8
 
 @dataclass(frozen=True)
 class Report:
-    """Diagnoses of a step by world size."""
+    """The result of `audit`: a diagnosis for each world size."""
 
     diagnoses: tuple[Diagnosis, ...]
 
     @property
     def ok(self) -> bool:
-        """Tells whether each result of the ranks is the twin's within its bound."""
-        return not any(x.differences for x in self.diagnoses)
+        """Whether the results of the ranks are those of the twin, within their bounds."""
+        return not any(diagnosis.differences for diagnosis in self.diagnoses)
 
     def __str__(self) -> str:
         lines = [f"audit: {'ok' if self.ok else 'FAILED'}"]
-        for one in self.diagnoses:
-            count = len(one.differences)
-            lines.append(f"{one.world_size} ranks: {count} results differ from the twin's")
-            lines += [f"  {finding.contract}: {finding.text}" for finding in one.findings]
-            if one.unexplained:
-                lines.append(f"  not explained: {len(one.unexplained)} results, the worst are")
-                worst = sorted(one.unexplained, key=lambda key: -one.differences[key].ratio)
-                lines += [f"    {one.differences[key]}" for key in worst[:4]]
+        for diagnosis in self.diagnoses:
+            differences, unexplained = diagnosis.differences, diagnosis.unexplained
+            lines.append(
+                f"{diagnosis.world_size} ranks: {len(differences)} results differ from the twin's"
+            )
+            lines += [f"  {finding.contract}: {finding.text}" for finding in diagnosis.findings]
+            if unexplained:
+                lines.append(f"  not explained: {len(unexplained)} results, the worst are")
+                verdicts = [differences[key] for key in unexplained]
+                worst = sorted(verdicts, key=lambda verdict: -verdict.ratio)
+                lines += [f"    {verdict}" for verdict in worst[:4]]
         return "\n".join(lines)
 
 
 def audit(
-    step: Callable[[], Any] | str,
+    step: Step | str,
     world_size: int | Sequence[int] = AUDITED_SIZES,
     *,
     timeout: float = 120.0,
 ) -> Report:
-    """Compare a training step on ranks with the same step in one process, and says what is wrong.
+    """Compare a training step on ranks with the same step in one process, and explain differences.
 
-    The step runs as it is written, in processes over gloo, and in one process as its twin, whose
-    batch is that of all ranks together. It makes the model (small, from a seed) and the batch, runs
-    forward and backward, and sums gradients; it may clip, step an optimizer and evaluate. Compared
-    are losses, gradients before they are clipped, and weights at the end. Bounds follow from runs
-    of the twin whose results are rounded at random.
+    The step runs as it is written, on ranks that are processes over gloo, and in one process as its
+    twin. The twin's batch is the batch of all ranks together. The step creates the model (a small
+    one, from a seed) and the batch, runs forward and backward, and sums gradients. It may clip,
+    step an optimizer and evaluate. The comparison covers losses, gradients before they are clipped,
+    and weights at the end. Bounds follow from runs of the twin whose results are rounded at random.
 
     Args:
         step: a function without arguments at the top level of a module, or "file.py:function". It
             returns its model, or (model, loss), or (model, loss, evaluation loss).
-        world_size: numbers of ranks.
-        timeout: seconds that a run of the step may take.
+        world_size: one or several numbers of ranks.
+        timeout: seconds that one run of the step may take.
 
     Returns:
-        The report: `ok`, and a diagnosis of each world size; `print` shows it.
+        The report: `ok`, and a diagnosis for each world size; `print` shows it.
 
     Raises:
-        ValueError: no world sizes, no such file, or ranks exist already (torchrun).
-        AttributeError: ranks cannot import the function by its name; or pickle's own error.
-        RuntimeError: the step raised on a rank, whose traceback the text has, does not return a
-            model, or needs more memory than there is; or two runs of the twin differ.
+        ValueError: there are no world sizes, there is no such file, or ranks exist already
+            (torchrun).
+        AttributeError: ranks cannot import the function by its name. pickle may raise other errors.
+        RuntimeError: the step raised an error on a rank (the text has its traceback), does not
+            return a model, or needs more memory than the machine has; or two runs of the twin
+            differ.
         TimeoutError: ranks hang.
     """
     sizes = (world_size,) if isinstance(world_size, int) else as_ints("world_size", world_size)
@@ -85,47 +89,59 @@ def audit(
     function = in_file(step) if isinstance(step, str) else step
 
     def runs(changes: Sequence[Mapping[int, Change]], num: int) -> list[list[Outcome]]:
-        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num
-        given = (run_step, num, function, changes, limit)
-        start = 60.0  # seconds, of processes and their imports
-        ranks = run_ranks(*given, device="cpu", timeout=timeout * len(changes) + start)
-        return [list(run) for run in zip(*ranks, strict=True)]
+        bytes_per_rank = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num
+        start_s = 60.0  # of processes and their imports
+        outcomes_by_rank = run_ranks(
+            run_step,
+            num,
+            function,
+            changes,
+            bytes_per_rank,
+            device="cpu",
+            timeout=timeout * len(changes) + start_s,
+        )
+        return [list(outcomes) for outcomes in zip(*outcomes_by_rank, strict=True)]
 
     return judge(sizes, runs)
 
 
 def judge(sizes: Sequence[int], runs: Runs) -> Report:
-    """Return the report on a step that `runs` runs."""
-    noises = [{0: {("noise",): i}} for i in range(NUM_NOISY)]
-    twin, again, *noisy = (run[0] for run in runs([{}, {}, *noises], 1))
-    right = twin.results
-    ulps = {key: torch.finfo(x.dtype).eps * float(x.double().norm()) for key, x in right.items()}
-    moved = {
-        key: [distance(stacked(key, twin, [run]), x) for run in (again, *noisy)]
-        for key, x in right.items()
-    }
-    if differing := [key for key, ulp in ulps.items() if moved[key][0] > ulp]:
+    """Return the report on a step, whose runs `runs` returns."""
+    noises: list[Mapping[int, Change]] = [{0: {("noise",): seed}} for seed in range(NUM_NOISY)]
+    twin, again, *noisy = (outcome for (outcome,) in runs([{}, {}, *noises], 1))
+    bounds: dict[str, float] = {}
+    differing = []
+    for key, right in twin.results.items():
+        ulp = torch.finfo(right.dtype).eps * float(right.double().norm())
+        if distance(stacked(key, twin, [again]), right) > ulp:
+            differing.append(key)
+        errors = [distance(stacked(key, twin, [run]), right) for run in noisy]
+        # A noisy run and the twin differ by one set of roundings, the ranks and the twin by two.
+        bounds[key] = rounding_bound([math.sqrt(2) * error for error in errors], ulp)
+    if differing:
         raise RuntimeError(
             f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "
-            "are drawn without a seed, or time counts"
+            "are drawn without a seed, or depend on the time; set a seed in the step"
         )
-    # A noisy run and the twin differ by one set of roundings, the ranks and the twin by two.
-    bounds = {
-        key: rounding_bound([math.sqrt(2) * x for x in distances[1:]], ulps[key])
-        for key, distances in moved.items()
-    }
-    return Report(tuple(diagnose(bounds, twin, runs([{}], size)[0], runs) for size in sizes))
+    diagnoses = []
+    for size in sizes:
+        (ranks,) = runs([{}], size)
+        diagnoses.append(diagnose(bounds, twin, ranks, runs))
+    return Report(tuple(diagnoses))
 
 
-def in_file(step: str) -> Callable[[], Any]:
+def in_file(step: str) -> Step:
+    """Return the step that "file.py:function" names; each rank imports it when it is called."""
     path, _, name = step.rpartition(":")
     if not (path.endswith(".py") and name.isidentifier() and Path(path).is_file()):
         raise ValueError(f"step must be a function or 'file.py:function' of a file, got {step!r}")
     return partial(_call, Path(path).resolve(), name)
 
 
-def _call(path: Path, name: str) -> Any:
+def _call(path: Path, name: str) -> object:
+    """Import a file as a module, and call a function of it."""
     if getattr(sys.modules.get(path.stem), "__file__", None) != str(path):
         sys.path.insert(0, str(path.parent))
         sys.modules.pop(path.stem, None)  # another module of that name would hide it
-    return getattr(importlib.import_module(path.stem), name)()
+    function: Step = getattr(importlib.import_module(path.stem), name)
+    return function()

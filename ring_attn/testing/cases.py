@@ -1,7 +1,7 @@
 """The table of cases: masks, layouts, heads and scores by name, and `cases`, which combines them.
 
-A `Case` is one call as data. It names entries of the table, or holds a mask, layouts, heads and a
-strategy itself. `ring-attn verify` and the tests of the strategies use the same table.
+A `Case` is one call as data. It has names of the table, or a mask, layouts, heads and a strategy as
+values. `ring-attn verify` and the tests of the strategies use the same table.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ HEADS = {
     "headdim_v": Heads(2, 1, 32, 16),
 }
 
-# (softcap, whether there are sinks), and the masks to combine them with. The cap is of the size of
-# the scores, so that it changes most of them.
+# (softcap, whether there are sinks), and the masks with which they are combined. The cap is of the
+# size of the scores, so that it changes most of them.
 SCORES = ((2.0, False), (0.0, True), (2.0, True))
 SCORES_MASKS = ("causal", "window causal", "documents", "longer kv", "empty rows")
 
@@ -58,47 +58,78 @@ OTHER_SEQLENS = (1, 2, 63, 257)
 
 
 def _documents(seqlen: int) -> tuple[int, ...]:
-    """Boundaries of documents of unequal length, among them one empty and one of a single row."""
+    """Return boundaries of documents of different lengths, with an empty one and one of a row."""
     return (0, seqlen // 5, seqlen // 5, seqlen // 2, max(seqlen // 2, seqlen - 1), seqlen)
 
 
 def _longer_documents(seqlen: int) -> tuple[int, ...]:
-    """Boundaries of the keys of `_documents`; all but the empty document have three more keys."""
+    """Return boundaries of keys of `_documents`; documents that are not empty have 3 more keys."""
     lengths = (stop - start for start, stop in pairwise(_documents(seqlen)))
     return tuple(accumulate((n + 3 if n else 0 for n in lengths), initial=0))
 
 
 def _padding(seqlen: int) -> Mask:
-    """Documents followed by padding, with another number of rows on each side."""
+    """Return documents followed by padding, with different numbers of queries and keys."""
     queries = _documents(seqlen * 5 // 6)
     keys = _longer_documents(seqlen * 5 // 6)
-    return Mask(seqlen, keys[-1] + 7, True, (-1, -1), queries, keys)
+    return Mask(seqlen, keys[-1] + 7, causal=True, cu_seqlens_q=queries, cu_seqlens_k=keys)
+
+
+def _documents_window(seqlen: int) -> Mask:
+    boundaries = _documents(seqlen)
+    return Mask(
+        seqlen,
+        seqlen,
+        causal=True,
+        window_size=(7, -1),
+        cu_seqlens_q=boundaries,
+        cu_seqlens_k=boundaries,
+    )
+
+
+def _documents_unequal(seqlen: int) -> Mask:
+    queries, keys = _documents(seqlen), _longer_documents(seqlen)
+    return Mask(seqlen, keys[-1], causal=True, cu_seqlens_q=queries, cu_seqlens_k=keys)
 
 
 def _spans(seqlen: int) -> list[tuple[int, int]]:
-    """Spans, among them two adjacent ones and an empty one."""
+    """Return spans, with two adjacent ones and an empty one."""
     a, b = seqlen // 4, seqlen // 2
     return [(a // 2, a), (a, b), (b, b), (seqlen - seqlen // 8, seqlen)]
 
 
 def _some_blocks(seqlen: int) -> Tensor:
     """Return a block mask with about half of all blocks of 8; some rows of blocks see no key."""
-    count = -(-seqlen // 8)
-    at = torch.arange(count)
-    return (at[:, None] * 5 + at * 3) % 4 < 2
+    num_blocks = -(-seqlen // 8)
+    index = torch.arange(num_blocks)
+    return (index[:, None] * 5 + index * 3) % 4 < 2  # (num_blocks, num_blocks)
 
 
 def _bands(seqlen: int) -> Mask:
-    """Several bands in one rectangle: each query sees several runs of keys, with gaps between."""
+    """Return several bands in one rectangle: each query sees several runs of keys, with gaps."""
     bands = [(-(1 << 20), -17), (-9, -5), (0, 0), (4, 30)]
     return masks_of.from_slices(
         seqlen, seqlen, [(0, seqlen, 0, seqlen, lo, hi) for lo, hi in bands]
     )
 
 
-def _unseen_documents(seqlen: int) -> tuple[int, ...]:
-    """Boundaries of the keys of `_documents`: one document has no keys, one has only keys."""
-    return (0, 0, seqlen // 7, seqlen // 3, seqlen // 2, seqlen // 2 + 3)
+def _keys_unseen(seqlen: int) -> Mask:
+    """Return documents of which one has no keys, and one has no queries."""
+    keys = (0, 0, seqlen // 7, seqlen // 3, seqlen // 2, seqlen // 2 + 3)
+    return Mask(
+        seqlen,
+        keys[-1],
+        window_size=(9, -1),
+        cu_seqlens_q=_documents(seqlen),
+        cu_seqlens_k=keys,
+    )
+
+
+def _prefixes(seqlen: int) -> Mask:
+    """Return documents whose first halves are prefixes."""
+    boundaries = _documents(seqlen)
+    halves = [(stop - start + 1) // 2 for start, stop in pairwise(boundaries)]
+    return masks_of.prefix(halves, boundaries)
 
 
 # Name -> function from a number of rows to a mask.
@@ -108,10 +139,8 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "window causal": lambda n: Mask(n, n, causal=True, window_size=(13, -1)),
     "window": lambda n: Mask(n, n, window_size=(9, 5)),
     "documents": lambda n: Mask(n, n, cu_seqlens_q=_documents(n), cu_seqlens_k=_documents(n)),
-    "documents window": lambda n: Mask(n, n, True, (7, -1), _documents(n), _documents(n)),
-    "documents unequal": lambda n: Mask(
-        n, _longer_documents(n)[-1], True, (-1, -1), _documents(n), _longer_documents(n)
-    ),
+    "documents window": _documents_window,
+    "documents unequal": _documents_unequal,
     "longer kv": lambda n: Mask(n, 2 * n + 31, causal=True),
     "empty rows": lambda n: Mask(n, (n + 1) // 2, causal=True),
     "padding": _padding,
@@ -125,15 +154,11 @@ EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
     "diagonal": lambda n: Mask(n, n, window_size=(0, 0)),
     "right window": lambda n: Mask(n, n, window_size=(-1, n // 9)),
     "few visible": lambda n: Mask(n, n // 5, window_size=(3, 2)),
-    "keys unseen": lambda n: Mask(
-        n, _unseen_documents(n)[-1], False, (9, -1), _documents(n), _unseen_documents(n)
-    ),
+    "keys unseen": _keys_unseen,
     "three rows": lambda n: Mask(3, 3, causal=True),
-    "only padding": lambda n: Mask(n, n, True, (-1, -1), (0, 0), (0, 0)),
+    "only padding": lambda n: Mask(n, n, causal=True, cu_seqlens_q=(0, 0), cu_seqlens_k=(0, 0)),
     "chunked": lambda n: masks_of.chunked(n, max(1, n // 4)),
-    "prefixes": lambda n: masks_of.prefix(
-        [(b - a + 1) // 2 for a, b in pairwise(_documents(n))], _documents(n)
-    ),
+    "prefixes": _prefixes,
     "shared prefix": lambda n: masks_of.shared_prefix(n // 3, [n // 4, 0, n - n // 3 - n // 4]),
     "bands": _bands,
     "documents of their own": lambda n: masks_of.by_document(
@@ -145,7 +170,7 @@ EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
 
 
 def masks(seqlen: int) -> dict[str, Mask]:
-    """All masks of the table by name, for a number of rows."""
+    """Return all masks of the table by name, for a number of rows."""
     return {name: make(seqlen) for name, make in (MASKS | EDGE_MASKS).items()}
 
 
@@ -167,9 +192,10 @@ def layouts_of(layout: str | tuple[str, str] | Layouts, mask: Mask, world_size: 
 
 
 def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> SequenceLayout:
-    """The layout of that name; for "boundaries", shard lengths are as 3 : 0 : 1 : 2 : 3 : 0 ...
+    """Return the layout of a name.
 
-    `backwards` counts the proportions from the last rank.
+    For "boundaries", shard lengths have the proportions 3 : 0 : 1 : 2 : 3 : 0 ... `backwards` means
+    that they start at the last rank.
     """
     if name != "boundaries":
         return SequenceLayout.from_name(name, seqlen, world_size)
@@ -181,17 +207,20 @@ def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> S
 
 
 def strategy_of(name: str, world_size: int) -> str | Strategy:
-    """A strategy of `STRATEGIES` as an argument of `ring_attention`, with the least degree above 1.
+    """Return a strategy of `STRATEGIES` as an argument of `ring_attention`.
+
+    Its degree is the smallest divisor of the world size above 1.
 
     Raises:
         NotImplementedError: the strategy needs a degree, and the world size is prime or 1.
     """
-    if name in NAMES and not NAMES[name].needed or name == "auto":
+    needs_degree = name not in NAMES or NAMES[name].needed
+    if name == "auto" or not needs_degree:
         return name
-    degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
-    if degree is None:
+    divisors = [n for n in range(2, world_size) if world_size % n == 0]
+    if not divisors:
         raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
-    return Strategy.from_name(name.removeprefix("hybrid "), world_size, degree)
+    return Strategy.from_name(name.removeprefix("hybrid "), world_size, divisors[0])
 
 
 @dataclass(frozen=True)
@@ -210,8 +239,8 @@ class Case:
         softmax_scale: as in `ring_attention`.
         softcap: as in `ring_attention`.
         sinks: whether there are sinks, or a logit for each head.
-        noncontiguous: whether shards are `oracle.strided`.
-        large_logits: logits that differ by hundreds.
+        noncontiguous: whether shards have strides that differ from those of a contiguous tensor.
+        large_logits: whether logits differ by hundreds.
         same_bits: as in `ring_attention`.
         seed: seed of the inputs.
     """
@@ -233,23 +262,27 @@ class Case:
     seed: int = 0
 
     def build_mask(self) -> Mask:
+        """Return the mask over the whole sequence."""
         if isinstance(self.mask, Mask):
             return self.mask
         return (MASKS | EDGE_MASKS)[self.mask](self.seqlen)
 
     def build_layouts(self, world_size: int) -> Layouts:
+        """Return the layouts of queries and keys."""
         return layouts_of(self.layout, self.build_mask(), world_size)
 
     def build_strategy(self, world_size: int) -> str | Strategy:
+        """Return the argument `strategy=` of `ring_attention`."""
         if isinstance(self.strategy, Strategy):
             return self.strategy
         return strategy_of(self.strategy, world_size)
 
     def build_inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        """Whole q, k, v and dout."""
+        """Return whole q, k, v and dout; see `random_qkv`."""
         mask, heads = self.build_mask(), self.build_heads()
+        default_batch = 1 if self.packed else 2
         return random_qkv(
-            batch=self.batch or (1 if self.packed else 2),
+            batch=self.batch or default_batch,
             seqlen_q=mask.seqlen_q,
             seqlen_k=mask.seqlen_k,
             **heads._asdict(),
@@ -261,11 +294,11 @@ class Case:
         )
 
     def build_heads(self) -> Heads:
-        """Numbers of heads and head dims."""
+        """Return the numbers of heads and the head dims."""
         return self.heads if isinstance(self.heads, Heads) else HEADS[self.heads]
 
     def build_sinks(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """(nheads,) float32, or None without sinks."""
+        """Return the sinks, (nheads,) float32, or None if there are none."""
         if not self.sinks:
             return None
         if isinstance(self.sinks, tuple):
@@ -274,7 +307,7 @@ class Case:
 
     @property
     def packed(self) -> bool:
-        """Says whether q, k, v are (rows, nheads, headdim)."""
+        """Whether q, k, v are packed: (rows, nheads, headdim)."""
         arguments = self.build_mask().arguments
         return self.batch is None and arguments is not None and arguments.cu_seqlens_q is not None
 
@@ -301,10 +334,13 @@ def cases(
     layouts: Sequence[str] = LAYOUTS,
     strategies: Sequence[str] = STRATEGIES,
 ) -> list[Case]:
-    """Every mask in every layout with every backend and dtype; odd lengths, large logits and more.
+    """Return the cases of the table, for some backends, layouts and strategies.
+
+    For each strategy, there is every mask in every layout with every backend and dtype. Heads take
+    turns. Further cases have other lengths, large logits, softcap and sinks.
 
     Args:
-        backends: names; None means all that run on this machine's CPU.
+        backends: names of backends; None means all that run on this machine's CPU.
         layouts: some of `LAYOUTS`.
         strategies: some of `STRATEGIES`.
     """
@@ -314,26 +350,28 @@ def cases(
 
 
 def sample(every: Sequence[Case], count: int, seed: int) -> list[Case]:
-    """At most `count` of the cases, in their order, the same for one seed.
+    """Return at most `count` of the cases, in their order, the same for one seed.
 
-    First come cases with the most values that no earlier one has: each strategy, layout, mask,
-    backend, dtype, number of heads, length and option, as far as `count` goes. Then come new pairs:
-    each strategy with each layout, mask, and dtype of a backend, and each layout with each mask.
+    Cases with the most values that no chosen case has are chosen first. The values are strategy,
+    layout, mask, backend, dtype, heads, length and options. If all values are covered, cases with
+    the most new pairs are chosen: pairs of a strategy with a layout, a mask, or a dtype of a
+    backend, and pairs of a layout with a mask.
     """
     left = list(range(len(every)))
     random.Random(seed).shuffle(left)
     chosen: list[int] = []
     for values_of in (_values, _pairs):
-        held = {x for i in chosen for x in values_of(every[i])}
-        # A case's new values only become fewer: one that has as many as before is the best.
+        covered = {value for i in chosen for value in values_of(every[i])}
+        # A heap of (-number of new values, position in the random order, index of the case). The
+        # number of a case can only decrease: if it is the same as before, no other is greater.
         waiting = [(-len(values_of(every[i])), at, i) for at, i in enumerate(left)]
         heapify(waiting)
         while waiting and len(chosen) < count:
             before, at, i = heappop(waiting)
-            new = values_of(every[i]) - held
+            new = values_of(every[i]) - covered
             if -len(new) == before:
                 chosen.append(i)
-                held |= new
+                covered |= new
             elif new:
                 heappush(waiting, (-len(new), at, i))
         left = [i for i in left if i not in chosen]
@@ -346,59 +384,99 @@ def _values(case: Case) -> set[object]:
 
 
 def _pairs(case: Case) -> set[object]:
-    with_strategy = (case.layout, case.mask, (case.backend, case.dtype))
-    return {(case.strategy, x) for x in with_strategy} | {(case.layout, case.mask)}
+    return {
+        (case.strategy, case.layout),
+        (case.strategy, case.mask),
+        (case.strategy, (case.backend, case.dtype)),
+        (case.layout, case.mask),
+    }
 
 
 def usable_backends(device: str) -> tuple[str, ...]:
     """Return the backends that support at least one dtype on this type of device."""
     prefix = f"{device} "
-    return tuple(
-        backend
-        for backend, answers in backend_reasons().items()
-        if any(reason is None for where, reason in answers.items() if where.startswith(prefix))
-    )
+    usable = []
+    for backend, reasons in backend_reasons().items():
+        of_device = [reason for where, reason in reasons.items() if where.startswith(prefix)]
+        if None in of_device:
+            usable.append(backend)
+    return tuple(usable)
 
 
 def _cases(backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str) -> Iterator[Case]:
+    yield from _cases_of_masks(backends, layouts, strategy)
+    yield from _cases_of_lengths(backends, layouts, strategy)
+    yield from _cases_of_scores(backends, layouts, strategy)
+
+
+# Heads, dtypes and seeds take turns: the sum of a case's numbers in its lists chooses them.
+
+
+def _cases_of_masks(
+    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
+) -> Iterator[Case]:
     heads = list(HEADS)
     for (b, backend), (d, dtype), (i, layout), (j, mask) in product(
-        *map(enumerate, (backends, BY_NAME, layouts, MASKS))
+        enumerate(backends), enumerate(BY_NAME), enumerate(layouts), enumerate(MASKS)
     ):
         if dtype == "float64" and backend != "reference":
             continue
         turn = b + d + i + j
         yield Case(
-            mask, layout, strategy, backend, dtype, heads[turn % len(heads)],
-            noncontiguous=(i + j) % 2 == 1, seed=turn,
-        )  # fmt: skip
+            mask,
+            layout,
+            strategy,
+            backend,
+            dtype,
+            heads=heads[turn % len(heads)],
+            noncontiguous=(i + j) % 2 == 1,
+            seed=turn,
+        )
+
+
+def _cases_of_lengths(
+    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
+) -> Iterator[Case]:
     for backend, layout in product(backends, layouts):
         for seqlen, mask in product(OTHER_SEQLENS, ("full", "causal", "documents")):
-            yield Case(mask, layout, strategy, backend, "float32", "gqa", seqlen)
+            yield Case(mask, layout, strategy, backend, seqlen=seqlen)
         for dtype in ("float32", "bfloat16"):
-            yield Case("causal", layout, strategy, backend, dtype, "gqa", large_logits=True)
-    for (b, backend), (i, layout), (j, mask) in product(
-        *map(enumerate, (backends, layouts, SCORES_MASKS))
+            yield Case("causal", layout, strategy, backend, dtype, large_logits=True)
+
+
+def _cases_of_scores(
+    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
+) -> Iterator[Case]:
+    heads = list(HEADS)
+    for (b, backend), (i, layout), (j, mask), (s, (softcap, sinks)) in product(
+        enumerate(backends), enumerate(layouts), enumerate(SCORES_MASKS), enumerate(SCORES)
     ):
-        for s, (softcap, sinks) in enumerate(SCORES):
-            turn = b + i + j + s
-            yield Case(
-                mask, layout, strategy, backend, DTYPES[turn % 3], heads[(turn + j) % len(heads)],
-                seed=turn, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+        turn = b + i + j + s
+        yield Case(
+            mask,
+            layout,
+            strategy,
+            backend,
+            DTYPES[turn % len(DTYPES)],
+            heads=heads[(turn + j) % len(heads)],
+            softcap=softcap,
+            sinks=sinks,
+            seed=turn,
+        )
 
 
-# Sizes of the sample for which backends are checked; every backend supports them.
-SAMPLE_HEADS, SAMPLE_HEADDIM = 4, 64
+# Sizes of the tensors for which backends are checked; every backend supports them.
+EXAMPLE_HEADS, EXAMPLE_HEADDIM = 4, 64
 
 
 def backend_reasons() -> dict[str, dict[str, str | None]]:
-    """Backend -> "device dtype" -> None if the backend can run here, else the reason why not."""
+    """Return why backends cannot run here, by backend and "device dtype"; None if they can."""
     by_backend: dict[str, dict[str, str | None]] = {}
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    for device in devices:
         for name, dtype in BY_NAME.items():
-            sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
-            reasons = select_backend(sample, sample, sample).reasons
+            x = torch.empty(1, 1, EXAMPLE_HEADS, EXAMPLE_HEADDIM, dtype=dtype, device=device)
+            reasons = select_backend(x, x, x).reasons
             for backend, reason in reasons.items():
                 by_backend.setdefault(backend, {})[f"{device} {name}"] = reason
     return by_backend

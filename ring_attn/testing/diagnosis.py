@@ -1,7 +1,8 @@
-"""Compares a step on ranks with its twin in one process, and finds the contract that is broken.
+"""Comparison of a step on ranks with its twin in one process, and the reasons of differences.
 
-A finding is a hypothesis that was tested: a rule that fits the numbers of every parameter, or a
-trial, in which what is suspected is replaced, on ranks or in the twin, and the difference goes.
+A finding is a hypothesis that was tested. Either it is a rule that fits the numbers of every
+parameter, or a trial: one input is replaced, on the ranks or in the twin, and the difference
+disappears.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken contract: its name; what is wrong, where, and what to do."""
+    """A broken contract: its name, and a text of what is wrong, where, and how to fix it."""
 
     contract: str
     text: str
@@ -36,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Differences at one world size, their reasons, and what remains without one."""
+    """Differences at one world size, their reasons, and the differences without a reason."""
 
     world_size: int
     differences: dict[str, Verdict]
@@ -44,228 +45,418 @@ class Diagnosis:
     unexplained: list[str]
 
 
-# A finding if a run has the twin's results: changes by rank, or of the twin in its one process.
-Trial = tuple[Finding, Mapping[int, Change], bool]
+class Trial(NamedTuple):
+    """A run with changes; if it has the results of the twin, the finding is right.
 
-# For each forward, by rank: the rank, the number of its forward and of the twin's, and the columns
-# of the twin's batch that it holds: those of the layout that gives most tokens the twin's place.
-Held = list[tuple[int, int, int, Tensor]]
+    Attributes:
+        finding: the hypothesis.
+        changes: by rank.
+        in_twin: whether the twin, in its one process, runs with the changes.
+    """
+
+    finding: Finding
+    changes: Mapping[int, Change]
+    in_twin: bool
+
+
+class Held(NamedTuple):
+    """The columns of the twin's batch that a rank holds in a forward.
+
+    Attributes:
+        rank: the rank.
+        number: number of the rank's forward.
+        twin_number: number of the twin's forward.
+        columns: positions in the sequence.
+    """
+
+    rank: int
+    number: int
+    twin_number: int
+    columns: Tensor
+
+
+class Explanation(NamedTuple):
+    """Findings, and the names of the results that none of them explains."""
+
+    findings: list[Finding]
+    unexplained: list[str]
 
 
 def diagnose(
     bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs
 ) -> Diagnosis:
-    """Test hypotheses about what differs between the ranks and the twin.
+    """Test hypotheses about the differences between the ranks and the twin.
 
-    The simplest that leaves no gradient unexplained is taken: what the numbers tell alone, or one
-    trial and the numbers after it.
+    The simplest explanation that leaves no gradient unexplained is chosen: rules that fit the
+    numbers, or one trial and rules that fit the numbers after it.
     """
-    plain = compared(bounds, twin, ranks, runs, {})
-    findings, left = numbers = by_numbers(plain)
-    if left:
-        _, held = min((held_by(x, twin, ranks) for x in LAYOUTS), key=lambda x: x[0])
-        hypotheses, attempts = (_inputs, _denominators, _attention), [numbers]
-        trials = [y for x in hypotheses for y in x(twin, ranks, held)]
-        for in_twin, num in ((False, len(ranks)), (True, 1)):
-            chosen = [trial for trial in trials if trial[2] == in_twin]
-            outcomes = runs([changes for _, changes, _ in chosen], num) if chosen else []
-            for (finding, changes, _), new in zip(chosen, outcomes, strict=True):
-                one, some, given = (new[0], ranks, changes[0]) if in_twin else (twin, new, {})
-                found, rest = by_numbers(compared(bounds, one, some, runs, given))
-                known = [key for key in rest if key != "evaluation loss" or key in left]
-                attempts.append(([finding, *found], known))
-        whole = [x for x in attempts if not any(key.startswith("gradient") for key in x[1])]
-        findings, left = min(whole, key=lambda x: (len(x[1]), len(x[0])), default=numbers)
-    left = [key for key in left if key in plain.differences]
-    return Diagnosis(len(ranks), plain.differences, findings, left)
+    comparison = compared(bounds, twin, ranks, runs, {})
+    explanation = by_numbers(comparison)
+    if explanation.unexplained:
+        attempts = [explanation]
+        attempts += _by_trials(bounds, twin, ranks, runs, explanation.unexplained)
+        without_gradients = [
+            attempt
+            for attempt in attempts
+            if not any(key.startswith("gradient") for key in attempt.unexplained)
+        ]
+        explanation = min(without_gradients, key=_complexity, default=explanation)
+    differences = comparison.differences
+    unexplained = [key for key in explanation.unexplained if key in differences]
+    return Diagnosis(len(ranks), differences, explanation.findings, unexplained)
+
+
+def _complexity(explanation: Explanation) -> tuple[int, int]:
+    return len(explanation.unexplained), len(explanation.findings)
+
+
+def _by_trials(
+    bounds: Mapping[str, float],
+    twin: Outcome,
+    ranks: Sequence[Outcome],
+    runs: Runs,
+    unexplained: Sequence[str],
+) -> list[Explanation]:
+    """Run all trials, and return an explanation for each: its finding, and rules for the rest."""
+    _, held = min((held_by(name, twin, ranks) for name in LAYOUTS), key=lambda found: found[0])
+    trials = [
+        *_inputs(twin, ranks, held),
+        *_denominators(ranks),
+        *_attention(twin, ranks, held),
+    ]
+    explanations = []
+
+    def explain(trial: Trial, comparison: Comparison) -> None:
+        findings, left = by_numbers(comparison)
+        # An evaluation loss that agreed before the trial is not the trial's subject.
+        left = [key for key in left if key != "evaluation loss" or key in unexplained]
+        explanations.append(Explanation([trial.finding, *findings], left))
+
+    on_ranks = [trial for trial in trials if not trial.in_twin]
+    if on_ranks:
+        outcomes = runs([trial.changes for trial in on_ranks], len(ranks))
+        for trial, new_ranks in zip(on_ranks, outcomes, strict=True):
+            explain(trial, compared(bounds, twin, new_ranks, runs, {}))
+    in_twin = [trial for trial in trials if trial.in_twin]
+    if in_twin:
+        outcomes = runs([trial.changes for trial in in_twin], 1)
+        for trial, (new_twin,) in zip(in_twin, outcomes, strict=True):
+            explain(trial, compared(bounds, new_twin, ranks, runs, trial.changes[0]))
+    return explanations
 
 
 class Comparison:
-    """Results of ranks beside the twin's, and how far roundings move each of them."""
+    """The results of the ranks and of the twin, and how far roundings move each of them.
+
+    Attributes:
+        given: each result of all ranks, (ranks, *shape); a loss may be reported by one rank.
+        differences: the results that differ by more than their bounds.
+    """
 
     def __init__(self, bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome]):
-        self.bounds, self.twin, self.num = bounds, twin.results, len(ranks)
+        self.bounds = bounds
+        self.twin = twin.results
+        self.num = len(ranks)
         self.given = {key: stacked(key, twin, ranks) for key in self.twin}
-        found = {key: self.verdict(key, x) for key, x in self.given.items()}
-        right = {key for key, x in found.items() if x.ok or key in LOSSES and self.is_part(key)}
-        self.differences = {key: x for key, x in found.items() if key not in right}
+        self.differences: dict[str, Verdict] = {}
+        for key, given in self.given.items():
+            verdict = self.verdict(key, given)
+            # Ranks may report their parts of a loss, for logs.
+            if not verdict.ok and not (key in LOSSES and self.is_part(key)):
+                self.differences[key] = verdict
 
     def verdict(self, key: str, given: Tensor, factor: float = 1.0) -> Verdict:
-        """Compare results of some ranks with that multiple of the twin's."""
-        error, bound = distance(given, self.twin[key] * factor), self.bounds[key] * abs(factor)
+        """Compare results of some ranks with that multiple of the twin's result."""
+        error = distance(given, self.twin[key] * factor)
+        bound = self.bounds[key] * abs(factor)
         return Verdict(key, error, bound, error <= bound)
 
     def is_part(self, key: str) -> bool:
-        """Return whether ranks differ, and the sum or the mean of what they have is the twin's."""
+        """Return whether ranks have different results whose sum or mean is the twin's result."""
         given = self.given[key]
         if len(given) < self.num or distance(given, given[0]) <= self.bounds[key]:
             return False
-        whole = given.sum(0, keepdim=True)
-        return any(self.verdict(key, x).ok for x in (whole, whole / self.num))
+        total = given.sum(0, keepdim=True)  # (ranks, *shape) -> (1, *shape)
+        return self.verdict(key, total).ok or self.verdict(key, total / self.num).ok
 
     def factor(self, keys: Sequence[str]) -> Fraction | float | None:
-        """Return the number by which all of these results differ from the twin's on every rank."""
+        """Return the ratio of all of these results, on every rank, to the twin's results.
+
+        Return None if there is no common ratio.
+        """
+        # Least squares over all elements of the results: factor = <given, twin> / <twin, twin>.
         product = sum(float((self.given[key] * self.twin[key]).sum()) for key in keys)
         square = sum(float(self.twin[key].double().square().sum()) for key in keys) * self.num
         if not square or not product or not math.isfinite(product):
             return None
         factor = product / square
-        for x in (Fraction(factor).limit_denominator(self.num), factor):
-            if all(self.verdict(key, self.given[key], float(x)).ok for key in keys):
-                return x
+        for candidate in (Fraction(factor).limit_denominator(self.num), factor):
+            if all(self.verdict(key, self.given[key], float(candidate)).ok for key in keys):
+                return candidate
         return None
 
 
 def compared(
     bounds: Mapping[str, float], twin: Outcome, ranks: Sequence[Outcome], runs: Runs, change: Change
 ) -> Comparison:
-    """Compare ranks with a twin; where weights alone differ, it steps by the ranks' gradients."""
-    # Adam's first step takes a gradient's sign, which roundings decide where it is near zero.
-    plain = Comparison(bounds, twin, ranks)
-    if {key.split()[0] for key in plain.differences} & {"weight", "gradient"} == {"weight"}:
-        stepped = runs([{0: {**change, ("gradients",): ranks[0].gradients}}], 1)[0][0]
+    """Compare the ranks with a twin that had a change.
+
+    If weights differ and gradients do not, compare them with a twin that steps by the gradients of
+    the ranks: Adam's first step depends on the sign of a gradient, and rounding decides the sign of
+    a gradient near zero.
+    """
+    comparison = Comparison(bounds, twin, ranks)
+    kinds = {key.split()[0] for key in comparison.differences}
+    if "weight" in kinds and "gradient" not in kinds:
+        with_gradients = {**change, ("gradients",): ranks[0].gradients}
+        ((stepped,),) = runs([{0: with_gradients}], 1)
         return Comparison(bounds, stepped, ranks)
-    return plain
+    return comparison
 
 
 def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
-    """Return a result of all runs, NaN where one lacks it; one rank may report a loss for all."""
+    """Return a result of all runs, (runs, *shape); NaN for a run that lacks it.
+
+    One rank may report a loss for all ranks: then there is only this one.
+    """
     right = twin.results[key].double()
     given = [run.results.get(key) for run in runs]
     if key in LOSSES:
         given = [x for x in given if x is not None] or [None]
     lacking = torch.full_like(right, math.nan)
-    return torch.stack([
-        lacking if x is None or x.shape != right.shape else x.double() for x in given
-    ])  # fmt: skip
+    parts = [lacking if x is None or x.shape != right.shape else x.double() for x in given]
+    return torch.stack(parts)
 
 
 def distance(given: Tensor, right: Tensor) -> float:
-    """Return the largest distance of results from another; infinite where some are not finite."""
-    error = float((given - right.double()).reshape(len(given), -1).norm(dim=1).max())
+    """Return the largest distance of results from another; infinite if one is not finite.
+
+    `given` is (runs, *shape), and `right` has the shape.
+    """
+    errors = (given - right.double()).reshape(len(given), -1)  # (runs, elements)
+    error = float(errors.norm(dim=1).max())
     return error if math.isfinite(error) else math.inf
 
 
-def by_numbers(given: Comparison) -> tuple[list[Finding], list[str]]:
-    """Rules that fit results as they are, and the results that none of them explains."""
-    found, n = list[Finding](), given.num
+def by_numbers(given: Comparison) -> Explanation:
+    """Return the rules that fit the results, and the results that no rule explains."""
+    findings: list[Finding] = []
     gradients = [key for key in given.differences if key.startswith("gradient")]
     weights = [key for key in given.differences if key.startswith("weight")]
-    left = [key for key in given.differences if key in LOSSES]
+    losses = [key for key in given.differences if key in LOSSES]
     if weights:
-        left = [key for key in left if key != "evaluation loss"]  # it follows from the weights
+        losses = [key for key in losses if key != "evaluation loss"]  # it follows from the weights
         if not gradients:
             text = f"{len(weights)} weights differ, even if the twin steps by the ranks' gradients"
-            found.append(Finding("optimizer step", text))
-    if names := [key for key in gradients if given.is_part(key)]:
-        spread = max(distance(given.given[key], given.given[key][0]) for key in names)
-        text = f"{len(names)} gradients ({listed(names)}) differ between ranks by up to "
-        text += f"{spread:.2g}: sum them by sync_gradients, before they are clipped or used"
-        found.append(Finding("gradient sum", text))
-        gradients = [key for key in gradients if key not in names]
-    if (factor := given.factor(gradients)) is not None:
-        ratio, back = (x if isinstance(x, Fraction) else f"{x:.4g}" for x in (factor, 1 / factor))
-        text = f"{len(gradients)} gradients ({listed(gradients)}) are {ratio} of the twin's: they "
-        text += "are averaged, as by DDP and FSDP" if factor < 1 else "are summed more than once"
-        text += f"; multiply the loss by {back}, or sum once with sync_gradients"
-        found.append(Finding("gradient scale", text))
+            findings.append(Finding("optimizer step", text))
+    not_summed = [key for key in gradients if given.is_part(key)]
+    if not_summed:
+        findings.append(_missing_sum(given, not_summed))
+        gradients = [key for key in gradients if key not in not_summed]
+    factor = given.factor(gradients)
+    if factor is not None:
+        findings.append(_wrong_scale(gradients, factor))
         gradients = []
-    for key in [*left]:
-        for ratio, how in ((Fraction(n), "counts each rank"), (Fraction(1, n), "is averaged")):
+    for key in [*losses]:
+        for ratio, how in (
+            (Fraction(given.num), "counts each rank"),
+            (Fraction(1, given.num), "is averaged"),
+        ):
             if given.verdict(key, given.given[key], float(ratio)).ok:
                 text = f"the {key} {how}: it is {ratio} of the twin's"
-                found.append(Finding(key, text))
-                left.remove(key)
-    return found, [*gradients, *left]
+                findings.append(Finding(key, text))
+                losses.remove(key)
+    return Explanation(findings, [*gradients, *losses])
 
 
-def held_by(name: str, twin: Outcome, ranks: Sequence[Outcome]) -> tuple[float, Held]:
-    """The number of tokens that are not the twin's if ranks hold a layout's columns, and these."""
-    wrong, held = 0.0, Held()
-    for (number, _, right), *given in zip(*(run.fed() for run in (twin, *ranks)), strict=False):
-        seqlen = sum(tokens.size(1) for *_, tokens in given)
+def _missing_sum(given: Comparison, gradients: Sequence[str]) -> Finding:
+    """Return the finding that ranks have parts of gradients."""
+    spread = max(distance(given.given[key], given.given[key][0]) for key in gradients)
+    text = (
+        f"{len(gradients)} gradients ({listed(gradients)}) differ between ranks by up to "
+        f"{spread:.2g}: sum them by sync_gradients, before they are clipped or used"
+    )
+    return Finding("gradient sum", text)
+
+
+def _wrong_scale(gradients: Sequence[str], factor: Fraction | float) -> Finding:
+    """Return the finding that gradients are a multiple of the twin's gradients."""
+
+    def shown(number: Fraction | float) -> str:
+        return str(number) if isinstance(number, Fraction) else f"{number:.4g}"
+
+    how = "are averaged, as by DDP and FSDP" if factor < 1 else "are summed more than once"
+    text = (
+        f"{len(gradients)} gradients ({listed(gradients)}) are {shown(factor)} of the twin's: they "
+        f"{how}; multiply the loss by {shown(1 / factor)}, or sum once with sync_gradients"
+    )
+    return Finding("gradient scale", text)
+
+
+def held_by(name: str, twin: Outcome, ranks: Sequence[Outcome]) -> tuple[float, list[Held]]:
+    """Return how many tokens differ from the twin's if ranks hold the columns of a layout.
+
+    Return also these columns. The number is infinite if the shapes do not fit the layout.
+    """
+    num_wrong, held = 0.0, []
+    forwards = zip(twin.fed(), *(rank.fed() for rank in ranks), strict=False)
+    for twin_forward, *rank_forwards in forwards:
+        right = twin_forward.tokens  # (batch, seqlen)
+        seqlen = sum(forward.tokens.size(1) for forward in rank_forwards)
         layout = SequenceLayout.from_name(name, max(len(ranks), seqlen), len(ranks))
-        for rank, (at, _, tokens) in enumerate(given):
+        for rank, (number, tokens) in enumerate(rank_forwards):
             columns = layout.position_ids(rank)
             if tokens.shape != (len(right), len(columns)) or seqlen > right.size(1):
                 return math.inf, []
-            held.append((rank, at, number, columns))
-            wrong += int((right[:, columns] != tokens).sum())
-    return wrong, held
+            held.append(Held(rank, number, twin_forward.number, columns))
+            num_wrong += int((right[:, columns] != tokens).sum())
+    return num_wrong, held
 
 
-# Inputs of ranks: the contract, the name in texts, what is replaced, and what to do.
+class FedInput(NamedTuple):
+    """An input of the ranks, for trials.
+
+    Attributes:
+        contract: name of the contract.
+        text_name: name of the input in texts.
+        replaced: the inputs that a trial replaces.
+        advice: how to fix the input.
+    """
+
+    contract: str
+    text_name: str
+    replaced: tuple[str, ...]
+    advice: str
+
+
 CUT = "cut them by the layout of the tokens, as shard_batch does"
 FED = {
-    "tokens": ("batch", "tokens", ("tokens", "targets"), "all ranks must draw one batch"),
-    "positions": ("positions", "position_ids", ("positions",), CUT),
-    "targets": ("labels", "labels", ("targets",), f"shift once, mask, and {CUT}"),
+    "tokens": FedInput("batch", "tokens", ("tokens", "targets"), "all ranks must draw one batch"),
+    "positions": FedInput("positions", "position_ids", ("positions",), CUT),
+    "targets": FedInput("labels", "labels", ("targets",), f"shift once, mask, and {CUT}"),
 }
 
 
-def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
-    """Give the twin the inputs of the ranks."""
-    for name, (contract, called, names, advice) in FED.items():
-        changes, wrong, ends = dict[Any, Tensor](), set[int](), set[int]()
-        for rank, at, number, columns in held:
-            ends |= {*columns[F.pad(columns[1:], (0, 1)) != columns + 1].tolist()}
-            for x in names:
-                given, right = ranks[rank].forwards[at].values(x), twin.forwards[number].values(x)
-                if given is not None and right is not None:
-                    none = torch.full_like(right, IGNORED) if x == "targets" else right.clone()
-                    changes.setdefault((number, x), none)[:, columns] = given
-        for (number, x), new in changes.items():
-            if x == name:
-                differs = (new != twin.forwards[number].values(x)).any(0)
-                wrong |= {*differs.nonzero().flatten().tolist()}
-        if wrong:
-            holders = {rank for rank, *_, columns in held if wrong & {*columns.tolist()}}
-            text = f"{called} of rows {listed(sorted(wrong))} (rank {listed(holders) or 'none'}) "
-            text += f"are missing or not the twin's: {advice}"
-            if name == "targets" and wrong <= ends:
-                text += "; shifted after cutting, the last row of a segment loses its label"
-            yield Finding(contract, text), {0: changes}, True
+def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which the twin gets the inputs of the ranks."""
+    for name, fed in FED.items():
+        changes = _inputs_of_ranks(fed.replaced, twin, ranks, held)
+        wrong: set[int] = set()  # columns
+        for (number, changed_name), new in changes.items():
+            if changed_name == name:
+                differs = (new != twin.forwards[number].values(name)).any(0)  # (columns,)
+                wrong |= set(differs.nonzero().flatten().tolist())
+        if not wrong:
+            continue
+        holders = {one.rank for one in held if wrong & set(one.columns.tolist())}
+        text = (
+            f"{fed.text_name} of rows {listed(sorted(wrong))} (rank {listed(holders) or 'none'}) "
+            f"are missing or not the twin's: {fed.advice}"
+        )
+        if name == "targets" and wrong <= _segment_ends(held):
+            text += "; shifted after cutting, the last row of a segment loses its label"
+        yield Trial(Finding(fed.contract, text), {0: changes}, in_twin=True)
 
 
-def _denominators(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
-    """Own counts of all cross-entropies, or of one, such as that of a second head."""
+def _inputs_of_ranks(
+    names: Sequence[str], twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]
+) -> dict[tuple[Any, ...], Tensor]:
+    """Return a change of the twin that puts inputs of all ranks in the columns that they hold.
+
+    Any: as in `Change`.
+    """
+    changes: dict[tuple[Any, ...], Tensor] = {}
+    for rank, number, twin_number, columns in held:
+        for name in names:
+            given = ranks[rank].forwards[number].values(name)
+            right = twin.forwards[twin_number].values(name)
+            if given is None or right is None:
+                continue
+            key = twin_number, name
+            if key not in changes:
+                is_targets = name == "targets"
+                changes[key] = torch.full_like(right, IGNORED) if is_targets else right.clone()
+            changes[key][:, columns] = given
+    return changes
+
+
+def _segment_ends(held: Sequence[Held]) -> set[int]:
+    """Return the last columns of the segments that ranks hold."""
+    ends: set[int] = set()
+    for one in held:
+        next_columns = F.pad(one.columns[1:], (0, 1))
+        ends |= set(one.columns[next_columns != one.columns + 1].tolist())
+    return ends
+
+
+def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield trials in which ranks divide cross-entropies by the mean count of targets.
+
+    They change all cross-entropies, or those of one head, such as a second head.
+    """
+    # For each rank, the counts of targets by forward and cross-entropy.
     counts = [
-        {(at, i): x for at, one in enumerate(run.forwards) for i, x in enumerate(one.counts)}
-        for run in ranks
+        {
+            (number, i): count
+            for number, forward in enumerate(rank.forwards)
+            for i, count in enumerate(forward.counts)
+        }
+        for rank in ranks
     ]
-    n, keys = len(counts), [*counts[0]]
-    if any([*x] != keys for x in counts):
+    keys = list(counts[0])
+    if any(list(of_rank) != keys for of_rank in counts):
         return
     heads = {i: [key for key in keys if key[1] == i] for _, i in keys}
-    chosen = {"the loss": keys} | {f"cross-entropy {i}": heads[i] for i in heads if len(heads) > 1}
-    for what, some in chosen.items():
-        totals = [sum(x[key] for key in some) for x in counts]
-        if len({*totals}) > 1:
-            own = [{k: x[k] * n / (sum(y[k] for y in counts) or 1) for k in some} for x in counts]
-            given = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(totals))
-            text = f"{what} is divided by each rank's own count of targets ({given}): divide by "
-            text += "the targets of the whole batch"
-            yield Finding("denominator", text), dict(enumerate(own)), False
+    subjects = {"the loss": keys}
+    if len(heads) > 1:
+        subjects |= {f"cross-entropy {i}": keys_of_head for i, keys_of_head in heads.items()}
+    all_targets = {key: sum(of_rank[key] for of_rank in counts) for key in keys}
+    for subject, chosen in subjects.items():
+        totals = [sum(of_rank[key] for key in chosen) for of_rank in counts]
+        if len(set(totals)) == 1:
+            continue
+        # The mean over the rank's own targets, times its share of all targets, times the ranks.
+        changes = {
+            rank: {key: of_rank[key] * len(counts) / (all_targets[key] or 1) for key in chosen}
+            for rank, of_rank in enumerate(counts)
+        }
+        given = ", ".join(f"{total} on rank {rank}" for rank, total in enumerate(totals))
+        text = (
+            f"{subject} is divided by each rank's own count of targets ({given}): divide by the "
+            "targets of the whole batch"
+        )
+        yield Trial(Finding("denominator", text), changes, in_twin=False)
 
 
-def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Held) -> Iterator[Trial]:
-    """Give the twin's attention the mask that the ranks' may have: it has their gradients."""
-    for _, _, number, _ in held[:1]:
-        length = twin.forwards[number].fed["tokens"].size(-1)
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        text = "the mask, or the documents' boundaries, are not seen by the attention of the "
-        text += "ranks: give it attention_mask or cu_seqlens of the whole sequence"
-        masks = [("mask", text, causal), ("mask", text, torch.ones_like(causal))]
-        owner = torch.full((length,), -1)
-        for rank, *_, columns in held[: len(ranks)]:
-            owner[columns] = rank
-        text = "attention sees only the rows of its own rank: make it ring_attention, or see that "
-        text += "the model's attention function is the one that was replaced"
-        masks.append(("attention", text, causal & (owner[:, None] == owner)))
-        for contract, text, seen in masks:
-            yield Finding(contract, text), {0: {("seen",): seen}}, True
+def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which the twin's attention has a mask that the ranks may have by mistake."""
+    if not held:
+        return
+    length = twin.forwards[held[0].twin_number].fed["tokens"].size(-1)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    owner = torch.full((length,), -1)  # rank of each column
+    for one in held[: len(ranks)]:  # of the first forward
+        owner[one.columns] = one.rank
+    same_owner = owner[:, None] == owner  # (length, length)
+    lost_mask = Finding(
+        "mask",
+        "the mask, or the documents' boundaries, are not seen by the attention of the ranks: give "
+        "it attention_mask or cu_seqlens of the whole sequence",
+    )
+    local = Finding(
+        "attention",
+        "attention sees only the rows of its own rank: make it ring_attention, or see that the "
+        "model's attention function is the one that was replaced",
+    )
+    for finding, seen in (
+        (lost_mask, causal),
+        (lost_mask, torch.ones_like(causal)),
+        (local, causal & same_owner),
+    ):
+        yield Trial(finding, {0: {("seen",): seen}}, in_twin=True)
 
 
 def listed(numbers: Iterable[object]) -> str:
+    """Return the first eight names or numbers as a text."""
     texts = [str(x).removeprefix("gradient of ") for x in numbers]
     return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

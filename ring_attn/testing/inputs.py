@@ -1,11 +1,10 @@
-"""Random inputs of calls, and memory that starts as NaN."""
+"""Random inputs of calls, and new memory filled with NaN."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from ring_attn.core.oracle import Inputs
 
-# Makes logits differ by hundreds: rows become one-hot, and exp(s) without its maximum overflows.
+# A factor with which logits differ by hundreds: probabilities become one-hot, and exp(s) overflows
+# unless the maximum is subtracted.
 LARGE_LOGITS = 64.0
 
 
@@ -32,14 +32,25 @@ def random_qkv(
     noncontiguous: bool = False,
     large_logits: bool = False,
 ) -> Inputs:
-    """Normally distributed inputs; equal sizes and seed give equal values on every machine.
+    """Return normally distributed q, k, v and dout.
 
-    Sizes left out equal their counterparts: `seqlen_k`, `nheads_kv`, `headdim_v`. The numbers are
-    drawn on the CPU.
+    The same sizes and seed give the same values on every machine, since the numbers are drawn on
+    the CPU.
 
     Args:
-        noncontiguous: see `strided`; no stride is a contiguous tensor's.
-        large_logits: logits that differ by hundreds.
+        batch, seqlen_q, nheads, headdim: sizes of q, (batch, seqlen_q, nheads, headdim).
+        seqlen_k: number of keys. Default: seqlen_q.
+        nheads_kv: number of heads of k and v. Default: nheads.
+        headdim_v: head dim of v. Default: headdim.
+        dtype: the dtype to which the numbers are rounded.
+        device: device of the tensors.
+        seed: seed of the numbers.
+        noncontiguous: whether all strides differ from those of a contiguous tensor.
+        large_logits: whether logits differ by hundreds.
+
+    Example:
+        >>> random_qkv(seqlen_q=7, nheads=4, nheads_kv=2).k.shape
+        torch.Size([1, 7, 2, 32])
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     nheads_kv = nheads if nheads_kv is None else nheads_kv
@@ -52,18 +63,19 @@ def random_qkv(
         return strided(x) if noncontiguous else x
 
     return Inputs(
-        draw(seqlen_q, nheads, headdim, LARGE_LOGITS if large_logits else 1.0),
-        draw(seqlen_k, nheads_kv, headdim),
-        draw(seqlen_k, nheads_kv, headdim_v),
-        draw(seqlen_q, nheads, headdim_v),
+        q=draw(seqlen_q, nheads, headdim, scale=LARGE_LOGITS if large_logits else 1.0),
+        k=draw(seqlen_k, nheads_kv, headdim),
+        v=draw(seqlen_k, nheads_kv, headdim_v),
+        dout=draw(seqlen_q, nheads, headdim_v),
     )
 
 
 def strided(x: Tensor) -> Tensor:
     """Return a copy whose memory has heads before rows, and a gap after every element."""
-    spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
-    spread[..., 0] = x.transpose(-2, -3)
-    return spread[..., 0].transpose(-2, -3)
+    by_heads = x.transpose(-2, -3)  # (batch, heads, rows, dim)
+    with_gaps = by_heads.new_zeros(*by_heads.shape, 2)  # (batch, heads, rows, dim, 2)
+    with_gaps[..., 0] = by_heads
+    return with_gaps[..., 0].transpose(-2, -3)  # (batch, rows, heads, dim)
 
 
 def random_sinks(
@@ -73,9 +85,10 @@ def random_sinks(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """(nheads,) sinks of the size of ordinary scores; the first is so low that its weight is 0.
+    """Return (nheads,) sinks of the size of ordinary scores.
 
-    All values are exact in bfloat16, so that no dtype of a call rounds them.
+    The first sink is so low that its weight is 0. All values are exact in bfloat16, so that no
+    dtype of a call rounds them.
     """
     generator = torch.Generator().manual_seed(seed)
     sinks = 2.0 * torch.randn(nheads, generator=generator, dtype=torch.float64)
@@ -85,12 +98,12 @@ def random_sinks(
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Make `torch.empty` and its relatives return NaN within the block.
+    """Fill tensors of `torch.empty` and similar functions with NaN within a context.
 
-    So code that reads memory before writing it fails every time, not once in a while. Integers get
-    bytes of 0xFF: a uint8 buffer reads as NaN in every floating-point dtype.
+    So code that reads memory before writing it fails always, and not only sometimes. Integers get
+    bytes of 0xFF, so that a uint8 buffer is NaN in every floating-point dtype.
     """
-    makers: dict[Any, tuple[str, ...]] = {
+    makers: dict[object, tuple[str, ...]] = {
         torch: ("empty", "empty_like", "empty_strided"),
         torch.Tensor: ("new_empty", "new_empty_strided"),
     }
@@ -103,13 +116,14 @@ def poisoned_empty() -> Iterator[None]:
 
 
 def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
         x = make(*args, **kwargs)
         with torch.no_grad():
             if x.is_floating_point() or x.is_complex():
                 return x.fill_(math.nan)
             if x.dtype == torch.bool:
                 return x.fill_(True)
-            return x.fill_(torch.iinfo(x.dtype).max if x.dtype == torch.uint8 else -1)
+            all_bits = torch.iinfo(x.dtype).max if x.dtype == torch.uint8 else -1
+            return x.fill_(all_bits)
 
     return poisoned

@@ -1,12 +1,12 @@
-"""Starts ranks on this machine, for tests, checks and benchmarks.
+"""Ranks as processes on this machine, for tests, checks and benchmarks.
 
     results = run_ranks(train_step, 4, config)      # train_step(config) in 4 processes
 
-Each process makes the default process group before it calls the function. Under torchrun, where the
-ranks exist already, each rank calls the function in place, so that one program serves both.
+Each process creates the default process group before it calls the function. Under torchrun, where
+the ranks exist already, each rank calls the function in place, so the same program works there.
 
-Processes that start here end with the process that started them, however that process ends. They
-ignore ^C, which reaches all processes of a terminal: it is for the process that started them.
+The processes end when the process that started them ends, for any reason. They ignore ^C, which
+reaches all processes of a terminal, so that only the process that started them handles it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process, resource_tracker
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -51,31 +51,31 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def run_ranks(
     fn: Callable[..., T],
     nproc: int,
-    *args: Any,
+    *args: object,
     threads: int | None = None,
     device: str | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Call `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
+    """Call `fn(*args)` in `nproc` ranks on this machine, and return the result of each rank.
 
     Args:
         fn: a function at the top level of a module; arguments and results are pickled.
         nproc: number of ranks; 1 also starts a process.
-        *args: the same for every rank.
-        threads: CPU threads of each rank; None is OMP_NUM_THREADS if set, else the cores of this
-            machine divided among the ranks.
-        device: "cpu" (gloo) or "cuda" (nccl, one GPU per rank); None is "cuda" if this machine has
-            a GPU for every rank.
-        timeout: seconds after which ranks that have no result are ended; None waits for ever.
-            Ranks of torchrun are not ended.
+        *args: the arguments, the same for every rank.
+        threads: CPU threads of each rank. None: OMP_NUM_THREADS if it is set, else the cores of
+            this machine divided among the ranks.
+        device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). None: "cuda" if this machine
+            has a GPU for every rank, else "cpu".
+        timeout: seconds after which ranks without a result are killed; None is no limit. Ranks of
+            torchrun are not killed.
 
     Returns:
-        The results in the order of the ranks. Under torchrun every rank gets all of them.
+        The results in the order of the ranks. Under torchrun every rank gets all results.
 
     Raises:
         ValueError: this machine cannot provide `nproc`, `threads` or `device`, or torchrun started
-            another number of ranks.
-        RuntimeError: a rank failed; the text has the first failed rank and its traceback.
+            a different number of ranks.
+        RuntimeError: a rank failed; the text names the first failed rank, and has its traceback.
         TimeoutError: ranks have no result within the timeout.
     """
     if nproc < 1:
@@ -86,9 +86,13 @@ def run_ranks(
     if under_torchrun():
         world_size = env_int("WORLD_SIZE", 1)
         if world_size != nproc:
-            raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
+            raise ValueError(
+                f"nproc must be the number of ranks that torchrun started, {world_size}, got "
+                f"{nproc}: pass that number, or start another number of ranks"
+            )
         return _run_in_place(fn, args, threads, device)
-    needed, memory = nproc * RANK_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = nproc * RANK_BYTES
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ValueError(
             f"{nproc} ranks need at least {needed / 2**30:.4g} GiB, this machine has "
@@ -96,10 +100,11 @@ def run_ranks(
         )
     if threads is None:
         threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
-    return _launch(pickle.dumps((fn, args, threads, device)), nproc, threads, timeout)
+    work = pickle.dumps((fn, args, threads, device))
+    return _launch(work, nproc, threads, timeout)
 
 
-# Upper limit of the threads of a rank: more than any machine has cores.
+# Upper limit of the threads of a rank: no machine has as many cores.
 MAX_THREADS = 4096
 
 # Memory of a rank without tensors: Python, torch and the process group.
@@ -107,13 +112,18 @@ RANK_BYTES = 150 << 20
 
 
 def timed_on_ranks(fn: Callable[[], object]) -> float:
-    """Seconds of a call, from a barrier until the last rank is done."""
-    wait = torch.cuda.synchronize if rank_device().type == "cuda" else lambda: None
+    """Return the seconds of a call, from a barrier until the last rank is done."""
+    on_gpu = rank_device().type == "cuda"
+
+    def synchronize() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
     dist.barrier()
-    wait()
+    synchronize()
     start = time.perf_counter()
     fn()
-    wait()
+    synchronize()
     seconds = time.perf_counter() - start
     # Ranks that share a core finish one after another: a mean over ranks would be too short.
     worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
@@ -123,7 +133,7 @@ def timed_on_ranks(fn: Callable[[], object]) -> float:
 
 @contextmanager
 def num_threads(num: int) -> Iterator[None]:
-    """A context in which torch has that number of CPU threads in this process."""
+    """Set the number of torch's CPU threads in this process, within a context."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:
@@ -138,53 +148,65 @@ def under_torchrun() -> bool:
 
 
 def rank_device() -> torch.device:
-    """Device of a rank of `run_ranks`: its GPU with device "cuda", else the CPU."""
+    """Return the device of a rank of `run_ranks`: its GPU with device "cuda", else the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def num_cores() -> int:
-    """Number of cores that this process may use; the machine may have more."""
+    """Return the number of cores that this process may use; the machine may have more."""
     return len(os.sched_getaffinity(0))
 
 
 def checked_device(device: str | None, nproc: int) -> str:
     """Return the device of `nproc` ranks on this machine; None is "cuda" if each can have a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local = env_int("LOCAL_WORLD_SIZE", nproc) if under_torchrun() else nproc
+    num_local = env_int("LOCAL_WORLD_SIZE", nproc) if under_torchrun() else nproc
     if device is None:
-        return "cuda" if num_gpus >= local else "cpu"
+        return "cuda" if num_gpus >= num_local else "cpu"
     check_one_of("device", device, DEVICES)
-    if device == "cuda" and num_gpus < local:
+    if device == "cuda" and num_gpus < num_local:
         raise ValueError(
-            f"{local} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
+            f"{num_local} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
             "use fewer ranks or device 'cpu'"
         )
     return device
 
 
-# The address of the ranks' store, and the size of a message to it: torch's allows 8 MiB.
-LOOPBACK, STORED_BYTES = "127.0.0.1", 4 << 20
+# The address of the ranks' store.
+LOOPBACK = "127.0.0.1"
+
+# Size of a message to the store; torch's limit is 8 MiB.
+STORED_BYTES = 4 << 20
 
 # Key of the first error in the store.
 FAILED = "failed"
 
-START_METHOD = "spawn"  # CUDA does not survive a fork
+START_METHOD = "spawn"  # a forked process cannot use CUDA
 
 
 def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> list[Any]:
-    # It listens on the loopback only: anyone who reaches the store could write to it.
+    """Start ranks, and return their results. Any: pickle has no types.
+
+    `work` is the pickled function with its arguments.
+    """
+    # The store listens on the loopback only: anyone who reaches it could write to it.
     server = socket.create_server((LOOPBACK, 0))
-    port = server.getsockname()[1]
+    _, port = server.getsockname()
     with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)), signals_wait():
         ranks = start_processes(
-            _run_rank, (work, nproc, port), nproc, join=False, daemon=True,
+            _run_rank,
+            args=(work, nproc, port),
+            nprocs=nproc,
+            join=False,
+            daemon=True,
             start_method=START_METHOD,
-        )  # fmt: skip
+        )
     end = math.inf if timeout is None else time.monotonic() + timeout
     try:
-        # This process holds the store, so that it outlives rank 0. Its threads would take signals.
+        # The store is in this process, so that it outlives rank 0. It is created after the ranks,
+        # since its threads would receive the signals that are blocked above.
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
@@ -209,17 +231,21 @@ def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> lis
 
 
 def _run_rank(rank: int, work: bytes, nproc: int, port: int) -> None:
+    """Run the function on one rank, in its process, and store the result."""
     _begin()
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
-    os.environ.update({
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc)),
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         # The store exists already: rank 0 must not open another.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
-    })  # fmt: skip
+    }
+    os.environ.update(variables)
     try:
         fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
@@ -232,23 +258,23 @@ def _run_rank(rank: int, work: bytes, nproc: int, port: int) -> None:
         text = f"rank {rank} of {nproc} failed:\n{traceback.format_exc().rstrip()}"
         store.compare_set(FAILED, "", text)
         sys.stdout.flush()
-        os._exit(1)  # the end of an interpreter may wait for what other ranks do not send
+        os._exit(1)  # an interpreter that ends may wait for messages that other ranks do not send
     for start in range(0, len(result), STORED_BYTES):
         part = result[start : start + STORED_BYTES]
         store.append(str(rank), part)  # type: ignore[attr-defined]  # torch's stub lacks it
-    store.check([str(rank)])  # its answer comes when all parts have arrived
+    store.check([str(rank)])  # the store answers after all parts have arrived
 
 
 def map_in_processes(
     function: Callable[[T], R], items: Sequence[T], jobs: int, lost: Callable[[T], R]
 ) -> Iterator[R]:
-    """Results of `function(item)`, in the order of the items.
+    """Yield the results of `function(item)`, in the order of the items.
 
     Args:
-        function: defined at the top level of a module; items and results are pickled.
+        function: a function at the top level of a module; items and results are pickled.
         items: arguments of the calls.
-        jobs: number of processes; each takes many items.
-        lost: makes the result of an item whose process dies, also if the item is alone.
+        jobs: number of processes; each handles many items.
+        lost: returns the result of an item whose process dies even if it handles no other item.
     """
     left = [*items]
     while left:
@@ -261,14 +287,14 @@ def map_in_processes(
                 left.pop(0)
                 yield result
         except BrokenProcessPool:
-            # It is not known whose process died: one item after another is tried alone.
+            # Any of the items may have ended its process: the next one is tried by itself.
             if jobs == 1 and len(left) == 1:
                 yield lost(left.pop())
             else:
                 yield from map_in_processes(function, [left.pop(0)], 1, lost)
         finally:
-            # Not waited for, a pool that ends with the interpreter may write to a closed pipe; one
-            # that is left early would keep ^C waiting for what runs.
+            # Without a wait, a pool that ends with the interpreter may write to a closed pipe. With
+            # a wait, ^C would wait for calls that still run.
             pool.shutdown(wait=not left, cancel_futures=True)
 
 
@@ -277,9 +303,9 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """A context at whose end signals arrive; a process that is started within has them blocked.
+    """Block signals within a context, also for processes that are started there.
 
-    Half started, a process would print multiprocessing's EOFError.
+    A process that gets a signal while it starts would print multiprocessing's EOFError.
     """
     resource_tracker.ensure_running()  # it unblocks signals
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -290,7 +316,7 @@ def signals_wait() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """Let signals but ^C end this process, and the end of its parent."""
+    """End this process when its parent ends; unblock all signals except that of ^C."""
 
     def wait() -> None:
         parent = parent_process()
@@ -304,21 +330,23 @@ def _begin() -> None:
 
 
 def _run_in_place(
-    fn: Callable[..., T], args: tuple[Any, ...], threads: int | None, device: str
+    fn: Callable[..., T], args: tuple[object, ...], threads: int | None, device: str
 ) -> list[T]:
+    """Run the function on this rank, which a launcher started, and return all ranks' results."""
     if threads is not None:
         torch.set_num_threads(threads)
     if not dist.is_initialized():
         _join(device)
-        # Not after each call: torch cannot make a second group from the launcher's store.
+        # Once at the end: torch cannot create a second group from the launcher's store.
         atexit.register(dist.destroy_process_group)
-    results: list[Any] = [None] * dist.get_world_size()
+    results: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, fn(*args))
     dist.barrier()
-    return results
+    return cast(list[T], results)
 
 
 def _join(device: str) -> None:
+    """Create the default process group."""
     cuda = None
     if device == "cuda":
         cuda = torch.device("cuda", env_int("LOCAL_RANK", 0))
