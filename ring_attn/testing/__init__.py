@@ -1,10 +1,10 @@
-"""The float64 oracle, the table of cases, and a harness that runs all ranks.
+"""The float64 oracle, the table of cases, and functions that run all ranks.
 
     error <= 2 * (error of plain PyTorch in the same dtype) + rounding floor
 
-The oracle is dense attention in float64. The bound comes from the data of the case: no tolerance is
-set by hand. Tests, `ring-attn verify` and the benchmarks use these functions, and your tests can,
-too, without pytest.
+The oracle is dense attention in float64. The bound follows from the data of the case; no tolerance
+is set by hand. Tests, `ring-attn verify` and the benchmarks use these functions. Your tests can use
+them, too, without pytest.
 
     inputs = random_qkv(seqlen_q=113, dtype=torch.bfloat16)
     mask = Mask(113, 113, causal=True)
@@ -12,10 +12,10 @@ too, without pytest.
     plain = plain_gradients(*inputs, mask)
     verdict = check("dq", got_dq, oracle.dq, plain.dq, oracle.terms["dq"])
 
-A whole call on all ranks, in this process or in one process per rank:
+Run a whole call on all ranks, in this process or in one process per rank:
 
-    ran = run_all_ranks(Case("documents", layout="zigzag", strategy="all_gather"), world_size=4)
-    assert not ran.failures
+    results = run_all_ranks(Case("documents", layout="zigzag", strategy="all_gather"), world_size=4)
+    assert not results.failures
 """
 
 from ring_attn.core.layout import Layouts

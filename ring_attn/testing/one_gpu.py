@@ -1,4 +1,4 @@
-"""Several ranks on one GPU over NCCL, which otherwise asks for a GPU for each rank."""
+"""Several ranks on one GPU over NCCL, which otherwise requires a GPU for each rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def share_gpu(way: Way = "hostid") -> torch.device:
     """Let all ranks of a launcher on this machine use one GPU, torch's current one, over NCCL.
 
     Call it in each rank before `init_process_group`. The ranks then exchange over NCCL as on
-    several GPUs, with its communicators, streams and errors, so that one GPU is enough to test a
-    program. Speeds mean nothing: the processes take the GPU in turns.
+    several GPUs, with its communicators, streams and errors, so one GPU is enough to test a
+    program. Measured speeds are meaningless, since the processes take turns on the GPU.
 
-    Sets variables of this process's environment: those of NCCL; LOCAL_RANK and LOCAL_WORLD_SIZE, as
-    if each rank were alone on its node. NCCL_NET and NCCL_SOCKET_IFNAME are kept if they are set.
+    This sets environment variables of this process: variables of NCCL, and LOCAL_RANK and
+    LOCAL_WORLD_SIZE as if each rank were the only one on its node. NCCL_NET and NCCL_SOCKET_IFNAME
+    are kept if they are set.
 
     Args:
-        way: "hostid" works with every NCCL: each rank has a host name of its own, so that messages
-            take NCCL's path between nodes, over TCP. "multi" takes the path within a node, and
-            needs NCCL 2.30 or newer: if torch brings an older one, load the newer one before it, by
-            LD_PRELOAD.
+        way: "hostid" works with every NCCL. Each rank has a different host name, so messages take
+            NCCL's path between nodes, over TCP. "multi" takes the path within a node, and needs
+            NCCL 2.30 or newer; if torch has an older one, load the newer one by LD_PRELOAD.
 
     Returns:
         The GPU, for `init_process_group(device_id=)` and for the tensors.
 
     Raises:
-        ValueError: another `way`.
+        ValueError: an unknown `way`.
         RuntimeError: no launcher has started this process, there is no GPU, the process group
             exists already, or NCCL is too old for "multi".
 
@@ -80,13 +80,14 @@ def sharing_refusal(way: Way) -> str | None:
 
 
 def sharing_environment(way: Way, rank: int) -> dict[str, str]:
-    """Return the variables of one rank of those that share a GPU."""
-    # As if each rank were alone on its node: launchers and plans would ask for a GPU for each.
+    """Return the environment variables of one of the ranks that share a GPU."""
+    # As if each rank were the only one on its node: launchers and plans require a GPU for each
+    # local rank.
     variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if way == "multi":
         return variables | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    # NCCL refuses a GPU twice on one host, which it knows by this name.
+    # NCCL rejects two ranks with the same GPU on one host, which it identifies by this name.
     return variables | {
         "NCCL_HOSTID": f"ring{rank}",
         "NCCL_NET": os.environ.get("NCCL_NET", "Socket"),

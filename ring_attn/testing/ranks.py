@@ -1,4 +1,4 @@
-"""Runs all ranks of a case, over the local transport or in processes, and joins their results."""
+"""Runs of all ranks of a case, in this process or in one process per rank, and whole results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from ring_attn.transport.p2p import open_p2p
 # A rank waits this many seconds for another rank.
 TRANSPORT = TransportOptions(timeout=60.0)
 
-# Calls a function with the same arguments on every rank of a process group; results by rank.
+# Calls `run_rank` with the same arguments on every rank of a process group; results by rank. Any:
+# it may be a function that launches any other function, such as `run_ranks` with its options.
 Launcher = Callable[..., Sequence[Any]]
 
 
@@ -50,11 +51,11 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's part of a case.
+    """The results of one rank.
 
     Attributes:
         tensors: out, lse, dq, dk, dv with a batch dim, and dsinks if there are sinks; on CPU.
-        sent: counts of forward and backward.
+        sent: bytes and messages that the rank sent in forward and backward.
     """
 
     tensors: tuple[Tensor, ...]
@@ -68,7 +69,7 @@ class AllRanks:
     Attributes:
         case: the case.
         whole: results of the whole sequence, see `whole_of`.
-        sent: for each rank, counts of forward and backward.
+        sent: for each rank, bytes and messages that it sent in forward and backward.
         device: where the oracle is computed; the results are on the CPU.
     """
 
@@ -79,6 +80,7 @@ class AllRanks:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
+        """The error and the bound of each result."""
         return check_all(self.whole, *expected(self.case, self.device))
 
     @property
@@ -87,12 +89,15 @@ class AllRanks:
         return [f"{self.case}: {verdict}" for verdict in self.verdicts if not verdict.ok]
 
     def differing(self, other: AllRanks) -> list[str]:
-        """Name of the results whose bits differ from another run's.
+        """Return names of the results whose bits differ from those in another run.
 
-        Leaves out dsinks, which the caller sums over the ranks in any order.
+        dsinks is not compared, since the caller sums it over the ranks in any order.
         """
-        pairs = {name: (getattr(self.whole, name), getattr(other.whole, name)) for name in RESULTS}
-        return [name for name, (x, y) in pairs.items() if not torch.equal(x, y)]
+        return [
+            name
+            for name in RESULTS
+            if not torch.equal(getattr(self.whole, name), getattr(other.whole, name))
+        ]
 
 
 def run_all_ranks(
@@ -108,19 +113,30 @@ def run_all_ranks(
         case: the call.
         world_size: number of ranks.
         transport: None runs the ranks in this process over the local transport. A function
-            `transport(fn, *args)` calls `fn(*args)` on every rank of a default process group and
-            returns the results in rank order; then the ranks call `ring_attention`.
+            `transport(fn, *args)` must call `fn(*args)` on every rank of a default process group,
+            and return the results in rank order; the ranks then call `ring_attention`.
         device: device of the shards.
 
+    Returns:
+        The results of the whole sequence, their verdicts, and the bytes that each rank sent.
+
     Raises:
-        ValueError: `ring_attention` refuses the arguments, the strategy is "auto" without
-            processes, or `transport` runs another number of ranks.
+        ValueError: arguments that `ring_attention` does not accept, the strategy "auto" without
+            processes, or a `transport` that runs a different number of ranks.
         NotImplementedError: a strategy or backend does not support the case.
+
+    Example:
+        >>> run_all_ranks(Case("causal", layout="zigzag"), world_size=2).failures
+        []
     """
     if transport is None:
-        calls, inputs = calls_of(case, world_size, device), case.build_inputs(device)
-        layouts, sinks = case.build_layouts(world_size), case.build_sinks(device)
-        ranks = run_calls(calls, inputs, layouts, sinks, noncontiguous=case.noncontiguous)
+        ranks = run_calls(
+            calls_of(case, world_size, device),
+            case.build_inputs(device),
+            case.build_layouts(world_size),
+            case.build_sinks(device),
+            noncontiguous=case.noncontiguous,
+        )
         return put_together(case, ranks, device)
     results = transport(run_rank, case, device)
     if len(results) != world_size:
@@ -131,29 +147,32 @@ def run_all_ranks(
 
 
 def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
-    """Run this rank's part of a case, by `ring_attention` over the default process group."""
-    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert world is not None
-    (q, k, v, dout), options = arguments_of(case, world_size, rank, device)
+    """Run `ring_attention` with this rank's shards of a case, over the default process group."""
+    group = dist.group.WORLD
+    assert group is not None
+    (q, k, v, dout), options = arguments_of(case, dist.get_world_size(), dist.get_rank(), device)
     leaves = [x.requires_grad_() for x in (q, k, v, options["sinks"]) if x is not None]
-    stats = open_p2p(world, TRANSPORT).stats
+    stats = open_p2p(group, TRANSPORT).stats
     stats.reset()
     with poisoned_empty():
         out, lse = ring_attention(q, k, v, return_lse=True, **options)
         forward = Sent(stats.bytes_sent, stats.messages)
         stats.reset()
         dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout)
-    results = (out.detach(), lse.detach(), dq, dk, dv)
+    backward = Sent(stats.bytes_sent, stats.messages)
+    results = [out.detach(), lse.detach(), dq, dk, dv]
+    if case.packed:
+        results = [x[None] for x in results]
     return RankResult(
-        tuple(x.cpu() for x in (*(x[None] if case.packed else x for x in results), *dsinks)),
-        (forward, Sent(stats.bytes_sent, stats.messages)),
+        tensors=tuple(x.cpu() for x in (*results, *dsinks)),
+        sent=(forward, backward),
     )
 
 
 def arguments_of(
     case: Case, world_size: int, rank: int, device: torch.device | str = "cpu"
 ) -> tuple[list[Tensor], AttentionOptions]:
-    """Return a rank's q, k, v and dout, and the options of its call of `ring_attention`."""
+    """Return a rank's shards of q, k, v and dout, and the options of its call."""
     layouts = case.build_layouts(world_size)
     shards = _shards(case.build_inputs(device), layouts, rank, case.noncontiguous)
     options: AttentionOptions = {
@@ -167,13 +186,15 @@ def arguments_of(
         "transport": TRANSPORT,
         **_mask_arguments(case.build_mask()),
     }
-    return [x.squeeze(0) if case.packed else x for x in shards], options
+    if case.packed:  # (1, rows, nheads, headdim) -> (rows, nheads, headdim)
+        shards = [x.squeeze(0) for x in shards]
+    return shards, options
 
 
 def put_together(
     case: Case, ranks: Sequence[RankResult], device: torch.device | str = "cpu"
 ) -> AllRanks:
-    """Join the parts of all ranks, in rank order; `device` computes the oracle."""
+    """Combine the results of all ranks, given in rank order; `device` computes the oracle."""
     whole = whole_of(ranks, case.build_layouts(len(ranks)))
     return AllRanks(case, whole, tuple(rank.sent for rank in ranks), str(device))
 
@@ -183,31 +204,32 @@ def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
     layout_q, layout_kv = layouts
     out, lse, dq, dk, dv, *dsinks = zip(*(rank.tensors for rank in ranks), strict=True)
     return Expected(
-        layout_q.unshard(out),
-        layout_q.unshard(lse, 2),
-        layout_q.unshard(dq),
-        layout_kv.unshard(dk),
-        layout_kv.unshard(dv),
-        torch.stack(dsinks[0]).sum(0) if dsinks else None,
+        out=layout_q.unshard(out),
+        lse=layout_q.unshard(lse, 2),  # (batch, nheads, rows)
+        dq=layout_q.unshard(dq),
+        dk=layout_kv.unshard(dk),
+        dv=layout_kv.unshard(dv),
+        dsinks=torch.stack(dsinks[0]).sum(0) if dsinks else None,
     )
 
 
 def expected(case: Case, device: str = "cpu") -> tuple[Expected, Expected]:
-    """Return the results of the oracle and of plain PyTorch for a case, on the CPU; cached."""
-    # They do not depend on strategy, backend, layout, strides or `same_bits`.
-    return _expected(
-        replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None),
-        device,
-    )
+    """Return the results of the oracle and of plain PyTorch for a case; cached.
+
+    They are computed on `device`, and are on the CPU.
+    """
+    # Cases that differ only in these fields share the results.
+    key = replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None)
+    return _expected(key, device)
 
 
 @lru_cache(maxsize=1024)
 def _expected(case: Case, device: str) -> tuple[Expected, Expected]:
-    inputs, mask, sinks = case.build_inputs(device), case.build_mask(), case.build_sinks(device)
-    oracle, plain = (
-        results(*inputs, mask, case.softmax_scale, softcap=case.softcap, sinks=sinks)
-        for results in (dense_gradients, plain_gradients)
-    )
+    q, k, v, dout = case.build_inputs(device)
+    mask, sinks = case.build_mask(), case.build_sinks(device)
+    scale, softcap = case.softmax_scale, case.softcap
+    oracle = dense_gradients(q, k, v, dout, mask, scale, softcap=softcap, sinks=sinks)
+    plain = plain_gradients(q, k, v, dout, mask, scale, softcap=softcap, sinks=sinks)
     return _on_cpu(oracle), _on_cpu(plain)
 
 
@@ -231,7 +253,9 @@ def run_calls(
     *,
     noncontiguous: bool = False,
 ) -> list[RankResult]:
-    """Run the calls of all ranks in this process, also calls that no `Case` describes.
+    """Run forward and backward of all ranks in this process, over the local transport.
+
+    This also runs calls that no `Case` describes.
 
     Args:
         calls: one call for each rank.
@@ -239,6 +263,9 @@ def run_calls(
         layouts: layouts of queries and keys.
         sinks: (nheads,).
         noncontiguous: as in `Case`.
+
+    Returns:
+        The results in rank order.
     """
 
     def work(rank: int, transport: LocalTransport) -> RankResult:
@@ -248,16 +275,18 @@ def run_calls(
         forward = Sent(stats.bytes_sent, stats.messages)
         stats.reset()
         dq, dk, dv, dsinks = drivers.backward(calls[rank], saved, dout, transport, sinks)
-        results = (out, lse, dq, dk, dv, *(() if dsinks is None else (dsinks,)))
-        return RankResult(
-            tuple(x.cpu() for x in results), (forward, Sent(stats.bytes_sent, stats.messages))
-        )
+        backward = Sent(stats.bytes_sent, stats.messages)
+        results = [out, lse, dq, dk, dv]
+        if dsinks is not None:
+            results.append(dsinks)
+        return RankResult(tensors=tuple(x.cpu() for x in results), sent=(forward, backward))
 
     with poisoned_empty():
         return run_local(len(calls), work)
 
 
 def calls_of(case: Case, world_size: int, device: torch.device | str = "cpu") -> list[Call]:
+    """Return the calls of all ranks of a case."""
     q, k, v, _ = case.build_inputs(device)
     spec = AttentionSpec.of(q, k, v, case.softcap, case.build_sinks(device))
     strategy = resolve_strategy(case.build_strategy(world_size), world_size)
@@ -278,14 +307,19 @@ def calls_of(case: Case, world_size: int, device: torch.device | str = "cpu") ->
 
 
 def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) -> list[Tensor]:
+    """Return this rank's q, k, v and dout."""
     layout_q, layout_kv = layouts
-    sides = (layout_q, layout_kv, layout_kv, layout_q)
-    shards = [layout.shard(x, rank) for x, layout in zip(inputs, sides, strict=True)]
+    shards = [
+        layout_q.shard(inputs.q, rank),
+        layout_kv.shard(inputs.k, rank),
+        layout_kv.shard(inputs.v, rank),
+        layout_q.shard(inputs.dout, rank),
+    ]
     return [strided(x) for x in shards] if noncontiguous else shards
 
 
 def _mask_arguments(mask: Mask) -> AttentionOptions:
-    """flash-attention's arguments if they can express the mask, else the mask itself."""
+    """Return flash-attention's arguments if they can express the mask, else the mask itself."""
     if mask.arguments is None:
         return {"mask": mask}
     causal, window_size, cu_q, cu_k = mask.arguments

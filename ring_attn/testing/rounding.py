@@ -1,9 +1,9 @@
-"""Bounds that hold for any processor's rounding, from runs with random roundings.
+"""Bounds that hold for the rounding of any processor, from runs with random roundings.
 
 A processor with wider vectors, fused multiplications or more threads adds in another order, so that
-each of its results is rounded another way. How far that moves the result of a whole model depends
-on the model, and one plain run does not tell: the error of a single number may be 0 by luck. So the
-model runs several times, and in each run
+its results are rounded differently. The effect on the result of a whole model depends on the model,
+and one plain run does not show it: the error of a single number may be 0 by luck. So the model runs
+several times, and in each run
 
     every result of an operator, except small whole numbers such as counts, is multiplied by
     1 - eps, 1 or 1 + eps, with probabilities of 2, 96 and 2 %. That moves it by 1 to 2 units in the
@@ -13,12 +13,12 @@ model runs several times, and in each run
     every matrix product adds its terms in another order, so that long sums have their errors, too.
 
 To first order the error of a result is a sum of very many such moves, hence normally distributed,
-and a right result is one more draw. `margin(n)` says how far beyond the largest error of `n` runs
-one more may be (and 4 ulps, for the last operations):
+and a right result is one more draw. `margin(n)` is the factor by which a further error may exceed
+the largest error of `n` runs (4 ulps are added, for the last operations):
 
     P(|x| > margin(n) * max(|x_1|, ..., |x_n|)) = 1e-4    for normal x, x_1, ..., x_n
 
-That is the case of a single number. The largest error of a tensor varies less than that of one of
+This holds for a single number. The largest error of a tensor varies less than the error of one of
 its numbers (by the Borell-TIS inequality), so the same margin holds for tensors.
 """
 
@@ -40,23 +40,24 @@ T = TypeVar("T")
 
 aten = torch.ops.aten
 
-# With 16 runs the margin is 2.7: an error of four times theirs is found.
+# With 16 runs the margin is 2.7: an error of four times the largest one of these runs is found.
 NUM_RUNS = 16
 
 # The probability that a right result is found wrong.
 FALSE_ALARM = 1e-4
 
-# The probability of the factor 1 + eps, and that of 1 - eps.
+# The probability of the factor 1 + eps; 1 - eps has the same.
 MOVES_UP = 1 / 50
 
-# Factors are drawn once, and taken from a random place on: draws would take most of the time.
+# Factors are drawn once, and read from a random index on: draws would take most of the time.
 NUM_DRAWS = 1 << 17
 
-# After its long sums a single number, as a loss, goes through a few more operations: a division,
-# the sum over ranks. Each rounds it by up to half an ulp, and few noisy runs move it there.
+# After its long sums a single number, such as a loss, goes through a few more operations: a
+# division, the sum over ranks. Each rounds it by up to half an ulp, and few noisy runs move it
+# there.
 LAST_ULPS = 4
 
-# Matrix products: the last dim of one factor is added up with the last but one of the next.
+# Matrix products: the sums are over the last dim of one factor and the second last of the next.
 MATRIX_PRODUCTS = {
     aten.mm.default,
     aten.bmm.default,
@@ -105,10 +106,10 @@ COPIES = {
 
 
 class RandomRounding(TorchDispatchMode):
-    """Round the results of operators at random, as another processor might.
+    """A mode in which results of operators are rounded at random, as on another processor.
 
     Args:
-        seed: of the moves and of the orders of sums.
+        seed: seed of the moves and of the orders of sums.
     """
 
     def __init__(self, seed: int) -> None:
@@ -129,10 +130,10 @@ class RandomRounding(TorchDispatchMode):
     def _in_another_order(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Permute the terms of the sums of a matrix product."""
         *others, a, b = args
-        if type(a) is not Tensor or type(b) is not Tensor:  # DTensors have shards of sums
+        if type(a) is not Tensor or type(b) is not Tensor:  # a DTensor has shards of the sums
             return args
         order = torch.randperm(a.size(-1), generator=self._generator)
-        return (*others, a[..., order], b[..., order, :])
+        return (*others, a[..., order], b[..., order, :])  # (.., m, k), (.., k, n)
 
     def _move(self, x: Tensor) -> None:
         x = x.to_local() if hasattr(x, "to_local") else x
@@ -157,20 +158,21 @@ class RandomRounding(TorchDispatchMode):
 
 
 def _is_exact(x: Tensor) -> Tensor:
-    """Whether each number is a small whole one, as a count of tokens, which no order rounds."""
+    """Return which numbers are small and whole, such as counts, whose sums are never rounded."""
     small = torch.finfo(x.dtype).eps ** -0.5  # 2,896 in float32
     return (x == x.round()) & (x.abs() < small)
 
 
 @cache
 def _makes_new_results(func: Any) -> bool:
-    """Whether an operator neither changes its inputs nor returns views of them."""
+    """Return whether an operator neither changes its inputs nor returns views of them."""
     schema = func._schema
     aliases = any(x.alias_info for x in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and not aliases
 
 
 def _rounds(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Return whether an operator rounds its results."""
     if func is aten._to_copy.default:  # rounds if the new dtype has fewer bits
         return eps_of(out) > eps_of(args[0])
     if func.overloadpacket in COPIES:
@@ -180,7 +182,7 @@ def _rounds(func: Any, args: tuple[Any, ...], out: Any) -> bool:
 
 def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments or results."""
-    # torch's pytrees find them, too, and took half of the time of a noisy run.
+    # torch's pytrees also find them, but took half of the time of a noisy run.
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -194,7 +196,11 @@ def eps_of(x: Tensor) -> float:
 
 
 def noisy_runs(run: Callable[[], T], num: int = NUM_RUNS) -> list[T]:
-    """Return what `run()` returns in `num` runs with random roundings.
+    """Return the results of `run()` in `num` runs with random roundings.
+
+    Args:
+        run: a function that computes one result or several.
+        num: number of runs; run i has seed i.
 
     Example:
         >>> import torch
@@ -214,9 +220,9 @@ def check_rounded(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor
 
     Args:
         name: name of the result, for the verdict.
-        got: the result.
+        got: the result, of any shape and floating point dtype.
         oracle: the result in float64, of the same shape.
-        noisy: results of `noisy_runs`, in the dtype that `got` must have.
+        noisy: results of `noisy_runs`, of the same shape, in the dtype of `got`.
 
     Raises:
         ValueError: shapes differ, or there is no noisy run.
@@ -241,14 +247,14 @@ def check_rounded(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor
 
 
 def rounding_bound(errors: Sequence[float], ulp: float) -> float:
-    """Return the bound of an error, given those of noisy runs and the result's ulp."""
+    """Return the bound of an error, from the errors of noisy runs and the ulp of the result."""
     return margin(len(errors)) * max(errors) + LAST_ULPS * ulp
 
 
 @cache
 def margin(num: int) -> float:
-    """Return how many times the largest error of `num` noisy runs bounds that of a right result."""
-    low, high = 1.0, 1e6
+    """Return the factor by which a right error may exceed the largest error of `num` noisy runs."""
+    low, high = 1.0, 1e6  # of a bisection
     while high - low > 1e-6 * high:
         middle = math.sqrt(low * high)
         if false_alarm(middle, num) > FALSE_ALARM:
@@ -264,7 +270,9 @@ def false_alarm(factor: float, num: int) -> float:
     step, intervals = 0.01, 1200
     total = 0.0
     for i in range(intervals + 1):
-        weight = 1 if i in (0, intervals) else 4 if i % 2 else 2
+        weight = 4 if i % 2 else 2
+        if i in (0, intervals):
+            weight = 1
         x = step * i
         density = math.sqrt(2 / math.pi) * math.exp(-x * x / 2)
         total += weight * density * math.erf(x / factor / math.sqrt(2)) ** num
