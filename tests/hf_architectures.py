@@ -56,8 +56,13 @@ SIZES: dict[str, Any] = {name: size for size, names in NAMES.items() for name in
 SIZES |= {"eos_token_id": 2, "initializer_range": 0.15, "init_std": 0.15, "use_cache": False}
 SIZES["tie_word_embeddings"] = False
 KEPT_NONE = {"q_lora_rank", "n_inner", "n_group"}
+# By default these states, of 128 heads and chunks of 256 rows, take most of the time of all models.
+SMALL_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 # Options that must go with the sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": SMALL_MAMBA,
+    "FalconH1ForCausalLM": SMALL_MAMBA,
+    "GraniteMoeHybridForCausalLM": SMALL_MAMBA,
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "EsmcForMaskedLM": {"num_key_value_heads": 4},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},

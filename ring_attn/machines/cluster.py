@@ -114,6 +114,7 @@ class Cluster:
         channel_bandwidth: bytes/s of one of NCCL's channels, of which a message has as many as
             `transport.nccl_channels` says; None if the links have their bandwidth for any message,
             as measured links.
+        each: number of ranks for which a device stands, see `merged`.
         stream_latency: seconds between the end of an operator and the start of the next on another
             stream that the links' latencies lack (those of a small send and receive include them);
             None is a device without streams, whose exchanges start when they are posted.
@@ -128,6 +129,7 @@ class Cluster:
     host: Host = field(default_factory=Host)
     stream_latency: float | None = None
     channel_bandwidth: float | None = None
+    each: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self, Device, "device")
@@ -173,6 +175,7 @@ def merged(cluster: Cluster, each: float) -> Cluster:
         collectives={name: later(link) for name, link in cluster.collectives.items()},
         host=Host(*(each * seconds for seconds in astuple(cluster.host))),
         stream_latency=None if latency is None else latency * each,
+        each=cluster.each * each,
     )
 
 

@@ -181,11 +181,17 @@ class _Route(NamedTuple):
 class _Group:
     """Ranks that make their exchanges together; `walked` are the indices of the walked ranks."""
 
-    def __init__(self, members: tuple[int, ...], walked: Container[int], node_size: int) -> None:
+    def __init__(self, members: tuple[int, ...], walked: Container[int], cluster: Cluster) -> None:
         self.members = members
         self.walked = [i for i, rank in enumerate(members) if rank in walked]
-        self.num_nodes = len({rank // node_size for rank in members})
-        self.communicator = communicator_of(len(members), self.num_nodes)
+        self.num_nodes = len({rank // cluster.node_size for rank in members})
+        # Where a rank stands for several, an exchange does so, too; but not within a node.
+        self._each = cluster.each
+        num_ranks, num_nodes = len(members), self.num_nodes
+        if num_nodes > 1:
+            num_ranks = round(num_ranks * cluster.each)
+            num_nodes = round(num_nodes * cluster.each)
+        self.communicator = communicator_of(num_ranks, num_nodes)
         self._channels: dict[int, int] = {}  # by bytes of a message
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
@@ -197,7 +203,7 @@ class _Group:
     def channels(self, nbytes: int) -> int:
         """Return the number of NCCL's channels that copy a message."""
         if nbytes not in self._channels:
-            self._channels[nbytes] = self.communicator.channels(nbytes)
+            self._channels[nbytes] = self.communicator.channels(int(nbytes / self._each))
         return self._channels[nbytes]
 
     def like(self, peer: int, rank: int) -> int:
@@ -255,7 +261,7 @@ class _Run:
 
     def group(self, members: tuple[int, ...]) -> _Group:
         if members not in self.groups:
-            self.groups[members] = _Group(members, self.ranks, self.cluster.node_size)
+            self.groups[members] = _Group(members, self.ranks, self.cluster)
         return self.groups[members]
 
     # -- exchanges
