@@ -9,7 +9,7 @@ from typing import Literal, Unpack, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.attention import operators
+from ring_attn.attention import decode, operators
 from ring_attn.attention.arguments import Arguments, layouts_and_mask
 from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import BackendChoice, Purpose
@@ -28,7 +28,6 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.decoding import call as decode
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport import capture, groups

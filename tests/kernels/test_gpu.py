@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ring_attn.attention import drivers
+from ring_attn.attention.decode import next_rank
 from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.decoding.call import next_rank
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.strategies.tree_decode import decode_tiles

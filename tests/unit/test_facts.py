@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
+from ring_attn.attention.decode import _planned
 from ring_attn.attention.operators import _make_call
 from ring_attn.call import checked_options
 from ring_attn.core.facts import digest, facts, shown
 from ring_attn.core.mask import Slice
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.decoding.call import _planned
 from ring_attn.transport.ranks.identity import Identity, checksum, set_step
 from tests.drawn import scattered
 from tests.refusals import refused

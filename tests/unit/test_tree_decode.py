@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn.attention import drivers
+from ring_attn.attention.decode import next_rank
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
-from ring_attn.decoding.call import next_rank
 from ring_attn.strategies.tree_decode import decode_tiles, make_call
 from ring_attn.testing import dense_gradients, random_qkv
 from ring_attn.transport.local import LocalTransport, run_local

@@ -1,1 +1,0 @@
-"""Attention of new tokens to a KV cache that is split across ranks."""
