@@ -131,7 +131,10 @@ class Timeline:
         self.arrived: dict[ops.Channel, float] = {}
 
     def record(self, kind: str, start: float, stop: float, lane: str = "device") -> None:
-        """Keep what the rank does in this step from `start` to `stop`, if it is recorded."""
+        """Keep what the rank does in this step from `start` to `stop`.
+
+        Callers ask first whether `spans` is None: plans of thousands of ranks make 100,000 calls.
+        """
         if self.spans is not None and stop > start:
             self.spans.append(Span(lane, kind, self.step, start, stop))
 
@@ -192,7 +195,6 @@ class _Group:
             num_ranks = round(num_ranks * cluster.each)
             num_nodes = round(num_nodes * cluster.each)
         self.communicator = communicator_of(num_ranks, num_nodes)
-        self._channels: dict[int, int] = {}  # by bytes of a message
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
         self._runs: dict[int, list[int]] = {}
@@ -202,9 +204,7 @@ class _Group:
 
     def channels(self, nbytes: int) -> int:
         """Return the number of NCCL's channels that copy a message."""
-        if nbytes not in self._channels:
-            self._channels[nbytes] = self.communicator.channels(int(nbytes / self._each))
-        return self._channels[nbytes]
+        return self.communicator.channels(int(nbytes / self._each))
 
     def like(self, peer: int, rank: int) -> int:
         """Return the walked rank, of the run of `rank`, that stands for the peer at an index."""
@@ -280,11 +280,13 @@ class _Run:
             beside = min(pending.stop, second) - max(pending.start, first)
             if beside > 0 and ready < rank.clock:
                 lost = self.cluster.slowdown * beside
-                rank.record("compute", rank.clock, rank.clock + lost)
+                if rank.spans is not None:
+                    rank.record("compute", rank.clock, rank.clock + lost)
                 rank.clock += lost
                 rank.compute += lost
             rank.pending[op.channel] = pending
-            rank.record("transfer", pending.start, pending.stop, lane=op.channel)
+            if rank.spans is not None:
+                rank.record("transfer", pending.start, pending.stop, lane=op.channel)
             rank.arrived[op.channel] = pending.stop
 
     def _shift(self, group: _Group, posts: list[_Post]) -> Iterator[Pending]:
@@ -303,7 +305,9 @@ class _Run:
             ports_free = max(self.free_out[route.out], self.free_in[route.into])
             begin = max(when, ready.get(route.like, 0.0), ports_free)
             load = max(loads_out[route.out], loads_in[route.into])
-            bandwidth = self._bandwidth(route.link, group.channels(op.nbytes))
+            bandwidth = route.link.bandwidth
+            if self.cluster.channel_bandwidth is not None:
+                bandwidth = self._bandwidth(route.link, group.channels(op.nbytes))
             end = begin + route.link.latency + load / bandwidth
             spans[rank.rank] = begin, end
         for rank, _, _ in posts:
@@ -509,7 +513,8 @@ class _Walk:
         me = self.me
         me.host += seconds
         start = max(me.clock, me.host)
-        me.record("host", me.clock, start)
+        if me.spans is not None:
+            me.record("host", me.clock, start)
         me.idle += start - me.clock
         me.clock = start
         return start
@@ -534,7 +539,8 @@ class _Walk:
         me = self.me
         start = self._launched(count * self.run.cluster.host.copy)
         me.clock = self._after(nbytes / self.run.bandwidth)
-        me.record("moves", start, me.clock)
+        if me.spans is not None:
+            me.record("moves", start, me.clock)
         me.moves += me.clock - start
 
     def _finish(self, op: ops.Finish) -> None:
@@ -566,9 +572,10 @@ class _Walk:
         waited = max(stop - start, 0.0)
         idle = max(min(exchange.posted, stop) - start, 0.0)
         begun = max(min(exchange.start, stop) - start, idle)
-        me.record("host", start, start + idle)
-        me.record("late", start + idle, start + begun)
-        me.record("exposed", start + begun, start + waited)
+        if me.spans is not None:
+            me.record("host", start, start + idle)
+            me.record("late", start + idle, start + begun)
+            me.record("exposed", start + begun, start + waited)
         me.idle += idle
         me.late += begun - idle
         me.exposed += waited - begun
@@ -594,7 +601,8 @@ class _Walk:
             start = self._launched(num_launches * run.cluster.host.launch)
         me.clock = self._after(seconds)
         me.ended = me.ended[1], me.clock
-        me.record("compute", start, me.clock)
+        if me.spans is not None:
+            me.record("compute", start, me.clock)
         me.compute += me.clock - start
 
     def _state_bytes(self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec) -> int:

@@ -19,6 +19,7 @@ The rule is read from NCCL's sources, 2.26 to 2.30: `ncclTopoGetNchannels`,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from ring_attn.transport.options import MAX_CTAS
 from ring_attn.values.outside import env_int
@@ -97,8 +98,18 @@ class Communicator:
             channels //= 2
         return max(self.num_nics, channels)
 
+    @cached_property
+    def _known(self) -> dict[int, int]:
+        """Bytes of a message -> its channels, as far as they were computed."""
+        return {}
+
     def channels(self, nbytes: int) -> int:
         """Return the number of channels that copy a message of `nbytes`."""
+        if nbytes not in self._known:
+            self._known[nbytes] = self._channels(nbytes)
+        return self._known[nbytes]
+
+    def _channels(self, nbytes: int) -> int:
         if nbytes == 0:
             return 1
         largest = self.channels_per_peer
@@ -118,11 +129,21 @@ class Communicator:
 
 def communicator_of(num_ranks: int, num_nodes: int) -> Communicator:
     """Return a communicator of this package, with the limits that NCCL reads from its variables."""
+    max_ctas = env_int("NCCL_MAX_CTAS", MAX_CTAS)
+    channels_per_net_peer = env_int("NCCL_NCHANNELS_PER_NET_PEER", 0) or None
+    return _communicator(num_ranks, num_nodes, max_ctas, channels_per_net_peer)
+
+
+# Cached: a simulation makes thousands of equal ones, each of which caches its channels.
+@lru_cache(maxsize=1024)
+def _communicator(
+    num_ranks: int, num_nodes: int, max_ctas: int, channels_per_net_peer: int | None
+) -> Communicator:
     return Communicator(
         num_ranks,
         num_nodes,
-        max_ctas=env_int("NCCL_MAX_CTAS", MAX_CTAS),
-        channels_per_net_peer=env_int("NCCL_NCHANNELS_PER_NET_PEER", 0) or None,
+        max_ctas=max_ctas,
+        channels_per_net_peer=channels_per_net_peer,
     )
 
 

@@ -324,7 +324,7 @@ def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ranks(facts_of_rank, 2, device="cuda")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="torchrun started 2 ranks, but 3"):
+    with pytest.raises(ValueError, match="ranks that torchrun started, 2, got 3"):
         run_ranks(facts_of_rank, 3)
 
 
