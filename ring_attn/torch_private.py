@@ -122,6 +122,13 @@ def refuse_other_nccl(group: dist.ProcessGroup) -> None:
         )
 
 
+def installed_nccl() -> tuple[int, ...] | None:
+    """Return the version of torch's NCCL, such as (2, 28, 9); None if torch has none."""
+    if not hasattr(torch._C, "_nccl_version"):  # a build for CPUs
+        return None
+    return torch.cuda.nccl.version()[:3]
+
+
 def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Any:
     """Return the options of an NCCL communicator that runs at the same time as attention kernels.
 

@@ -45,7 +45,7 @@ FA3 = "fa3-fwd==0.0.3"
 NCCL = f"nvidia-nccl-cu13=={NCCL_VERSION}"
 ARCHITECTURE = 90
 
-# What a lent machine takes beside a checkout, in bytes.
+# The most bytes that a lent machine takes beside a checkout.
 MAX_BYTES = 56 << 20
 
 # Of a kernel, a machine with a GPU reads only these files.

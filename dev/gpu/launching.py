@@ -87,7 +87,7 @@ def recorded() -> Iterator[None]:
 
 
 def _kernels() -> Kernels:
-    """What the driver gets: a kernel of a GPU, or only what the stub needs to know of one."""
+    """The code that the driver gets: a kernel of a GPU, or only the facts that the stub needs."""
     if device.name() == device.COMPILER:
         return "compiled"
     return "prepared" if device.is_carried() else "described"

@@ -237,7 +237,7 @@ def _costs(imports: dict[str, str]) -> Stage:
 
 
 def _kernels_of_ranks(imports: dict[str, str]) -> Stage:
-    """What the ranks of `hostid` and `multi` launch, with all ranks in one process."""
+    """Launches of the ranks of `hostid` and `multi`, with all ranks in one process."""
     name = "kernels of ranks"
     cells = [
         Cell(name, f"2 ranks: {strategy}, {layout}", "dev.gpu.rings:holds", (strategy, layout, 2))

@@ -13,7 +13,7 @@ from dev.gpu import device
 from dev.gpu.cells import NotHere
 from dev.gpu.device import FOLDER
 
-# What ncu says where a user, or a virtual machine, may not read counters.
+# The message of ncu where a user, or a virtual machine, may not read counters.
 NO_COUNTERS = "ERR_NVGPUCTRPERM"
 
 SECTIONS = (

@@ -95,7 +95,7 @@ def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:
 
 
 class _Cost(NamedTuple):
-    """What cuts cost, the most important part first."""
+    """The cost of cuts between ranks, the most important part first."""
 
     more_runs: int
     kv_heads_on_several_ranks: int

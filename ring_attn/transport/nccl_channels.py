@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from ring_attn.torch_private import installed_nccl
 from ring_attn.transport.options import MAX_CTAS
 from ring_attn.values.outside import env_int
 
@@ -32,6 +33,8 @@ NET_STEP, NVLINK_STEP = 128 * 1024, 512 * 1024
 NET_CHANNEL_GBYTE_PER_S = 14
 # The version that counts channels by the network's bandwidth, not by ranks.
 BY_BANDWIDTH = (2, 29)
+# The version of torch 2.11.
+PLANNED_VERSION = (2, 28, 9)
 # Channels per peer over NVLink before all other limits: twice the links of a GPU. H100: 18 links,
 # 371 GB/s at 20.6 each.
 NVLINK_CHANNELS = 36
@@ -57,7 +60,7 @@ class Communicator:
     num_nodes: int
     max_ctas: int = MAX_CTAS
     channels_per_net_peer: int | None = None
-    version: tuple[int, ...] = (2, 28, 9)
+    version: tuple[int, ...] = PLANNED_VERSION
     net_gbyte_per_s: float = 50.0
     num_nics: int = 1
     nvlink_channels: int = NVLINK_CHANNELS
@@ -128,22 +131,31 @@ class Communicator:
 
 
 def communicator_of(num_ranks: int, num_nodes: int) -> Communicator:
-    """Return a communicator of this package, with the limits that NCCL reads from its variables."""
+    """Return a communicator of this package, by the installed NCCL and its variables.
+
+    Without NCCL, as on a laptop that plans for GPUs, the version is PLANNED_VERSION.
+    """
     max_ctas = env_int("NCCL_MAX_CTAS", MAX_CTAS)
     channels_per_net_peer = env_int("NCCL_NCHANNELS_PER_NET_PEER", 0) or None
-    return _communicator(num_ranks, num_nodes, max_ctas, channels_per_net_peer)
+    version = installed_nccl() or PLANNED_VERSION
+    return _communicator(num_ranks, num_nodes, max_ctas, channels_per_net_peer, version)
 
 
 # Cached: a simulation makes thousands of equal ones, each of which caches its channels.
 @lru_cache(maxsize=1024)
 def _communicator(
-    num_ranks: int, num_nodes: int, max_ctas: int, channels_per_net_peer: int | None
+    num_ranks: int,
+    num_nodes: int,
+    max_ctas: int,
+    channels_per_net_peer: int | None,
+    version: tuple[int, ...],
 ) -> Communicator:
     return Communicator(
         num_ranks,
         num_nodes,
         max_ctas=max_ctas,
         channels_per_net_peer=channels_per_net_peer,
+        version=version,
     )
 
 

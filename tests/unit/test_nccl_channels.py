@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ring_attn.transport import nccl_channels
 from ring_attn.transport.nccl_channels import Communicator, communicator_of
 
 MIB = 2**20
@@ -67,6 +68,12 @@ def test_the_variables_of_nccl_are_read(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
     monkeypatch.setenv("NCCL_NCHANNELS_PER_NET_PEER", "4")
     assert communicator_of(64, 8) == Communicator(64, 8, max_ctas=16, channels_per_net_peer=4)
+
+
+def test_the_installed_nccl_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_channels, "installed_nccl", lambda: (2, 30, 7))
+    assert communicator_of(16, 2) == Communicator(16, 2, version=(2, 30, 7))
+    assert communicator_of(16, 2).channels_per_peer == 4
 
 
 def test_several_network_ports_have_a_channel_each() -> None:
