@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from typing import Any, TypeVar, cast
 from unittest import mock
 
@@ -308,6 +308,9 @@ def signals_wait() -> Iterator[None]:
     A process that gets a signal while it starts would print multiprocessing's EOFError.
     """
     resource_tracker.ensure_running()  # it unblocks signals
+    if START_METHOD == "forkserver":
+        # Every process that the server ever forks has the signals blocked that the server has.
+        forkserver.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

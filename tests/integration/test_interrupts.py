@@ -132,3 +132,32 @@ time.sleep(0.1)
 def test_the_watch_ends_before_the_interpreter() -> None:
     ran = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+MASK_OF_A_LATER_PROCESS = """
+import multiprocessing, signal
+from ring_attn.testing import launch
+
+def tell():
+    print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+def run():
+    process = multiprocessing.get_context("forkserver").Process(target=tell)
+    process.start()
+    process.join()
+
+if __name__ == "__main__":
+    launch.START_METHOD = "forkserver"
+    with launch.signals_wait():
+        run()
+    run()
+"""
+
+
+@pytest.mark.slow  # imports torch in three processes
+def test_processes_that_start_later_get_signals(tmp_path: Path) -> None:
+    """A server of forks that began while signals waited would block them in all that it forks."""
+    (tmp_path / "program.py").write_text(MASK_OF_A_LATER_PROCESS)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == "set()\n" * 2
