@@ -19,8 +19,9 @@ from dev.gpu.cells import Cell
 
 ROOT = Path(__file__).parents[2]
 
-# Seconds that faulthandler gets to print stacks, and characters of a log that a row keeps.
-STACK_SECONDS = 0.5
+# Seconds until faulthandler begins to print stacks, and those that it then gets to print them all;
+# characters of a log that a row keeps.
+STACK_START_SECONDS, STACK_SECONDS = 5.0, 0.5
 LOG_CHARACTERS = 4000
 
 # Seconds that a killed process gets to end.
@@ -100,6 +101,9 @@ class Worker:
         """Return the stacks of the worker's threads, and of its children that answer SIGUSR1."""
         start = os.fstat(self._log.fileno()).st_size
         self._signal(signal.SIGUSR1)
+        deadline = time.monotonic() + STACK_START_SECONDS
+        while os.fstat(self._log.fileno()).st_size == start and time.monotonic() < deadline:
+            time.sleep(0.05)
         time.sleep(STACK_SECONDS)
         self._log.seek(start)
         return self._log.read().decode(errors="replace")[-LOG_CHARACTERS:]

@@ -14,10 +14,10 @@ from dev.gpu.cells import Cell, Stage
 from dev.gpu.results import FILE, Results, Row, last_rows, read_rows, with_verdict
 from dev.gpu.schedule import MOST_FAILED_STARTS, Run
 from dev.gpu.worker import PRELOAD
-from tests.gpu_cells import STAGE, planted
+from tests.gpu_cells import LIMIT, SECONDS, STAGE, planted
 
 
-def run(folder: Path, done: frozenset[str] = frozenset(), seconds: float = 60.0) -> dict[str, Row]:
+def run(folder: Path, done: frozenset[str] = frozenset(), seconds: float = SECONDS) -> dict[str, Row]:
     """Rows of the planted cells by name."""
     results = Results(folder)
     made = Run(results, folder, seconds, {})
@@ -97,14 +97,14 @@ def test_without_time_no_cell_begins(tmp_path: Path) -> None:
 
 def test_workers_of_the_next_stage_start_ahead(tmp_path: Path) -> None:
     """The first cell ends when the worker of the second has begun to start."""
-    waits = Cell("first", "waits", "tests.gpu_cells:wait_for_two_workers", limit=20.0)
-    passes = Cell("second", "passes", "tests.gpu_cells:passes", limit=20.0)
+    waits = Cell("first", "waits", "tests.gpu_cells:wait_for_two_workers", limit=LIMIT)
+    passes = Cell("second", "passes", "tests.gpu_cells:passes", limit=LIMIT)
     stages = [
-        Stage("first", 60.0, "a start ahead", (waits,)),
-        Stage("second", 60.0, "another environment", (passes,), environment={"OTHER": "1"}),
+        Stage("first", SECONDS, "a start ahead", (waits,)),
+        Stage("second", SECONDS, "another environment", (passes,), environment={"OTHER": "1"}),
     ]
     results = Results(tmp_path)
-    made = Run(results, tmp_path, 60.0, {device.FOLDER: str(tmp_path)})
+    made = Run(results, tmp_path, SECONDS, {device.FOLDER: str(tmp_path)})
     made.run(stages)
     made.close()
     assert [row["state"] for row in last_rows(results.rows).values()] == ["ok", "ok"]
@@ -112,9 +112,9 @@ def test_workers_of_the_next_stage_start_ahead(tmp_path: Path) -> None:
 
 def test_workers_that_do_not_start_cost_little(tmp_path: Path) -> None:
     cells = tuple(Cell("broken", str(i), "tests.gpu_cells:passes") for i in range(5))
-    stage = Stage("broken", 60.0, "nothing", cells, environment={PRELOAD: "no_such_module"})
+    stage = Stage("broken", SECONDS, "nothing", cells, environment={PRELOAD: "no_such_module"})
     results = Results(tmp_path)
-    made = Run(results, tmp_path, 60.0, {})
+    made = Run(results, tmp_path, SECONDS, {})
     made.run([stage])
     rows = list(last_rows(results.rows).values())
     assert [row["state"] for row in rows] == 5 * ["no start"]
