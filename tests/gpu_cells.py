@@ -99,7 +99,8 @@ def planted(workers: int = 1) -> Stage:
     for name, limit in LIMITS.items():
         cells.append(Cell(STAGE, name, f"tests.gpu_cells:{name}", limit=limit))
         cells.append(Cell(STAGE, f"after {name}", "tests.gpu_cells:passes", limit=LIMIT))
-    return Stage(STAGE, SECONDS, "one cell", tuple(cells), "tests.gpu_cells:listed", workers=workers)
+    lists = "tests.gpu_cells:listed"
+    return Stage(STAGE, SECONDS, "one cell", tuple(cells), lists, workers=workers)
 
 
 # -- in Triton's interpreter

@@ -17,7 +17,9 @@ from dev.gpu.worker import PRELOAD
 from tests.gpu_cells import LIMIT, SECONDS, STAGE, planted
 
 
-def run(folder: Path, done: frozenset[str] = frozenset(), seconds: float = SECONDS) -> dict[str, Row]:
+def run(
+    folder: Path, done: frozenset[str] = frozenset(), seconds: float = SECONDS
+) -> dict[str, Row]:
     """Rows of the planted cells by name."""
     results = Results(folder)
     made = Run(results, folder, seconds, {})
