@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    get_tmem_reg_layout,
-    tcgen05_commit,
-)
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit
 
 if "pred" not in signature(tcgen05_commit).parameters:
     raise ImportError("tcgen05_commit has no pred")
+if not hasattr(blackwell.tensor_memory_descriptor_type, "get_reg_layout"):
+    # Until triton 3.8 a function gives it.
+    from triton.experimental.gluon.language.nvidia.blackwell import get_tmem_reg_layout
 
 # Rows of a tile, one in each lane of tensor memory.
 ROWS = gl.constexpr(128)
@@ -36,8 +36,12 @@ class Place(NamedTuple):
 @gluon.constexpr_function
 def row_layout(columns: int) -> gl.DistributedLayout:
     """The layout of (ROWS, columns) of tensor memory in registers: a row in each thread."""
-    layout = TensorMemoryLayout([ROWS, columns], col_stride=1)
-    return get_tmem_reg_layout(gl.float32, [ROWS, columns], layout, 4)
+    shape = [ROWS, columns]
+    layout = TensorMemoryLayout(shape, col_stride=1)
+    described = blackwell.tensor_memory_descriptor_type
+    if not hasattr(described, "get_reg_layout"):
+        return get_tmem_reg_layout(gl.float32, shape, layout, 4)
+    return described(gl.float32, shape, layout, alloc_shape=shape).get_reg_layout(num_warps=4)
 
 
 @gluon.jit

@@ -54,7 +54,9 @@ def _state(
     if LEVEL == 0:
         inside = i < num_sets
         here = out_ptr + i.to(tl.int64) * out_stride + dims
-        acc = tl.load(here, inside & (dims < HEAD_DIM_V), 0.0)
+        # Not `inside & (...)`: triton 3.9's interpreter makes int32 of a scalar that it splats.
+        num_dims = tl.where(inside, HEAD_DIM_V, 0)
+        acc = tl.load(here, dims < num_dims, 0.0)
         m = tl.load(lse_ptr + i.to(tl.int64) * lse_stride, inside, float("-inf"))
         return acc, m, 1.0
     else:

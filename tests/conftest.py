@@ -38,6 +38,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 from ring_attn.testing import launch
 from ring_attn.testing.one_gpu import WAYS, sharing_refusal
+from ring_attn.transport import nccl_channels
 from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
 
 # Names of tests that `make test-slow` runs, since each takes a second of CPU or more, and others
@@ -124,6 +125,15 @@ def _runs_here(item: pytest.Item, nccl: str | None) -> bool:
     if nccl is not None:
         return mark is not None
     return mark is None or not mark.kwargs.get("only", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_nccl(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans are those of a torch without NCCL, whichever torch is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--nccl") is None:
+            patch.setattr(nccl_channels, "installed_nccl", lambda: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

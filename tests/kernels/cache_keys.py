@@ -17,6 +17,10 @@ from dev import aot
 from ring_attn.kernels import cache_keys, launch
 from ring_attn.kernels.gluon_guard import gluon_missing
 from ring_attn.kernels.launch import Launch
+from ring_attn.kernels.triton_release import RELEASE
+
+# From this version on triton itself reads the constants of callees in one order.
+RELEASE_OF_STABLE_KEYS = (3, 9)
 
 # Orders of first launches: as they are listed, backwards, and drawn.
 NUM_DRAWN = 2
@@ -92,8 +96,9 @@ def main() -> None:
     launches = one_launch_of_each_kernel()
     assert number_of_unstable_keys(launches) == 0
     check_second_pass()
-    with mock.patch.object(launch, "fix_cache_key", lambda kernel: None):
-        assert number_of_unstable_keys(launches) > 0
+    if RELEASE < RELEASE_OF_STABLE_KEYS:
+        with mock.patch.object(launch, "fix_cache_key", lambda kernel: None):
+            assert number_of_unstable_keys(launches) > 0
 
 
 if __name__ == "__main__":

@@ -110,6 +110,11 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetDevice(CUdevice *device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {

@@ -55,7 +55,7 @@ def load_param(machine: Machine, ins: Instruction, kind: str) -> ByLanes:
     return run
 
 
-@handles(r"(ld|st)\.(global|shared)(?:\.v([24]))?\.b(\d+)")
+@handles(r"(ld|st)\.(global|shared)(?:::cta)?(?:\.v([24]))?\.b(\d+)")
 def access(
     machine: Machine, ins: Instruction, kind: str, space: str, count: str | None, bits: str
 ) -> ByLanes:
