@@ -16,6 +16,10 @@ if not hasattr(blackwell.tensor_memory_descriptor_type, "get_reg_layout"):
     # Until triton 3.8 a function gives it.
     from triton.experimental.gluon.language.nvidia.blackwell import get_tmem_reg_layout
 
+# Its name has had an underscore until triton 3.8.
+_tile = blackwell.tensor_memory_descriptor
+reinterpret_tile = getattr(_tile, "reinterpret", None) or _tile._reinterpret
+
 # Rows of a tile, one in each lane of tensor memory.
 ROWS = gl.constexpr(128)
 # Columns of a sum that a warpgroup holds in registers at a time: with 32 the forward spills.
@@ -49,7 +53,7 @@ def as_operand(s, dtype: gl.constexpr):
     """A 16-bit operand (ROWS, columns) in the first half of the columns of s."""
     COLUMNS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
-    return s.slice(0, COLUMNS // 2)._reinterpret(dtype, [ROWS, COLUMNS], LAYOUT)
+    return reinterpret_tile(s.slice(0, COLUMNS // 2), dtype, [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit

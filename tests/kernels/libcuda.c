@@ -90,6 +90,12 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
   case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
     *value = 132;
     return CUDA_SUCCESS;
+  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+    *value = 9;
+    return CUDA_SUCCESS;
+  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+    *value = 0;
+    return CUDA_SUCCESS;
   case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
     *value = 32;
     return CUDA_SUCCESS;
@@ -112,6 +118,11 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
 
 CUresult cuCtxGetDevice(CUdevice *device) {
   *device = 0;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
 
@@ -184,8 +195,10 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     if (value < 0 || value > SHARED_OPTIN)
       return refuse("%d bytes of shared memory, the device has %d", value, SHARED_OPTIN);
     kernel->max_shared = (unsigned)value;
+    return CUDA_SUCCESS;
   }
-  return CUDA_SUCCESS;
+  /* Such as triton 3.9's mode of shared memory, which only later drivers know. */
+  return attribute < CU_FUNC_ATTRIBUTE_MAX ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }

@@ -54,6 +54,8 @@ REFUSED: list[tuple[str, int, type[Fault] | int, str]] = [
     ("list: .branchtargets one; brx.idx %r0, list; one:", 32, Fault, "index of 31 into 1 labels"),
     (f"{SOME} bar.sync 0; out:", 32, Fault, "part of a warp"),
     (f"{SOME} shfl.sync.bfly.b32 %r3, %r0, 1, 31, -1; out:", 32, Fault, "part of a warp"),
+    (f"{SOME} redux.sync.min.s32 %r3, %r0, -1; out:", 32, Fault, "part of a warp"),
+    ("redux.sync.min.s32 %r3, %r0, %r0;", 32, Unsupported, "a part of the lanes"),
     ("bar.sync 0, 64;", 128, Fault, "128 threads come to a barrier of 64"),
     ("bar.sync 0, 64;", 32, Deadlock, "bar.sync"),
     ("st.shared.b32 [global_smem], %r0;", 32, Race, "different values"),
@@ -186,16 +188,18 @@ NEXT_STORE, NEXT_LOAD = (
     f"{LAST_WARP} @%p2 {x};" for x in (f"st.global.b32 {THERE}, %r0", f"ld.global.b32 %r4, {THERE}")
 )
 ADD = f"{FIRST_WARP} @%p1 atom.global.gpu.relaxed.add.f32 %f1, {THERE}, %f2;"
+RED = ADD.replace("atom", "red").replace("%f1, ", "")
 NEXT_ADD = f"{LAST_WARP} @%p2 atom.global.gpu.relaxed.add.f32 %f1, {THERE}, %f2;"
 GLOBAL = [
     *(
         (a + "bar.sync 0;" + b, 64, 0, "")
-        for a, b in ((STORE, NEXT_LOAD), (LOAD, NEXT_STORE), (ADD, NEXT_ADD))
+        for a, b in ((STORE, NEXT_LOAD), (LOAD, NEXT_STORE), (ADD, NEXT_ADD), (RED, NEXT_ADD))
     ),
     (STORE + NEXT_LOAD, 64, Race, "is read by warp 1 of CTA 0, and written by warp 0 of CTA 0"),
     (LOAD + NEXT_STORE, 64, Race, "is written by warp 1 of CTA 0, and read by warp 0 of CTA 0"),
     (STORE + NEXT_STORE, 64, Race, "is written by warp 1 of CTA 0, and written by warp 0"),
     (ADD + NEXT_ADD, 64, Race, "is written by warp 1 of CTA 0, and written by warp 0"),
+    (RED + NEXT_ADD, 64, Race, "is written by warp 1 of CTA 0, and written by warp 0"),
     (LOAD + NEXT_LOAD, 64, 0, ""),
 ]
 
@@ -313,11 +317,29 @@ ARITHMETIC = [
     (f"{PAIRS} add.f32x2 %rd5, %rd3, %rd4; {TRAP.format('b64', '%rd5', 1)}", 32, Fault, "executed"),
 ]
 
+# Of the numbers -5 to 26, one in each lane.
+REDUCED = [
+    (
+        f"add.s32 %r1, %r0, -5; redux.sync.{op} %r2, %r1, -1; {TRAP.format('b32', '%r2', result)}",
+        32,
+        0,
+        "",
+    )
+    for op, result in (
+        ("min.s32", "0xFFFFFFFB"),
+        ("min.u32", "0"),
+        ("max.s32", "26"),
+        ("max.u32", "0xFFFFFFFF"),
+        ("add.s32", "336"),
+    )
+]
+
 
 @pytest.mark.parametrize(
     ("body", "threads", "expected", "told"),
     [
         *REFUSED,
+        *REDUCED,
         *COPIES,
         *PRODUCTS,
         *REGISTERS,

@@ -172,11 +172,14 @@ def compare_and_swap(machine: Machine, ins: Instruction) -> ByLanes:
 UPDATE = r"(relaxed\.add|release\.add|release\.exch|acq_rel\.exch)"
 
 
-@handles(rf"atom\.global\.gpu\.{UPDATE}(?:\.v4)?\.(f32|u32|b32)")
+@handles(rf"(?:atom|red)\.global\.gpu\.{UPDATE}(?:\.v4)?\.(f32|u32|b32)")
 def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByLanes:
-    """Updates memory at one address per thread; subnormal floats become zeros."""
-    results, address, values = ins.operands
-    targets = [machine.target(ins, x, kind) for x in vector(results)]
+    """Updates memory at one address per thread; subnormal floats become zeros.
+
+    `red` does not return what was there.
+    """
+    *results, address, values = ins.operands
+    targets = [machine.target(ins, x, kind) for result in results for x in vector(result)]
     sources = [machine.source(ins, x, kind) for x in vector(values)]
     offsets = located(machine, ins, address, 4 * len(sources), "global")
 
@@ -196,12 +199,13 @@ def atomic(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByL
             for lane, place in zip(lanes[:, None], index.tolist(), strict=True):
                 known = machine.clocks.release_to_ctas(lane)
                 races.released[place] = np.maximum(races.released.get(place, 0), known)
-        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        for i, source in enumerate(sources):
             old, new = words[index + i], source[lanes]
             if operation.endswith("add"):
                 new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
             words[index + i] = new
-            target[lanes] = old
+            if targets:
+                targets[i][lanes] = old
 
     return run
 
@@ -237,6 +241,25 @@ def shuffle(machine: Machine, ins: Instruction, mode: str) -> ByLanes:
         at = lane ^ by if mode == "bfly" else lane & segment | by & ~segment
         taken = value[machine.threads - lane + np.where(at <= most, at, lane).astype(np.int64)]
         target[lanes] = taken[lanes]
+
+    return run
+
+
+LANES_TO_ONE = {"add": np.add, "min": np.minimum, "max": np.maximum}
+
+
+@handles(r"redux\.sync\.(add|min|max)\.(s32|u32)")
+def reduce_lanes(machine: Machine, ins: Instruction, operation: str, kind: str) -> ByLanes:
+    """Gives all lanes of a warp the sum, the least, or the greatest of their values."""
+    target = machine.target(ins, ins.operands[0], kind)
+    value, members = (machine.source(ins, ins.operands[i], x) for i, x in ((1, kind), (2, "u32")))
+
+    def run(lanes: Array) -> None:
+        machine.warps(ins, lanes)
+        if (members[lanes] != 0xFFFFFFFF).any():
+            raise Unsupported(ins, "with a part of the lanes")
+        values = value[lanes].reshape(-1, LANES)
+        target[lanes] = np.repeat(LANES_TO_ONE[operation].reduce(values, 1), LANES)
 
     return run
 
