@@ -207,16 +207,16 @@ class Run:
         return self.transport.side(self.device)
 
     def _take(self, buffer: Buffer, message: Message) -> Block:
-        block = self._pool.take(buffer.room)
+        block = self._pool.take(buffer.nbytes)
         block.hold(message)
         self._blocks[buffer.name] = block
         return block
 
     def _give(self, buffer: Buffer) -> None:
-        block, program, room = self._blocks.pop(buffer.name), self.program, buffer.room
+        block, program, nbytes = self._blocks.pop(buffer.name), self.program, buffer.nbytes
         if isinstance(block, Block) and (
-            (self._pool.lasts and room in program.recycled)
-            or program.last_takes.get(room, -1) > self._index
+            (self._pool.lasts and nbytes in program.recycled)
+            or program.last_takes.get(nbytes, -1) > self._index
         ):
             self._pool.give(block)
 

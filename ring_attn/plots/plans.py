@@ -96,7 +96,7 @@ def simulated(choice: Choice) -> list[Candidate]:
     fastest: dict[str, Candidate] = {}
     for candidate in choice.candidates:
         if candidate.prediction is not None:
-            fastest.setdefault(candidate.label, candidate)
+            fastest.setdefault(candidate.full_name, candidate)
     return [*fastest.values()]
 
 
@@ -107,7 +107,7 @@ def _draw_strategies(axes: Axes, choice: Choice, colours: Colours) -> None:
     fills = [BLUE if one is choice.best else GREY for one in shown]
     bars = axes.barh(range(len(shown)), [scale * s for s in seconds], color=fills, height=0.72)
     axes.bar_label(bars, [format_seconds(s) for s in seconds], padding=4, color=colours.text)
-    names = [f"{one.label}, {one.layout_name}" for one in shown]
+    names = [f"{one.full_name}, {one.layout_name}" for one in shown]
     axes.set_yticks(range(len(shown)), names)
     axes.set(xlim=(0, 1.45 * scale * max(seconds)), ylim=(len(shown) - 0.4, -0.6))
     axes.set_xlabel(f"{unit}, predicted", size=SMALL)
@@ -139,9 +139,9 @@ def plan(choice: Choice, *, theme: str = "light") -> Figure:
         first, second, third = figure.subfigures(3, 1, squeeze=False, height_ratios=heights)[:, 0]
         first.suptitle("time of a call", **heading)
         _draw_strategies(first.add_subplot(), choice, colours)
-        second.suptitle(f"{choice.best.label}: timeline of rank 0", **heading)
+        second.suptitle(f"{choice.best.full_name}: timeline of rank 0", **heading)
         fill_timeline(second, timelines, colours)
-        third.suptitle(f"{choice.best.label}: memory of rank 0", **heading)
+        third.suptitle(f"{choice.best.full_name}: memory of rank 0", **heading)
         draw_memory(third.add_subplot(), moments, colours)
     return figure
 
@@ -199,9 +199,9 @@ def scaling_lines(choices: Sequence[Choice], value: Value) -> dict[str, list[tup
         x = problem.world_size if by_ranks else problem.mask.seqlen_q
         seen = set()
         for candidate in sorted(choice.candidates, key=lambda one: one.seconds):
-            if candidate.prediction is not None and candidate.family not in seen:
-                seen.add(candidate.family)
-                lines.setdefault(candidate.family, []).append((x, _value(candidate, value)))
+            if candidate.prediction is not None and candidate.name not in seen:
+                seen.add(candidate.name)
+                lines.setdefault(candidate.name, []).append((x, _value(candidate, value)))
     return {name: sorted(points) for name, points in lines.items()}
 
 

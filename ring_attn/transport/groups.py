@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn.torch_private import flattened, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_number, check_type
-from ring_attn.values.compiling import remembered
+from ring_attn.values.compiling import cached
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -121,7 +121,7 @@ def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
         _check_backend(dist.get_backend_config(group), device.type)
 
 
-@remembered
+@cached
 def _check_backend(backend: str, device_type: str) -> None:
     names = dict(part.split(":") for part in backend.split(",") if ":" in part)
     name = names.get(device_type, backend)

@@ -51,7 +51,7 @@ class How(NamedTuple):
     Attributes:
         padded: there is padding at the end.
         computed_again: activation checkpointing runs the ring again in the backward; the layout
-            travels with the call, and differs from the registered layout.
+            is sent with the call, and differs from the registered layout.
         cuts: a single row of documents with these ends.
         restarts: positions start at 0 in each document.
     """

@@ -19,7 +19,7 @@ from ring_attn.core.ranks import OneRank
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
-from ring_attn.core.tiles import NO_TILES, Grid, Traveller
+from ring_attn.core.tiles import NO_TILES, Grid, Side
 from ring_attn.machines.check import _add_work, check
 from ring_attn.machines.count import bytes_sent
 from ring_attn.machines.time import simulate
@@ -30,7 +30,7 @@ from ring_attn.strategies.registry import make_call, program_of, programs_of
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
 MASKS = masks(61)
-ORDERS: tuple[tuple[Traveller, bool] | None, ...] = (
+ORDERS: tuple[tuple[Side, bool] | None, ...] = (
     None, ("kv", False), ("q", False), ("kv", True)
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def calls_of(
     layout: str | Layouts,
     world_size: int,
     spec: AttentionSpec | None = None,
-    gradients: tuple[Traveller, bool] | None = None,
+    gradients: tuple[Side, bool] | None = None,
     backend: str = "reference",
 ) -> list[Call]:
     """The calls of all ranks; empty if the strategy refuses the layout."""
