@@ -269,5 +269,5 @@ def test_headers_where_there_are_no_tags(ranks: Pools, strategy: str) -> None:
     """The device compares headers; at the next call a host raises if they differed."""
     ends = ranks(WORLD_SIZE).run(after_other_sinks, strategy)
     assert {end.error for end in ends} == {RuntimeError}, ends
-    told = "messages of another call" if ranks.queued else "failed before"
-    assert any(told in end.text for end in ends), ends
+    reported = "messages of another call" if ranks.queued else "failed before"
+    assert any(reported in end.text for end in ends), ends

@@ -323,15 +323,15 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     gluon_guard.gluon_missing.cache_clear()
 
 
-def test_each_name_that_triton_lacks_is_told(guarded: pytest.MonkeyPatch) -> None:
+def test_each_name_that_triton_lacks_is_reported(guarded: pytest.MonkeyPatch) -> None:
     used = [pair for x in kernels_in_gluon() for pair in gluon_guard.used_names(sys.modules[x])]
     names = dict.fromkeys([*imported_names(), *used])
     assert len(names) > 40 and {name for _, name in names} >= {"mbarrier", "NVMMASharedLayout"}
     for owner, name in names:
         with guarded.context() as context:
             without(context, owner, name)
-            told = gluon_guard.gluon_missing() or gluon_guard.gluon_missing("sm_100")
-            assert told is not None and name in told
+            reported = gluon_guard.gluon_missing() or gluon_guard.gluon_missing("sm_100")
+            assert reported is not None and name in reported
 
 
 @pytest.mark.parametrize("name", ["gluon", "PaddedSharedLayout"])

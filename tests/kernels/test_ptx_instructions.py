@@ -315,7 +315,7 @@ ARITHMETIC = [
 
 
 @pytest.mark.parametrize(
-    ("body", "threads", "expected", "told"),
+    ("body", "threads", "expected", "reported"),
     [
         *REFUSED,
         *COPIES,
@@ -330,11 +330,11 @@ ARITHMETIC = [
     ],
 )
 def test_faults_and_missing_fences(
-    body: str, threads: int, expected: type[Fault] | int, told: str
+    body: str, threads: int, expected: type[Fault] | int, reported: str
 ) -> None:
     if isinstance(expected, int):
         assert run(body, threads) == expected
     else:
         with pytest.raises(expected) as found:
             run(body, threads)
-        assert found.type is expected and told in str(found.value)
+        assert found.type is expected and reported in str(found.value)

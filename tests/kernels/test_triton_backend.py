@@ -173,7 +173,7 @@ def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "empty rows", "no keys"])
-def test_steps_of_which_none_is_told_to_be_the_last(name: str) -> None:
+def test_steps_of_which_none_is_marked_as_the_last(name: str) -> None:
     mask = MASKS[name]
     inputs = inputs_for(mask)
     cuts = (16, 32) if mask.seqlen_k else ()

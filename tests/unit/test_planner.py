@@ -183,8 +183,8 @@ def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     args: dict[str, Any] = {"layout": "contiguous", "effort": "names"}
     choice = plan(**args, cluster=builtin_cluster("A100"))
     assert choice.to_dict() == plan(**args, cluster=builtin_cluster("A100")).to_dict()
-    told = {c.name for c in choice.candidates if c.prediction is not None}
-    assert told == {*NAMES}
+    reported = {c.name for c in choice.candidates if c.prediction is not None}
+    assert reported == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
     assert "\nleft out: slower: " in str(choice)
     assert left and all(c.ruled_out and "takes at least" in str(c.reason) for c in left)

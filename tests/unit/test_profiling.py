@@ -100,7 +100,7 @@ def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_path(profiling.__file__)["collected"].depth == (value == "1")
 
 
-def test_on_a_cpu_memory_is_not_told() -> None:
+def test_on_a_cpu_memory_is_not_reported() -> None:
     with collect():
         call_alone(backward=False)
     figures = stats().forward

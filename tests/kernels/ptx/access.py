@@ -281,8 +281,10 @@ def barrier(machine: Machine, ins: Instruction) -> ByLanes:
         unknown = machine.clocks.seen[warps][:, last] < when
         if unknown.any():
             row, i = np.argwhere(unknown)[0]
-            told = f"warp {warps[row]} may come to barrier {number} before warp {last[i]} has left"
-            raise Race(ins, told)
+            reported = (
+                f"warp {warps[row]} may come to barrier {number} before warp {last[i]} has left"
+            )
+            raise Race(ins, reported)
         here.append(warps)
         come = np.concatenate(here)
         if len(come) * LANES > count:
