@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ring_attn import profiling, recurrence
 from ring_attn.api import ring_attention, select_backend, tree_decode
-from ring_attn.attention.decode import next_rank
 from ring_attn.core import masks
+from ring_attn.core.cache import next_rank
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment

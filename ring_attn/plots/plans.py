@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ring_attn.machines.count import Moment, memory_over
+from ring_attn.machines.count import Moment
 from ring_attn.machines.time import Timeline
 from ring_attn.planning.calls import call_of
 from ring_attn.planning.choice import Candidate, Choice, format_bytes, format_seconds
+from ring_attn.planning.memory import moments_of_rank
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.plots.runs import MEMORY_HEIGHT, draw_memory, fill_timeline, timeline_height
 from ring_attn.plots.style import (
@@ -25,7 +26,6 @@ from ring_attn.plots.style import (
     settings,
     text_like,
 )
-from ring_attn.strategies.registry import both_programs
 from ring_attn.values.checks import check_one_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def moments_of(choice: Choice, rank: int = 0) -> list[Moment]:
     if not 0 <= rank < choice.problem.world_size:
         raise ValueError(f"rank must be in [0, {choice.problem.world_size}), got {rank}")
     call = replace(call_of(choice.problem, choice.best), rank=rank)
-    return memory_over(both_programs(call, backward=choice.problem.backward), call)
+    return moments_of_rank(call, backward=choice.problem.backward)
 
 
 def strategies(choice: Choice, *, theme: str = "light") -> Figure:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.torch_private import flattened, is_traced_as_constant
+from ring_attn.torch_private import flattened, group_by_name, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_number, check_type
 from ring_attn.values.compiling import cached
@@ -22,6 +22,11 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name. Operators get the name, because graphs hold no groups."""
+    return group_by_name(name)
 
 
 def check_group(group: Group) -> dist.ProcessGroup:

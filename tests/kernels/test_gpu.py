@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ring_attn.attention import drivers
-from ring_attn.attention.decode import next_rank
 from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.cache import next_rank
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
