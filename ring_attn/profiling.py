@@ -331,11 +331,6 @@ class _Collected:
 collected = _Collected(int(STATS_ALWAYS))
 
 
-def is_observed() -> bool:
-    """Return whether calls are observed: figures are collected, or torch's profiler is on."""
-    return collected.depth > 0 or profiler_enabled()
-
-
 def _named(name: str) -> AbstractContextManager[object]:
     """Return a named range for torch's profiler; it does nothing if the profiler is off."""
     return record_function(name) if profiler_enabled() else nullcontext()

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ring_attn.core.layout import rank_of_last_row
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.masks import tokens_of
 from ring_attn.integrations.transformers.models import cache_of
 from ring_attn.models.batch import unshard
-from ring_attn.sequence.runs import last_run
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 
@@ -125,7 +125,8 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
     # All ranks compute rows that are not split. If one rounded differently, its tokens could
     # differ, and the ranks would continue different texts.
     logits = logits.detach().contiguous()
-    groups.from_owner(logits, cache.group, 0 if step.chunk is None else last_run(step.chunk)[0])
+    owner = 0 if step.chunk is None else rank_of_last_row(step.chunk)
+    groups.from_owner(logits, cache.group, owner)
     return logits
 
 
