@@ -38,13 +38,41 @@ if TYPE_CHECKING:
     from ring_attn.testing.audit import audit
 
 __all__ = [
-    "ContextParallel", "Mask", "RecurrentParallel", "Segment", "SequenceLayout", "Strategy",
-    "TransportOptions", "audit", "balance", "check", "explain", "halo", "integrations", "masks",
-    "next_rank", "pack", "parallelize", "plots", "prepare", "profiling", "recurrence",
-    "register_recurrence", "ring_attention", "roll", "select_backend", "set_step",
-    "shard_batch", "stats", "sync_gradients", "tensor_parallel", "testing", "token_logprobs",
-    "tree_decode", "unshard",
-]  # fmt: skip
+    "ContextParallel",
+    "Mask",
+    "RecurrentParallel",
+    "Segment",
+    "SequenceLayout",
+    "Strategy",
+    "TransportOptions",
+    "audit",
+    "balance",
+    "check",
+    "explain",
+    "halo",
+    "integrations",
+    "masks",
+    "next_rank",
+    "pack",
+    "parallelize",
+    "plots",
+    "prepare",
+    "profiling",
+    "recurrence",
+    "register_recurrence",
+    "ring_attention",
+    "roll",
+    "select_backend",
+    "set_step",
+    "shard_batch",
+    "stats",
+    "sync_gradients",
+    "tensor_parallel",
+    "testing",
+    "token_logprobs",
+    "tree_decode",
+    "unshard",
+]
 
 
 _LATE = {

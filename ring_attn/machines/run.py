@@ -351,9 +351,15 @@ class Run:
             return
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         self._state = self.backend.forward(
-            q, k, v, tiles, self._state, scores=self.scores,
-            last=op.last and not self.spec.max_logits, beside_copies=self.in_flight > 0,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            tiles,
+            self._state,
+            scores=self.scores,
+            last=op.last and not self.spec.max_logits,
+            beside_copies=self.in_flight > 0,
+        )
 
     def decode(self, op: ops.Decode) -> None:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)

@@ -83,9 +83,15 @@ def agreed_strategy(
             if size is not None and size != cluster.node_size:
                 cluster = replace(cluster, node_size=size)
             problem = Problem(
-                spec, mask, transport.world_size, cluster, backend, same_bits, backward,
-                planner.memory_of(cluster),
-            )  # fmt: skip
+                spec=spec,
+                mask=mask,
+                world_size=transport.world_size,
+                cluster=cluster,
+                backend=backend,
+                same_bits=same_bits,
+                backward=backward,
+                memory_bytes=planner.memory_of(cluster),
+            )
             return planner.choose(problem, {"given": layouts}, peaks=False).strategy
 
         capture.refuse("the ranks would choose a strategy: make the same call once before")

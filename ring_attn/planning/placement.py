@@ -411,10 +411,9 @@ def _levelled(
     """
 
     # As the level rises, a share grows from its `low` event to its `high` event.
-    events = sorted(
-        (h + end, more) for h, ends in zip(held, zip(low, high, strict=True), strict=True)
-        for end, more in zip(ends, (1, -1), strict=True)
-    )  # fmt: skip
+    begins = [(h + least, 1) for h, least in zip(held, low, strict=True)]
+    ends = [(h + greatest, -1) for h, greatest in zip(held, high, strict=True)]
+    events = sorted(begins + ends)
     level, growing, left = events[0][0], 0, amount - sum(low)
     for at, more in events:
         if growing * (at - level) > left:

@@ -158,9 +158,15 @@ def explain(
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
     counts = {
-        "seqlen": seqlen, "world_size": world_size, "batch": batch, "nheads": nheads,
-        "nheads_kv": nheads_kv, "headdim": headdim, "headdim_v": headdim_v, "seqlen_k": seqlen_k,
-    }  # fmt: skip
+        "seqlen": seqlen,
+        "world_size": world_size,
+        "batch": batch,
+        "nheads": nheads,
+        "nheads_kv": nheads_kv,
+        "headdim": headdim,
+        "headdim_v": headdim_v,
+        "seqlen_k": seqlen_k,
+    }
     for name, value in counts.items():
         values.check_int(name, value, least=1)
     if nheads % nheads_kv:
